@@ -26,6 +26,9 @@ MAX_SOCKET_PATH_BYTES = 103  # macOS: 104 with the closing NUL; Linux allows 4 m
 # the trainer, and both need the same path. macOS and Linux both have this one.
 SYSTEM_TEMPORARY = Path("/tmp")  # noqa: S108 - the directory made in it is 0700 and checked
 
+COPY_VARIABLE = "PMESH_COPY"
+"""For a command of `pmesh run --sync`: the copy of the directory in which it runs."""
+
 A_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 """Flags of `os.open` for a directory that is no link to one."""
 
@@ -153,6 +156,12 @@ def path_below(directory: Path, path: Path) -> Path | None:
             if above.samefile(directory):
                 return real.relative_to(above)
     return None
+
+
+def is_in_launch_copy(path: Path) -> bool:
+    """Return True for what lies in this launch's own copy of a directory: no later one has it."""
+    copy = os.environ.get(COPY_VARIABLE)
+    return bool(copy) and path_below(Path(copy), path.absolute()) is not None
 
 
 @contextlib.contextmanager

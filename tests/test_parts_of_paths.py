@@ -57,7 +57,9 @@ KNOWN = {
     "pmesh/client/connect.py": {
         "Path(sys.argv[0] if sys.argv and sys.argv[0] else sys.executable)",
     },
-    "pmesh/mlx_lm/files.py": {"path.with_name(f'.{path.stem}.{os.getpid()}{path.suffix}')"},
+    "pmesh/mlx_lm/files.py": {
+        "path.with_name(f'.{path.stem}.{secrets.token_hex(4)}{path.suffix}')",
+    },
     "pmesh/mlx_lm/prepared.py": {"Path(options.adapter_path)"},
     "pmesh/mlx_lm/session.py": {"Path(options.adapter_path)"},
     "pmesh/testing/simulated_mesh.py": {"Path(home)"},
@@ -108,17 +110,25 @@ KNOWN = {
     "pmesh/agent/launches/here.py": {"remove_tree(self._files.parent, self._files.name)"},
     # The names of a tree, which has no flaw; one at a time, below a directory that is open.
     "pmesh/agent/launches/copies.py": {
-        "Path(tempfile.mkdtemp(dir=self._directory, prefix=_BUILDING))",
+        "Path(tempfile.mkdtemp(dir=path.parent, prefix=_BUILDING))",
+        "copy.parent.with_name(_RECORDS) / copy.name",
         "os.mkdir(name, dir_fd=here)",
         "os.open(name, A_DIRECTORY, dir_fd=here)",
         "os.symlink(target, name, dir_fd=here)",
-        "remove_tree(self._directory, building.name)",
+        "remove_tree(path.parent, building.name)",
         "remove_tree(self._directory, path.name)",
         "self._store.copy_out(content, name, within=here, executable=executable)",
     },
-    # The hash of a content in hexadecimal; and a temporary file.
+    # The names in a copy, as this machine lists them: below a directory that is open.
+    "pmesh/agent/launches/fetching.py": {
+        "os.open(name, _READ, dir_fd=here)",
+        "os.stat(name, dir_fd=here, follow_symlinks=False)",
+        "store.add_file(name, within=here)",
+    },
+    # The hash of a content in hexadecimal; a temporary file; and what is read, here or in a copy.
     "pmesh/agent/launches/files.py": {
         "Path(name)",
+        "os.open(path, flags, dir_fd=within)",
         "os.open(name, flags, mode, dir_fd=within)",
         "self._directory / text[:2]",
         "self._directory / text[:2] / text[2:]",
@@ -136,6 +146,7 @@ KNOWN = {
     # The functions that are called with the above.
     "pmesh/paths.py": {
         "Path(chosen)",
+        "Path(copy)",
         "SYSTEM_TEMPORARY / f'pmesh-{os.getuid()}'",
         "_private_directory() / f'{name}.sock'",
         "directory / name",

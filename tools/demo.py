@@ -26,7 +26,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from pmesh.agent.status.schema import Status, decode_status
-from pmesh.cli.status import RingNode, bytes_text, draw_ring
+from pmesh.cli.ring import RingNode, draw_ring
+from pmesh.cli.sizes import bytes_text
 from pmesh.client.control import ask_status
 from pmesh.errors import PmeshError
 from pmesh.paths import socket_path

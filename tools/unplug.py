@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.text import Text
 
 from pmesh.cli.events import Reader
-from pmesh.cli.status import RingNode, draw_ring
+from pmesh.cli.ring import RingNode, draw_ring
 from tools.demo import CLONE, FRAME_S, NAMES, Demo, console, meet
 
 TRAIN = f"""

@@ -40,9 +40,15 @@ from pmesh.agent.status.events import (
     describe_reordered,
     encode_events,
 )
+from pmesh.agent.status.others import OTHER_MESH, describe_other_mesh
 from pmesh.agent.status.schema import Status as Snapshot
 from pmesh.agent.status.schema import TurnedAwayStatus, encode_status
-from pmesh.agent.status.snapshot import Sources, describe_unlinked, take_snapshot
+from pmesh.agent.status.snapshot import (
+    Sources,
+    describe_peers,
+    describe_unlinked,
+    take_snapshot,
+)
 from pmesh.agent.store.stores import Stores
 from pmesh.core.identity.advertisement import Advertisement
 from pmesh.core.identity.certificates import issue_credentials
@@ -54,6 +60,7 @@ from pmesh.core.wire.launches import (
     AskHosts,
     AskLaunches,
     EndLaunch,
+    FetchFiles,
     FollowLaunch,
     Launch,
     LaunchMessage,
@@ -103,6 +110,8 @@ from pmesh.paths import socket_path
 MOST_FALLS = 3  # within ten minutes; after these the agent is not restarted
 FALLS_WINDOW_S = 600.0
 ALONE_S = 10.0  # mDNS takes about a second
+LOOK_AROUND_S = 0.5
+MOST_OTHERS_NAMED = 3  # meshes of the neighbours, in a house with many
 LEAVE_S = 0.8  # a clean leave takes less than 1 s, whatever the peers do
 LAG_WINDOW_S = 10.0
 FOUND_AHEAD = 16  # findings that mDNS may queue for us; it keeps the rest itself
@@ -378,20 +387,36 @@ class Agent:
 
     async def _report_alone(self) -> None:
         """Say once, to whoever has just started this agent, why no other is here."""
-        await trio.sleep(ALONE_S)
-        if len(self.membership.view.seats) > 1:
+        said: set[str] = set()
+        with trio.move_on_after(ALONE_S):
+            while self._is_alone:
+                self._report_other_meshes(said)
+                await trio.sleep(LOOK_AROUND_S)
+        if not self._is_alone:
             return
         self._announce(
             f"no other machine of this mesh after {ALONE_S:g} s; on another, run 'pmesh key set' "
             "and 'pmesh up'"
         )
-        lines = self._describe_unlinked()
+        lines = tuple(line for line in self._describe_unlinked() if OTHER_MESH not in line)
         if self._strangers.deaf is not None:
             lines += (f"mDNS can't be used: {self._strangers.deaf}",)
-        elif self._settings.mdns and not lines:
+        elif self._settings.mdns and not (lines or said):
             lines += ("mDNS finds no agent; if one runs, name it: pmesh up --peer HOST",)
         for line in lines:
             self._announce(line)
+
+    @property
+    def _is_alone(self) -> bool:
+        return len(self.membership.view.seats) == 1
+
+    def _report_other_meshes(self, said: set[str]) -> None:
+        for peer in describe_peers(self.peers, self._strangers):
+            if peer.state == "other_mesh_key" and len(said) < MOST_OTHERS_NAMED:
+                text = describe_other_mesh(peer, own_name=self._settings.name)
+                if text not in said:
+                    said.add(text)
+                    self._announce(text)
 
     def _installed(self, before: View, after: View, losses: Mapping[Member, str]) -> None:
         self.p2p.follow()
@@ -448,7 +473,7 @@ class Agent:
                 await self._tell_machines(session, request)
             case AskLaunches() | AskHosts() | EndLaunch():
                 await serve_launch(session, request, self.launches)
-            case Launch() | FollowLaunch():
+            case Launch() | FollowLaunch() | FetchFiles():
                 await self._serve_follower(session, request)
             case StopAgent():
                 session.stay()
@@ -458,7 +483,9 @@ class Agent:
             case _:
                 raise ProtocolError(f"a session can't begin with {type(request).__name__}")
 
-    async def _serve_follower(self, session: Session, request: Launch | FollowLaunch) -> None:
+    async def _serve_follower(
+        self, session: Session, request: Launch | FollowLaunch | FetchFiles
+    ) -> None:
         with contextlib.ExitStack() as admitted:
             try:
                 admitted.enter_context(self._admission.follow())
@@ -508,6 +535,8 @@ class Agent:
                 contain,
                 compression=compression,
                 unlinked=self._describe_unlinked,
+                op_completed=lambda syncs: self.launches.op_completed(session.pid, syncs=syncs),
+                rank_is=lambda number: self.launches.rank_is(session.pid, number),
             )
 
     def _describe_unlinked(self) -> tuple[str, ...]:

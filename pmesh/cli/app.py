@@ -172,17 +172,19 @@ def up(
 def status(
     *,
     watch: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    all: Annotated[bool, Parameter(negative="", show_default=False)] = False,  # noqa: A002 - an option
     json: Annotated[bool, Parameter(negative="", show_default=False)] = False,
     home: Home = None,
 ) -> int:
-    """Show the view, the ring, peers, jobs and traffic of the local agent.
+    """Show the machines of the mesh, how fast its jobs train, and what is wrong.
 
     Args:
         watch: Refresh every second, until Ctrl-C.
+        all: Show all addresses and paths, ids, counters and traffic.
         json: Print JSON; its schema is docs/reference/status.schema.json.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
-    return show_status(home, watch=watch, as_json=json)
+    return show_status(home, watch=watch, whole=all, as_json=json)
 
 
 @app.command
@@ -280,6 +282,7 @@ def run_(
     shell: Annotated[bool, Parameter(negative="", show_default=False)] = False,
     sync: Annotated[bool, Parameter(negative="", show_default=False)] = False,
     sync_limit: str = "100MiB",
+    collect: Path | None = None,
     home: Home = None,
 ) -> int:
     """Run a command here, or with --on on several machines; start it again when it fails.
@@ -304,6 +307,7 @@ def run_(
         shell: Run the words by /bin/sh.
         sync: Send the working directory first, but for what git ignores; run in a copy of it.
         sync_limit: How much all of its files may hold, in bytes, KiB, MiB or GiB.
+        collect: At the end, bring what the ranks have written into their copies to this directory.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
     from pmesh.cli.launch import Wishes, launch_of, run_launch  # noqa: PLC0415 - for speed
@@ -324,6 +328,7 @@ def run_(
         shell=shell,
         sync=sync,
         sync_limit=parse_size("--sync-limit", sync_limit),
+        collect=collect,
     )
     if on is None:
         if engine == "mpi" or wishes != Wishes(terms=LaunchTerms(restarts=restarts)):
@@ -367,7 +372,15 @@ _VALUED_OPTIONS = MappingProxyType(
     {
         "run": (
             *("--on", "--count", "-n", "--per-node", "--job", "--engine", "--restarts", "--grace"),
-            *("--hang-timeout", "--env", "--cwd", "--python", "--sync-limit", "--home"),
+            *(
+                "--hang-timeout",
+                "--env",
+                "--cwd",
+                "--python",
+                "--sync-limit",
+                "--collect",
+                "--home",
+            ),
             *_MODULE_OPTIONS,
         ),
         "mlx": ("--job", "--wait-for", "--compression", "--home"),
@@ -402,9 +415,18 @@ def end_own_options(arguments: Sequence[str]) -> Sequence[str]:
 
 
 @app.command
-def ps(*, home: Home = None) -> int:
-    """Show the commands that 'pmesh run --on' has started from here, and those that run here."""
-    return show_launches(home)
+def ps(
+    *,
+    all: Annotated[bool, Parameter(negative="", show_default=False)] = False,  # noqa: A002 - an option
+    home: Home = None,
+) -> int:
+    """Show the commands that 'pmesh run --on' has started from here, and those that run here.
+
+    Args:
+        all: Show also older ones, and of each who has started it and the whole command.
+        home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
+    """
+    return show_launches(home, whole=all)
 
 
 @app.command
@@ -427,6 +449,28 @@ def logs(
     from pmesh.cli.launch import show_log  # noqa: PLC0415 - for speed
 
     return show_log(home, launch, follow=follow)
+
+
+@app.command
+def fetch(
+    launch: str,
+    /,
+    *,
+    to: Path | None = None,
+    limit: str = "10GiB",
+    home: Home = None,
+) -> int:
+    """Bring what the ranks of 'pmesh run --sync' have written into their copies to this machine.
+
+    Args:
+        launch: Its id or its job, as 'pmesh ps' shows them; it was started here.
+        to: A directory, in which each machine gets one; default pmesh-ID.
+        limit: How much each machine may send, in bytes, KiB, MiB or GiB.
+        home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
+    """
+    from pmesh.cli.fetch import show_fetch  # noqa: PLC0415 - for speed
+
+    return show_fetch(home, launch, to, most_bytes=parse_size("--limit", limit))
 
 
 @app.command
@@ -482,6 +526,14 @@ def version() -> int:
     """Print the version of pmesh and of its protocol."""
     say(f"pmesh {installed_version('pmesh')}, protocol {PROTOCOL_VERSION}")
     return 0
+
+
+IN_ORDER_OF_USE = (
+    *("key", "up", "status", "run", "ps", "logs", "fetch", "stop", "allow", "mlx", "checkpoint"),
+    *("events", "ping", "bench", "forget", "down", "version"),
+)
+for _place, _name in enumerate(IN_ORDER_OF_USE):
+    app[_name].sort_key = _place  # else they are listed by the alphabet
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -341,7 +341,7 @@ def _check_names(option: str, wanted: Sequence[str], known: Collection[str]) -> 
 def check_plot_file(path: Path) -> None:
     """Raise ConfigError before minutes of measuring if the plot can't be drawn or written."""
     if find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib: pip install 'pmesh[bench]'")
+        raise ConfigError("--plot needs matplotlib: pip install matplotlib")
     from matplotlib.backend_bases import FigureCanvasBase  # noqa: PLC0415 - an extra, and 0.3 s
 
     kinds = sorted(FigureCanvasBase.get_supported_filetypes())

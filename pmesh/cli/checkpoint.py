@@ -106,6 +106,8 @@ def _manifests(folders: Sequence[Path]) -> list[tuple[Path, Manifest]]:
         if any_is_damaged:
             cure = "copy the folder of another machine, and name that one too"
         where = ", ".join(map(str, folders))
+        if not any(folder.expanduser().exists() for folder in folders):
+            cure = f"there is no such folder; {cure}"
         raise UsageError(f"no checkpoint in {where} can be used; {cure}")
     return found
 

@@ -68,6 +68,12 @@ def take(words: Sequence[str], home: Path | None) -> int:
     return 0
 
 
+def has_mesh_key(settings: Settings) -> bool:
+    """Return whether the agent needs no new key. Raises KeyFileError if the home's is none."""
+    given = settings.key_text is not None or settings.key_file is not None
+    return given or load_mesh_key(settings.home) is not None
+
+
 def find_mesh_key(settings: Settings) -> MeshKey:
     """Return the agent's mesh key; if there is none at all, make one and print it.
 

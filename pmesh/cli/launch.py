@@ -18,6 +18,7 @@ import trio
 
 from pmesh.agent.launches.checks import python_version
 from pmesh.agent.launches.copies import copy_path
+from pmesh.cli.fetch import DEFAULT_LIMIT, check_target, show_fetch, tell_new_files
 from pmesh.cli.same_code import digests_of
 from pmesh.cli.sync import SendingShown, with_tree
 from pmesh.cli.terminal import complain, ending_signals, say
@@ -71,7 +72,7 @@ from pmesh.core.wire.local import (
 from pmesh.errors import AgentNotRunning, AgentStopped, ConfigError, ProtocolError
 from pmesh.ids import MAX_NAME, PRINTABLE, SHORT_ID, path_name
 from pmesh.paths import home_directory, path_below, socket_path
-from pmesh.texts import printable
+from pmesh.texts import printable, without_escapes
 
 DEFAULT_SYNC_LIMIT: Final = 100 * 1024**2  # code, and not data sets
 _COLORS: Final = (36, 33, 35, 32, 34, 96, 93, 95)  # red is for errors
@@ -96,6 +97,8 @@ class Wishes:
     sync: bool = False
     """Send the working directory first."""
     sync_limit: int = DEFAULT_SYNC_LIMIT
+    collect: Path | None = None
+    """Where to bring, at the end, what the ranks have written into their copies."""
 
     @property
     def directory(self) -> Path:
@@ -127,6 +130,7 @@ def launch_of(words: Sequence[str], wishes: Wishes, environment: Mapping[str, st
     """
     cwd = wishes.directory
     _check_numbers(wishes)
+    _check_collect(wishes)
     variables = _variables(wishes.environment)
     words = _with_python(words, wishes)
     _check_script(words, cwd)
@@ -171,6 +175,17 @@ def _check_numbers(wishes: Wishes) -> None:
             f"--job {wishes.job!r}: the name of a job has at most {MAX_JOB_NAME} characters, and "
             "no line breaks or other control characters"
         )
+
+
+def _check_collect(wishes: Wishes) -> None:
+    if wishes.collect is None:
+        return
+    if not wishes.sync or wishes.terms.detach:
+        raise ConfigError(
+            "--collect brings files at the end from the copies of --sync: give --sync, and not "
+            "--detach; 'pmesh fetch' brings them later"
+        )
+    check_target(wishes.collect.expanduser())
 
 
 def _check_script(words: Sequence[str], cwd: Path) -> None:
@@ -312,15 +327,23 @@ def run_launch(home: Path | None, request: Launch, wishes: Wishes) -> int:
         ask_launches(directory)  # without an agent there is nothing to read files for
         most_bytes = wishes.sync_limit
         request = with_tree(request, directory, wishes.directory, most_bytes=most_bytes)
-    return trio.run(_converse, directory, request)
+    begun = list[LaunchBegan]()
+    code = trio.run(_converse, directory, request, begun)
+    if not begun or not wishes.sync or wishes.terms.detach:
+        return code
+    if wishes.collect is None:
+        tell_new_files(directory, begun[0].launch)
+        return code
+    lacking = show_fetch(home, begun[0].launch, wishes.collect, most_bytes=DEFAULT_LIMIT)
+    return code or lacking
 
 
 def show_log(home: Path | None, launch: str, *, follow: bool) -> int:
     """Print the output of a launch; with `follow`, until it ends."""
-    return trio.run(_converse, home_directory(home), FollowLaunch(launch, follow))
+    return trio.run(_converse, home_directory(home), FollowLaunch(launch, follow), [])
 
 
-async def _converse(home: Path, request: Launch | FollowLaunch) -> int:
+async def _converse(home: Path, request: Launch | FollowLaunch, begun: list[LaunchBegan]) -> int:
     attends = isinstance(request, Launch) and not request.terms.detach
     codes, signals = list[int](), list[int]()
     async with await _open(home) as stream:
@@ -331,6 +354,7 @@ async def _converse(home: Path, request: Launch | FollowLaunch) -> int:
             if attends:
                 await nursery.start(_pass_signals_on, agent, nursery, signals)
             began = await _await_begin(agent)
+            begun.append(began)
             if isinstance(request, Launch):
                 _tell_begin(home, request, began)
             if attends:
@@ -453,7 +477,8 @@ class Screen:
             stream.flush()
 
     def _format(self, line: Line, stream: TextIO) -> str:
-        text = _printable(line.text.decode(errors="replace").rstrip("\r").rpartition("\r")[2])
+        text = without_escapes(line.text.decode(errors="replace"))
+        text = _printable(text.rstrip("\r").rpartition("\r")[2])
         if line.seat == STARTER:
             return f"pmesh: {text}\n"
         known = 0 <= line.seat < len(self._names)  # else a log has lines that pmesh did not write

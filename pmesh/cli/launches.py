@@ -1,9 +1,13 @@
 """`pmesh ps`, `stop` and `allow`: launches on this machine, and who may start them."""
 
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
+from rich.cells import cell_len, set_cell_size
+from rich.table import Table
 from rich.text import Text
 
 from pmesh.agent.home import open_home
@@ -12,6 +16,7 @@ from pmesh.cli.rows import Rows, output
 from pmesh.cli.terminal import complain, say
 from pmesh.client.control import ask_hosts, ask_launches, ask_machines, end_launch, forget_name
 from pmesh.core.wire.launches import AskHosts, LaunchRow
+from pmesh.errors import ConfigError
 from pmesh.ids import node_from_text
 from pmesh.paths import home_directory
 from pmesh.texts import printable
@@ -26,12 +31,56 @@ def show_hosts(home: Path | None, request: AskHosts, command: Sequence[str]) -> 
     return 0
 
 
-def show_launches(home: Path | None) -> int:
-    """Print a row for each launch that this agent has started or runs."""
-    rows = [_row(row) for row in ask_launches(home_directory(home))]
-    headers = ("launch", "job", "state", "age", "started on", "machines", "command")
-    output().print(Rows(headers, rows))
+OVER: Final = "over"
+SHOWN: Final = 10  # with the headers half of the smallest terminal
+_HEADERS: Final = ("launch", "job", "state", "age", "machines", "command")
+_MOST_CELLS: Final = (24, 12, 10, 6, 15, 500)
+_GAP: Final = 2
+
+
+def show_launches(home: Path | None, *, whole: bool) -> int:
+    """Print the latest launches that this agent has started or runs, and all that run."""
+    rows = sorted(ask_launches(home_directory(home)), key=lambda row: -row.age_s)  # newest last
+    console = output()
+    if whole:
+        headers = ("launch", "job", "state", "age", "started on", "machines", "command")
+        console.print(Rows(headers, [_row(row) for row in rows]))
+        return 0
+    latest = [row for n, row in enumerate(rows) if n >= len(rows) - SHOWN or row.state != OVER]
+    console.print(_one_line_each(latest, width=console.width if console.is_terminal else None))
+    if len(latest) < len(rows):
+        console.print(Text(f"{len(rows) - len(latest)} older ones: pmesh ps --all", "dim"))
     return 0
+
+
+def _one_line_each(rows: Sequence[LaunchRow], *, width: int | None) -> Table:
+    """Return a table whose cells are cut to fit this width: `--all` shows the whole ones."""
+    lines = [_HEADERS, *(tuple(map(printable, _texts(row))) for row in rows)]
+    if width is not None:
+        lines = [tuple(map(_cut, line, _MOST_CELLS)) for line in lines]
+        *others, _ = (max(map(cell_len, column)) for column in zip(*lines, strict=True))
+        room = max(width - sum(others) - _GAP * len(others), cell_len(_HEADERS[-1]))
+        lines = [(*line[:-1], _cut(line[-1], room)) for line in lines]
+    table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, show_header=False)
+    for number, line in enumerate(lines):
+        table.add_row(*(Text(text, "" if number else "dim") for text in line))
+    return table
+
+
+def _cut(text: str, cells: int) -> str:
+    return text if cell_len(text) <= cells else f"{set_cell_size(text, cells - 1).rstrip()}…"
+
+
+def _texts(row: LaunchRow) -> tuple[str, ...]:
+    job = "" if row.job == row.launch else row.job
+    machines = ", ".join(row.machines)
+    return row.launch, job, _state(row), _age(row.age_s), machines, row.command
+
+
+def _state(row: LaunchRow) -> str:
+    if row.state != OVER:
+        return row.state
+    return "ended" if not row.code else f"failed: {row.code}"
 
 
 def _row(row: LaunchRow) -> tuple[Text, ...]:
@@ -60,6 +109,10 @@ def stop_launch(home: Path | None, launch: str) -> int:
     return 0
 
 
+def is_root() -> bool:
+    return os.geteuid() == 0
+
+
 def allow_run(home: Path | None, names: tuple[str, ...], *, as_root: bool, no: bool) -> int:
     """Write who may run commands here; it counts from the next request on."""
     directory = open_home(home_directory(home))
@@ -68,6 +121,11 @@ def allow_run(home: Path | None, names: tuple[str, ...], *, as_root: bool, no: b
         store_permission(directory, Permission())
         say("this machine runs nothing that others ask for; what runs already goes on")
         return 0
+    if is_root() and not (as_root or before.as_root):
+        raise ConfigError(
+            "you are root, and an agent of root refuses all commands: run 'pmesh up' and this as "
+            "another user, or type: pmesh allow run --as-root"
+        )
     nodes = names if all(map(_is_id, names)) else ask_machines(directory, names)
     permission = Permission(
         everyone=not names,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 
-from pmesh.cli.status import path_text
+from pmesh.cli.status_all import path_text
 from pmesh.cli.terminal import say, say_json
 from pmesh.client.control import ping
 from pmesh.core.wire.local import WayTried

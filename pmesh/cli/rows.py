@@ -57,6 +57,8 @@ class Rows:
     headers: Sequence[str]
     rows: Sequence[Sequence[Cell]]
     title: str = ""
+    compact: bool = False
+    """True for no line but those of the headers and the rows."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         table = self.table()
@@ -66,7 +68,7 @@ class Rows:
 
     def table(self) -> Table:
         """Return all of it side by side, each column as wide as its cells need."""
-        table = Table(box=SIMPLE, title=self.title or None)
+        table = self._empty_table()
         *names, sentence = self.headers
         for column, header in enumerate(names):
             # rich would take the longest word for what a column needs, and cut the others.
@@ -76,6 +78,11 @@ class Rows:
         for row in self.rows:
             table.add_row(*map(_plain, row))
         return table
+
+    def _empty_table(self) -> Table:
+        if not self.compact:
+            return Table(box=SIMPLE, title=self.title or None)
+        return Table(box=None, padding=(0, 3, 0, 0), pad_edge=False, header_style="dim")
 
     def width(self, column: int) -> int:
         """Return the cells that the header and the rows of a column need."""

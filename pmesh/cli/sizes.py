@@ -37,3 +37,19 @@ def rounded(nbytes: int) -> str:
         if nbytes >= _FACTORS[unit]:
             return f"{nbytes / _FACTORS[unit]:.1f} {unit}iB"
     return f"{nbytes} B"
+
+
+_UNIT_STEP = 1000
+
+
+def bytes_text(count: int) -> str:
+    """Format bytes in the largest unit that leaves at least 1.
+
+    >>> bytes_text(999), bytes_text(1_250_000)
+    ('999 B', '1.2 MB')
+    """
+    value, units = float(count), ["B", "kB", "MB", "GB", "TB", "PB"]
+    while value >= _UNIT_STEP and len(units) > 1:
+        value /= _UNIT_STEP
+        del units[0]
+    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"

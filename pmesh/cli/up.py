@@ -28,7 +28,9 @@ from pmesh.agent.config import (
 )
 from pmesh.agent.home import NODE_KEY_BYTES, hold_home, load_node_key, open_home, open_own_file
 from pmesh.agent.limits import raise_open_files
-from pmesh.cli.keys import find_mesh_key
+from pmesh.agent.status.others import describe_other_mesh
+from pmesh.agent.status.schema import decode_status
+from pmesh.cli.keys import find_mesh_key, has_mesh_key
 from pmesh.cli.terminal import announce, complain, dropping_lines, ending_signals, say
 from pmesh.client.control import ask_status
 from pmesh.core.identity.keys import MeshKey, NodeKey
@@ -37,6 +39,7 @@ from pmesh.paths import LOG_NAME, home_directory, socket_path
 from pmesh.texts import printable
 
 START_TIMEOUT_S = 15.0  # imports on a slow, cold disk take 5 s
+FIND_OTHERS_S = 2.0  # mDNS takes about a second
 _POLL_INTERVAL_S = 0.05
 
 
@@ -143,14 +146,29 @@ def _run_here(settings: Settings) -> int:
 
 def _start_in_background(settings: Settings) -> int:
     with hold_home(settings.home):  # if an agent runs already, fail here and not in a log
+        is_new = not has_mesh_key(settings)
         _keys(settings)  # print a new mesh key here and not in a log
     socket_path(settings.home)  # a file that is not ours is refused here, too
     others = {key: value for key, value in os.environ.items() if not key.startswith("PMESH_")}
-    return start_detached(
+    code = start_detached(
         [sys.executable, "-m", "pmesh.cli", "up"],
         environment=others | as_environment(settings),
         home=settings.home,
     )
+    if is_new and code == 0:
+        say_of_other_mesh(settings.home, settings.name)
+    return code
+
+
+def say_of_other_mesh(home: Path, own_name: str) -> None:
+    """Who has just begun a new mesh may have meant to join one: say so if there is one here."""
+    deadline = time.monotonic() + FIND_OTHERS_S
+    while time.monotonic() < deadline:
+        for peer in decode_status(ask_status(home)).peers:
+            if peer.state == "other_mesh_key":
+                complain(describe_other_mesh(peer, own_name=own_name))
+                return
+        time.sleep(_POLL_INTERVAL_S)
 
 
 def _keys(settings: Settings) -> tuple[MeshKey, NodeKey]:

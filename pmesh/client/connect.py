@@ -17,6 +17,7 @@ from pmesh.ids import PRINTABLE, JobName
 from pmesh.paths import home_directory
 
 _MAX_RANKS = 1024  # what core.session allows
+_MAX_PLACE = 2**31
 
 OnLoss = Literal["continue", "raise"]
 Quorum = Literal["any", "majority"]
@@ -89,6 +90,7 @@ def connect(
         _program(),
         Terms(min_ranks, on_loss, quorum),
         check_timeout(straggler_after_s, "straggler_after_s"),
+        place=_place(os.environ.get("PMESH_PLACE", "")),
     )
     place = Place(home_directory(home), request, goes_on_alone=on_superseded == "sync")
     return Mesh(place, job=job)
@@ -116,6 +118,14 @@ def default_wait_for() -> int | None:
         return None
     if not (text.isascii() and text.isdecimal()):
         raise UsageError(f"PMESH_WAIT_FOR is a number of trainers, not {text!r}")
+    return int(text)
+
+
+def _place(text: str) -> int:
+    if not text:
+        return -1
+    if not (text.isascii() and text.isdecimal() and int(text) < _MAX_PLACE):
+        raise UsageError(f"PMESH_PLACE is a rank, not {text!r}")
     return int(text)
 
 

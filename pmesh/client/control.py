@@ -10,6 +10,8 @@ from pmesh.core.wire.launches import (
     AskHosts,
     AskLaunches,
     EndLaunch,
+    Fetched,
+    FetchFiles,
     Hosts,
     LaunchEnding,
     Launches,
@@ -150,6 +152,18 @@ def end_launch(home: Path, launch: str, *, timeout_s: float = 5.0) -> str:
     """
     with closing(AgentConnection(home, silence_s=timeout_s)) as connection:
         return _ask(connection, EndLaunch(launch), LaunchEnding).launch
+
+
+def fetch_files(home: Path, request: FetchFiles, *, timeout_s: float = 86400.0) -> Fetched:
+    """What ranks have written into their copies; with contents, once it is in the agent's store.
+
+    Raises:
+        AgentNotRunning: Nobody listens at its socket.
+        AgentStopped: The agent ended, or did not answer in time.
+        UsageError: The launch has no copies, or was not started here.
+    """
+    with closing(AgentConnection(home, silence_s=timeout_s)) as connection:
+        return _ask(connection, request, Fetched)
 
 
 def stop_agent(home: Path, *, timeout_s: float = 10.0) -> int:

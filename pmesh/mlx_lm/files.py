@@ -1,6 +1,7 @@
 """Files that mlx-lm reads: written beside their place and renamed, so a crash leaves one whole."""
 
 import os
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,7 @@ def replace(path: Path, write: Callable[[Path], object]) -> None:
         UsageError: It can't be written there.
     """
     # The suffix stays the last: MLX appends one to names that lack it.
-    new = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    new = path.with_name(f".{path.stem}.{secrets.token_hex(4)}{path.suffix}")
     try:
         write(new)
         with new.open("rb+") as file:

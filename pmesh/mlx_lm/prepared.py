@@ -17,6 +17,7 @@ from pmesh.errors import UsageError
 from pmesh.mlx_lm.files import replace
 from pmesh.mlx_lm.halves import Loss
 from pmesh.mlx_lm.libraries import lora, trainer
+from pmesh.paths import is_in_launch_copy
 
 _POSITIVE = (
     *("batch_size", "iters", "grad_accumulation_steps", "max_seq_length"),
@@ -57,6 +58,7 @@ def parse(arguments: list[str]) -> Any:
         finally:
             sys.argv = typed
     (options,) = found
+    options.adapter_path = str(Path(options.adapter_path).expanduser())
     _check(options)
     return options
 
@@ -129,6 +131,12 @@ def _check(options: Any) -> None:
         raise UsageError(
             f"--iters {options.iters} ends before the first update, which comes after "
             f"--grad-accumulation-steps {options.grad_accumulation_steps}: give more --iters"
+        )
+    if is_in_launch_copy(Path(options.adapter_path).resolve()):
+        raise UsageError(
+            f"--adapter-path {options.adapter_path} lies in this launch's own copy of the "
+            "directory, where no later 'pmesh run --sync' would resume from it; give a folder "
+            "outside of it, such as --adapter-path '~/adapters'"
         )
     if Path(options.adapter_path).is_file():
         raise UsageError(f"--adapter-path {options.adapter_path} is a file: name a folder")

@@ -22,7 +22,7 @@ import xxhash
 
 from pmesh.client.checkpoints.checkpoints import Checkpoints
 from pmesh.client.mesh import Mesh
-from pmesh.errors import RankLost, RosterChanged
+from pmesh.errors import RankLost, RosterChanged, UsageError
 from pmesh.mlx_lm.batches import Batches
 from pmesh.mlx_lm.halves import (
     Gradients,
@@ -237,15 +237,24 @@ class Training:
         ):
             self._report()
         if self._is_saved_now():
-            if self._leads():
-                self._state.save_adapters(run.folder, numbered=True)
+            failed = self._save_adapters(numbered=True)
             self._save_state()
-            self._say(f"Iter {done}: Saved adapter weights to {run.folder}")
+            if failed is None:
+                self._say(f"Iter {done}: Saved adapter weights to {run.folder}")
 
     def _is_saved_now(self) -> bool:
         """Whether a step that has just ended is saved; all ranks agree, as their states do."""
         every, done = self._run.args.steps_per_save, self._state.iteration
         return bool(done // every > (done - self._run.updates_after) // every)
+
+    def _save_adapters(self, *, numbered: bool) -> UsageError | None:
+        """Write the adapters on this machine, as each rank does; where it can't, warn and go on."""
+        try:
+            self._state.save_adapters(self._run.folder, numbered=numbered)
+        except UsageError as e:
+            print(f"[WARNING] Iter {self._state.iteration}: {e}", flush=True)
+            return e
+        return None
 
     def _save_state(self) -> None:
         """Save what a run needs to go on after machines have stopped, among all ranks."""
@@ -277,19 +286,18 @@ class Training:
         self._call_back("on_train_loss_report", **info)
 
     def _end(self) -> None:
-        """Have rank 0 save the last adapters; if it is lost before it has, the next one does."""
-        while True:
-            saved = self._leads()
-            if saved:
-                self._state.save_adapters(self._run.folder, numbered=False)
-                self._say(f"Saved final weights to {self._run.folder}")
-            if self._mesh.all_reduce(np.array(int(saved)), op="max"):
-                break
+        """Have each rank save the last adapters; raise what happened if none of them could."""
+        failed = self._save_adapters(numbered=False)
+        if failed is None:
+            self._say(f"Saved final weights to {self._run.folder}")
+        if not self._mesh.all_reduce(np.array(failed is None), op="max") and failed is not None:
+            raise failed
         if not self._is_saved_now():
             self._save_state()
+        where = "not on this machine" if failed else f"in {self._run.folder}"
         print(
             f"Trained {self._state.iteration} iterations; this was rank {self._mesh.rank} of "
-            f"{self._mesh.size}. The adapters are on {self._mesh.names[0]}, weights "
+            f"{self._mesh.size}. The adapters are {where}, weights "
             f"{digest(self._state.adapters())}",
             flush=True,
         )
@@ -302,7 +310,7 @@ class Training:
             print(line, flush=True)
 
     def _call_back(self, name: str, **info: object) -> None:
-        if self._leads() and self._run.callback is not None:
+        if self._run.callback is not None:
             getattr(self._run.callback, name)(info)
 
     def _warn_of_truncation(self, rows: int) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import pmesh.cli
-from pmesh.cli.app import app, run
+from pmesh.cli.app import IN_ORDER_OF_USE, app, run
 from pmesh.core.wire.link import PROTOCOL_VERSION
 
 VERSION = f"pmesh {version('pmesh')}, protocol {PROTOCOL_VERSION}\n"
@@ -21,6 +21,15 @@ def test_the_version_names_the_protocol(
 ) -> None:
     assert run(words) == 0
     assert capsys.readouterr().out == VERSION
+
+
+def test_help_lists_the_commands_in_the_order_in_which_one_uses_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    listed = [line.split()[1] for line in lines if line[:2] == "│ " and line[2:3].isalpha()]
+    assert listed == list(IN_ORDER_OF_USE)
 
 
 @pytest.mark.parametrize("words", [["--help"], ["up", "--help"], ["key", "--help"], []])

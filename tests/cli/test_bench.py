@@ -431,7 +431,7 @@ def test_without_matplotlib_the_command_that_gets_it_is_named(
 
     assert run(["bench", "--plot", "plot.png"]) == 2
     assert capsys.readouterr().err == (
-        "ConfigError: --plot needs matplotlib: pip install 'pmesh[bench]'\n"
+        "ConfigError: --plot needs matplotlib: pip install matplotlib\n"
     )
 
 

@@ -19,6 +19,9 @@ from pmesh.core.values import Verdict
 from pmesh.core.wire.framing import FrameReader, frame
 from pmesh.core.wire.launches import (
     AskLaunches,
+    Fetched,
+    FetchedFiles,
+    FetchFiles,
     FilesSent,
     FollowLaunch,
     Launch,
@@ -28,6 +31,7 @@ from pmesh.core.wire.launches import (
     LaunchOver,
     LaunchRow,
     LaunchSends,
+    NewFile,
 )
 from pmesh.core.wire.local import (
     AskEvents,
@@ -60,7 +64,7 @@ def status() -> bytes:
     return text
 
 
-def replies_to(request: object) -> list[Reply]:
+def replies_to(request: object) -> list[Reply]:  # noqa: PLR0911 - one for each request
     events = make_chronicle()
     events.note("peer lost", f"{EVIL} is gone")
     row = LaunchRow(EVIL, EVIL, EVIL, EVIL, False, (EVIL,), EVIL, 1.0, None)  # noqa: FBT003
@@ -75,6 +79,9 @@ def replies_to(request: object) -> list[Reply]:
             return [way, Pinged(interface=EVIL, remote=EVIL, why=EVIL)]
         case AskLaunches():
             return [Launches((row,)), Launches(())]
+        case FetchFiles():
+            new = FetchedFiles(EVIL, "a" * 52, "", 2, 3, (NewFile(EVIL, 1),))
+            return [Fetched("l", (new, FetchedFiles(EVIL, "b" * 52, EVIL)))]
         case Launch() | FollowLaunch():
             began = LaunchBegan("l", "j", (EVIL, "mac"), (1, 1), (EVIL, EVIL))
             sends = [LaunchSends((FilesSent(EVIL, 1, 2),))] * isinstance(request, Launch)
@@ -117,8 +124,12 @@ COMMANDS: dict[str, tuple[int, str]] = {
     "stop 1234": (1, f"UsageError: {SHOWN}"),
     "logs 1234": (1, "m�]0;you"),
     "run --on all -- true": (1, "m�]0;you"),
-    "run --on all --sync -- python train.py": (2, "m�]0;you"),
-    "allow run --member nobody": (1, f"UsageError: {SHOWN}"),
+    "run --on all --sync -- python train.py": (
+        3,
+        f"new files on {SHOWN}: {SHOWN} (1 B) and 1 more",
+    ),
+    "fetch 1234": (1, f"{SHOWN}: {SHOWN}"),
+    "allow run --as-root --member nobody": (1, f"UsageError: {SHOWN}"),
 }
 
 

@@ -1,14 +1,19 @@
 """What `pmesh run --on` asks for, and how it shows what comes back."""
 
+import contextlib
+import io
 import math
 import os
 import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pmesh.agent.launches.checks import digest_of
 from pmesh.agent.launches.permission import load_permission
+from pmesh.cli import launches
 from pmesh.cli.app import run
 from pmesh.cli.launch import Screen, Wishes, launch_of
 from pmesh.core.launches.lines import STARTER
@@ -113,13 +118,13 @@ def test_the_machines_and_the_variables_are_passed_on() -> None:
 def test_lines_carry_the_name_of_their_machine(capsys: pytest.CaptureFixture[str]) -> None:
     screen = Screen(["mac-1", "studio"], [1, 2])
     screen.show(
-        b"0 0 o one\n1 2 o two\x1b[2J\n1 1 e bad\n0 0 o 10%%\r20%%\r\n"
+        b"0 0 o one\n1 2 o two\x1b[2J\x1b[2\n1 1 e bad\n0 0 o 10%%\r20%%\r\n"
         b"0 0 n it failed\n%d 0 n mac-2 is lost\n9 0 o forged\n" % STARTER
     )
     out, err = capsys.readouterr()
     assert out.splitlines() == [
         "mac-1  | one",
-        "studio 2 | two�[2J",
+        "studio 2 | two�[2",
         "mac-1  | 20%",
         '9 "?"  0 | forged',
     ]
@@ -128,6 +133,25 @@ def test_lines_carry_the_name_of_their_machine(capsys: pytest.CaptureFixture[str
         "mac-1  | pmesh: rank 0 it failed",
         "pmesh: mac-2 is lost",
     ]
+
+
+def test_the_colours_of_a_program_are_dropped_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    line = (
+        "\x1b[34m│\x1b[0m \x1b[1;38;5;9mloss\x1b[0m \x1b(B0.5\x1b[K\rstep 2 \x1b[32m3\x1b[m\x1b[K"
+    )
+    Screen(["a"], [1]).show(f"0 0 o {line.partition(chr(13))[0]}\n0 0 o {line}\n".encode())
+    assert capsys.readouterr().out.splitlines() == ["a | │ loss 0.5", "a | step 2 3"]
+
+
+HOSTILE = "\x1b\x9b\x9d\x90\x9c[]P0;m\\\x07\r\t x\u202e"
+
+
+@given(st.text(st.sampled_from(HOSTILE)))
+def test_whatever_a_program_prints_nothing_that_controls_a_terminal_is_left(text: str) -> None:
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        Screen(["a"], [1]).show(f"0 0 o {text}\n".encode())
+    assert shown.getvalue().replace("\t", " ")[:-1].isprintable()
+    assert shown.getvalue().startswith("a | ")
 
 
 def test_no_name_looks_like_another_or_like_pmesh(capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,6 +192,26 @@ def test_without_an_agent_the_error_says_what_to_type(
     assert "start one with 'pmesh up'" in capsys.readouterr().err
 
 
+@pytest.fixture
+def as_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launches, "is_root", lambda: False)
+
+
+def test_permission_is_not_said_to_be_given_where_an_agent_of_root_refuses_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launches, "is_root", lambda: True)
+    home = ["--home", str(tmp_path / "home")]
+    assert run(["allow", "run", *home]) == 2
+    shown = capsys.readouterr()
+    assert not shown.out
+    assert "type: pmesh allow run --as-root" in shown.err
+    assert run(["allow", "run", "--as-root", *home]) == 0
+    assert run(["allow", "run", *home]) == 0, "that holds from then on"
+    assert run(["allow", "run", "--no", *home]) == 0
+
+
+@pytest.mark.usefixtures("as_user")
 def test_permission_is_given_and_taken_back(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -179,6 +223,7 @@ def test_permission_is_given_and_taken_back(
     assert run(["run", "--on", "all", "--restarts", "-1", "true"]) == 2
 
 
+@pytest.mark.usefixtures("as_user")
 def test_permission_is_given_to_node_ids_which_are_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

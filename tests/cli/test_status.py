@@ -16,20 +16,161 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, RenderableType
 
-from pmesh.agent.status.schema import EdgeStatus, PathStatus, Status
+from pmesh.agent.status.schema import (
+    EdgeStatus,
+    JobStatus,
+    NewcomerStatus,
+    PathStatus,
+    PathUse,
+    PeerStatus,
+    RankStatus,
+    Status,
+)
 from pmesh.cli.app import run
-from pmesh.cli.status import RingNode, bytes_text, draw_ring, render_status
+from pmesh.cli.ring import RingNode, draw_ring
+from pmesh.cli.sizes import bytes_text
+from pmesh.cli.status import Cropped, render_status, speed_text
+from pmesh.cli.status_all import render_all
 from pmesh.paths import home_directory, socket_path
-from tests.worlds.fake_status_agent import IDS, MINIMAL, SNAPSHOT, agent_at, answer_well
+from tests.worlds.fake_status_agent import IDS, MINIMAL, NAMES, SNAPSHOT, agent_at, answer_well
 
 
 def shown(status: Status, *, width: int = 120) -> str:
+    """All of it, as `pmesh status --all` prints it."""
+    return drawn(render_all(status, width=width), width=width)
+
+
+def first_screen(status: Status) -> list[str]:
+    """The lines of `pmesh status` in a terminal of 80 columns."""
+    return [line.rstrip() for line in drawn(render_status(status), width=80).splitlines()]
+
+
+def drawn(picture: RenderableType, *, width: int) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False)
-    console.print(render_status(status, width=width))
+    console.print(picture)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
+
+
+def job_of(*own_percents: int | None) -> JobStatus:
+    """A job that runs, with ranks that spend so much of their time outside calls."""
+    ranks = tuple(
+        RankStatus(
+            rank=rank,
+            trainer=rank,
+            node=node,
+            name=name,
+            started=41,
+            completed=40,
+            step=20,
+            own_percent=own,
+        )
+        for rank, (node, name, own) in enumerate(zip(IDS, NAMES, own_percents, strict=False))
+    )
+    return JobStatus(
+        name="digits",
+        state="running",
+        wait_for=None,
+        ranks=ranks,
+        newcomers=(),
+        step=20,
+        steps_per_s=3.91,
+        ops_per_s=7.8,
+    )
+
+
+def way(name: str, kind: str, use: PathUse, mbit_s: int) -> PathStatus:
+    return PathStatus(interface=name, remote=name, kind=kind, use=use, mbit_s=mbit_s, rtt_ms=12.34)
+
+
+WAYS = (
+    way("bridge0", "thunderbolt", "in use", 18_400),
+    way("en0", "wifi", "standby", 310),
+)
+
+
+def three_machines(job: JobStatus) -> Status:
+    """A mesh in which nothing is wrong; each machine has three addresses and two ways to it."""
+    members = tuple(
+        msgspec.structs.replace(
+            m,
+            addresses=(f"192.168.178.{n}:24160", f"[2001:db8:77::{n}]:24160", "[fe80::1]:24160"),
+            paths=WAYS if m.health != "self" else (),
+            loss_percent=0.0,
+            silence_s=0.1,
+        )
+        for n, m in enumerate(SNAPSHOT.view.members, 101)
+    )
+    view = msgspec.structs.replace(SNAPSHOT.view, members=members)
+    return msgspec.structs.replace(SNAPSHOT, view=view, jobs=(job,), peers=(), held_off=())
+
+
+def test_three_machines_with_a_job_fit_the_smallest_terminal() -> None:
+    lines = first_screen(three_machines(job_of(96, 20, 21)))
+    assert len(lines) < 24, "the prompt has a line, too"
+    assert max(map(cell_len, lines)) <= 80
+    assert any("thunderbolt bridge0" in line and "192.168.178.102:24160" in line for line in lines)
+    assert not any("standby" in line or "fe80" in line for line in lines)
+
+
+def test_the_first_screen_says_how_fast_a_job_trains_and_whom_it_waits_for() -> None:
+    lines = first_screen(three_machines(job_of(20, 21, 96)))
+    (job,) = [n for n, line in enumerate(lines) if line.startswith("Job ")]
+    expected = "trains with 3 ranks: step 20, 3.9 steps a second; slowest: studio"
+    assert lines[job] == f"Job digits {expected}"
+    assert lines[job + 4].split("%")[1].strip() == "the others wait for it in each step"
+    assert job < min(n for n, line in enumerate(lines) if "192.168.178" in line)
+
+
+@pytest.mark.parametrize("shares", [(96, 97, 90), (96, None, 20), (50,)])
+def test_nobody_is_called_slow_who_may_not_be(shares: tuple[int | None, ...]) -> None:
+    screen = "".join(first_screen(three_machines(job_of(*shares))))
+    assert "slowest" not in screen
+    assert "wait for it" not in screen
+
+
+def test_a_job_that_never_syncs_is_counted_in_ops() -> None:
+    job = msgspec.structs.replace(job_of(50, 50), step=0, steps_per_s=None)
+    assert "Job digits trains with 2 ranks: op 41, 7.8 ops a second" in first_screen(
+        three_machines(job)
+    )
+
+
+def test_the_first_screen_says_why_a_job_stands_still_and_which_machine_is_silent() -> None:
+    job = msgspec.structs.replace(job_of(50), state="no_quorum", reason="no majority")
+    status = three_machines(job)
+    one, two, three = status.view.members
+    two = msgspec.structs.replace(two, health="suspect")
+    view = msgspec.structs.replace(status.view, members=(one, two, three))
+    lines = first_screen(msgspec.structs.replace(status, view=view))
+    assert lines[0] == "mac-1 sees 3 machines: mac-2 is silent; ★ mac-1 leads"
+    assert "Job digits stands still with 1 rank: no majority" in lines
+
+
+def test_a_job_that_waits_says_for_how_many() -> None:
+    newcomers = (NewcomerStatus(node=IDS[0], name="mac-1"),)
+    job = JobStatus(name="x", state="waiting", wait_for=2, ranks=(), newcomers=newcomers)
+    assert "Job x waits to begin: 1 of 2 trainers are here" in first_screen(three_machines(job))
+
+
+def test_a_screen_that_is_too_high_says_how_much_is_missing() -> None:
+    picture = render_status(three_machines(job_of(96, 20, 21)))
+    console = Console(file=io.StringIO(), width=80, height=12, color_system=None)
+    console.print(Cropped(picture))
+    assert isinstance(console.file, io.StringIO)
+    whole = [line.rstrip() for line in drawn(picture, width=80).splitlines()]
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    assert lines[:11] == whole[:11]
+    assert lines[11:] == [f"… {len(whole) - 11} more lines: pmesh status"]
+
+
+@pytest.mark.parametrize(
+    ("per_s", "text"), [(0.0, "0"), (0.0123, "0.012"), (3.91, "3.9"), (412.3, "412")]
+)
+def test_a_speed_has_the_digits_that_count(per_s: float, text: str) -> None:
+    assert speed_text(per_s) == text
 
 
 @pytest.mark.parametrize(
@@ -70,8 +211,16 @@ def test_the_picture_shows(words: str) -> None:
 
 
 def test_what_a_stranger_calls_itself_does_not_steer_the_terminal() -> None:
-    assert "\x1b" not in shown(SNAPSHOT)
-    assert "next�[2J-door" in shown(SNAPSHOT)
+    for screen in (shown(SNAPSHOT), "\n".join(first_screen(SNAPSHOT))):
+        assert "\x1b" not in screen
+        assert "next�[2J-door" in screen
+
+
+def test_the_first_screen_says_who_is_not_linked_and_why() -> None:
+    nobody = PeerStatus(id=None, name=None, state="connecting", addresses=("10.0.0.3:24160",))
+    lines = first_screen(msgspec.structs.replace(SNAPSHOT, peers=(*SNAPSHOT.peers, nobody)))
+    assert "Not linked: next�[2J-door: holds another mesh key" in lines
+    assert "Not linked: 10.0.0.3:24160: connecting" in lines
 
 
 def test_a_quiet_mesh_has_no_empty_tables() -> None:
@@ -250,7 +399,7 @@ def test_watching_on_a_terminal_draws_over_what_stands_there(
         assert run(["status", "--watch"]) == 1
     assert len(slept) == 2
     shown = capsys.readouterr().out
-    assert shown.count("View 7") == 2
+    assert shown.count("sees 3 machines") == 2
     assert "\x1b[?1049h" in shown, "on the alternate screen"
 
 

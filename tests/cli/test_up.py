@@ -22,6 +22,8 @@ from pmesh.cli.terminal import ending_signals
 from pmesh.core.identity.keys import MeshKey, NodeKey, mesh_key_text
 from pmesh.core.wire.link import Address
 from pmesh.errors import ConfigError, PeerUnreachable, PortTaken
+from pmesh.paths import socket_path
+from tests.worlds.fake_status_agent import agent_at, answer_well
 
 KEY = MeshKey(bytes(range(32)))
 LOOPBACK = socket.if_nameindex()[0][1]
@@ -242,6 +244,26 @@ def test_a_detached_agent_gets_the_chosen_settings_and_no_others(
     assert "PMESH_STALE" not in environment
     assert directory == home
     assert not agent.starts
+
+
+@pytest.mark.parametrize("makes_key", [True, False])
+def test_who_begins_a_new_mesh_beside_another_is_told_what_to_type(
+    home: Path,
+    *,
+    makes_key: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if not makes_key:
+        store_mesh_key(home, KEY)
+    monkeypatch.setattr(up, "start_detached", lambda *_, **__: 0)
+    with agent_at(socket_path(home), *[answer_well] * makes_key):  # it hears one of another mesh
+        assert run(["up", "--detach", "--name", "new"]) == 0
+    said = capsys.readouterr()
+    assert ("A new mesh key" in said.out) == makes_key
+    expected = "is here, but holds another mesh key, so this machine is in a mesh of its own"
+    assert (expected in said.err) == makes_key
+    assert ("type here: pmesh key set" in said.err) == makes_key
 
 
 AGENT_THAT_LEAVES = """

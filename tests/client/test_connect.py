@@ -248,5 +248,9 @@ def test_the_job_comes_from_pmesh_run_where_none_is_given(
         pmesh.connect()
     tmp_path.chmod(0o700)
     monkeypatch.setenv("PMESH_WAIT_FOR", "3")
+    monkeypatch.setenv("PMESH_PLACE", "second")
+    with pytest.raises(pmesh.UsageError, match="PMESH_PLACE is a rank, not 'second'"):
+        pmesh.connect(home=tmp_path)
+    monkeypatch.setenv("PMESH_PLACE", "1")
     with pytest.raises(pmesh.AgentNotRunning):
         pmesh.connect(home=tmp_path)

@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 
 from pmesh.agent.status.events import decode_events
+from pmesh.agent.status.schema import decode_status
+from pmesh.client.connect import connect
 from pmesh.client.control import ask_events, ask_status, stop_agent
 from pmesh.core.wire.framing import frame
 from pmesh.core.wire.local import Leave, Status, Stopping, encode
 from pmesh.errors import AgentNotRunning, AgentStopped, ProtocolError
+from pmesh.testing.simulated_mesh import agent_in_a_thread
 from tests.worlds.fake_status_agent import agent_at, answer_well, answer_with, make_chronicle
 
 Ask = Callable[[Path], object]
@@ -38,6 +41,15 @@ def test_an_answer_in_many_pieces_is_read_whole(tmp_path: Path) -> None:
 
     with agent_at(tmp_path / "agent.sock", answer):
         assert ask_status(tmp_path) == b"{}"
+
+
+def test_the_status_of_an_agent_shows_the_step_that_a_script_has_reached(tmp_path: Path) -> None:
+    with agent_in_a_thread(tmp_path), connect("digits", 1, home=tmp_path) as mesh:
+        assert decode_status(ask_status(tmp_path)).jobs[0].step == 0
+        for _ in range(3):
+            mesh.sync({"w": 1.0})
+        (job,) = decode_status(ask_status(tmp_path)).jobs
+        assert (job.step, [rank.step for rank in job.ranks]) == (mesh.step, [3])
 
 
 @pytest.mark.parametrize(("after", "told"), [(-1, [0, 1]), (0, [1]), (1, [])])

@@ -89,3 +89,10 @@ def test_every_call_stands_in_the_table_with_whether_it_can_wait_for_later() -> 
         for name, member in inspect.getmembers(kind, inspect.isfunction)
         if not name.startswith("_") and name != "close"
     }
+
+
+def test_the_page_of_calls_is_what_their_docstrings_say() -> None:
+    pytest.importorskip("mlx.core")
+    from tools.python_reference import PAGE, write_page  # noqa: PLC0415 - it imports MLX
+
+    assert read(PAGE) == write_page(), "type: python tools/python_reference.py"

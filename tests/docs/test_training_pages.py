@@ -1,4 +1,5 @@
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -31,3 +32,20 @@ def test_the_scripts_of_the_pages_train_on_two_ranks(fleet: Fleet, page: str, nu
     assert [line.partition(": ")[0] for line in printed] == ["rank 0", "rank 1"]
     if page == "slow-links":
         assert len({line.partition(": ")[2] for line in printed}) == 1
+
+
+@pytest.mark.e2e
+def test_the_script_on_saving_saves_its_last_step(fleet: Fleet, tmp_path: Path) -> None:
+    text = read(DOCS / "how-to" / "saving-and-resuming.md")
+    folder = tmp_path / "saves"
+    script = text.split("```python\n")[1].split("```")[0].replace("~/line-checkpoints", str(folder))
+    agent = fleet.start_agent("mac-1", "--no-mdns")
+    agent.await_status(lambda _: True)
+
+    trainers = [fleet.start_trainer(agent, script) for _ in range(2)]
+    for trainer in trainers:
+        trainer.await_end()
+
+    listed = fleet.pmesh("checkpoint", "list", str(folder), home=agent.home).stdout
+    assert "2 of 2" in listed
+    assert "300" in listed

@@ -73,7 +73,7 @@ def test_from_a_first_up_without_a_key_to_two_machines_and_back(
     ]
     for watch in watching:
         for _ in range(2):
-            watch.await_line(r"mac-1.*healthy")
+            watch.await_line(r"mac-1.*healthy|2 machines: .*all are well")
         watch.send_signal(signal.SIGINT)
     for watch in watching:
         assert "Traceback" not in watch.await_end(code=130)

@@ -55,11 +55,40 @@ def test_a_script_trains_on_three_machines_from_one_terminal(
     script.write_text(
         "import numpy as np, pmesh\n"
         "with pmesh.connect() as mesh:\n"
-        "    print('sum', int(mesh.all_reduce(np.array(10**mesh.rank))), flush=True)\n"
+        "    total = int(mesh.all_reduce(np.array(10**mesh.rank)))\n"
+        "    print('sum', total, 'rank 0' * (mesh.rank == 0), flush=True)\n"
     )
     done = fleet.pmesh("run", "--on", "all", "--", str(script), home=ring[1].home)
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"mac-{n} | sum 111" for n in (1, 2, 3)]
+    assert sorted(done.stdout.splitlines()) == [
+        *("mac-1 | sum 111 ", "mac-2 | sum 111 rank 0", "mac-3 | sum 111 ")
+    ]
+
+
+def test_the_number_before_a_line_is_the_rank_that_its_script_has_just_then(
+    fleet: Fleet, ring: list[Agent], tmp_path: Path
+) -> None:
+    script = tmp_path / "ranks.py"
+    script.write_text(
+        "import os, time, pmesh\n"
+        "time.sleep(0.2 * (5 - int(os.environ['PMESH_PLACE'])))\n"  # the last one connects first
+        "with pmesh.connect() as mesh:\n"
+        "    mesh.sync(0)\n"
+        "    print('is', mesh.rank, flush=True)\n"
+        "    mesh.barrier()\n"
+        "    if mesh.rank == 2:\n"
+        "        os._exit(3)\n"
+        "    mesh.barrier()\n"
+        "    print('is', mesh.rank, flush=True)\n"
+    )
+    words = ("run", "--on", "all", "--per-node", "2", "--restarts", "0", "--", str(script))
+    done = fleet.pmesh(*words, home=ring[0].home)
+    lines = [line.split(" | is ") for line in done.stdout.splitlines()]
+    assert len(lines) == 6 + 5, done.stderr
+    assert all(prefix.split()[1] == rank for prefix, rank in lines)
+    assert {rank for _, rank in lines[:6]} == set("012345")
+    (lost,) = [name for name, rank in (p.split() for p, _ in lines[:6]) if rank == "2"]
+    assert f"pmesh: rank 2 on {lost} ended with exit code 3" in done.stderr
 
 
 def test_a_machine_that_has_not_allowed_it_is_named_and_nothing_starts(
@@ -126,6 +155,35 @@ def test_the_first_failure_is_the_exit_code(fleet: Fleet, ring: list[Agent]) -> 
     assert done.returncode == 7
     assert " | bad\n" in done.stderr
     assert "ended with exit code 7; all ranks are ended" in done.stderr
+
+
+def test_a_script_that_fails_at_once_everywhere_is_started_once(
+    fleet: Fleet, ring: list[Agent], tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import pmesh\nmesh = pmesh.connect(\n")
+    done = fleet.pmesh("run", "--on", "all", "--", str(script), home=ring[0].home)
+    assert done.returncode == 1
+    assert done.stderr.count("SyntaxError") == 3, done.stderr
+    assert done.stderr.count("pmesh: all ranks failed in their first 20 s") == 1
+
+
+def test_no_rank_is_started_again_to_wait_for_one_that_has_finished(
+    fleet: Fleet, ring: list[Agent], tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, numpy as np, pmesh\n"
+        "with pmesh.connect() as mesh:\n"
+        "    mesh.barrier()\n"
+        "    rank = mesh.rank\n"
+        "    print('trained', flush=True)\n"
+        "os._exit(3 if rank == 1 else 0)\n"
+    )
+    done = fleet.pmesh("run", "--on", "all", "--", str(script), home=ring[0].home)
+    assert done.returncode == 3, done.stderr
+    assert done.stdout.count("trained") == 3
+    assert "is not started again: rank" in done.stderr
 
 
 SLEEPERS = ("--on", "all", "--", "sh", "-c")

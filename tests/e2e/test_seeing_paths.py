@@ -35,7 +35,7 @@ def test_both_cables_are_shown_and_tried_and_when_one_is_pulled_the_other_is_in_
     )
     assert {path.kind for path in paths_in(status).values()} == {"wired"}
     assert {path.remote for path in paths_in(status).values()} == both
-    screen = fleet.pmesh("status", home=one.home).stdout
+    screen = fleet.pmesh("status", "--all", home=one.home).stdout
     (line,) = [line.split() for line in screen.splitlines() if "⇄ mac-2" in line]
     assert line[2] in both
 

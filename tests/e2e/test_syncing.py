@@ -1,6 +1,7 @@
 """`pmesh run --on all --sync`: machines that hold nothing of the project run it all the same."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -294,3 +295,26 @@ def test_mpirun_gets_a_host_file_and_nothing_is_started(
     assert not (tmp_path / "x").exists()
     done = fleet.pmesh("run", "--on", "mac-9", *options[2:], home=machines[0].home)
     assert "UsageError: no machine is called 'mac-9'; there are" in done.stderr
+
+
+def test_what_ranks_have_written_is_named_and_comes_back(
+    fleet: Fleet, machines: list[Agent], project: Path, tmp_path: Path
+) -> None:
+    write = ("sh", "-c", "echo $PMESH_HOME >out.txt; ln -s /etc/passwd link")
+    done = run(fleet, machines[1], project, "--", *write)
+    assert done.returncode == 0, done.stderr
+    (fetch,) = re.findall("'pmesh fetch ([0-9a-f]{12})' brings them here", done.stderr)
+    for agent in machines:
+        assert f"new files on {agent.name}: out.txt (" in done.stderr
+    done = fleet.pmesh("fetch", fetch, "--to", str(tmp_path / "new"), home=machines[1].home)
+    assert done.returncode == 0, done.stderr
+    for agent in machines:
+        files = list((tmp_path / "new" / agent.name).iterdir())
+        assert [file.read_text() for file in files] == [f"{agent.home}\n"]
+    done = fleet.pmesh("fetch", fetch, home=machines[0].home)
+    assert done.returncode == 1
+    assert "fetch its files there" in done.stderr
+    collect = ("--collect", str(tmp_path / "results"))
+    done = run(fleet, machines[0], project, *collect, "--", *write)
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "results").glob("*/out.txt"))) == 3

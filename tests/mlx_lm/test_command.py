@@ -12,6 +12,7 @@ import pmesh
 from pmesh.client.launched import Launch
 from pmesh.mlx_lm import session, train
 from pmesh.mlx_lm.libraries import lora, mx
+from pmesh.mlx_lm.prepared import parse
 from pmesh.mlx_lm.training import digest
 from tests.worlds.watched_agent import watched_agent
 from tools.lora.tiny import make_data, make_model
@@ -147,6 +148,16 @@ def test_options_that_can_not_be_are_named(
 ) -> None:
     (tmp_path / "file").touch()
     assert says in refused([*words(model, data), *more])
+
+
+def test_adapters_in_the_copy_of_one_launch_are_refused(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PMESH_COPY", str(tmp_path))
+    assert "--adapter-path adapters lies in this launch's own copy" in refused(words(model, data))
+    monkeypatch.setenv("PMESH_COPY", str(tmp_path / "copy"))
+    monkeypatch.setenv("HOME", str(tmp_path / "anna"))
+    assert parse([*words(model, data), "--adapter-path", "~/x"]).adapter_path.endswith("/anna/x")
 
 
 def test_without_train_there_is_nothing_to_do(model: Path, data: Path) -> None:

@@ -128,7 +128,12 @@ def test_reports_and_validations_are_those_of_all_ranks(tmp_path: Path) -> None:
     one = run(tmp_path / "one", 1)[0].said
     many = [trainer.said for trainer in run(tmp_path / "many", 3)]
 
-    assert not many[1].losses + many[2].losses + many[1].validations
+    for said in many[1:]:
+        assert said.validations == [
+            {**info, "val_time": said.validations[i]["val_time"]}
+            for i, info in enumerate(many[0].validations)
+        ]
+        assert [x["train_loss"] for x in said.losses] == [x["train_loss"] for x in many[0].losses]
     assert [info["iteration"] for info in one.validations] == [0, 1, 3, 5]  # as mlx-lm counts
     assert [info["iteration"] for info in one.losses] == [2, 4, 6]
     for key, ours, theirs in (
@@ -140,14 +145,44 @@ def test_reports_and_validations_are_those_of_all_ranks(tmp_path: Path) -> None:
     assert one.losses[-1]["train_loss"] < one.losses[0]["train_loss"]
 
 
-def test_rank_0_saves_as_mlx_lm_does(tmp_path: Path) -> None:
-    run(tmp_path, 2, iters=4)
+def test_each_rank_saves_as_mlx_lm_does(tmp_path: Path) -> None:
+    end, _ = run_apart(tmp_path, [0, 1, 2], iters=4)
 
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == [
-        *("0000002_adapters.safetensors", "0000004_adapters.safetensors"),
-        *("adapters.safetensors", "pmesh_checkpoints"),
-    ]
+    for machine in range(3):
+        folder = tmp_path / f"mac-{machine}"
+        assert sorted(path.name for path in folder.iterdir()) == [
+            *("0000002_adapters.safetensors", "0000004_adapters.safetensors"),
+            *("adapters.safetensors", "pmesh_checkpoints"),
+        ]
+        assert digest(adapters_in_mlx(folder)) == end
+
+
+@pytest.mark.parametrize("full", [{0}, {1}, {0, 1}])
+def test_a_run_ends_well_if_one_machine_has_room_for_the_adapters(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    full: set[int],
+) -> None:
+    save = State.save_adapters
+
+    def saved(state: State, folder: Path, *, numbered: bool) -> None:
+        if int(folder.name[-1]) in full:
+            raise pmesh.UsageError(f"can't write {folder}: it is full")
+        save(state, folder, numbered=numbered)
+
+    monkeypatch.setattr(State, "save_adapters", saved)
+    if len(full) == 2:
+        with pytest.raises(ExceptionGroup) as e:
+            run_apart(tmp_path, [0, 1], iters=4)
+        assert [type(error) for error in e.value.exceptions] == [pmesh.UsageError] * 2
+    else:
+        end, _ = run_apart(tmp_path, [0, 1], iters=4)
+        (other,) = {0, 1} - full
+        assert digest(adapters_in_mlx(tmp_path / f"mac-{other}")) == end
+        said = capsys.readouterr().out
+        assert said.count("[WARNING] Iter 4: can't write") == 2
+        assert said.count("The adapters are not on this machine") == 1
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
@@ -255,10 +290,7 @@ def test_a_newcomer_goes_on_with_the_state_of_the_others(
 
     results = simulated.run(lambda mesh: Trainer(mesh, tmp_path / "first").train(**LONG))
 
-    assert {newcomer()} == set(results)
-    written = {path.suffix for path in (tmp_path / "newcomer").rglob("*") if path.is_file()}
-    assert written == {".safetensors", ".json"}  # its part of the checkpoints
-    assert not list((tmp_path / "newcomer").glob("*.safetensors"))
+    assert {newcomer()} == set(results) == {digest(adapters_in_mlx(tmp_path / "newcomer"))}
 
 
 def test_a_newcomer_with_other_options_is_told_which_and_the_others_go_on(

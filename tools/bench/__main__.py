@@ -7,7 +7,7 @@
     $ python -m tools.bench report benchmarks docs/explanation/benchmarks/*.json
     $ python -m tools.bench report compression-speed docs/explanation/compression/*.json
 
-It needs torch and MLX (`pip install 'pmesh[torch,mlx]'`), for compression numba, a network lab also
+It needs torch and MLX (`pip install '.[torch,mlx]'`), for compression numba, a network lab also
 iperf3. The kernels alone are measured by `python -m tools.bench.kernels`, what compression does to
 a training by `python -m tools.bench.training`.
 """
@@ -183,7 +183,7 @@ def _check(case: Case) -> None:
     for system, module in MODULES.items():
         missing = importlib.util.find_spec(module.partition(".")[0]) is None
         if missing and system in needed:
-            raise LabError(f"{system} needs {module}: pip install 'pmesh[torch,mlx]'")
+            raise LabError(f"{system} needs {module}: pip install '.[torch,mlx]'")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

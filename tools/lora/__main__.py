@@ -1,6 +1,10 @@
 """Fine-tuning by mlx-lm's command line while `kill -9` hits any rank at random times.
 
 $ python -m tools.lora kills --kills 50 --json kills.json
+
+A tiny model to try `pmesh mlx -- mlx_lm.lora` with, without a download:
+
+$ python -m tools.lora tiny /tmp/tiny
 """
 
 import json as json_
@@ -12,6 +16,7 @@ from pathlib import Path
 
 from tools.lab.commands import new_app, run_app
 from tools.lora.kills import run_kills
+from tools.lora.tiny import make_data, make_model
 
 app = new_app("lora", __doc__)
 
@@ -47,6 +52,20 @@ def kills(
     for violation in tally.violations:
         print(f"VIOLATION {violation}")
     return 1 if tally.violations else 0
+
+
+@app.command
+def tiny(folder: Path) -> int:
+    """Make a tiny random model and data to fine-tune it with; nothing is downloaded.
+
+    Args:
+        folder: Where; the model goes to `model` in it, the data to `data`.
+    """
+    model, data = make_model(folder / "model"), make_data(folder / "data")
+    print(f"a model of 0.2 million weights: {model}\nits data: {data}\n\ntype on each machine:")
+    words = f"--model {model} --data {data} --train --iters 100 --batch-size 4 --num-layers 4"
+    print(f"pmesh mlx mlx_lm.lora {words} --adapter-path {folder / 'adapters'}")
+    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,7 +3,7 @@
 It follows the views (`pmesh.agent.mesh.membership.Follower`), and gives the ops what they need.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -18,12 +18,13 @@ from pmesh.agent.mesh.membership import Membership
 from pmesh.agent.status.events import EventLog
 from pmesh.core.jobs import jobs
 from pmesh.core.jobs.jobs import JobsState
+from pmesh.core.jobs.speed import Speed
 from pmesh.core.links.health import WIRED
 from pmesh.core.values import Roster, Trainer, View
 from pmesh.core.views.state import Facts
 from pmesh.core.wire.link import AskResult, Heartbeat, RankProgress, RestLane
 from pmesh.core.wire.local import Connect
-from pmesh.ids import JobName, Member, TrainerId
+from pmesh.ids import Epoch, JobName, Member, TrainerId
 from pmesh.net.local.arena_pools import SessionArenas
 from pmesh.net.local.processes import ProcessExits
 
@@ -35,6 +36,22 @@ class WaitingTrainer(jobs.WaitingTrainer[LocalRank]):
     program: str
     arenas: SessionArenas
     joined: trio.Event = field(default_factory=trio.Event)
+
+
+class JobSpeed:
+    """How fast a job trains: in steps, if it calls `sync` in each, and in ops."""
+
+    def __init__(self) -> None:
+        self.steps, self.ops = Speed(), Speed()
+
+    def note(self, marks: Collection[RankProgress], now: float) -> None:
+        """Its ranks are known to have come so far."""
+        self.steps.note(max((mark.step for mark in marks), default=0), now)
+        self.ops.note(max((mark.completed for mark in marks), default=-1), now)
+
+
+def _run_of(roster: Roster) -> tuple[JobName, Epoch]:
+    return roster.job, roster.born
 
 
 def _make_rank(roster: Roster, trainer: Trainer, waiter: WaitingTrainer) -> LocalRank:
@@ -53,6 +70,8 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
         self.event_log = event_log
         self.exits = ProcessExits()
         self.results = ResultServer(tasks, self.ranks, self)
+        self.speeds: dict[tuple[JobName, Epoch], JobSpeed] = {}
+        """Of the jobs of the view, whether they have ranks here or not."""
         self._ended_traffic = (0, 0)
 
     # --- trainers come and go (`pmesh.agent.jobs.trainer`)
@@ -65,6 +84,7 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
             program=request.program,
             arenas=arenas,
             terms=request.terms,
+            place=request.place,
         )
         self.add(waiter)
         self.reevaluate()
@@ -146,12 +166,25 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
             rank.lanes.note_traffic()
             self._note_bandwidths(rank)
             rank.moved, rank.patience_s = sum(rank.lanes.traffic), self._patience_s(rank)
+        self._note_speeds()
         passed = self.pass_time(self.membership.state, trio.current_time())
         for rank in passed.ended:
             self._forget(rank)
         self._report_losses(passed.leaving)
         if passed.stuck:
             self.reevaluate()
+
+    def _note_speeds(self) -> None:
+        now = trio.current_time()
+        for rank in self.ranks:
+            own_percent = rank.own_time.percent(now)
+            rank.own_percent = -1 if own_percent is None else own_percent
+        rosters = self.membership.view.rosters
+        self.speeds = {at: self.speeds.get(at) or JobSpeed() for at in map(_run_of, rosters)}
+        for roster in rosters:
+            known = (self.progress.of(roster, trainer) for trainer in roster.ids)
+            marks = [mark for mark in known if mark is not None]
+            self.speeds[_run_of(roster)].note(marks, now)
 
     def _note_bandwidths(self, rank: LocalRank) -> None:
         for sender, hosts, mbit_s in rank.lanes.measure_mbit_s():

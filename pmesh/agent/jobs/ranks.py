@@ -9,6 +9,7 @@ from pmesh.agent.lanes.edge_costs import RingCosts
 from pmesh.agent.lanes.rendezvous import LaneEnd, LaneKey, LaneRendezvous
 from pmesh.core.jobs.jobs import LEFT
 from pmesh.core.jobs.rank import Fence, RankState
+from pmesh.core.jobs.speed import OwnTime
 from pmesh.core.values import Roster, Trainer, Verdict
 from pmesh.core.wire.link import Call, KnownPrimary
 from pmesh.ids import OpNumber, TrainerId
@@ -66,6 +67,7 @@ class LocalRank(RankState[Result]):
         self.costs = RingCosts()
         self.serving: set[trio.CancelScope] = set()
         """What sends results to other ranks: it must end before the result's memory is reused."""
+        self.own_time = OwnTime()
         self.losses: list[str] = []
         """What its trainer has not been told yet: ranks that are lost, not those that have left."""
         self._changed = trio.Event()

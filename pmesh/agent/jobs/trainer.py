@@ -32,6 +32,7 @@ from pmesh.core.wire.local import (
     DropArena,
     Joined,
     Leave,
+    OpDone,
     OpFailed,
     RanksLost,
     Refused,
@@ -93,6 +94,8 @@ async def serve_trainer(
     *,
     compression: str = "",
     unlinked: Callable[[], Sequence[str]] = tuple,
+    op_completed: Callable[[bool], None] = lambda _: None,
+    rank_is: Callable[[int], None] = lambda _: None,
 ) -> None:
     """A trainer's session: it waits for its job, then runs ops until it leaves.
 
@@ -104,9 +107,20 @@ async def serve_trainer(
         contain: for what nobody foresaw.
         compression: of gradients, where the trainer does not say it; empty: none.
         unlinked: says for each agent that was found and is not linked why.
+        op_completed: called after the first op, and after the first `sync`, with True.
+        rank_is: called with the trainer's rank before it learns that from a reply.
     """
     arenas = SessionArenas(share)
-    trainer = _Trainer(session, request, arenas, jobs, contain, unlinked=unlinked)
+    trainer = _Trainer(
+        session,
+        request,
+        arenas,
+        jobs,
+        contain,
+        unlinked=unlinked,
+        op_completed=op_completed,
+        rank_is=rank_is,
+    )
     try:
         if request.version != SESSION_VERSION:
             await refuse(session, "ProtocolVersionMismatch", _other_version(request.version))
@@ -145,6 +159,8 @@ class _Trainer:
         contain: Contain,
         *,
         unlinked: Callable[[], Sequence[str]],
+        op_completed: Callable[[bool], None],
+        rank_is: Callable[[int], None],
     ) -> None:
         self._session = session
         self._request = request
@@ -152,6 +168,10 @@ class _Trainer:
         self._jobs = jobs
         self._contain = contain
         self._unlinked = unlinked
+        self._op_completed = op_completed
+        self._rank_is = rank_is
+        self._syncs: bool | None = None
+        """Whether a `sync` has been completed; None before any op."""
         self._job = JobName(request.job)
         self._rank: LocalRank | None = None
         self._grants = Grants(session, arenas)
@@ -189,7 +209,9 @@ class _Trainer:
         try:
             with self._contain(what, bugs.append, passing=ENDS_OF_A_SESSION):
                 view = self._jobs.membership.view
-                await self._session.send(Joined(self._world(), view, compression))
+                world = self._world()
+                self._tell_rank(world)
+                await self._session.send(Joined(world, view, compression))
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._watch, nursery.cancel_scope)
                     nursery.start_soon(self._await_end, nursery.cancel_scope)
@@ -358,17 +380,31 @@ class _Trainer:
 
     async def _run(self, rank: LocalRank, request: StartOp) -> None:
         rank.busy_since = trio.current_time()
+        rank.own_time.begin_call(rank.busy_since)
+        rank.step = request.step or rank.step
         try:
             reply, arena = await run_op(rank, request, self._jobs)
         finally:
             rank.busy_since, rank.idle_since = None, trio.current_time()
+            rank.own_time.end_call(rank.idle_since)
         if rank.losses:
             await self._session.send(RanksLost(tuple(rank.losses)))
             rank.losses.clear()
         await self._grants.report_gone()
         if arena is not None:
             await self._grants.grant_output(arena)
+        syncs = request.call.kind == "sync" or bool(self._syncs)
+        if isinstance(reply, OpDone) and syncs != self._syncs:
+            self._syncs = syncs
+            self._op_completed(syncs)
+        if reply.world is not None:
+            self._tell_rank(reply.world)
         await self._session.send(reply)
+
+    def _tell_rank(self, world: World) -> None:
+        """Of a group the ranks have other numbers, and nobody counts by them."""
+        if world.rank >= 0 and self._request.group_of is None:
+            self._rank_is(world.rank)
 
     def _world(self) -> World:
         if self._rank is not None and self._rank.world:

@@ -18,11 +18,12 @@ from pmesh.agent.launches.files import SYNC_NAME, FileStore
 from pmesh.core.wire.launches import TreeName
 from pmesh.core.wire.tree import Content, Entry, FileEntry, LinkEntry, contents_of
 from pmesh.errors import UsageError
-from pmesh.ids import PathName, path_name
+from pmesh.ids import NodeId, PathName, node_text, path_name
 from pmesh.paths import A_DIRECTORY, open_directory, remove_tree
 
 KEPT = 20  # copies of launches, as of their output
 _BUILDING: Final = ".new-"
+_RECORDS: Final = "starters"  # has a file for each copy: who has started the launch
 _TAKEN = (
     errno.EEXIST,
     errno.ENOTDIR,
@@ -49,16 +50,33 @@ class Copies:
     def make(self, path: Path, entries: Sequence[Entry]) -> None:
         """Make the copy from the store. Raises UsageError if that can't be done here."""
         try:
-            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            building = Path(tempfile.mkdtemp(dir=self._directory, prefix=_BUILDING))
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            building = Path(tempfile.mkdtemp(dir=path.parent, prefix=_BUILDING))
             try:
                 with open_directory(building) as directory:
                     self._fill(directory, entries)
                 building.rename(path)
             finally:
-                remove_tree(self._directory, building.name)
+                remove_tree(path.parent, building.name)
         except OSError as e:
             raise UsageError(why_no_copy(e)) from e
+
+    def note_starter(self, path: Path, starter: NodeId) -> None:
+        """Remember for whom a copy was made: only that node may fetch what is written there."""
+        record = _record_of(path)
+        record.parent.mkdir(mode=0o700, exist_ok=True)
+        record.write_text(node_text(starter), encoding="utf-8")
+
+    def find(self, launch: PathName, starter: NodeId) -> tuple[Path, int] | None:
+        """Return the copy of a launch, and when it was whole (its ctime, ns); None without one."""
+        for path in self._directory.glob("[!.]*"):
+            with contextlib.suppress(OSError):
+                record = _record_of(path)
+                if path.name.partition("-")[0] == launch and (
+                    record.read_text(encoding="utf-8") == node_text(starter)
+                ):
+                    return path, record.stat().st_ctime_ns
+        return None
 
     def _fill(self, directory: int, entries: Sequence[Entry]) -> None:
         """Write directories and files, and links after them.
@@ -94,11 +112,16 @@ class Copies:
         for path in copies[: max(0, len(copies) - KEPT)]:
             if path.name.partition("-")[0] not in in_use:
                 remove_tree(self._directory, path.name)
+                _record_of(path).unlink(missing_ok=True)
 
     def clean(self) -> None:
         """Remove what an agent that was killed has begun."""
         for path in self._directory.glob(f"{_BUILDING}*"):
             remove_tree(self._directory, path.name)
+
+
+def _record_of(copy: Path) -> Path:
+    return copy.parent.with_name(_RECORDS) / copy.name
 
 
 @contextlib.contextmanager

@@ -47,8 +47,12 @@ class FileStore:
             return False
         return True
 
-    def add_file(self, path: Path) -> Content:
+    def add_file(self, path: Path | str, *, within: int | None = None) -> Content:
         """Store what a file holds.
+
+        Args:
+            path: Of the file.
+            within: A descriptor of the directory that a relative path begins at.
 
         Raises:
             OSError: It can't be read, or the disk is full.
@@ -57,7 +61,7 @@ class FileStore:
         # O_NONBLOCK: a pipe that has taken its place won't block.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         for _ in range(MOST_READS):
-            with open(os.open(path, flags), "rb") as file:  # noqa: PTH123 - a descriptor
+            with open(os.open(path, flags, dir_fd=within), "rb") as file:  # noqa: PTH123 - a descriptor
                 before = os.fstat(file.fileno())
                 if not stat.S_ISREG(before.st_mode):
                     raise UsageError("it is no file any more")

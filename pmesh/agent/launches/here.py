@@ -12,7 +12,7 @@ from pmesh.agent.launches.checks import Found
 from pmesh.core.launches import part as decide
 from pmesh.core.launches.engines import environment_of, ranks_untrusted, settings_of
 from pmesh.core.launches.lines import ERROR, MACHINE, OUT, LineSplitter, note
-from pmesh.core.launches.part import Part, PartStep, Report, Say, SignalRank, StartRank
+from pmesh.core.launches.part import Part, PartStep, Report, Say, SignalRank, StartRank, Warn
 from pmesh.core.launches.restarts import exit_code
 from pmesh.core.wire.launches import (
     MAX_OUTPUT_BYTES,
@@ -22,6 +22,7 @@ from pmesh.core.wire.launches import (
     InputRead,
     PrepareLaunch,
     RankEnded,
+    RankFails,
     RankInput,
     RankOutput,
 )
@@ -29,7 +30,7 @@ from pmesh.errors import ProtocolError, UsageError
 from pmesh.ids import Member, PathName, path_name
 from pmesh.net.local.groups import PipedChild, start_piped_group
 from pmesh.net.local.spool import Spool
-from pmesh.paths import remove_tree
+from pmesh.paths import COPY_VARIABLE, remove_tree
 
 WINDOW_BYTES = 8 * MAX_OUTPUT_BYTES  # on the way to the starter: heartbeats must pass, too
 DRAIN_S = 1.0  # a process that has left the group may hold a pipe open for ever
@@ -74,7 +75,9 @@ class PartHere:
         self._contain = contain
         self._begun: BeginRanks | None = None
         self._children: dict[int, PipedChild] = {}
-        self._reports = list[tuple[int, RankEnded]]()
+        self._numbers: dict[int, int] = {}
+        """The `mesh.rank` of each rank whose script has, or had, one."""
+        self._reports = list[tuple[int, RankEnded | RankFails]]()
         """What has been reported, or will be once the output up to an offset was sent."""
         self._reported = 0
         self._sent = self._read = spool.end
@@ -176,6 +179,23 @@ class PartHere:
             self.over.set()
             self._tell()
 
+    def give_up(self, generation: int, rank: int) -> None:
+        """The starter does not want a rank that fails to be started again."""
+        if generation == self.state.generation:
+            self._apply(decide.give_up(self.state, rank))
+
+    def rank_is(self, session: int, number: int) -> None:
+        """The program of this session knows itself by this rank of its job from now on."""
+        for rank, child in self._children.items():
+            if child.session == session:
+                self._numbers[rank] = number
+
+    def op_completed(self, session: int, *, syncs: bool) -> None:
+        """A program of this session has completed an op; `syncs` if one of them was a `sync`."""
+        for rank, child in self._children.items():
+            if child.session == session:
+                self._apply(decide.op_completed(self.state, rank, syncs=syncs))
+
     def read_up_to(self, offset: int) -> None:
         """The starter has stored the output up to here. Raises ProtocolError if it can't have."""
         if offset > self.spool.end:  # what was sent over a link before this one may be, too
@@ -223,10 +243,17 @@ class PartHere:
                     if child is not None:
                         child.send_signal(number)
                 case Report(rank, code):
-                    ended = RankEnded(self.prepare.launch, self.state.generation, rank, code)
+                    launch, generation = self.prepare.launch, self.state.generation
+                    number = self._numbers.get(rank, -1)
+                    ended = RankEnded(launch, generation, rank, code, number)
                     self._reports.append((self.spool.end, ended))
+                case Warn(rank, how):
+                    launch, generation = self.prepare.launch, self.state.generation
+                    number = self._numbers.get(rank, -1)
+                    fails = RankFails(launch, generation, rank, how, number)
+                    self._reports.append((self.spool.end, fails))
                 case Say(rank, text):
-                    self._append(note(rank, text))
+                    self._append(note(self._numbers.get(rank, rank), text))
         if self.has_begun and self.state.is_over:
             self.over.set()
         self._tell()
@@ -277,6 +304,7 @@ class PartHere:
                 self._found.words, cwd=self._found.cwd, environment=environment, reads=reads
             ) as child:
                 self._children[rank] = child
+                self._numbers.pop(rank, None)
                 if self.state.ends:  # the signal came while the process was started
                     child.send_signal(signal.SIGTERM)
                 return await self._follow(rank, child)
@@ -287,8 +315,8 @@ class PartHere:
 
     async def _follow(self, rank: int, child: PipedChild) -> int:
         async with trio.open_nursery() as readers:
-            readers.start_soon(self._store, child.stdout, LineSplitter(rank, OUT))
-            readers.start_soon(self._store, child.stderr, LineSplitter(rank, ERROR))
+            readers.start_soon(self._store, child.stdout, rank, LineSplitter(rank, OUT))
+            readers.start_soon(self._store, child.stderr, rank, LineSplitter(rank, ERROR))
             feeding = trio.CancelScope()
             if child.stdin is not None:
                 readers.start_soon(self._feed_input, child.stdin, feeding)
@@ -297,9 +325,10 @@ class PartHere:
             readers.cancel_scope.deadline = trio.current_time() + DRAIN_S
         return code
 
-    async def _store(self, stream: trio.abc.ReceiveStream, lines: LineSplitter) -> None:
+    async def _store(self, stream: trio.abc.ReceiveStream, rank: int, lines: LineSplitter) -> None:
         try:
             while data := await stream.receive_some(_READ_BYTES):
+                lines.rank = self._numbers.get(rank, rank)
                 self._append(lines.receive(data))
         finally:
             self._append(lines.end())
@@ -322,6 +351,8 @@ class PartHere:
         assert self._begun is not None  # noqa: S101 - else no rank is started
         settings = settings_of(self.prepare, self._begun, rank)
         own = {"PMESH_HOME": str(self._home), **settings.variables}
+        if self.prepare.command.tree is not None:
+            own[COPY_VARIABLE] = str(self._found.cwd)
         for number, (name, content) in enumerate(settings.files.items()):
             self._files.mkdir(mode=0o700, parents=True, exist_ok=True)
             path = self._files / path_name(f"{rank}-{number}")

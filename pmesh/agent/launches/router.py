@@ -1,9 +1,10 @@
 """All launches of one agent: those started here, and those that others have run here."""
 
+import contextlib
 import itertools
 import math
 import os
-import shlex
+import re
 import signal
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -16,8 +17,10 @@ import trio
 from pmesh.agent.containment import Contain
 from pmesh.agent.home import is_full
 from pmesh.agent.launches.checks import Found, check_command, free_ports
+from pmesh.agent.launches.fetching import Fetching
 from pmesh.agent.launches.here import PartHere
 from pmesh.agent.launches.permission import load_permission, why_not
+from pmesh.agent.launches.shown import described, sentence, spread
 from pmesh.agent.launches.started import StartedHere, read_of
 from pmesh.agent.launches.syncing import Syncing
 from pmesh.agent.launches.ways import best_way
@@ -33,13 +36,19 @@ from pmesh.core.wire.launches import (
     AnyLaunchMessage,
     AskFiles,
     AskHosts,
+    AskNewContents,
+    AskNewFiles,
     BeginRanks,
     FilePart,
     FilesStored,
+    GiveUpRank,
     Launch,
     LaunchHost,
     LaunchPrepared,
     LaunchRow,
+    NewFiles,
+    NewPart,
+    NewStored,
     OutputRead,
     PrepareLaunch,
     RankInput,
@@ -59,7 +68,6 @@ KEPT = 20  # launches whose output is kept
 MAX_STARTED = 64  # by programs of this machine at once: each is a terminal, or was detached
 MAX_RUNNING = 16  # parts of launches at once
 MAX_ASKED = 16  # questions of one member at once: each has 256 KiB, and takes a thread
-MAX_SHOWN = 500  # characters of a command, for a person
 ENDS_S = 10.0  # the ranks of the last attempt, which a lost link has ended, must be gone
 AGAIN_S = 60.0  # a member that is refused again and again is no news
 
@@ -126,6 +134,14 @@ class Launches:
             nursery=nursery,
             contain=contain,
         )
+        self.fetching = Fetching(
+            home,
+            send=self.send,
+            link_with=lambda node: self._links().get(node),
+            why_not=self._why_not,
+            nursery=nursery,
+            contain=contain,
+        )
         # Of launches alone, whose number and windows are bounded; sending can't wait.
         self._own, self._own_messages = trio.open_memory_channel[AnyLaunchMessage](math.inf)
 
@@ -155,7 +171,9 @@ class Launches:
             case AskFiles() | FilePart() | FilesStored():
                 launch = self.started.get(message.launch)
                 self.syncing.receive_untrusted(member, message, launch)
-            case BeginRanks() | SignalRanks() | OutputRead() | RankInput():
+            case AskNewFiles() | NewFiles() | AskNewContents() | NewPart() | NewStored():
+                self.fetching.receive_untrusted(member, message)
+            case BeginRanks() | SignalRanks() | GiveUpRank() | OutputRead() | RankInput():
                 if isinstance(message, SignalRanks):
                     self._withdraw(member, message.launch)
                 part = self.parts.get((member.node, message.launch))
@@ -169,7 +187,9 @@ class Launches:
                     self.send(member.node, read_of(message))
 
     def _pass_on(
-        self, part: PartHere, message: BeginRanks | SignalRanks | OutputRead | RankInput
+        self,
+        part: PartHere,
+        message: BeginRanks | SignalRanks | GiveUpRank | OutputRead | RankInput,
     ) -> None:
         match message:
             case BeginRanks():
@@ -179,10 +199,26 @@ class Launches:
                 self._note("command started", f"{starter} runs here: {command}", starter)
             case SignalRanks(_, number):
                 part.end(number)
+            case GiveUpRank(_, generation, rank):
+                part.give_up(generation, rank)
             case OutputRead(_, offset):
                 part.read_up_to(offset)
             case RankInput():
                 part.take_input(message)
+
+    def rank_is(self, pid: int, number: int) -> None:
+        """A program has this rank in its job from now on; it may be a rank of a launch."""
+        with contextlib.suppress(OSError):  # it has just ended
+            session = os.getsid(pid)
+            for part in self.parts.values():
+                part.rank_is(session, number)
+
+    def op_completed(self, pid: int, *, syncs: bool) -> None:
+        """A program has completed an op, which may be that of a rank of a launch."""
+        with contextlib.suppress(OSError):  # it has just ended
+            session = os.getsid(pid)
+            for part in self.parts.values():
+                part.op_completed(session, syncs=syncs)
 
     # --- what others ask for
 
@@ -207,7 +243,7 @@ class Launches:
                 refusals.append(f"it can't prepare the launch: {e.strerror or e}")
         self.questions.remove(question)
         for refusal in refusals:
-            self.send(question.member.node, LaunchPrepared(message.launch, _sentence(refusal)))
+            self.send(question.member.node, LaunchPrepared(message.launch, sentence(refusal)))
 
     def _withdraw(self, member: Member, launch: str) -> None:
         """Stop what is done for a question that this member has asked."""
@@ -241,17 +277,10 @@ class Launches:
     async def _check(self, question: _Question, message: PrepareLaunch) -> Found:
         """Return the command as it runs here. Raises UsageError if it does not."""
         member = question.member
-        if member != self._me:
-            permission = await trio.to_thread.run_sync(load_permission, self._home)
-            refusal = why_not(
-                permission,
-                member.node,
-                allowed_by_option=self._allow_run,
-                is_root=os.geteuid() == 0,
-            )
-            if refusal:
-                self._note_refusal(member, message, refusal)
-                raise UsageError(refusal)
+        refusal = await self._why_not(member)
+        if refusal:
+            self._note_refusal(member, message, refusal)
+            raise UsageError(refusal)
         question.allowed = True
         before = self.parts.get((member.node, message.launch))
         if before is not None:
@@ -273,6 +302,15 @@ class Launches:
             await self._prune()
         check = partial(check_command, command, os.environ)
         return await trio.to_thread.run_sync(check)
+
+    async def _why_not(self, member: Member) -> str:
+        """Return why a member may not run commands here, nor have what they have written."""
+        if member == self._me:
+            return ""
+        permission = await trio.to_thread.run_sync(load_permission, self._home)
+        is_root = os.geteuid() == 0
+        allowed = self._allow_run
+        return why_not(permission, member.node, allowed_by_option=allowed, is_root=is_root)
 
     async def _prune(self) -> None:
         with self._contain("the files of launches"):
@@ -368,6 +406,8 @@ class Launches:
         here = {seat.member.node: self._names.of_seat(seat) for seat in self._view().seats}
         named = self._names.find_each_here(request.on) if request.on else here.keys()
         nodes = [node for node in here if node in named]
+        start = nodes.index(self._me.node) if self._me.node in nodes else 0
+        nodes = nodes[start:] + nodes[:start]  # the same ring: rank 0 is where somebody types
         counts = (
             spread(request.count, len(nodes)) if request.count else [request.per_node] * len(nodes)
         )
@@ -400,6 +440,7 @@ class Launches:
             if old is not new:
                 self._relink(old, new)
         self.syncing.follow_links()
+        self.fetching.follow_links()
         for question in self.questions:
             if self._link_with(question.member) is not question.link:
                 question.scope.cancel()
@@ -420,6 +461,29 @@ class Launches:
         return link if link is not None and link.member == member else None
 
     # --- for people
+
+    def copies_of(self, text: str) -> tuple[PathName, Mapping[Member, str]]:
+        """Return a launch that was started here, and the machines there are that may have a copy.
+
+        Raises:
+            UsageError: Another machine has started it, or it has no copies.
+        """
+        is_id = re.fullmatch(r"[0-9a-f]{12}", text) is not None
+        others = {link.member: self._name_of(node) for node, link in self._links().items()}
+        here = {self._me: self._name, **others}
+        if is_id and text not in {one.launch for one in self._known()}:  # of an agent before this
+            return path_name(text), here
+        launch = self.find(text)
+        if isinstance(launch, PartHere):
+            starter = self._name_of(launch.starter.node)
+            raise UsageError(f"{starter} has started launch {launch.launch}; fetch its files there")
+        if launch.command.tree is None:
+            raise UsageError(
+                f"launch {launch.launch} ran without --sync: what it has written is where its "
+                "ranks ran, and not in a copy"
+            )
+        takes_part = {seat.node for seat in launch.state.seats}
+        return launch.launch, {m: name for m, name in here.items() if m.node in takes_part}
 
     def find(self, text: str) -> StartedHere | PartHere:
         """Return a launch by ID@MACHINE, by its id, or by its job: then the latest that runs.
@@ -538,28 +602,3 @@ def _full_disk(error: OSError) -> str:
         f"its disk takes no output{cure}; only the latest lines are kept, in memory, and the ranks "
         "go on"
     )
-
-
-def spread(count: int, machines: int) -> list[int]:
-    """Return how many ranks each machine runs.
-
-    >>> spread(4, 3), spread(2, 3)
-    ([2, 1, 1], [1, 1, 0])
-    """
-    each, more = divmod(count, machines)
-    return [each + (index < more) for index in range(machines)]
-
-
-def described(words: Sequence[str]) -> str:
-    r"""Return the beginning of a command, as one line of printable text.
-
-    >>> described(["python", "-c", "print()\n"])
-    "python -c 'print()\\n'"
-    """
-    text = shlex.join(word[:MAX_SHOWN] for word in words[:MAX_SHOWN])[: MAX_SHOWN + 1]
-    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
-
-
-def _sentence(text: str) -> str:
-    return "".join(c if c.isprintable() else " " for c in text)[:4096]

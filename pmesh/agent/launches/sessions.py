@@ -1,5 +1,7 @@
 """Launches as local programs see them: `pmesh run --on`, `ps`, `logs` and `stop`."""
 
+from collections.abc import Mapping
+
 import trio
 
 from pmesh.agent.launches.here import PartHere
@@ -10,6 +12,9 @@ from pmesh.core.wire.launches import (
     AskHosts,
     AskLaunches,
     EndLaunch,
+    Fetched,
+    FetchedFiles,
+    FetchFiles,
     FollowLaunch,
     Hosts,
     Launch,
@@ -27,7 +32,7 @@ from pmesh.core.wire.launches import (
     Launches as LaunchRows,
 )
 from pmesh.errors import ProtocolError, UsageError
-from pmesh.ids import node_text
+from pmesh.ids import Member, PathName, node_text
 from pmesh.net.local.sessions import Session, refuse
 
 LINES_BYTES = 64 * 1024  # of one message
@@ -38,7 +43,7 @@ _SIGTERM: SignalNumber = 15
 
 async def serve_launch(
     session: Session,
-    request: Launch | FollowLaunch | AskLaunches | AskHosts | EndLaunch,
+    request: Launch | FollowLaunch | FetchFiles | AskLaunches | AskHosts | EndLaunch,
     launches: Launches,
 ) -> None:
     """Serve a program until it has its answer, or is gone."""
@@ -60,10 +65,36 @@ async def serve_launch(
                     nursery.start_soon(session.await_end)
                     await _follow(session, launch, follow=follow)
                     nursery.cancel_scope.cancel()
+            case FetchFiles(text):
+                launch_id, members = launches.copies_of(text)
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(session.await_end)
+                    found = await _fetch(launch_id, members, request, launches)
+                    await session.send(Fetched(launch_id, found))
+                    nursery.cancel_scope.cancel()
             case Launch():
                 await _serve_starter(session, launches.start(request), launches)
     except UsageError as e:
         await refuse(session, type(e).__name__, str(e))
+
+
+async def _fetch(
+    launch: PathName, members: Mapping[Member, str], request: FetchFiles, launches: Launches
+) -> tuple[FetchedFiles, ...]:
+    """Ask all machines that may have a copy, each by itself."""
+    found = list[FetchedFiles]()
+
+    async def ask(member: Member, name: str) -> None:
+        files = await launches.fetching.fetch(
+            launch, member, name, contents=request.contents, most_bytes=request.most_bytes
+        )
+        if files is not None:
+            found.append(files)
+
+    async with trio.open_nursery() as nursery:
+        for member, name in members.items():
+            nursery.start_soon(ask, member, name)
+    return tuple(sorted(found, key=lambda files: files.name))
 
 
 async def _serve_starter(session: Session, launch: StartedHere, launches: Launches) -> None:

@@ -8,17 +8,29 @@ import trio
 from pmesh.core.launches import starting as decide
 from pmesh.core.launches.engines import Place, begin_messages, unreachable
 from pmesh.core.launches.lines import STARTER, note, seated
-from pmesh.core.launches.starting import Ask, Begin, Over, Seat, Signal, Started, Step, Tell
+from pmesh.core.launches.starting import (
+    Ask,
+    Begin,
+    GiveUp,
+    Over,
+    Seat,
+    Signal,
+    Started,
+    Step,
+    Tell,
+)
 from pmesh.core.wire.launches import (
     AnyLaunchMessage,
     BeginRanks,
     Command,
+    GiveUpRank,
     InputRead,
     Launch,
     LaunchPrepared,
     OutputRead,
     PrepareLaunch,
     RankEnded,
+    RankFails,
     RankInput,
     RankOutput,
     SignalNumber,
@@ -154,7 +166,7 @@ class StartedHere:
 
     def receive(self, node: NodeId, message: AnyLaunchMessage) -> None:
         """Take what a machine says. Raises ProtocolError for what no machine says."""
-        seat, now = self.state.seat_of(node), trio.current_time()
+        seat = self.state.seat_of(node)
         if seat is None:
             return  # it takes no part: its claims count nothing
         match message:
@@ -162,9 +174,9 @@ class StartedHere:
                 self._take_answer(seat, message)
             case RankOutput():
                 self._take_output(seat, message)
-            case RankEnded(_, generation, rank, code):
-                if generation == self.state.generation:
-                    self._apply(decide.rank_ended(self.state, node, rank, code, now=now))
+            case RankEnded() | RankFails():
+                if message.generation == self.state.generation:
+                    self._apply(self._judge(node, message))
             case InputRead():
                 if 0 in seat.ranks:
                     self.input_taken.set()
@@ -172,6 +184,15 @@ class StartedHere:
                 self._stop(seat)
             case _:
                 raise ProtocolError(f"{type(message).__name__} to the starter of a launch")
+
+    def _judge(self, node: NodeId, message: RankEnded | RankFails) -> Step:
+        rank, state = message.rank, self.state
+        if message.number >= 0:
+            state = decide.rank_is(state, node, rank, message.number)
+        if isinstance(message, RankFails):
+            return decide.rank_fails(state, node, rank, message.how)
+        now = trio.current_time()
+        return decide.rank_ended(state, node, rank, message.code, now=now)
 
     def _take_answer(self, seat: Seat, message: LaunchPrepared) -> None:
         if len(message.ports) < 2 * seat.count and not message.refusal:
@@ -257,6 +278,8 @@ class StartedHere:
                         self._begin(node, parts[node])
                 case Signal(node, number):
                     self._send(node, SignalRanks(self.launch, number))
+                case GiveUp(node, rank):
+                    self._send(node, GiveUpRank(self.launch, self.state.generation, rank))
                 case Tell(text):
                     self._note(text)
                 case Over(code, refusal):  # nothing is written after it

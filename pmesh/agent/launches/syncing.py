@@ -57,9 +57,9 @@ class Syncing:
         self._contain = contain
         self._store = FileStore(home)
         self._copies = Copies(home, self._store)
-        self._pulls: dict[tuple[NodeId, str], _Pull] = {}
+        self._pulls: dict[tuple[NodeId, str], Pull] = {}
         """By the starter and its launch: another starter may have chosen the same id."""
-        self._pushes: dict[tuple[str, NodeId], _Push] = {}
+        self._pushes: dict[tuple[str, NodeId], _LaunchPush] = {}
         self._numbers = itertools.count(1)
         self._needed: dict[str, frozenset[bytes]] = {}
         """The hashes that a launch may need again, when a machine comes back."""
@@ -108,7 +108,7 @@ class Syncing:
         if tree is None:
             return message.command
         key = (starter.node, message.launch)
-        pull = self._pulls[key] = _Pull(starter)
+        pull = self._pulls[key] = Pull(starter)
         beating = trio.CancelScope()
         self._nursery.start_soon(self._beat, beating, pull, message.launch)
         try:
@@ -125,22 +125,23 @@ class Syncing:
         """Remove what was not used for long; these launches may still need their files."""
         self._needed = {one: hashes for one, hashes in self._needed.items() if one in launches}
         needed = frozenset(itertools.chain.from_iterable(self._needed.values()))
-        await _in_thread(self._store.prune, needed)
-        await _in_thread(self._copies.prune, launches)
+        await in_thread(self._store.prune, needed)
+        await in_thread(self._copies.prune, launches)
 
-    async def _bring(self, pull: "_Pull", launch: PathName, tree: TreeName) -> Path:
+    async def _bring(self, pull: "Pull", launch: PathName, tree: TreeName) -> Path:
         path = copy_path(self._home, launch, tree)
-        if await _in_thread(path.is_dir):  # a rank is started again
+        if await in_thread(path.is_dir):  # a rank is started again
             return path
         whole = Content(tree.sha256, tree.nbytes)
-        if not await _in_thread(self._store.has, whole):
+        if not await in_thread(self._store.has, whole):
             await self._take(pull, launch, [whole], [])
-        entries = await _in_thread(self._entries_of, launch, whole)
-        missing = await _in_thread(missing_of, self._store, entries)
-        await _in_thread(check_room, self._home, entries, missing.values())
+        entries = await in_thread(self._entries_of, launch, whole)
+        missing = await in_thread(missing_of, self._store, entries)
+        await in_thread(check_room, self._home, entries, missing.values())
         if missing:
             await self._take(pull, launch, list(missing.values()), list(missing))
-        await _in_thread(self._copies.make, path, entries)
+        await in_thread(self._copies.make, path, entries)
+        await in_thread(self._copies.note_starter, path, pull.starter.node)
         return path
 
     def _entries_of(self, launch: str, whole: Content) -> tuple[Entry, ...]:
@@ -150,22 +151,17 @@ class Syncing:
         return entries
 
     async def _take(
-        self, pull: "_Pull", launch: PathName, contents: Sequence[Content], wanted: Sequence[int]
+        self, pull: "Pull", launch: PathName, contents: Sequence[Content], wanted: Sequence[int]
     ) -> None:
         """Ask the starter for contents, and store them."""
         pull.begin(next(self._numbers), contents)
         self._send(pull.starter.node, AskFiles(launch, pull.number, tuple(wanted)))
-        receiver = ContentsReceiver(self._store)
-        try:
-            while not pull.incoming.is_stored:
-                received, slices = await pull.next_slices()
-                await _in_thread(receiver.write, slices)
-                pull.incoming.stored = received
-                self._send(pull.starter.node, FilesStored(launch, pull.number, received))
-        finally:
-            receiver.close()
+        await pull.store_all(
+            self._store,
+            lambda stored: self._send(pull.starter.node, FilesStored(launch, pull.number, stored)),
+        )
 
-    async def _beat(self, scope: trio.CancelScope, pull: "_Pull", launch: PathName) -> None:
+    async def _beat(self, scope: trio.CancelScope, pull: "Pull", launch: PathName) -> None:
         """Tell the starter that this machine is at work."""
         with scope:
             while True:
@@ -188,15 +184,20 @@ class Syncing:
         before = self._pushes.get(key)
         if before is not None:
             before.scope.cancel()
-        push = self._pushes[key] = _Push(launch, self._link_with(node), message.pull)
+        push = self._pushes[key] = _LaunchPush(launch, self._link_with(node), message.pull)
         self._nursery.start_soon(self._run_push, push, node, message.wanted)
 
-    async def _run_push(self, push: "_Push", node: NodeId, wanted: Sequence[int]) -> None:
+    async def _run_push(self, push: "_LaunchPush", node: NodeId, wanted: Sequence[int]) -> None:
         failures = list[str]()
         with self._contain("files for a launch", failures.append), push.scope:
             try:
-                push.begin(await _in_thread(self._contents, push.launch, wanted))
-                await self._send_all(push, node)
+                push.begin(await in_thread(self._contents, push.launch, wanted))
+                await push.send_all(
+                    self._store,
+                    lambda offset, data: self._send(
+                        node, FilePart(push.launch.launch, push.number, offset, data)
+                    ),
+                )
             except OSError as e:
                 failures.append(f"the starter can't read the files: {e.strerror or e}")
             except ProtocolError as e:
@@ -209,29 +210,12 @@ class Syncing:
         if tree is None:
             raise ProtocolError("it wants files of a launch that has none")
         whole = Content(tree.sha256, tree.nbytes)
-        contents = contents_of(self._entries_of(launch.launch, whole))
-        if not wanted:
-            return [whole]
-        if list(wanted) != sorted(set(wanted)) or wanted[-1] >= len(contents):
-            raise ProtocolError("it wants files that are not there")
-        return [contents[index] for index in wanted]
-
-    async def _send_all(self, push: "_Push", node: NodeId) -> None:
-        outgoing = push.outgoing
-        while not outgoing.is_sent:
-            changed, offset = push.changed, outgoing.sent
-            slices = outgoing.take(BATCH_BYTES)
-            if not slices:
-                await changed.wait()
-                continue
-            data = await _in_thread(self._store.read, slices)
-            for begin in range(0, len(data), PART_BYTES):
-                part = data[begin : begin + PART_BYTES]
-                self._send(node, FilePart(push.launch.launch, push.number, offset + begin, part))
+        entries = self._entries_of(launch.launch, whole)
+        return wanted_of(whole, entries, wanted)
 
 
-class _Pull:
-    """What this machine takes of a starter for one launch."""
+class Pull:
+    """What this machine takes of another one for one launch: files come in a stream."""
 
     def __init__(self, starter: Member) -> None:
         self.starter = starter
@@ -248,6 +232,18 @@ class _Pull:
         self._slices += self.incoming.receive_untrusted(offset, data)
         self._came.set()
 
+    async def store_all(self, store: FileStore, tell: Callable[[int], None]) -> None:
+        """Store all that comes, and tell how far it is. Raises UsageError or OSError."""
+        receiver = ContentsReceiver(store)
+        try:
+            while not self.incoming.is_stored:
+                received, slices = await self.next_slices()
+                await in_thread(receiver.write, slices)
+                self.incoming.stored = received
+                tell(received)
+        finally:
+            receiver.close()
+
     async def next_slices(self) -> tuple[int, list[tuple[Slice, bytes]]]:
         """Return all that has come, and up to where in the stream that is."""
         await self._came.wait()
@@ -256,11 +252,10 @@ class _Pull:
         return self.incoming.received, slices
 
 
-class _Push:
-    """What this machine sends to another one for a launch that was started here."""
+class Push:
+    """What this machine sends to another one: the contents that it has asked for."""
 
-    def __init__(self, launch: StartedHere, link: object | None, number: int) -> None:
-        self.launch = launch
+    def __init__(self, link: object | None, number: int) -> None:
         self.link = link
         self.number = number
         self.scope = trio.CancelScope()
@@ -272,6 +267,18 @@ class _Push:
         self.outgoing = Outgoing(contents)
         self.has_begun = True
 
+    async def send_all(self, store: FileStore, send: Callable[[int, bytes], None]) -> None:
+        """Send as fast as it is stored there. Raises OSError if a content can't be read."""
+        while not self.outgoing.is_sent:
+            changed, offset = self.changed, self.outgoing.sent
+            slices = self.outgoing.take(BATCH_BYTES)
+            if not slices:
+                await changed.wait()
+                continue
+            data = await in_thread(store.read, slices)
+            for begin in range(0, len(data), PART_BYTES):
+                send(offset + begin, data[begin : begin + PART_BYTES])
+
     def acknowledge_untrusted(self, number: int, offset: int) -> None:
         if number == self.number and self.has_begun:
             self.outgoing.acknowledge_untrusted(offset)
@@ -279,5 +286,23 @@ class _Push:
             changed.set()
 
 
-async def _in_thread(function: Callable[..., _Result], *arguments: object) -> _Result:
+class _LaunchPush(Push):
+    """The same for a launch that was started here."""
+
+    def __init__(self, launch: StartedHere, link: object | None, number: int) -> None:
+        super().__init__(link, number)
+        self.launch = launch
+
+
+def wanted_of(whole: Content, entries: Sequence[Entry], wanted: Sequence[int]) -> list[Content]:
+    """Return the contents of a tree that were asked for. Raises ProtocolError if there are none."""
+    contents = contents_of(entries)
+    if not wanted:
+        return [whole]
+    if list(wanted) != sorted(set(wanted)) or wanted[-1] >= len(contents):
+        raise ProtocolError("it wants files that are not there")
+    return [contents[index] for index in wanted]
+
+
+async def in_thread(function: Callable[..., _Result], *arguments: object) -> _Result:
     return await trio.to_thread.run_sync(partial(function, *arguments))

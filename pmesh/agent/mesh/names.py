@@ -83,6 +83,11 @@ class Names:
         """Return what to call a machine that says this."""
         return self._shown.get(node) or tell_apart({node: said}, self._owners)[node]
 
+    def known(self, node: NodeId) -> str | None:
+        """Return what to call a machine that is not here; None if it never was."""
+        names = [name for name, owner in self._owners.items() if owner == node]
+        return self._shown.get(node) or (names[-1] if names else None)
+
     def of_seat(self, seat: Seat) -> str:
         return self.of(seat.member.node, seat.name)
 

@@ -18,13 +18,14 @@ import msgspec
 from msgspec import Meta
 
 from pmesh.agent.status.schema import decode_as
+from pmesh.core.jobs.jobs import LEFT
 from pmesh.core.values import Roster, Seat, Trainer, View
 from pmesh.core.views.ring import Edges, edge_cost, edges_around, times_faster
 from pmesh.core.views.rosters import is_reordered
 from pmesh.ids import Epoch, JobName, Member, OpNumber, node_text
 from pmesh.texts import printable
 
-EVENTS_SCHEMA_VERSION: Literal[5] = 5
+EVENTS_SCHEMA_VERSION: Literal[6] = 6
 
 KEPT = 1000  # a day of a quiet mesh, an hour of one whose machines join and leave all the time
 PAGE_BYTES = 512 * 1024  # with the last event, half of the largest message of a session
@@ -56,6 +57,7 @@ EventKind: TypeAlias = Literal[
     "job goes on",
     "job ended",
     "rank entered",
+    "rank left",
     "rank lost",
     "trainer stopped",
     "trainer continued",
@@ -111,7 +113,7 @@ class Event(News, frozen=True, kw_only=True):
 class EventPage(msgspec.Struct, frozen=True, kw_only=True):
     """What `pmesh events --json` prints."""
 
-    schema: Literal[5]
+    schema: Literal[6]
     node: Annotated[str, Meta(description="The node id of the agent that was asked.")]
     name: Annotated[str, Meta(description="Of its machine.")]
     incarnation: Annotated[
@@ -345,7 +347,8 @@ def _describe_losses(before: Roster, after: Roster) -> Iterator[News]:
     explained = {lost for verdict in after.losses for lost in verdict.trainers}
     for verdict in after.losses:
         concerned = [t for t in before.trainers if t.id in verdict.trainers]
-        yield _news("rank lost", after, f": {verdict.message}", concerned)
+        kind: EventKind = "rank left" if verdict.message.endswith(LEFT) else "rank lost"
+        yield _news(kind, after, f": {verdict.message}", concerned)
     for trainer in (trainer for trainer in gone if trainer.id not in explained):
         yield _news("rank lost", after, f": {before.describe(trainer.id)} is lost", [trainer])
 

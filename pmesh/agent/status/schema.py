@@ -175,6 +175,16 @@ class RankStatus(_Part, frozen=True, kw_only=True):
         int, Meta(description="The highest op that it started; -1 before the first.")
     ]
     completed: int
+    step: Annotated[
+        int, Meta(description="Its mesh.step, as far as it is known; 0 before its first sync.")
+    ] = 0
+    own_percent: Annotated[
+        int | None,
+        Meta(
+            description="The share of the last seconds that its script spent outside collective "
+            "calls: the rank with the highest is the one that others wait for."
+        ),
+    ] = None
     stopped: Annotated[bool, Meta(description="Its process has been stopped, as by SIGSTOP.")] = (
         False
     )
@@ -220,6 +230,15 @@ class JobStatus(_Part, frozen=True, kw_only=True):
     newcomers: tuple[NewcomerStatus, ...]
     roster: Annotated[
         int | None, Meta(description="Number of its roster; null while it waits.")
+    ] = None
+    step: Annotated[
+        int, Meta(description="mesh.step of the foremost rank; 0 if the job never syncs.")
+    ] = 0
+    steps_per_s: Annotated[
+        float | None, Meta(description="Over the last seconds; null while unknown.")
+    ] = None
+    ops_per_s: Annotated[
+        float | None, Meta(description="Collective ops, over the last seconds; null as above.")
     ] = None
     stable: Annotated[
         int, Meta(description="The highest op that every rank is known to have completed.")

@@ -1,7 +1,7 @@
 """Collects the status of this agent, which `pmesh status` shows."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from math import sqrt
 from typing import NamedTuple
@@ -9,13 +9,14 @@ from typing import NamedTuple
 import trio
 
 from pmesh.agent.jobs.driver import Jobs
-from pmesh.agent.mesh.dial_targets import Refusal
+from pmesh.agent.mesh.dial_targets import Key, Refusal
 from pmesh.agent.mesh.foreign_agents import Strangers
 from pmesh.agent.mesh.links import Link
 from pmesh.agent.mesh.membership import Membership
 from pmesh.agent.mesh.peers import Peers
 from pmesh.agent.p2p.router import P2PRouter
 from pmesh.agent.status import schema
+from pmesh.agent.status.others import OTHER_MESH, name_peer
 from pmesh.agent.status.schema import Status
 from pmesh.core.links.reasons import USUAL_MBIT_S, why_slow
 from pmesh.core.values import Roster, Seat
@@ -35,7 +36,7 @@ from pmesh.errors import (
     PmeshError,
     ProtocolVersionMismatch,
 )
-from pmesh.ids import JobName, Member, NodeId, Slot, node_text, shared_name
+from pmesh.ids import JobName, Member, NodeId, Slot, node_text
 from pmesh.net.links.acceptor import DoorCounters
 from pmesh.net.links.discovery import Found
 from pmesh.net.links.negotiated import able_mbit_s
@@ -95,6 +96,7 @@ def _job(
 ) -> schema.JobStatus:
     ranks, terms = tuple(_ranks(roster, jobs)), roster.terms
     state, reason = _state_of_job(roster, in_force=in_force)
+    speed, now = jobs.speeds.get((roster.job, roster.born)), trio.current_time()
     return schema.JobStatus(
         name=roster.job,
         state=state,
@@ -102,6 +104,9 @@ def _job(
         ranks=ranks,
         newcomers=newcomers,
         roster=roster.number,
+        step=max(rank.step for rank in ranks),
+        steps_per_s=None if speed is None else _rounded(speed.steps.per_s(now)),
+        ops_per_s=None if speed is None else _rounded(speed.ops.per_s(now)),
         stable=min(rank.completed for rank in ranks),
         terms=schema.TermsStatus(
             min_ranks=terms.min_ranks, on_loss=terms.on_loss, quorum=terms.quorum
@@ -135,6 +140,8 @@ def _ranks(roster: Roster, jobs: Jobs) -> Iterator[schema.RankStatus]:
             name=roster.name_of(trainer) if seat is None else names.of_seat(seat),
             started=-1 if mark is None else mark.started,
             completed=-1 if mark is None else mark.completed,
+            step=0 if mark is None else mark.step,
+            own_percent=None if mark is None or mark.own_percent < 0 else mark.own_percent,
             stopped=mark is not None and mark.stopped,
             program=here[trainer.id].program if trainer.id in here else None,
             compression=here[trainer.id].compression if trainer.id in here else None,
@@ -315,6 +322,10 @@ def _measured(membership: Membership, one: Member, other: Member) -> MeasuredEdg
     return known.get(other.incarnation, UNKNOWN)
 
 
+def _rounded(per_s: float | None) -> float | None:
+    return None if per_s is None else round(per_s, 3)
+
+
 def _milliseconds(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds * 1e3, 3)
 
@@ -340,43 +351,67 @@ def describe_peers(peers: Peers, strangers: Strangers) -> Iterator[schema.PeerSt
         shown.add(found.advertisement.node)
         yield _stranger(found, other_mesh=strangers.is_of_other_mesh(found))
     targets = peers.targets
-    for refusal in targets.refusals.values():
+    others = {
+        address
+        for found in strangers.seen.values()
+        if strangers.is_of_other_mesh(found)
+        for address in found.advertisement.addresses
+    }
+    for refusal in _each_once(targets.refusals, others):
         whom = refusal.node
         if whom is None or whom not in shown or isinstance(refusal.error, NodeKeyCopied):
-            yield _refused(refusal)
+            yield _refused(refusal, None if whom is None else peers.membership.names.known(whom))
         if whom is not None:
             shown.add(whom)
     for key, addresses in targets.wanted.items():
         whom = targets.node_of(key)
         if whom not in shown and key not in targets.refusals:
+            name = None if whom is None else peers.membership.names.known(whom)
             yield schema.PeerStatus(
                 id=None if whom is None else node_text(whom),
-                name=None,
+                name=name,
                 state="connecting",
                 addresses=_texts(addresses),
+                reason=None if name is None else "it was here before, and is dialled again",
             )
+
+
+def _each_once(refusals: Mapping[Key, Refusal], others: Collection[Address]) -> Iterator[Refusal]:
+    """Yield the refusals without those of machines of another mesh that are shown already.
+
+    Such a machine has no node id before TLS is over: mDNS names it by its addresses, `--peer` by
+    one of them, and a connection that it has opened by its host.
+    """
+    dialled = {
+        address
+        for address, refusal in refusals.items()
+        if isinstance(address, Address) and isinstance(refusal.error, MeshKeyMismatch)
+    }
+    hosts = {_unscoped(address.host) for address in (*others, *dialled)}
+    for key, refusal in refusals.items():
+        mismatch = isinstance(refusal.error, MeshKeyMismatch)
+        came = isinstance(key, str) and _unscoped(key) in hosts
+        if not (mismatch and (came or refusal.address in others)):
+            yield refusal
+
+
+def _unscoped(host: str) -> str:
+    return host.partition("%")[0]
 
 
 def describe_unlinked(peers: Peers, strangers: Strangers, *, own_name: str) -> tuple[str, ...]:
     """Return a line for each agent that was found and is not linked: its name, and why."""
     return tuple(
-        f"{_name(peer, own_name)} is not linked: {peer.reason}"
+        f"{name_peer(peer, own_name)} is not linked: {peer.reason}"
         for peer in describe_peers(peers, strangers)
         if peer.state != "linked" and peer.reason is not None
     )
 
 
-def _name(peer: schema.PeerStatus, own_name: str) -> str:
-    if peer.name == own_name and peer.id is not None:
-        return shared_name(own_name, peer.id)
-    return peer.name or ", ".join(peer.addresses)
-
-
 def _stranger(found: Found, *, other_mesh: bool) -> schema.PeerStatus:
     theirs = found.advertisement
     reason = (
-        "it holds another mesh key; if it should be in this mesh, run 'pmesh key set' on it and "
-        "paste what 'pmesh key show' prints here"
+        OTHER_MESH
         if other_mesh
         else f"it speaks protocol {theirs.protocol}, this machine {PROTOCOL_VERSION}; "
         "install the same version of pmesh on both"
@@ -391,13 +426,17 @@ def _stranger(found: Found, *, other_mesh: bool) -> schema.PeerStatus:
     )
 
 
-def _refused(refusal: Refusal) -> schema.PeerStatus:
+def _refused(refusal: Refusal, name: str | None) -> schema.PeerStatus:
     return schema.PeerStatus(
         id=None if refusal.node is None else node_text(refusal.node),
-        name=None,
+        name=name,
         state=_state_of(refusal.error),
         addresses=(str(refusal.address),),
-        reason=f"{type(refusal.error).__name__}: {refusal.error}",
+        reason=(
+            OTHER_MESH
+            if isinstance(refusal.error, MeshKeyMismatch)
+            else f"{type(refusal.error).__name__}: {refusal.error}"
+        ),
     )
 
 

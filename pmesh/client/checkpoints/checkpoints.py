@@ -43,6 +43,7 @@ from pmesh.client.trees.raw import RawArray
 from pmesh.client.trees.state import describe, rebuild_untrusted
 from pmesh.core.ops.reductions import Values
 from pmesh.errors import ProtocolError, RosterChanged, UsageError
+from pmesh.paths import is_in_launch_copy
 
 REST = 19.0
 """Seconds of rest after each second of processor time: a save takes a twentieth of one core."""
@@ -96,7 +97,8 @@ class Checkpoints:
             asynchronous: write in a thread, which takes a tenth of a core, while training goes on.
 
         Raises:
-            UsageError: a number is too small.
+            UsageError: a number is too small; or the folder lies in the copy in which `pmesh run
+                --sync` runs this program, where the next launch would not find it.
         """
         if keep < 1 or replicas < 1 or (every_s is not None and every_s < 0):
             raise UsageError(
@@ -104,6 +106,12 @@ class Checkpoints:
                 f"keep={keep}, replicas={replicas}, every_s={every_s}"
             )
         self._folder = Path(folder).expanduser().resolve()
+        if is_in_launch_copy(self._folder):
+            raise UsageError(
+                f"Checkpoints({os.fspath(folder)!r}) lies in this launch's own copy of the "
+                "directory, where no later 'pmesh run --sync' would find it; give a folder outside "
+                f"of it, such as Checkpoints({f'~/checkpoints/{self._folder.name}'!r})"
+            )
         self._mesh = mesh
         self._every_s = every_s
         self._keep = keep
@@ -116,6 +124,8 @@ class Checkpoints:
         self._copies: dict[str, Values] = {}
         self._failed: UsageError | None = None
         self._began = time.monotonic()
+        self._has_saved: bool | None = None
+        """False if `save` was called and it never was time; None if it was not called."""
 
     def __repr__(self) -> str:
         return f"<Checkpoints in {self._folder}>"
@@ -125,7 +135,15 @@ class Checkpoints:
         """Whether this rank still writes its share of a save."""
         return self._under_way is not None and not self._under_way.done()
 
-    def save(self, state: object, step: int, *, own: object = None, copy: bool = True) -> bool:
+    def save(
+        self,
+        state: object,
+        step: int,
+        *,
+        own: object = None,
+        copy: bool = True,
+        now: bool = False,
+    ) -> bool:
         """Save a state if it is time; the ranks agree on whether it is.
 
         An earlier save that is under way ends first, unless `every_s` is given: then this one
@@ -139,6 +157,7 @@ class Checkpoints:
                 rank's disk only.
             copy: False says that no array is written to until `wait()` returns or the next save
                 begins; then nothing is copied. MLX arrays are never copied.
+            now: save whatever `every_s` says, as at the last step.
 
         Returns:
             Whether a save has begun; with `asynchronous=False`, whether one is on the disks.
@@ -149,8 +168,10 @@ class Checkpoints:
             UnsupportedArray: the state holds something that can't be saved.
             PmeshError: as for `all_reduce`.
         """
-        if self._every_s is not None and not self._is_due(self._every_s):
+        if self._every_s is not None and not self._is_due(self._every_s, now=now):
+            self._has_saved = bool(self._has_saved)
             return False
+        self._has_saved = True
         self._settle()
         manifest, arrays, private = self._prepared(state, step, own)
         self._began = time.monotonic()
@@ -220,8 +241,16 @@ class Checkpoints:
         return Loaded(step, state, self._own(found))
 
     def close(self) -> None:
-        """Wait for the save under way; a warning says if it failed."""
+        """Wait for the save under way; a warning says if it failed, or if there was none at all."""
         self._settle()
+        if self._has_saved is False:
+            self._has_saved = None
+            _logger.warning(
+                "checkpoints: nothing was saved in %s, as %g s, of every_s, had not passed; call "
+                "save with now=True at the last step",
+                self._folder,
+                self._every_s,
+            )
         self._thread.shutdown()
 
     def __enter__(self) -> Self:
@@ -248,11 +277,11 @@ class Checkpoints:
         np.copyto(kept, array.data)
         return kept
 
-    def _is_due(self, every_s: float) -> bool:
+    def _is_due(self, every_s: float, *, now: bool) -> bool:
         """Whether no rank still writes, and for some rank the time has come; one small op."""
-        ages = np.array([not self.is_saving, self._began - time.monotonic()])
-        all_idle, oldest = self._mesh.all_reduce(ages, "min")
-        return bool(all_idle) and -float(oldest) >= every_s
+        ages = np.array([not self.is_saving, self._began - time.monotonic(), not now])
+        all_idle, oldest, none_wants = self._mesh.all_reduce(ages, "min")
+        return not none_wants or (bool(all_idle) and -float(oldest) >= every_s)
 
     def _gather(self, mine: object) -> list[Any]:
         """What each rank says; if a rank is lost meanwhile, each of those that are left."""

@@ -146,6 +146,7 @@ class Place:
             try:
                 if self._lost_agent:
                     self._reconnect(deadline)
+                self._session.step = self.step + 1
                 with in_step(self._session, timeout_s=timeout_s, syncs=True):
                     offer = self._offer(packed)
                     synced = run_sync(self._session, packed, offer, timeout_s=timeout_s)

@@ -93,6 +93,8 @@ class TrainerSession:
         """The ranks in the order of the agents' ring, which `Call.root` and tables go by."""
         self.order: tuple[TrainerId, ...] | None = None
         """The order in which the ranks of a group count; None: that of the ring."""
+        self.step = 0
+        """`mesh.step` after the next `sync`, for `pmesh status`."""
         self._input: Mapped | None = None
         self._input_retained = False
         self._ahead: Mapped | None = None
@@ -256,7 +258,17 @@ class TrainerSession:
         wire = cast("WireDtype", dtype)
         kept = (-1, -1) if residuals is None else self._arenas_of(residuals, count)
         request = StartOp(
-            number, call, wire, count, -1, timeout_s, parts, parts_in, *kept, borrows=borrows
+            number,
+            call,
+            wire,
+            count,
+            -1,
+            timeout_s,
+            parts,
+            parts_in,
+            *kept,
+            borrows=borrows,
+            step=self.step,
         )
         before = self._extent(request)
         source = self._input if before.gives else None

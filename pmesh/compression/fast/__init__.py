@@ -14,8 +14,8 @@ _schemes: list[ModuleType] = []  # `fast.schemes` once it is compiled
 def load(name: str) -> ModuleType | None:
     """Import and compile a module of kernels; this takes seconds the first time on a machine.
 
-    Returns None if numba is not installed (`pip install pmesh[fast]`), does not fit this numpy, or
-    has no directory for its cache.
+    Returns None if numba is not installed (the extra `fast`), does not fit this numpy, or has no
+    directory for its cache.
     """
     try:
         return import_module(f"pmesh.compression.fast.{name}")

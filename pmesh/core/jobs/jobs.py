@@ -40,6 +40,8 @@ class WaitingTrainer(Generic[AnyRank]):
     job: JobName
     wait_for: int
     terms: Terms
+    place: int = -1
+    """Its rank among those that `pmesh run` has started; -1 for none."""
     slot: Slot = NO_SLOT
     rank: AnyRank | None = None
 
@@ -183,7 +185,9 @@ class JobsState(Generic[AnyWaiting, AnyRank]):
     def _waiting(self, state: MemberState, now: float) -> tuple[Waiting, ...]:
         waits = self._may_begin(state, now)
         waiters = [c for c in self.waiters.values() if waits and c.rank is None]
-        return tuple(Waiting(c.job, c.slot, c.wait_for, c.terms) for c in waiters[:MAX_WAITING])
+        return tuple(
+            Waiting(c.job, c.slot, c.wait_for, c.terms, c.place) for c in waiters[:MAX_WAITING]
+        )
 
     def _reports(self) -> Iterator[JobReport]:
         merged: dict[tuple[object, ...], JobReport] = {}

@@ -43,6 +43,9 @@ class RankState(Generic[R]):
         self.fingerprint = 0
         """Of the last call; 0 while there is none that may be compared."""
         self.synced = -1
+        self.step = 0
+        self.own_percent = -1
+        """The share of its time that its trainer spends outside calls; -1 while unknown."""
         self.stopped = False
         """Whether the trainer's process has been stopped, as by SIGSTOP."""
         self.view_request: ViewRequest | None = None
@@ -159,6 +162,8 @@ class RankState(Generic[R]):
             self.fingerprint,
             self.synced,
             self.stopped,
+            self.step,
+            self.own_percent,
         )
 
     def request_view(self, verdict: Verdict | None, op: int = -1) -> None:

@@ -149,7 +149,8 @@ def settings_of(prepare: PrepareLaunch, begin: BeginRanks, rank: int) -> Setting
     """Return what one of the `ranks_untrusted` finds: names of ours, values that were checked."""
     match prepare.terms.engine:
         case "pmesh":
-            return Settings({"PMESH_JOB": prepare.job, "PMESH_WAIT_FOR": _size(begin)}, {})
+            job = {"PMESH_JOB": prepare.job, "PMESH_WAIT_FOR": _size(begin)}
+            return Settings(job | {"PMESH_PLACE": str(rank)}, {})
         case "gloo" | "nccl":
             return Settings(_torch(prepare, begin, rank), {})
         case "mlx-ring":

@@ -35,7 +35,9 @@ class LineSplitter:
     """
 
     def __init__(self, rank: int, kind: bytes) -> None:
-        self._prefix = b"%d %b " % (rank, kind)
+        self.rank = rank
+        """Its number now: it changes as ranks come and go."""
+        self._kind = kind
         self._rest = b""
 
     def receive(self, data: bytes | bytearray) -> bytes:
@@ -54,8 +56,9 @@ class LineSplitter:
         return self._records([rest] if rest else [])
 
     def _records(self, lines: list[bytes]) -> bytes:
+        prefix = b"%d %b " % (self.rank, self._kind)
         return b"".join(
-            b"%b%b\n" % (self._prefix, line[start : start + MAX_LINE_BYTES])
+            b"%b%b\n" % (prefix, line[start : start + MAX_LINE_BYTES])
             for line in lines
             for start in range(0, max(1, len(line)), MAX_LINE_BYTES)
         )

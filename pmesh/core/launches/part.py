@@ -4,14 +4,19 @@ import math
 import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from pmesh.core.launches.restarts import (
+    AT_ONCE_S,
     STEADY_S,
     count_failures,
     describe_end,
     wait_before_start,
 )
+from pmesh.core.wire.launches import Failure
+
+Job: TypeAlias = Literal["", "fixed", "open"]
+"""In which a rank has completed an op: none; one that nobody can enter; one that calls `sync`."""
 
 LOST_GRACE_S = 2  # with the silence limit of a wire, nothing outlives its starter by 5 s
 
@@ -25,6 +30,11 @@ class RankHere:
     wait_s: float = 0.0
     due: float | None = None
     code: int | None = None
+    job: Job = ""
+    failed_with: int = 0
+    """The code of its last run; 0 if it has not failed, or has completed an op since."""
+    is_given_up: bool = False
+    """The starter does not want it any more, and it is being killed."""
 
     @property
     def runs(self) -> bool:
@@ -79,7 +89,15 @@ class Say:
     text: str
 
 
-PartAction: TypeAlias = StartRank | SignalRank | Report | Say
+@dataclass(frozen=True, slots=True)
+class Warn:
+    """The rank fails, or does so no more; the starter may give it up."""
+
+    rank: int
+    how: Failure
+
+
+PartAction: TypeAlias = StartRank | SignalRank | Report | Say | Warn
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +120,12 @@ def rank_ended(part: Part, rank: int, code: int, *, now: float) -> PartStep:
     before = part.ranks[rank]
     ran_s = now - before.began
     failures = count_failures(before.failures, ran_s=ran_s)
-    if code == 0 or part.ends or failures > part.restarts:
+    if before.is_given_up:
+        code = before.failed_with  # of the run that it was given up for
+    if code == 0 or part.ends or before.is_given_up or failures > part.restarts:
         after = _with(part, rank, replace(before, code=code))
         report = Report(rank, code)
-        if code == 0 or part.ends or not part.restarts:
+        if code == 0 or part.ends or before.is_given_up or not part.restarts:
             return PartStep(after, (report,))
         text = (
             f"{describe_end(code)}, and failed {failures} times in a row, each time in less than "
@@ -113,9 +133,36 @@ def rank_ended(part: Part, rank: int, code: int, *, now: float) -> PartStep:
         )
         return PartStep(after, (Say(rank, text), report))
     wait_s = wait_before_start(before.wait_s, ran_s=ran_s)
-    waits = replace(before, failures=failures, wait_s=wait_s, due=now + wait_s)
+    waits = replace(before, failures=failures, wait_s=wait_s, due=now + wait_s, failed_with=code)
     text = f"{describe_end(code)}; it is started again in {wait_s:g} s"
-    return PartStep(_with(part, rank, waits), (Say(rank, text),))
+    actions: list[PartAction] = [Say(rank, text)]
+    if before.job == "fixed":
+        actions.append(Warn(rank, "in a fixed job"))
+    elif not (before.job or before.failures) and ran_s < AT_ONCE_S:
+        actions.append(Warn(rank, "at once"))
+    return PartStep(_with(part, rank, waits), tuple(actions))
+
+
+def op_completed(part: Part, rank: int, *, syncs: bool) -> PartStep:
+    """The program of a rank that runs has completed an op; `syncs` if one of them was a `sync`."""
+    here = part.ranks.get(rank)
+    if here is None or not here.runs:
+        return PartStep(part)
+    job: Job = "open" if syncs or here.job == "open" else "fixed"
+    actions = (Warn(rank, "no more"),) if here.failed_with else ()
+    return PartStep(_with(part, rank, replace(here, job=job, failed_with=0)), actions)
+
+
+def give_up(part: Part, rank: int) -> PartStep:
+    """The starter does not want a rank that fails to be started again."""
+    here = part.ranks.get(rank)
+    if here is None or here.code is not None or not here.failed_with:
+        return PartStep(part)  # the question crossed its end, or its next op
+    if here.due is None:  # it was started again meanwhile
+        killed = replace(here, is_given_up=True)
+        return PartStep(_with(part, rank, killed), (SignalRank(rank, signal.SIGKILL),))
+    ended = replace(here, due=None, code=here.failed_with)
+    return PartStep(_with(part, rank, ended), (Report(rank, here.failed_with),))
 
 
 def end(part: Part, number: int, *, now: float, is_lost: bool = False) -> PartStep:

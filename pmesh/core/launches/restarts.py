@@ -4,6 +4,7 @@ import signal
 
 FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 30.0  # a machine that has recovered should come back soon
+AT_ONCE_S = 20.0  # to import torch takes half of it on a busy machine that is old
 STEADY_S = 60.0  # a command that ran this long had started well: its failure is a new one
 
 

@@ -6,15 +6,16 @@ engines can't go on without a rank: all ranks are ended, and those machines that
 again, as a new generation.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
-from pmesh.core.launches.restarts import describe_end, exit_code
-from pmesh.core.wire.launches import SignalNumber
+from pmesh.core.launches.restarts import AT_ONCE_S, describe_end, exit_code
+from pmesh.core.wire.launches import Failure, SignalNumber
 from pmesh.ids import NodeId
 
 ANSWER_S = 20.0  # a machine looks for programs and hashes files before it answers
+MOST_AT_ONCE = 3  # starts of all ranks: a port may be taken once, and a script stays as it is
 REPORT_S = 2.0  # after the grace: killed processes are reported at once
 
 Phase: TypeAlias = Literal["asking", "running", "restarting", "ending", "over"]
@@ -33,6 +34,14 @@ class Seat:
     refusal: str = ""
     ranks: tuple[int, ...] = ()
     codes: Mapping[int, int] = field(default_factory=dict[int, int])
+    fails: Mapping[int, Failure] = field(default_factory=dict[int, Failure])
+    """The ranks that fail, and are started again by their machine."""
+    numbers: Mapping[int, int] = field(default_factory=dict[int, int])
+    """The `mesh.rank` of each rank that has told it."""
+
+    def number(self, rank: int) -> int:
+        """Return how a person knows a rank: as its script does, if that is known."""
+        return self.numbers.get(rank, rank)
 
     @property
     def prints(self) -> bool:
@@ -60,6 +69,10 @@ class Started:
     code: int = 0
     """Of the first rank that failed; 0 while none did."""
     deadline: float | None = None
+    began: float = 0.0
+    """When the ranks of this generation were started."""
+    failed_at_once: int = 0
+    """How many generations in a row have failed in their first seconds."""
 
     def seat_of(self, node: NodeId) -> Seat | None:
         return next((seat for seat in self.seats if seat.node == node), None)
@@ -88,6 +101,14 @@ class Signal:
 
 
 @dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Tell this machine not to start a rank again that fails."""
+
+    node: NodeId
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class Tell:
     """Write a note into the output."""
 
@@ -103,7 +124,7 @@ class Over:
     """Set if nothing was started."""
 
 
-Action: TypeAlias = Ask | Begin | Signal | Tell | Over
+Action: TypeAlias = Ask | Begin | Signal | GiveUp | Tell | Over
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +159,14 @@ def prepares(launch: Started, node: NodeId, *, now: float) -> Started:
     return replace(launch, deadline=now + ANSWER_S)
 
 
+def rank_is(launch: Started, node: NodeId, rank: int, number: int) -> Started:
+    """The script of a rank knows itself by this number."""
+    seat = launch.seat_of(node)
+    if seat is None or rank not in seat.ranks:
+        return launch
+    return _seated(launch, replace(seat, numbers={**seat.numbers, rank: number}))
+
+
 def rank_ended(launch: Started, node: NodeId, rank: int, code: int, *, now: float) -> Step:
     """A rank of the present generation has ended and is not started again by its machine."""
     seat = launch.seat_of(node)
@@ -146,14 +175,24 @@ def rank_ended(launch: Started, node: NodeId, rank: int, code: int, *, now: floa
     codes = {**seat.codes, rank: code}
     over = len(codes) == len(seat.ranks)
     seat = replace(seat, codes=codes, phase="over" if over else "runs")
-    launch = _seated(launch, seat)
-    if code == 0 or launch.phase in {"ending", "restarting"}:
+    launch = _with_failure(_seated(launch, seat), node, rank, None)
+    if launch.phase in {"ending", "restarting"}:
         return _settle(launch, now=now)
+    if code == 0:
+        return _give_up(_settle(launch, now=now))
     launch = replace(launch, code=launch.code or exit_code(code))
-    note = Tell(f"rank {rank} on {seat.name} {describe_end(code)}")
+    note = Tell(f"rank {seat.number(rank)} on {seat.name} {describe_end(code)}")
     if launch.elastic:
         return _settle(launch, (note,), now=now)
-    return _fail(launch, note, now=now)
+    return _fail(launch, note, now=now, at_once=now < launch.began + AT_ONCE_S)
+
+
+def rank_fails(launch: Started, node: NodeId, rank: int, how: Failure) -> Step:
+    """A rank has failed, and its machine starts it again soon; or it works again."""
+    seat = launch.seat_of(node)
+    if seat is None or seat.phase != "runs" or rank not in seat.ranks or rank in seat.codes:
+        return Step(launch)
+    return _give_up(Step(_with_failure(launch, node, rank, None if how == "no more" else how)))
 
 
 def machine_lost(launch: Started, node: NodeId, why: str, *, now: float) -> Step:
@@ -251,7 +290,7 @@ def _answered(launch: Started, *, now: float) -> Step:
         begins: list[Action] = [Begin(node) for node in ready]
         return _settle(_begin(launch), (*tells, *begins), now=now)
     if ready and (not refused or launch.generation > 0):
-        begun = _begin(replace(launch, phase="running", deadline=None))
+        begun = _begin(replace(launch, phase="running", deadline=None, began=now))
         return Step(begun, (*map(Tell, refused), *map(Begin, ready)))
     over = replace(launch, phase="over", code=1, deadline=None)
     cancelled = tuple(Signal(node, _KILL) for node in ready)
@@ -265,24 +304,87 @@ def _begin(launch: Started) -> Started:
     for seat in launch.seats:
         ready = seat.phase == "ready"
         ranks = tuple(range(first, first + seat.count))
-        seats.append(replace(seat, phase="runs", ranks=ranks, codes={}) if ready else seat)
+        begun = replace(seat, phase="runs", ranks=ranks, codes={}, fails={}, numbers={})
+        seats.append(begun if ready else seat)
         first += seat.count if ready or launch.elastic else 0
     return replace(launch, seats=tuple(seats))
 
 
-def _fail(launch: Started, note: Tell, *, now: float) -> Step:
+def _give_up(step: Step) -> Step:
+    """Have no rank started again that would fail again, or wait for one that has finished."""
+    launch = step.launch
+    seats = [seat for seat in launch.seats if seat.phase != "lost"]
+    if launch.phase != "running" or any(seat.phase in {"asked", "ready"} for seat in seats):
+        return step
+    actions: list[Action] = []
+    if _all_failed_at_once(seats):
+        actions.append(Tell(_AT_ONCE))
+        given_up = [(seat, rank) for seat in seats for rank in seat.fails]
+    else:
+        finished = [(rank, seat) for seat in seats for rank, code in seat.codes.items() if not code]
+        given_up = [
+            (seat, rank)
+            for seat in seats
+            for rank, how in seat.fails.items()
+            if how == "in a fixed job" and finished
+        ]
+        for seat, rank in given_up:
+            actions.append(Tell(_waits_in_vain(seat, rank, *finished[0])))
+    for seat, rank in given_up:
+        actions.append(GiveUp(seat.node, rank))
+        launch = _with_failure(launch, seat.node, rank, None)
+    return Step(launch, (*step.actions, *actions))
+
+
+_AT_ONCE = (
+    f"all ranks failed in their first {AT_ONCE_S:g} s, before any had completed an op: none is "
+    "started again; mend what the lines above say"
+)
+
+
+def _all_failed_at_once(seats: Sequence[Seat]) -> bool:
+    return all(seat.fails.get(rank) == "at once" for seat in seats for rank in seat.ranks)
+
+
+def _waits_in_vain(seat: Seat, rank: int, finished: int, where: Seat) -> str:
+    return (
+        f"rank {seat.number(rank)} on {seat.name} is not started again: "
+        f"rank {where.number(finished)} on {where.name} has "
+        "finished, and this job can't begin again without it, nor be entered"
+    )
+
+
+def _with_failure(launch: Started, node: NodeId, rank: int, how: Failure | None) -> Started:
+    seat = launch.seat_of(node)
+    if seat is None:
+        return launch
+    fails = {other: before for other, before in seat.fails.items() if other != rank}
+    if how is not None:
+        fails[rank] = how
+    return _seated(launch, replace(seat, fails=fails))
+
+
+def _fail(launch: Started, note: Tell, *, now: float, at_once: bool = False) -> Step:
     """A rank of an engine that needs all of them is lost: end the others, perhaps begin again."""
     failures = launch.failures + 1
-    again = failures <= launch.restarts
+    failed_at_once = launch.failed_at_once + 1 if at_once else 0
+    too_often = failed_at_once >= MOST_AT_ONCE
+    again = failures <= launch.restarts and not too_often
     launch = replace(
         launch,
         failures=failures,
+        failed_at_once=failed_at_once,
         phase="restarting" if again else "ending",
         deadline=now + launch.grace_s + REPORT_S,
     )
     running = [seat for seat in launch.seats if seat.phase == "runs"]
     left = f"{failures} of {launch.restarts}" if launch.restarts else ""
     what = f"all ranks are started again ({left})" if again else "all ranks are ended"
+    if too_often and failures <= launch.restarts:
+        what += (
+            f", as one fails in the first {AT_ONCE_S:g} s of each start; mend what the lines above "
+            "say"
+        )
     signals = (Signal(seat.node, _TERM) for seat in running)
     return _settle(launch, (Tell(f"{note.text}; {what}"), *signals), now=now)
 

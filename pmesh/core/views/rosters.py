@@ -339,10 +339,15 @@ def _ready_jobs(waiting: Mapping[Member, Sequence[Waiting]]) -> tuple[JobName, .
 def _first_roster(
     job: JobName, change: Change, waiting: Mapping[Member, Sequence[Waiting]]
 ) -> Roster:
-    """Ranks follow the view's ring order, with the trainers of one machine side by side."""
-    trainers = _enter(
-        _slots_waiting(job, waiting)[:MAX_TRAINERS], OpNumber(0), TrainerId(0), change
-    )
+    """Ranks follow the view's ring order, with the trainers of one machine side by side.
+
+    The ring begins where a trainer waits that would be rank 0, if one does.
+    """
+    ring = list(waiting)
+    starts = (ring.index(m) for m in ring if any(t.place == 0 and t.job == job for t in waiting[m]))
+    start = next(starts, 0)
+    turned = {member: waiting[member] for member in ring[start:] + ring[:start]}
+    trainers = _enter(_slots_waiting(job, turned)[:MAX_TRAINERS], OpNumber(0), TrainerId(0), change)
     return Roster(
         job=job,
         born=change.epoch,
@@ -360,7 +365,7 @@ def _slots_waiting(
     return [
         (member, trainer.slot)
         for member, theirs in waiting.items()
-        for trainer in sorted(theirs, key=lambda t: t.slot)
+        for trainer in sorted(theirs, key=lambda t: (t.place < 0, t.place, t.slot))
         if trainer.job == job
     ]
 

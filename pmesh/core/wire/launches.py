@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from pmesh.core.values import MAX_MEMBERS, MAX_TRAINERS, Job, Name
-from pmesh.core.wire.tree import MAX_ENTRIES, MAX_TREE_BYTES, Sha256
+from pmesh.core.wire.tree import MAX_ENTRIES, MAX_PATH, MAX_TREE_BYTES, Sha256
 from pmesh.ids import MAX_NAME, PRINTABLE, NodeId, PathName
 
 MAX_OUTPUT_BYTES = 32 * 1024  # of one message: two TLS records
@@ -22,6 +22,7 @@ MAX_PORTS = 64  # of the ranks of one machine
 MAX_JOB_NAME = 64
 MAX_RESTARTS = 10**6
 MAX_TERM_S = 86400
+MAX_SHOWN_FILES = 5
 
 Engine: TypeAlias = Literal["pmesh", "gloo", "nccl", "mlx-ring", "jaccl"]
 
@@ -32,8 +33,12 @@ VariableName: TypeAlias = Annotated[str, Meta(max_length=256, pattern=r"^[A-Za-z
 Sentence: TypeAlias = Annotated[str, Meta(max_length=4096, pattern=PRINTABLE)]
 SignalNumber: TypeAlias = Literal[1, 2, 9, 15]
 """SIGHUP, SIGINT, SIGKILL, SIGTERM: the same numbers on Linux and macOS."""
+Failure: TypeAlias = Literal["at once", "in a fixed job", "no more"]
+"""How a rank fails: in its first run, before it has completed an op; in a job that nobody can enter
+while it runs; or not any more, as it has completed an op since."""
 _Count = Annotated[int, Meta(ge=0, le=2**62)]
 _Rank = Annotated[int, Meta(ge=0, le=MAX_TRAINERS - 1)]
+_RankOrNone = Annotated[int, Meta(ge=-1, le=MAX_TRAINERS - 1)]
 _Node = Annotated[NodeId, Meta(min_length=32, max_length=32)]
 _Seconds = Annotated[float, Meta(ge=0, le=MAX_TERM_S)]
 _Port = Annotated[int, Meta(ge=1, le=65535)]
@@ -189,6 +194,25 @@ class RankEnded(LaunchMessage, frozen=True, tag=44):
     rank: _Rank
     code: Annotated[int, Meta(ge=-64, le=255)]
     """Minus the number of a signal, as in `subprocess`."""
+    number: _RankOrNone = -1
+    """Its `mesh.rank`, as long as it had one; -1 if it never had."""
+
+
+class RankFails(LaunchMessage, frozen=True, tag=53):
+    """A rank has failed, and its machine starts it again soon; or it works again."""
+
+    generation: _Count
+    rank: _Rank
+    how: Failure
+    number: _RankOrNone = -1
+    """As in `RankEnded`."""
+
+
+class GiveUpRank(LaunchMessage, frozen=True, tag=54):
+    """The starter does not want a rank that fails to be started again; answered by RankEnded."""
+
+    generation: _Count
+    rank: _Rank
 
 
 class RankOutput(LaunchMessage, frozen=True, tag=45):
@@ -244,19 +268,76 @@ class FilesStored(LaunchMessage, frozen=True, tag=52):
     offset: _Count
 
 
+class NewFile(msgspec.Struct, frozen=True, array_like=True):
+    """A file that ranks have written into the copy in which they run."""
+
+    path: Annotated[str, Meta(min_length=1, max_length=MAX_PATH)]
+    nbytes: _Count
+
+
+class AskNewFiles(LaunchMessage, frozen=True, tag=55):
+    """The sender has started the launch: what have its ranks written into the receiver's copy?"""
+
+    number: _Count
+    """Of the question, repeated in all that follows from it."""
+    contents: bool = False
+    """True: it is to be fetched, so the receiver makes a tree of it."""
+
+
+class NewFiles(LaunchMessage, frozen=True, tag=56):
+    """The answer. Without a refusal and without a count there is no copy of that launch."""
+
+    number: _Count
+    refusal: Sentence = ""
+    count: Annotated[int, Meta(ge=-1, le=MAX_ENTRIES)] = -1
+    nbytes: _Count = 0
+    """Of all of them."""
+    shown: Annotated[tuple[NewFile, ...], Meta(max_length=MAX_SHOWN_FILES)] = ()
+    """The first ones."""
+    tree: TreeName | None = None
+
+
+class AskNewContents(LaunchMessage, frozen=True, tag=57):
+    """As AskFiles, for the tree of the last NewFiles; answered by NewParts."""
+
+    number: _Count
+    wanted: Annotated[
+        tuple[Annotated[int, Meta(ge=0, le=MAX_ENTRIES - 1)], ...], Meta(max_length=MAX_ENTRIES)
+    ] = ()
+
+
+class NewPart(LaunchMessage, frozen=True, tag=58):
+    """As FilePart, from a machine that has run ranks to the starter."""
+
+    number: _Count
+    offset: _Count
+    data: Annotated[bytes, Meta(min_length=1, max_length=MAX_OUTPUT_BYTES)]
+
+
+class NewStored(LaunchMessage, frozen=True, tag=59):
+    """As FilesStored."""
+
+    number: _Count
+    offset: _Count
+
+
 FilesMessage: TypeAlias = AskFiles | FilePart | FilesStored
+NewFilesMessage: TypeAlias = AskNewFiles | NewFiles | AskNewContents | NewPart | NewStored
 AnyLaunchMessage: TypeAlias = (
     PrepareLaunch
     | LaunchPrepared
     | BeginRanks
     | SignalRanks
     | RankEnded
+    | RankFails
+    | GiveUpRank
     | RankOutput
     | OutputRead
     | RankInput
     | InputRead
     | StopLaunch
     | FilesMessage
+    | NewFilesMessage
 )
 
 
@@ -407,6 +488,36 @@ class Hosts(_SessionMessage, frozen=True, tag="hosts"):
     hosts: tuple[LaunchHost, ...]
 
 
+class FetchFiles(_SessionMessage, frozen=True, tag="fetch_files"):
+    """Asks for what ranks have written into their copies; answered by Refused or Fetched."""
+
+    launch: LaunchText
+    contents: bool = False
+    """False: only names and sizes."""
+    most_bytes: Annotated[int, Meta(ge=0, le=2**62)] = 0
+    """How much may be fetched from one machine."""
+
+
+class FetchedFiles(msgspec.Struct, frozen=True):
+    """What one machine has; with contents, these are in the store of this agent."""
+
+    name: str
+    id: str
+    """Of the node, as text."""
+    refusal: str = ""
+    count: int = 0
+    nbytes: int = 0
+    shown: tuple[NewFile, ...] = ()
+    tree: TreeName | None = None
+
+
+class Fetched(_SessionMessage, frozen=True, tag="fetched"):
+    """Of all machines that have a copy, or should have."""
+
+    launch: str
+    machines: tuple[FetchedFiles, ...]
+
+
 class LaunchEnding(_SessionMessage, frozen=True, tag="launch_ending"):
     """The ranks are being ended."""
 
@@ -414,7 +525,14 @@ class LaunchEnding(_SessionMessage, frozen=True, tag="launch_ending"):
 
 
 LaunchRequest: TypeAlias = (
-    Launch | SignalLaunch | LaunchInput | FollowLaunch | AskLaunches | AskHosts | EndLaunch
+    Launch
+    | SignalLaunch
+    | LaunchInput
+    | FollowLaunch
+    | FetchFiles
+    | AskLaunches
+    | AskHosts
+    | EndLaunch
 )
 LaunchReply: TypeAlias = (
     LaunchSends
@@ -424,5 +542,6 @@ LaunchReply: TypeAlias = (
     | LaunchOver
     | Launches
     | Hosts
+    | Fetched
     | LaunchEnding
 )

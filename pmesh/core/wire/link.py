@@ -36,7 +36,7 @@ from pmesh.core.wire.probes import AskProbe, Ping, Pong, Probe
 from pmesh.errors import ProtocolError
 from pmesh.ids import Epoch, Incarnation, Member, NodeId, Slot
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 
 EAGER_BYTES = 16 * 1024  # a token's activations of the largest open models
 MAX_MESSAGE_BYTES = 256 * 1024  # 0.2 s at 10 Mbit/s: heartbeats behind it are not late
@@ -196,6 +196,10 @@ class RankProgress(msgspec.Struct, frozen=True, array_like=True):
     """The last op that was a `sync`, in which others may enter (O6); -1 before the first."""
     stopped: bool = False
     """True if the trainer's process is stopped, as by SIGSTOP, and not just busy."""
+    step: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+    """`mesh.step` of the last `sync`; 0 before the first."""
+    own_percent: Annotated[int, Meta(ge=-1, le=100)] = -1
+    """The share of its time that the trainer spends outside collective calls; -1 while unknown."""
 
 
 class Waiting(msgspec.Struct, frozen=True, array_like=True):
@@ -205,6 +209,8 @@ class Waiting(msgspec.Struct, frozen=True, array_like=True):
     slot: Annotated[Slot, Meta(ge=0, le=2**62)]
     wait_for: Annotated[int, Meta(ge=1, le=MAX_TRAINERS)]
     terms: Terms = Terms()
+    place: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = -1
+    """Its rank among those that `pmesh run` has started: 0 where one has typed that; else -1."""
 
 
 class ViewRequest(msgspec.Struct, frozen=True, array_like=True):

@@ -96,6 +96,9 @@ class Connect(_Message, frozen=True, tag="connect"):
     group_of: GroupOf | None = None
     """Set if the job is a group. It can no longer begin once one of these ranks is lost, or got an
     error from the call that forms the group."""
+    place: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = -1
+    """Its rank among those that `pmesh run` has started, which it has if the job begins with it and
+    the ring has not changed since; -1 for none."""
 
 
 class WantArena(_Message, frozen=True, tag="want_arena"):
@@ -142,6 +145,8 @@ class StartOp(_Message, frozen=True, tag="start_op"):
     """The start of the values in the input arena, in bytes: a multiple of the size of a value."""
     borrows: bool = False
     """True if the trainer wants to keep the result in place until DropArena."""
+    step: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+    """In a `sync`: how often the trainer has synced with this one, for `pmesh status`."""
 
 
 class Compresses(_Message, frozen=True, tag="compresses"):

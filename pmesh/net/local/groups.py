@@ -70,6 +70,8 @@ class PipedChild(Protocol):
     stdout: trio.abc.ReceiveStream
     stderr: trio.abc.ReceiveStream
     stdin: trio.abc.SendStream | None
+    session: int
+    """The id of the command's session: what it starts is in it, too."""
 
     async def wait(self) -> int:
         """Wait for the end and return the exit code, or minus the number of a signal."""
@@ -168,6 +170,7 @@ class _PipedGroup(_Group):
         assert process.stdout is not None  # noqa: S101 - it was started with pipes
         assert process.stderr is not None  # noqa: S101 - likewise
         self.stdin = process.stdin
+        self.session = process.pid
         self.stdout: trio.abc.ReceiveStream = process.stdout
         self.stderr: trio.abc.ReceiveStream = process.stderr
 

@@ -13,7 +13,8 @@ from trio.testing import MockClock
 from pmesh.agent.launches import router
 from pmesh.agent.launches.here import PartHere
 from pmesh.agent.launches.permission import Permission, store_permission
-from pmesh.agent.launches.router import KEPT, MAX_ASKED, MAX_SHOWN, MAX_STARTED
+from pmesh.agent.launches.router import KEPT, MAX_ASKED, MAX_STARTED
+from pmesh.agent.launches.shown import MAX_SHOWN, described
 from pmesh.agent.launches.started import MAX_QUESTIONS, StartedHere
 from pmesh.core.launches.starting import ANSWER_S
 from pmesh.core.wire.launches import (
@@ -275,7 +276,7 @@ async def test_what_is_shown_of_a_command_is_short(tmp_path: Path) -> None:
         await here.prepare(asks("touch", *("\x1b" * 30_000,) * 6))
         (news,) = here.news
         assert len(news.text) < MAX_SHOWN + 200
-    assert router.described(("a", "b" * MAX_SHOWN)) == f"a {'b' * (MAX_SHOWN - 2)}…"
+    assert described(("a", "b" * MAX_SHOWN)) == f"a {'b' * (MAX_SHOWN - 2)}…"
 
 
 async def test_a_member_has_few_questions_at_once(

@@ -437,6 +437,20 @@ async def test_a_machine_that_is_not_there_is_named(tmp_path: Path) -> None:
             here.launches.find("x")
 
 
+async def test_the_ranks_begin_where_the_launch_was_started_and_follow_the_ring(
+    tmp_path: Path,
+) -> None:
+    async with launches_in(tmp_path) as here:
+        here.view = make_view(1, EVE, ME, ANNA)
+        here.names.follow(here.view)
+        everywhere = here.launches.start(Launch("", Command(("true",), "/"), LaunchTerms()))
+        nodes = [seat.node for seat in everywhere.state.seats]
+        assert nodes == [ME.node, ANNA.node, EVE.node]
+        others = tuple(here.view.seats[i].name for i in (2, 0))
+        apart = here.launches.start(Launch("", Command(("true",), "/"), LaunchTerms(), on=others))
+        assert [seat.node for seat in apart.state.seats] == [EVE.node, ANNA.node]
+
+
 async def test_more_ranks_than_a_machine_takes_are_not_asked_for(tmp_path: Path) -> None:
     async with launches_in(tmp_path) as here:
         with pytest.raises(UsageError, match="65 ranks on one machine are too many: at most 64"):

@@ -124,6 +124,17 @@ async def test_only_what_is_missing_is_asked_for(tmp_path: Path) -> None:
     assert len(list((tmp_path / "sync" / "copies").iterdir())) == 2
 
 
+async def test_a_command_is_told_the_copy_in_which_it_runs(tmp_path: Path) -> None:
+    show = 'test "$PMESH_COPY" -ef . && echo "in a copy"'
+    async with launches_in(tmp_path) as here:
+        here.launches.receive(ANNA, asks_in(TREE, "sh", "-c", show))
+        await answer(here, TREE_DATA)
+        await answer(here, DATA + SCRIPT)
+        assert await refusal_of(here) == ""
+        here.begin()
+        assert (await here.output())[0] == "in a copy\n"
+
+
 async def test_a_rank_that_starts_again_finds_what_it_has_written(tmp_path: Path) -> None:
     async with launches_in(tmp_path) as here:
         here.launches.receive(ANNA, asks_in(TREE, "touch", "checkpoint"))

@@ -70,6 +70,41 @@ async def test_another_mesh_is_shown_and_never_dialled(clock: MockClock) -> None
         assert not shown(one)
 
 
+@pytest.mark.parametrize("host", ["192.0.2.9", "fe80::9%en0"])
+async def test_a_machine_with_another_key_is_shown_once_however_many_ways_it_comes(
+    clock: MockClock, host: str
+) -> None:
+    where = Address(host, 24160)
+    async with village(clock, 1) as here:
+        (one,) = here.machines
+        targets, mismatch = one.agent.peers.targets, MeshKeyMismatch("it holds another")
+        targets.refuse(host, mismatch, Address(host, 51234))  # it has dialled us
+        assert len(shown(one)) == 1
+        targets.refuse(where, mismatch, where)  # --peer
+        assert [peer.addresses for peer in shown(one)] == [(str(where),)]
+        targets.refuse("192.0.2.10", mismatch, Address("192.0.2.10", 51234))
+        discovered(one, found(b"another!", where=Address(host.partition("%")[0], 24160)))
+        discovered(one, found(b"another!", where=where))
+        names = [(peer.name, peer.addresses[0]) for peer in shown(one)]
+        assert names == [("air", str(where)), (None, "192.0.2.10:51234")]
+        assert all("pmesh down, and pmesh up" in (peer.reason or "") for peer in shown(one))
+
+
+async def test_who_begins_a_mesh_of_its_own_beside_another_is_told_at_once_and_once(
+    clock: MockClock,
+) -> None:
+    async with village(clock, 1) as here:
+        (one,) = here.machines
+        discovered(one, found(b"another!"))
+        await trio.sleep(2)
+        (line,) = [line for line in one.lines if "another mesh key" in line]
+        assert line == (
+            "air is here, but holds another mesh key, so this machine is in a mesh of its own; to "
+            "join air, type here: pmesh key set, and paste what 'pmesh key show' prints there; "
+            "then pmesh down, and pmesh up"
+        )
+
+
 async def test_another_mesh_with_our_own_name_is_told_apart(clock: MockClock) -> None:
     async with village(clock, 0) as here:
         one = here.new_machine("air")

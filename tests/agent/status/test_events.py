@@ -29,6 +29,7 @@ from pmesh.agent.status.events import (
     encode_events,
 )
 from pmesh.agent.status.schema import json_schema
+from pmesh.core.jobs.jobs import LEFT
 from pmesh.core.values import OpOutcome, Primary, Roster, Seat, Terms, Trainer, Verdict, View
 from pmesh.core.wire.link import RELAYED, MeasuredEdge
 from pmesh.core.wire.local import MAX_SESSION_MESSAGE_BYTES, Events, encode
@@ -303,6 +304,14 @@ def test_a_lost_rank_is_named_with_the_reason_that_the_view_gives() -> None:
     assert loss.kind == "rank lost"
     assert loss.text == "job 'digits': rank 1 (mini (2)) is lost: its trainer died"
     assert (loss.job, loss.names) == ("digits", ("mini (2)",))
+
+
+def test_a_rank_whose_script_has_ended_well_is_not_called_lost() -> None:
+    left = Verdict("RankLost", f"rank 1 (mini (2)) {LEFT}", (TrainerId(1),))
+    news = told(TWO, replace(TWO, number=9, trainers=TWO.trainers[:1], losses=(left,)))
+    assert kinds_and_texts(news) == [
+        ("rank left", "job 'digits': rank 1 (mini (2)) has left the job")
+    ]
 
 
 def test_a_rank_lost_in_a_view_that_was_skipped_is_named_too() -> None:

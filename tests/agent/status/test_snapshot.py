@@ -145,6 +145,17 @@ async def test_a_member_whose_link_is_gone_is_shown_as_gone(clock: MockClock) ->
         assert other.id == node_text(two.key.node)
 
 
+async def test_a_machine_that_was_just_lost_is_not_linked_by_its_name(clock: MockClock) -> None:
+    async with village(clock, 2) as here:
+        gone, dials_it = here.machines
+        await gone.kill()
+        await until(lambda: len(snapshot_of(dials_it).view.members) == 1)
+        (peer,) = snapshot_of(dials_it).peers
+        assert peer.state != "linked"
+        assert peer.name == gone.settings.name
+        assert peer.reason is not None
+
+
 async def test_jobs_are_shown_with_how_far_each_rank_is(clock: MockClock) -> None:
     async with village(clock, 2) as here:
         one, two = here.machines
@@ -176,6 +187,29 @@ async def test_jobs_are_shown_with_how_far_each_rank_is(clock: MockClock) -> Non
             assert jobs["red"].terms == TermsStatus(min_ranks=1, on_loss="continue", quorum="any")
             nursery.cancel_scope.cancel()
         assert len(blue) == 2
+
+
+async def test_every_machine_shows_the_step_of_a_job_its_speed_and_whose_time_it_takes(
+    clock: MockClock,
+) -> None:
+    async with village(clock, 3) as here:
+        one, two, looks_on = here.machines
+        fast, slow = await here.job(one, two)
+
+        async def train(trainer: Trainer, own_s: float) -> None:
+            for step in range(1, 41):
+                await trio.sleep(own_s)
+                await trainer.sync(step=step)
+
+        await together(partial(train, fast, 0.02), partial(train, slow, 0.5))
+        await trio.sleep(0.3)  # a heartbeat
+        for machine in (one, two, looks_on):
+            (job,) = snapshot_of(machine).jobs
+            assert job.step == 40
+            assert job.steps_per_s == pytest.approx(2.0, rel=0.1)
+            assert job.ops_per_s == pytest.approx(2.0, rel=0.1)
+            assert job.ranks[fast.rank].own_percent in range(20)
+            assert job.ranks[slow.rank].own_percent in range(90, 101)
 
 
 async def test_trainers_hear_of_the_agents_compression_and_say_what_they_do(

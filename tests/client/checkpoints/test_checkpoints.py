@@ -107,6 +107,57 @@ def test_with_a_time_between_saves_one_call_in_that_time_saves(tmp_path: Path) -
     assert save(tmp_path, 2, 1, every_s=0) == [[True]] * 2
 
 
+def test_a_last_save_is_made_though_it_is_not_time(tmp_path: Path) -> None:
+    def train(mesh: pmesh.Mesh) -> list[bool]:
+        with pmesh.Checkpoints(tmp_path / str(mesh.rank), mesh, every_s=3600) as checkpoints:
+            # one rank that says so is enough: all agree
+            return [
+                checkpoints.save(state_at(1), 1, now=last and mesh.rank == 1) for last in (0, 1)
+            ]
+
+    assert SimulatedMesh(2).run(train) == [[False, True]] * 2
+    assert [loaded.step for loaded in load(tmp_path, 2)] == [1, 1]
+
+
+def test_a_run_that_was_too_short_for_any_save_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 1, 1, 2, every_s=3600)
+    assert "nothing was saved in " in caplog.text
+    assert "now=True at the last step" in caplog.text
+    caplog.clear()
+
+    def train(mesh: pmesh.Mesh) -> None:
+        with pmesh.Checkpoints(tmp_path, mesh, every_s=3600) as checkpoints:
+            checkpoints.save(state_at(1), 1, now=True)
+            checkpoints.wait()
+            checkpoints.save(state_at(2), 2)
+        pmesh.Checkpoints(tmp_path, mesh, every_s=3600).close()
+
+    SimulatedMesh(1).run(train)
+    assert not caplog.text
+
+
+def test_a_folder_in_the_copy_of_one_launch_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    (tmp_path / "link").symlink_to(copy)
+    monkeypatch.setenv("PMESH_COPY", str(copy))
+    monkeypatch.chdir(copy)
+
+    def refused(mesh: pmesh.Mesh) -> None:
+        for folder in ("runs/ckpt", copy / "ckpt", tmp_path / "link" / "ckpt", "."):
+            with pytest.raises(pmesh.UsageError, match="lies in this launch's own copy"):
+                pmesh.Checkpoints(folder, mesh)
+        with pytest.raises(pmesh.UsageError, match=r"such as Checkpoints\('~/checkpoints/ckpt'\)"):
+            pmesh.Checkpoints("runs/ckpt", mesh)
+        pmesh.Checkpoints(tmp_path / "ckpt", mesh).close()
+
+    SimulatedMesh(1).run(refused)
+
+
 def test_others_read_a_part_by_the_paths_of_the_state(tmp_path: Path) -> None:
     save(tmp_path, 1, 7)
 

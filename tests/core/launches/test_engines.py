@@ -72,7 +72,9 @@ def settings(
 
 
 def test_pmesh_needs_the_job_and_its_size() -> None:
-    assert settings("pmesh", B) == ({"PMESH_JOB": "digits", "PMESH_WAIT_FOR": "3"}, {})
+    for index, place in enumerate(("0", "1")):
+        variables = {"PMESH_JOB": "digits", "PMESH_WAIT_FOR": "3", "PMESH_PLACE": place}
+        assert settings("pmesh", A, index) == (variables, {})
 
 
 def test_torch_finds_what_torchrun_sets() -> None:
@@ -201,7 +203,7 @@ def test_whatever_a_starter_says_only_names_of_ours_are_set(
 
 _TORCH = frozenset({*settings("gloo", A).variables})
 NAMES: dict[Engine, frozenset[str]] = {
-    "pmesh": frozenset({"PMESH_JOB", "PMESH_WAIT_FOR"}),
+    "pmesh": frozenset({"PMESH_JOB", "PMESH_WAIT_FOR", "PMESH_PLACE"}),
     "gloo": _TORCH,
     "nccl": _TORCH,
     "mlx-ring": frozenset({"MLX_RANK", "MLX_HOSTFILE"}),

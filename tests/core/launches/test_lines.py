@@ -24,6 +24,17 @@ def test_no_line_is_lost_or_torn_however_it_arrives(pieces: list[bytes], rank: i
     assert {(line.seat, line.rank, line.kind) for line in read} <= {(3, rank, OUT)}
 
 
+def test_a_line_has_the_number_that_its_rank_has_when_it_is_whole() -> None:
+    lines = LineSplitter(3, OUT)
+    records = lines.receive(b"before\nthe re")
+    lines.rank = 2
+    records += lines.receive(b"st\n")
+    assert [(line.rank, line.text) for line in read_lines(seated(records, 0))] == [
+        (3, b"before"),
+        (2, b"the rest"),
+    ]
+
+
 def test_a_line_that_is_too_long_is_broken() -> None:
     lines = LineSplitter(0, OUT)
     records = lines.receive(b"x" * (MAX_LINE_BYTES + 1)) + lines.receive(b"y\n")

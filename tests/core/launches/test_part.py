@@ -10,12 +10,16 @@ from pmesh.core.launches.part import (
     Say,
     SignalRank,
     StartRank,
+    Warn,
     begin,
     end,
+    give_up,
     next_deadline,
+    op_completed,
     pass_time,
     rank_ended,
 )
+from pmesh.core.launches.restarts import AT_ONCE_S
 
 
 def begun(*ranks: int, restarts: int = 10) -> Part:
@@ -33,7 +37,7 @@ def test_a_rank_that_ends_well_is_reported_and_not_started_again() -> None:
 
 def test_a_rank_that_fails_is_started_again_after_a_wait() -> None:
     step = rank_ended(begun(0), 0, 3, now=101.0)
-    assert step.actions == (Say(0, "ended with exit code 3; it is started again in 1 s"),)
+    assert step.actions[0] == Say(0, "ended with exit code 3; it is started again in 1 s")
     assert next_deadline(step.part) == 102.0
     assert pass_time(step.part, now=101.9) == PartStep(step.part)
     again = pass_time(step.part, now=102.0)
@@ -96,3 +100,58 @@ def test_another_generation_begins_anew() -> None:
     step = begin(over, 1, [4], now=102.0)
     assert step.actions == (StartRank(4),)
     assert (step.part.generation, step.part.is_over) == (1, False)
+
+
+def failed(part: Part, rank: int, *, at: float) -> PartStep:
+    return rank_ended(part, rank, 3, now=at)
+
+
+def warnings(step: PartStep) -> list[Warn]:
+    return [action for action in step.actions if isinstance(action, Warn)]
+
+
+def test_only_a_first_run_that_completes_no_op_fails_at_once() -> None:
+    step = failed(begun(0), 0, at=101.0)
+    assert warnings(step) == [Warn(0, "at once")]
+    assert warnings(failed(pass_time(step.part, now=102.0).part, 0, at=102.5)) == []
+    assert warnings(failed(begun(0), 0, at=100.0 + AT_ONCE_S)) == []
+    trained = op_completed(begun(0), 0, syncs=True)
+    assert trained.actions == ()
+    assert warnings(failed(trained.part, 0, at=101.0)) == []
+
+
+def test_a_rank_that_completes_an_op_again_fails_no_more() -> None:
+    part = pass_time(failed(begun(0, 1), 0, at=101.0).part, now=102.0).part
+    step = op_completed(part, 0, syncs=False)
+    assert step.actions == (Warn(0, "no more"),)
+    assert op_completed(step.part, 0, syncs=True).actions == ()
+    assert op_completed(step.part, 2, syncs=True) == PartStep(step.part)
+
+
+def test_a_rank_of_a_job_that_nobody_can_enter_says_so_whenever_it_fails() -> None:
+    part = op_completed(begun(0), 0, syncs=False).part
+    step = failed(part, 0, at=1000.0)
+    assert warnings(step) == [Warn(0, "in a fixed job")]
+    again = pass_time(step.part, now=1001.0).part
+    assert warnings(failed(again, 0, at=1100.0)) == [Warn(0, "in a fixed job")]
+    part = op_completed(again, 0, syncs=True).part
+    assert warnings(failed(part, 0, at=1100.0)) == []
+
+
+def test_a_rank_that_is_given_up_ends_with_the_code_it_failed_with() -> None:
+    waits = failed(begun(0), 0, at=101.0).part
+    step = give_up(waits, 0)
+    assert step.actions == (Report(0, 3),)
+    assert step.part.is_over
+    killed = give_up(pass_time(waits, now=102.0).part, 0)
+    assert killed.actions == (SignalRank(0, signal.SIGKILL),)
+    step = rank_ended(killed.part, 0, -9, now=102.1)
+    assert step.actions == (Report(0, 3),)
+    assert step.part.is_over
+
+
+def test_a_rank_that_works_or_has_ended_is_not_given_up() -> None:
+    part = begun(0, 1)
+    assert give_up(part, 0) == give_up(part, 7) == PartStep(part)
+    over = rank_ended(part, 1, 0, now=101.0).part
+    assert give_up(over, 1) == PartStep(over)

@@ -6,12 +6,15 @@ from typing import get_args
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pmesh.core.launches.restarts import AT_ONCE_S
 from pmesh.core.launches.starting import (
     ANSWER_S,
+    MOST_AT_ONCE,
     REPORT_S,
     Action,
     Ask,
     Begin,
+    GiveUp,
     Over,
     Seat,
     SeatPhase,
@@ -28,7 +31,10 @@ from pmesh.core.launches.starting import (
     prepared,
     prepares,
     rank_ended,
+    rank_fails,
+    rank_is,
 )
+from pmesh.core.wire.launches import Failure
 from pmesh.ids import NodeId
 
 A, B, C = (NodeId(bytes([n]) * 32) for n in (1, 2, 3))
@@ -61,6 +67,9 @@ class Play:
         assert seat is not None
         rank = seat.ranks[0] if rank is None else rank
         return self.take(rank_ended(self.launch, node, rank, code, now=self.now))
+
+    def fails(self, node: NodeId, rank: int, how: Failure = "at once") -> tuple[Action, ...]:
+        return self.take(rank_fails(self.launch, node, rank, how))
 
     def lost(self, node: NodeId) -> tuple[Action, ...]:
         return self.take(machine_lost(self.launch, node, "gone", now=self.now))
@@ -129,6 +138,12 @@ def test_the_first_failure_is_the_exit_code_and_the_others_go_on() -> None:
     assert play.ended(B, -9) == (Tell("rank 1 on mac-2 ended by SIGKILL"),)
     play.ended(A, 3)
     assert play.ended(C) == (Over(137),)
+
+
+def test_a_rank_is_called_by_the_number_that_its_script_knows() -> None:
+    play = running()
+    play.launch = rank_is(rank_is(play.launch, A, 0, 5), STRANGER, 0, 7)
+    assert Tell("rank 5 on mac-1 ended with exit code 3") in play.ended(A, 3)
 
 
 def test_a_report_that_comes_twice_or_from_a_stranger_counts_nothing() -> None:
@@ -280,7 +295,7 @@ def test_whatever_happens_it_ends_once_and_after_an_interrupt_always(data: st.Da
     nodes = st.sampled_from([A, B, C])
     for _ in range(data.draw(st.integers(0, 30))):
         node = data.draw(nodes)
-        match data.draw(st.integers(0, 5)):
+        match data.draw(st.integers(0, 6)):
             case 0:
                 play.answer(node, refusal=data.draw(st.sampled_from(["", "", "no"])))
             case 1:
@@ -290,6 +305,9 @@ def test_whatever_happens_it_ends_once_and_after_an_interrupt_always(data: st.Da
             case 3:
                 play.back(node)
             case 4:
+                how = data.draw(st.sampled_from(get_args(Failure)))
+                play.take(rank_fails(play.launch, node, data.draw(st.integers(0, 2)), how))
+            case 5:
                 play.now += 1.0
                 play.take(pass_time(play.launch, now=play.now))
             case _:
@@ -306,3 +324,96 @@ def test_output_counts_only_of_machines_that_have_begun_and_not_ended() -> None:
     assert counts == {"asked", "runs", "lost"}
     assert not replace(ran, phase="lost", refusal="no").prints
     assert not replace(ran, phase="lost", ranks=()).prints
+
+
+def given_up(actions: tuple[Action, ...]) -> list[GiveUp]:
+    return [action for action in actions if isinstance(action, GiveUp)]
+
+
+def test_if_all_ranks_fail_at_once_none_is_started_again() -> None:
+    play = running(restarts=10)
+    assert play.fails(A, 0) == ()
+    assert play.fails(C, 2) == ()
+    said, *rest = play.fails(B, 1)
+    assert isinstance(said, Tell)
+    assert said.text.startswith("all ranks failed in their first 20 s, before any had completed an")
+    assert rest == [GiveUp(A, 0), GiveUp(B, 1), GiveUp(C, 2)]
+    assert play.fails(B, 1) == ()  # it is said once
+    for node in (B, A, C):
+        play.ended(node, 5)
+    assert play.actions[-1] == Over(5)
+
+
+def test_a_rank_that_works_has_all_others_started_again() -> None:
+    play = running(restarts=10)
+    play.fails(A, 0)
+    play.fails(B, 1)
+    play.fails(A, 0, "no more")
+    assert play.fails(C, 2) == ()
+    play = running(restarts=10)
+    play.fails(A, 0)
+    play.fails(B, 1)
+    play.ended(C)  # it has done what it was there for
+    assert play.actions == ()
+    play = running(restarts=10)
+    play.fails(A, 0)
+    play.fails(B, 1)
+    play.lost(C)
+    play.back(C)
+    assert play.fails(B, 1) == ()  # nobody knows yet what the third one does
+
+
+def test_failures_of_strangers_and_of_ranks_that_have_ended_count_nothing() -> None:
+    play = running(restarts=10)
+    play.ended(A, 3)
+    before = play.launch
+    for node, rank in ((A, 0), (B, 0), (STRANGER, 0)):
+        assert play.fails(node, rank, "in a fixed job") == ()
+        assert play.launch == before
+
+
+def test_a_rank_of_a_fixed_job_is_not_started_again_to_wait_for_one_that_has_finished() -> None:
+    play = running(restarts=10)
+    assert play.fails(B, 1, "in a fixed job") == ()
+    said, give_up = play.ended(A)
+    assert isinstance(said, Tell)
+    assert said.text.startswith(
+        "rank 1 on mac-2 is not started again: rank 0 on mac-1 has finished"
+    )
+    assert give_up == GiveUp(B, 1)
+    assert given_up(play.fails(C, 2, "in a fixed job")) == [GiveUp(C, 2)]
+    play.ended(B, -6)
+    assert play.ended(C, -6)[-1] == Over(134)
+
+
+def test_a_rank_that_can_enter_is_started_again_though_another_has_finished() -> None:
+    play = running(restarts=10)
+    play.ended(A)
+    assert play.fails(B, 1, "at once") == ()
+    assert play.fails(B, 1, "no more") == ()
+    assert play.ended(C) == ()
+
+
+def test_an_engine_whose_ranks_fail_at_each_start_is_not_started_ten_times() -> None:
+    play = running(elastic=False, restarts=10)
+    for start in range(1, MOST_AT_ONCE + 1):
+        play.now += 1
+        notes = [action.text for action in play.ended(A, 1) if isinstance(action, Tell)]
+        again = start < MOST_AT_ONCE
+        assert notes[0].endswith("of 10)") if again else "of each start; mend" in notes[0]
+        for node in (B, C):
+            play.ended(node, -15)
+        if again:
+            play.answer(A, B, C)
+    assert play.actions == (Over(1),)
+
+
+def test_an_engine_that_has_worked_for_a_while_is_started_again_as_often_as_wanted() -> None:
+    play = running(elastic=False, restarts=10)
+    for _ in range(2 * MOST_AT_ONCE):
+        play.now += AT_ONCE_S
+        play.ended(A, 1)
+        for node in (B, C):
+            play.ended(node, -15)
+        play.answer(A, B, C)
+    assert play.actions == (Begin(A), Begin(B), Begin(C))

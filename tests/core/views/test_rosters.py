@@ -10,7 +10,7 @@ from pmesh.core.values import Primary, Roster, Terms, Verdict, View
 from pmesh.core.views.agreement import pass_time, receive
 from pmesh.core.views.leader import ring_order
 from pmesh.core.views.outcomes import gather, op_to_enter, outcome_of
-from pmesh.core.views.rosters import jobs_to_settle, keep_local_rosters
+from pmesh.core.views.rosters import in_ring_order, jobs_to_settle, keep_local_rosters
 from pmesh.core.views.state import Facts, Fence, Install
 from pmesh.core.wire.link import Commit, JobReport, OpReport, ViewRequest, Waiting
 from pmesh.ids import JobName, Member, OpNumber, TrainerId
@@ -76,6 +76,28 @@ class TestAJobBegins:
             make_trainer(2, BERT),
         )
         assert roster.primary.voters == (ANNA, ANNA, BERT)
+
+    def test_with_the_rank_0_that_asks_to_be_it_and_the_ring_as_it_is(self) -> None:
+        asks = msgspec.structs.replace(make_waiting(3, slot=7), place=0)
+        (roster,) = self.begin(
+            {CARA: [make_waiting(3)], ANNA: [make_waiting(3), asks], BERT: [make_waiting(3)]}
+        )
+        assert [(t.member, t.slot) for t in roster.trainers] == [
+            *((ANNA, 7), (ANNA, 0), (BERT, 0), (CARA, 0))
+        ]
+        assert in_ring_order(roster.trainers, (CARA, ANNA, BERT)) == roster.trainers
+        other = msgspec.structs.replace(asks, job=FACES)
+        (roster,) = self.begin({CARA: [make_waiting(2)], ANNA: [make_waiting(2), other]})
+        assert roster.trainers[0].member == CARA
+
+    def test_with_those_of_one_machine_in_the_order_in_which_they_were_started(self) -> None:
+        slots = {3: 2, 4: 0, 5: 1}  # who has come when
+        asks = [
+            msgspec.structs.replace(make_waiting(4, slot=slot), place=place)
+            for place, slot in slots.items()
+        ]
+        (roster,) = self.begin({ANNA: [make_waiting(4, slot=9), *asks]})
+        assert [t.slot for t in roster.trainers] == [*slots.values(), 9]
 
     def test_on_the_strictest_terms_that_any_of_them_asks_for(self) -> None:
         lax, wary = Terms(min_ranks=2), Terms(on_loss="raise", quorum="majority")

@@ -129,9 +129,9 @@ def test_a_message_beyond_its_bound_is_neither_made_nor_taken() -> None:
         decode_untrusted(msgspec.msgpack.encode(large))
 
 
-def test_the_bytes_of_version_thirteen_do_not_change_unnoticed() -> None:
+def test_the_bytes_of_version_fourteen_do_not_change_unnoticed() -> None:
     nobody = Member(NodeId(b"n"), Incarnation(7))
-    assert link.PROTOCOL_VERSION == 13
+    assert link.PROTOCOL_VERSION == 14
     assert encode(Hello(1, nobody, unsigned("mac"), (Address("h", 9),))).hex() == (
         f"97 01 01 92 c4 01 6e 07 92 a3 6d6163 c4 40 {'00' * 64} 91 92 a1 68 09 90 00".replace(
             " ", ""
@@ -166,7 +166,7 @@ def test_the_bytes_of_version_thirteen_do_not_change_unnoticed() -> None:
     ]
 
 
-def test_the_tags_are_those_of_version_thirteen() -> None:
+def test_the_tags_are_those_of_version_fourteen() -> None:
     tags = {kind.__struct_config__.tag: kind.__name__ for kind in KINDS}
     assert tags == {
         1: "Hello",
@@ -209,6 +209,13 @@ def test_the_tags_are_those_of_version_thirteen() -> None:
         50: "AskFiles",
         51: "FilePart",
         52: "FilesStored",
+        53: "RankFails",
+        54: "GiveUpRank",
+        55: "AskNewFiles",
+        56: "NewFiles",
+        57: "AskNewContents",
+        58: "NewPart",
+        59: "NewStored",
     }
 
 

@@ -1,0 +1,32 @@
+"""How launches are shown to a person, and how their ranks are spread."""
+
+import shlex
+from collections.abc import Sequence
+
+MAX_SHOWN = 500  # characters of a command
+
+
+def spread(count: int, machines: int) -> list[int]:
+    """Return how many ranks each machine runs.
+
+    >>> spread(4, 3), spread(2, 3)
+    ([2, 1, 1], [1, 1, 0])
+    """
+    each, more = divmod(count, machines)
+    return [each + (index < more) for index in range(machines)]
+
+
+def described(words: Sequence[str]) -> str:
+    r"""Return the beginning of a command, as one line of printable text.
+
+    >>> described(["python", "-c", "print()\n"])
+    "python -c 'print()\\n'"
+    """
+    text = shlex.join(word[:MAX_SHOWN] for word in words[:MAX_SHOWN])[: MAX_SHOWN + 1]
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
+
+
+def sentence(text: str) -> str:
+    """Return a text as one line that a message has room for."""
+    return "".join(c if c.isprintable() else " " for c in text)[:4096]

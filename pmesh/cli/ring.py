@@ -1,0 +1,96 @@
+"""Draws the members of the mesh as a ring.
+
+╭─▶ ● mac-1 ★ ──▶ ● mac-2   ──╮
+│                             │
+╰────────────── ● mac-3   ◀───╯
+"""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from rich.cells import cell_len, set_cell_size
+from rich.text import Text
+
+from pmesh.agent.status.schema import Health
+from pmesh.texts import printable
+
+# Both shape and colour show the health, for terminals and eyes without colours.
+HEALTH_MARKS: Final[Mapping[Health, tuple[str, str]]] = MappingProxyType(
+    {
+        "self": ("●", "green"),
+        "healthy": ("●", "green"),
+        "degraded": ("◐", "yellow"),
+        "suspect": ("○", "red"),
+        "gone": ("✕", "red"),
+    }
+)
+_EDGE_CELLS = 5
+_SIDES_CELLS = 8
+_SHORTEST_LABEL_CELLS = 7  # "● mac …": a narrower terminal wraps the drawing
+
+
+class RingNode(NamedTuple):
+    """One member of the drawn ring."""
+
+    name: str
+    health: Health = "healthy"
+    leader: bool = False
+    here: bool = False
+    """True for the machine that shows the status."""
+
+
+def draw_ring(nodes: Sequence[RingNode], *, width: int = 80, beat: int | None = None) -> Text:
+    """Draw the members in ring order, clockwise.
+
+    Args:
+        nodes: At least one.
+        width: Cells of the terminal; names are shortened to fit.
+        beat: Lights up one edge; a caller that counts it up moves the light around the ring.
+    """
+    if len(nodes) == 1:
+        return Text.assemble(_label(nodes[0], width), (" alone", "dim"))
+    columns = (len(nodes) + 1) // 2
+    room = (width - _SIDES_CELLS - _EDGE_CELLS * (columns - 1)) // columns
+    cells = min(max(_label(node, width).cell_len for node in nodes), room)
+    labels = [_label(node, max(cells, _SHORTEST_LABEL_CELLS)) for node in nodes]
+    label_cells = max(label.cell_len for label in labels)
+    for label in labels:
+        label.pad_right(label_cells - label.cell_len)
+    lit = None if beat is None else beat % len(nodes)
+    styles = ["bold cyan" if edge == lit else "dim" for edge in range(len(nodes))]
+    turn, back = styles[columns - 1], styles[-1]  # the edges down the right and up the left side
+    top = _top_row(labels[:columns], styles)
+    inside = " " * (top.cell_len - 2)
+    middle = Text.assemble(("│", back), inside, ("│", turn))
+    bottom = _bottom_row(labels[columns:], styles[columns:], turn, missing=len(nodes) % 2)
+    return Text("\n").join([top, middle, bottom])
+
+
+def _top_row(labels: Sequence[Text], styles: Sequence[str]) -> Text:
+    row = Text.assemble(("╭─▶ ", styles[-1]))
+    for index, label in enumerate(labels):
+        last = index == len(labels) - 1
+        row.append_text(label).append(" ──╮" if last else " ──▶ ", styles[index])
+    return row
+
+
+def _bottom_row(labels: Sequence[Text], styles: Sequence[str], turn: str, *, missing: int) -> Text:
+    """Draw from right to left; an odd ring has one label fewer here, and a longer edge."""
+    row = Text.assemble(("╰── ", styles[-1]))
+    for index in reversed(range(len(labels))):
+        row.append_text(labels[index])
+        if index > 0:
+            row.append(" ◀── ", styles[index - 1])
+    longer = "─" * (missing * (labels[0].cell_len + _EDGE_CELLS))
+    return row.append(f" ◀{longer}─╯", turn)
+
+
+def _label(node: RingNode, cells: int) -> Text:
+    mark, color = HEALTH_MARKS[node.health]
+    star = " ★" if node.leader else ""
+    name = printable(node.name)
+    room = cells - cell_len(f"{mark} {star}")
+    if cell_len(name) > room:
+        name = f"{set_cell_size(name, room - 1).rstrip()}…"
+    return Text.assemble((mark, color), " ", (name, "bold" if node.here else ""), star)

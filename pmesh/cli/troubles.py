@@ -1,0 +1,74 @@
+"""What is wrong with the mesh, in sentences for `pmesh status`."""
+
+import math
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from rich.text import Text
+
+from pmesh.agent.status.schema import HeldOffStatus, MemberStatus, Status
+from pmesh.ids import shared_name
+from pmesh.texts import printable
+
+STALL_S = 0.5  # as long as a peer on a wire may be silent without being called late
+BAD_LOSS_PERCENT = 1.0  # crowded Wi-Fi; a line that is well loses a hundredth of it
+
+
+def describe_troubles(status: Status) -> Iterator[Text]:
+    """Yield a line for each slow path, bad link, machine that is held off, and shared name."""
+    members = status.view.members
+    yield from _shared_names(members)
+    yield from _slow_paths(members)
+    yield from _bad_links(members)
+    yield from _held_off(status.held_off)
+
+
+def _slow_paths(members: Sequence[MemberStatus]) -> Iterator[Text]:
+    for member in members:
+        for path in member.paths:
+            if path.slow is not None:
+                yield Text(f"! {printable(member.name)}: {printable(path.slow)}", "yellow")
+
+
+def _bad_links(members: Sequence[MemberStatus]) -> Iterator[Text]:
+    """Say which links lose packets or stand still now and then, and what follows."""
+    for member in members:
+        found: list[str] = []
+        if member.loss_percent is not None and member.loss_percent >= BAD_LOSS_PERCENT:
+            found.append(f"had to send {member.loss_percent:.1f} % of its packets again")
+        if member.silence_s is not None and member.silence_s >= STALL_S:
+            found.append(f"was silent for {member.silence_s:.1f} s lately")
+        if found:
+            yield Text(
+                f"the link to {printable(member.name)} {' and '.join(found)}; "
+                "training waits for it each time",
+                "yellow",
+            )
+
+
+def _held_off(those: Sequence[HeldOffStatus]) -> Iterator[Text]:
+    for one in those:
+        yield Text(
+            f"{printable(one.name)} was lost {one.losses} times lately; "
+            f"it is let back in in {math.ceil(one.back_in_s)} s",
+            "yellow",
+        )
+
+
+def _shared_names(members: Sequence[MemberStatus]) -> Iterator[Text]:
+    """Say which machines have one name: their view appends to each the start of its id."""
+    names = Counter(
+        name
+        for member in members
+        if shared_name(name := member.name.rpartition(" (")[0], member.id) == member.name
+    )
+    for name, count in names.items():
+        if count > 1:
+            text = f"{count} machines are called '{name}'; start one with 'pmesh up --name OTHER'"
+        else:
+            text = (
+                f"another machine had the name '{name}' before; if it is the same one, reinstalled,"
+                f" type: pmesh forget {shlex.quote(name)}"
+            )
+        yield Text(printable(text))
