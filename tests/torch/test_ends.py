@@ -1,6 +1,6 @@
-"""No thread of ours is left where a group ends, and where the program does.
+"""No thread of ours is left where a group ends, or where the program does; what a dead worker ends.
 
-One that is left when Python ends, and comes back from C++, aborts the process.
+A thread that is left when Python ends, and comes back from C++, aborts the process.
 """
 
 import subprocess
@@ -23,6 +23,8 @@ def test_a_program_ends_well_while_an_op_is_under_way(program: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_no_thread_is_left_where_a_group_has_been_destroyed(programs: Programs) -> None:
-    program = "callbacks_end_before_the_group"
+@pytest.mark.parametrize(
+    "program", ["callbacks_end_before_the_group", "a_worker_is_killed_in_a_call"]
+)
+def test_what_ends_in_the_middle_ends_alone(programs: Programs, program: str) -> None:
     assert programs.run("tests.torch.ends", program, PMESH_JOB=program) == 0

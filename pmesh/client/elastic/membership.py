@@ -3,7 +3,8 @@
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from pmesh.client.elastic.sync import Offer, Synced, run_sync
 from pmesh.client.link.connection import AgentConnection, error_of, mesh_ended
+from pmesh.client.link.interrupts import interrupts, postponed
 from pmesh.client.link.p2p_session import P2PSession
 from pmesh.client.link.session import TrainerSession
 from pmesh.client.trees.state import Packed
@@ -89,7 +91,8 @@ class Place:
         self.check_synced()
         if not self.is_alone:
             try:
-                result = ops(self._session)
+                with self._whole_or_ended():
+                    result = ops(self._session)
             except (HistorySuperseded, AgentStopped) as e:
                 self._fall_apart(e)
                 if not self.is_alone:
@@ -135,7 +138,9 @@ class Place:
             try:
                 if self._lost_agent:
                     self._reconnect(deadline)
-                synced = run_sync(self._session, packed, self._offer(packed), timeout_s=timeout_s)
+                with self._whole_or_ended():
+                    offer = self._offer(packed)
+                    synced = run_sync(self._session, packed, offer, timeout_s=timeout_s)
             except (HistorySuperseded, AgentStopped) as e:
                 self._fall_apart(e)
                 if not self._goes_on_alone or self._pause(deadline):
@@ -205,6 +210,19 @@ class Place:
     def end_if_interrupted(self) -> None:
         """After a call: close what `interrupt` had to leave open."""
         self._session.end_if_interrupted()
+
+    @contextmanager
+    def _whole_or_ended(self) -> Generator[None]:
+        """A call that a signal has interrupted between its ops is one that others go on with."""
+        session = self._session
+        begun = session.begun
+        with postponed():
+            try:
+                yield
+            except BaseException as e:
+                if session.begun > begun and interrupts(e):
+                    session.end(f"{type(e).__name__}: {e}".rstrip(": "))
+                raise
 
     def _offer(self, packed: Packed) -> Offer:
         return Offer(

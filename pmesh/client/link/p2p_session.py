@@ -16,6 +16,7 @@ import numpy as np
 
 from pmesh.client.link.arenas import Mapped
 from pmesh.client.link.connection import AgentConnection, error_of, mesh_ended
+from pmesh.client.link.interrupts import postponed, wait
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.link import Envelope
 from pmesh.core.wire.local import (
@@ -130,9 +131,10 @@ class P2PSession:
     def done(self, call: int) -> bool:
         """Whether a call has ended, well or badly."""
         try:
-            while call in self._under_way and call not in self._answers:
-                if not self._read_some(0.0, call):
-                    break
+            with postponed():
+                while call in self._under_way and call not in self._answers:
+                    if not self._read_some(0.0, call):
+                        break
         except PmeshError:
             return True
         return call in self._answers or call not in self._under_way or self.has_ended
@@ -162,13 +164,14 @@ class P2PSession:
     @contextlib.contextmanager
     def _whole_or_ended(self) -> Generator[None]:
         """What Ctrl-C interrupts in the middle would leave an answer that nobody takes."""
-        try:
-            yield
-        except (TimeoutError, PmeshError):
-            raise
-        except BaseException as e:
-            self._end(e)
-            raise
+        with postponed():
+            try:
+                yield
+            except (TimeoutError, PmeshError):
+                raise
+            except BaseException as e:
+                self._end(e)
+                raise
 
     def _end(self, why: BaseException) -> None:
         with self._news:
@@ -268,7 +271,7 @@ class P2PSession:
                 return True
             self._check_open()
             if self._reading:
-                return self._news.wait(timeout_s)
+                return wait(lambda: self._news.wait(timeout_s), otherwise=True)
             self._reading = True
         reply: Reply | None = None
         try:

@@ -100,6 +100,8 @@ class TrainerSession:
         self._residuals: set[Residuals] = set()
         self._users = UsersArrays()
         self._next_op = OpNumber(0)
+        self.begun = 0
+        """How many ops have begun, to know whether a call has."""
         self._compression = ""
         self._enters = False
         self._waiting = Waiting()
@@ -264,6 +266,7 @@ class TrainerSession:
         is_root = call.kind == "broadcast" and call.root == self.world.rank
         self._input_retained = self._input_retained or is_root
         self._ahead_is_filled = False
+        self.begun += 1
         reply = self._exchange(request, meanwhile)
         match reply:
             case OpDone(op, output) if op == number or (enters and op >= 0):
