@@ -207,6 +207,7 @@ def _connected(job: str, size: int, options: Options, timeout: timedelta | None)
         home=options.home,
         on_loss="raise",
         quorum=options.quorum,
+        on_superseded="raise",
     )
     if mesh.rank < 0:
         mesh.close()
