@@ -244,7 +244,7 @@ class OpTimedOut(RunError, TimeoutError):
 class HistorySuperseded(RunError):
     """The job continued without this rank: it was cut off, asleep or stopped for too long.
 
-    `mesh.sync` brings it back; `on_superseded="sync"` does so without an error.
+    `mesh.sync` brings it back; in a job that syncs again and again without an error.
     See docs/how-to/troubleshooting.md#nobodys-runerror.
     """
 

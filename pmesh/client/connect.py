@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from pmesh.client.calls.queue import check_timeout
 from pmesh.client.calls.traceback import public
-from pmesh.client.elastic.membership import Place
+from pmesh.client.elastic.membership import OnSuperseded, Place
 from pmesh.client.mesh import Mesh
 from pmesh.core.values import MAX_JOB_BYTES, Terms
 from pmesh.core.wire.local import SESSION_VERSION, Connect
@@ -21,7 +21,6 @@ _MAX_PLACE = 2**31
 
 OnLoss = Literal["continue", "raise"]
 Quorum = Literal["any", "majority"]
-OnSuperseded = Literal["raise", "sync"]
 
 
 @public
@@ -34,7 +33,7 @@ def connect(
     min_ranks: int = 1,
     on_loss: OnLoss = "continue",
     quorum: Quorum = "any",
-    on_superseded: OnSuperseded = "raise",
+    on_superseded: OnSuperseded | None = None,
     straggler_after_s: float = 60.0,
 ) -> Mesh:
     """Join a job through the agent on this machine; returns when it begins.
@@ -57,10 +56,14 @@ def connect(
             "raise": it fails on all of them with RankLost; the ops after it go on.
         quorum: which side goes on when the network falls in two: "any" side, or only the one with
             the "majority" of the machines.
-        on_superseded: what to do when the job has gone on elsewhere without this trainer, or its
-            agent has stopped. "raise": the next call raises HistorySuperseded or AgentStopped.
-            "sync": calls return as if this rank were alone, with rank 0 and size 1. Either way the
-            next `mesh.sync` comes back to the job, also through another agent at the same home.
+        on_superseded: what to do when the job has gone on elsewhere without this trainer, as while
+            its machine slept, or its agent has stopped. The next `mesh.sync` comes back to the job,
+            also through another agent at the same home. "raise": until then calls raise
+            HistorySuperseded or AgentStopped, also a `sync` in which that happens. "sync": they
+            return as if this rank were alone, with rank 0 and size 1. By default it is "sync" for
+            HistorySuperseded once the job has synced twice, as in a loop; a `sync` itself comes
+            back in any case. A job that does not sync in its loop, and who has lost the agent, gets
+            the error.
         straggler_after_s: how long the others wait for this trainer while its process is stopped,
             as by SIGSTOP; one that merely computes is waited for.
 
@@ -81,7 +84,8 @@ def connect(
     _check_count("min_ranks", min_ranks)
     _check_choice("on_loss", on_loss, get_args(OnLoss))
     _check_choice("quorum", quorum, get_args(Quorum))
-    _check_choice("on_superseded", on_superseded, get_args(OnSuperseded))
+    if on_superseded is not None:
+        _check_choice("on_superseded", on_superseded, get_args(OnSuperseded))
     request = Connect(
         SESSION_VERSION,
         JobName(job),
@@ -92,7 +96,7 @@ def connect(
         check_timeout(straggler_after_s, "straggler_after_s"),
         place=_place(os.environ.get("PMESH_PLACE", "")),
     )
-    place = Place(home_directory(home), request, goes_on_alone=on_superseded == "sync")
+    place = Place(home_directory(home), request, on_superseded=on_superseded)
     return Mesh(place, job=job)
 
 

@@ -152,9 +152,10 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc] # torch has no types h
         return made
 
     def shutdown(self) -> None:
-        """Leave the group once what was called has ended."""
+        """Leave the group; an op that nobody has waited for fails. No thread of its is left."""
         self._line.end()
         self._end()
+        self._line.join()
 
     def abort(self) -> None:
         """Leave at once."""

@@ -72,6 +72,12 @@ class Elastic:
         """Wait for the ops of a backward pass that was given up."""
         self.line.submit(lambda: None).result()
 
+    def end(self) -> None:
+        """Leave the job; no thread is left."""
+        self.mesh.close()
+        self.line.end()
+        self.line.join()
+
 
 class Worlds:
     """The world of this process, from the rendezvous to `destroy_process_group`."""
@@ -147,7 +153,7 @@ class Worlds:
     def end(self) -> None:
         """Leave the job, if there is one."""
         if self.elastic is not None:
-            self.elastic.mesh.close()
+            self.elastic.end()
         if self._waiting is not None:
             self._waiting.close()
         if self.current is not None:
@@ -201,6 +207,7 @@ def _connected(job: str, size: int, options: Options, timeout: timedelta | None)
         home=options.home,
         on_loss="raise",
         quorum=options.quorum,
+        on_superseded="raise",
     )
     if mesh.rank < 0:
         mesh.close()

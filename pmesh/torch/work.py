@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
+from pmesh.client.calls import threads
 from pmesh.client.calls.queue import Handle
 from pmesh.torch.library import Tensor, TorchFuture, dist, torch
 
@@ -114,7 +115,7 @@ class MessageWork(Work):
     def get_future(self) -> TorchFuture:
         """A future that gets the tensors, or the error; a thread of its own waits for it."""
         if not self.is_completed():
-            threading.Thread(target=self._settle, name="pmesh-message", daemon=True).start()
+            threads.start(self._settle, "pmesh-message")
         return super().get_future()
 
     def _settle(self, seconds: float | None = None) -> None:

@@ -1,6 +1,8 @@
 """What the terminals of the others show when a rank is lost."""
 
+import contextlib
 import logging
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -9,8 +11,13 @@ import pmesh
 from pmesh.testing import SimulatedMesh
 
 
-def warnings_of_a_run(caplog: pytest.LogCaptureFixture, *, dies: bool) -> list[str]:
-    simulated = SimulatedMesh(3, on_loss="continue")
+def warnings_of_a_run(
+    caplog: pytest.LogCaptureFixture,
+    *,
+    dies: bool,
+    on_loss: Literal["continue", "raise"] = "continue",
+) -> list[str]:
+    simulated = SimulatedMesh(3, on_loss=on_loss)
 
     def train(mesh: pmesh.Mesh) -> None:
         mesh.barrier()
@@ -18,7 +25,10 @@ def warnings_of_a_run(caplog: pytest.LogCaptureFixture, *, dies: bool) -> list[s
             if not dies:
                 return  # `run` closes its mesh
             simulated.lose(1)
-        for _ in range(3):
+        raises = pytest.raises(pmesh.RankLost, match="rank 1") if on_loss == "raise" else None
+        with raises or contextlib.nullcontext():
+            mesh.all_reduce(np.ones(1))
+        for _ in range(2):
             mesh.all_reduce(np.ones(1))
 
     with caplog.at_level(logging.WARNING, "pmesh"):
@@ -51,8 +61,31 @@ def test_a_loss_before_the_first_op_names_the_first_op(caplog: pytest.LogCapture
     ]
 
 
-def test_a_rank_that_leaves_is_no_loss(caplog: pytest.LogCaptureFixture) -> None:
-    assert warnings_of_a_run(caplog, dies=False) == []
+def test_each_of_the_others_says_once_who_has_finished_and_how_many_are_left(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What they compute from then on is the sum of fewer ranks."""
+    said = warnings_of_a_run(caplog, dies=False)
+    assert len(said) == 2
+    for text in said:
+        assert text.startswith("rank 1 (simulated) has finished; job 'simulated' continues with 2")
+
+
+def test_ranks_that_end_together_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    def train(mesh: pmesh.Mesh) -> None:
+        for _ in range(3):
+            mesh.all_reduce(np.ones(1))
+
+    with caplog.at_level(logging.WARNING, "pmesh"):
+        SimulatedMesh(3, on_loss="continue").run(train)
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_where_a_loss_raises_the_error_says_it_and_nothing_continues(
+    caplog: pytest.LogCaptureFixture, *, dies: bool
+) -> None:
+    assert warnings_of_a_run(caplog, dies=dies, on_loss="raise") == []
 
 
 def test_the_warning_is_switched_off_as_any_logger_is(

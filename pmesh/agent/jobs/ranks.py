@@ -69,7 +69,7 @@ class LocalRank(RankState[Result]):
         """What sends results to other ranks: it must end before the result's memory is reused."""
         self.own_time = OwnTime()
         self.losses: list[str] = []
-        """What its trainer has not been told yet: ranks that are lost, not those that have left."""
+        """What its trainer has not been told yet of ranks that are not there any more."""
         self._changed = trio.Event()
         self._attempt: trio.CancelScope | None = None
 
@@ -115,13 +115,18 @@ class LocalRank(RankState[Result]):
         return renumbered
 
     def note_losses(self) -> None:
-        """Keep for the trainer what its new roster says of lost ranks."""
+        """Keep for the trainer what its new roster says of ranks that are lost or have left.
+
+        Where a loss raises, the error of the next op says it.
+        """
+        if self.roster.terms.on_loss == "raise":
+            return
         left = len(self.roster.trainers)
         op = self.ledger.started + 1 if self.running is None else self.running
         on = f"job {self.roster.job!r} continues with {left} rank{'s' * (left > 1)}, from op {op}"
         for loss in self.roster.losses:
-            if not loss.message.endswith(LEFT):
-                self.losses.append(f"{loss.message}; {on}")
+            who, has_left, _ = loss.message.partition(LEFT)
+            self.losses.append(f"{who}has finished; {on}" if has_left else f"{loss.message}; {on}")
         del self.losses[:-MAX_LOSSES]
 
     def open_lanes(self) -> tuple[tuple[TrainerId, ...], tuple[TrainerId, ...]]:

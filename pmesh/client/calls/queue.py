@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
+from pmesh.client.calls import threads
 from pmesh.client.calls.traceback import make_public, public
 from pmesh.client.collective.bucketed import LastOp
 from pmesh.client.elastic.membership import Place
@@ -112,7 +113,9 @@ class Line:
         """How many threads run nothing, and call nobody back."""
         self._runs = False
         self._ended = False
+        self._threads: set[threading.Thread] = set()
         self._process = os.getpid()
+        threads.at_end(self.end)
 
     @property
     def idle(self) -> bool:
@@ -146,12 +149,15 @@ class Line:
             self._ended = True
             self._news.notify_all()
 
+    def join(self) -> None:
+        """After `end`: wait until its threads have ended; what lasts is left after a minute."""
+        threads.join(tuple(self._threads))
+
     def _see_to_it(self) -> None:
         """Under the lock: have a thread for what waits."""
         self._news.notify()
         if self._waiting and not (self._runs or self._free):
-            # It must not keep a program that has ended from ending.
-            threading.Thread(target=self._work, name="pmesh", daemon=True).start()
+            self._threads.add(threads.start(self._work, "pmesh"))
             self._free += 1
 
     # --- in a thread
@@ -236,6 +242,7 @@ class Caller:
         """The ranks after the last call that returned or was waited for (O5)."""
         self._last_op: LastOp | None = None
         self._process = os.getpid()
+        threads.at_end(self._end_with_the_program)
 
     @property
     def rank(self) -> Rank:
@@ -330,6 +337,10 @@ class Caller:
             finally:
                 work.world = self._place.world
                 self._place.end_if_interrupted()
+
+    def _end_with_the_program(self) -> None:
+        """Make its calls end; nobody has closed it, if it is open, so that is a crash."""
+        self._stop(crashed=MeshClosed("the program has ended"))
 
     def _stop(self, *, crashed: BaseException | None) -> None:
         if os.getpid() != self._process:

@@ -3,9 +3,10 @@
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -13,6 +14,7 @@ import numpy as np
 from pmesh.client.elastic.sync import Offer, Synced, run_sync
 from pmesh.client.link.connection import AgentConnection, error_of, mesh_ended
 from pmesh.client.link.in_step import in_step
+from pmesh.client.link.interrupts import interrupts, postponed
 from pmesh.client.link.p2p_session import P2PSession
 from pmesh.client.link.session import TrainerSession
 from pmesh.client.trees.state import Packed
@@ -28,6 +30,9 @@ from pmesh.ids import JobName, TrainerId
 
 R = TypeVar("R")
 
+OnSuperseded = Literal["raise", "sync"]
+
+SYNCS_OF_A_LOOP = 2  # one may be all that a script does, to begin with the same weights
 _TRY_AGAIN_S = 0.1  # an agent starts within a second: little is lost, and little is asked for
 
 _logger = logging.getLogger("pmesh")
@@ -40,11 +45,16 @@ class Place:
     that has ended (HistorySuperseded). Its next `sync` brings it back.
     """
 
-    def __init__(self, home: Path, request: Connect, *, goes_on_alone: bool) -> None:
-        """Join the job; raises the error that the agent names if that fails."""
+    def __init__(self, home: Path, request: Connect, *, on_superseded: OnSuperseded | None) -> None:
+        """Join the job; raises the error that the agent names if that fails.
+
+        With None it is "raise" where the agent has stopped. Else a `sync` comes back as with
+        "sync", and other calls go on alone if the job syncs again and again: else they raise, as
+        who never syncs would be alone for ever.
+        """
         self._home = home
         self._request = request
-        self._goes_on_alone = goes_on_alone
+        self._on_superseded = on_superseded
         self._closing = threading.Event()
         self._messages: P2PSession | None = None
         self._session = TrainerSession(AgentConnection(home))
@@ -67,6 +77,12 @@ class Place:
     def is_alone(self) -> bool:
         """Whether calls return as if this rank were alone."""
         return self._apart is not None and self._goes_on_alone and not self._must_sync
+
+    @property
+    def _goes_on_alone(self) -> bool:
+        if self._on_superseded is None:
+            return self.step >= SYNCS_OF_A_LOOP and not self._lost_agent
+        return self._on_superseded == "sync"
 
     def check_open(self) -> None:
         """Raises MeshClosed, with the reason, unless a call can do something."""
@@ -99,7 +115,7 @@ class Place:
         self.check_synced()
         if not self.is_alone:
             try:
-                with in_step(self._session, timeout_s=timeout_s):
+                with self._whole_or_ended(), in_step(self._session, timeout_s=timeout_s):
                     result = ops(self._session)
             except (HistorySuperseded, AgentStopped) as e:
                 self._fall_apart(e)
@@ -137,7 +153,7 @@ class Place:
         """Agree with all ranks on a state; a trainer outside the job enters it, or comes back.
 
         Raises:
-            HistorySuperseded: by default; a trainer that goes on alone comes back instead.
+            HistorySuperseded: if it is to raise; else it comes back in this call.
             AgentStopped: as HistorySuperseded; or no agent has come back in time.
             PmeshError: what `run_sync` raises.
         """
@@ -147,12 +163,17 @@ class Place:
                 if self._lost_agent:
                     self._reconnect(deadline)
                 self._session.step = self.step + 1
-                with in_step(self._session, timeout_s=timeout_s, syncs=True):
+                with (
+                    self._whole_or_ended(),
+                    in_step(self._session, timeout_s=timeout_s, syncs=True),
+                ):
                     offer = self._offer(packed)
                     synced = run_sync(self._session, packed, offer, timeout_s=timeout_s)
             except (HistorySuperseded, AgentStopped) as e:
-                self._fall_apart(e)
-                if not self._goes_on_alone or self._pause(deadline):
+                is_default = self._on_superseded is None and isinstance(e, HistorySuperseded)
+                comes_back = is_default or self._on_superseded == "sync"
+                self._fall_apart(e, syncs=comes_back)
+                if not comes_back or self._pause(deadline):
                     raise
             else:
                 self._apart, self._must_sync, self._veteran = None, False, True
@@ -172,7 +193,7 @@ class Place:
             terms=terms,
             group_of=GroupOf(self._request.job, members, self.world.trainers[self.world.rank]),
         )
-        return Place(self._home, request, goes_on_alone=False)
+        return Place(self._home, request, on_superseded="raise")
 
     def attach(self) -> P2PSession:
         """A session for messages, over another connection to the agent; the caller closes it.
@@ -220,6 +241,19 @@ class Place:
         """After a call: close what `interrupt` had to leave open."""
         self._session.end_if_interrupted()
 
+    @contextmanager
+    def _whole_or_ended(self) -> Generator[None]:
+        """A call that a signal has interrupted between its ops is one that others go on with."""
+        session = self._session
+        begun = session.begun
+        with postponed():
+            try:
+                yield
+            except BaseException as e:
+                if session.begun > begun and interrupts(e):
+                    session.end(f"{type(e).__name__}: {e}".rstrip(": "))
+                raise
+
     def _offer(self, packed: Packed) -> Offer:
         return Offer(
             digest=packed.digest,
@@ -229,12 +263,15 @@ class Place:
             raises_on_loss=self._request.terms.on_loss == "raise",
         )
 
-    def _fall_apart(self, why: HistorySuperseded | AgentStopped) -> None:
-        was_alone = self.is_alone
+    def _fall_apart(self, why: HistorySuperseded | AgentStopped, *, syncs: bool = False) -> None:
+        was_apart = self._apart is not None
         # A copy: with the traceback of the original, arenas would stay mapped.
         self._apart, self._veteran = type(why)(str(why)), False
         self._lost_agent = self._lost_agent or isinstance(why, AgentStopped)
-        if self.is_alone and not was_alone:
+        if syncs and not was_apart:
+            then = "waits for one" if isinstance(why, AgentStopped) else "brings it back"
+            _logger.warning("%s; this call of mesh.sync %s", why, then)
+        elif self.is_alone and not was_apart:
             _logger.warning("%s; until then this rank trains alone", why)
 
     def _see_the_world(self) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pmesh import errors
 from pmesh.client.link.arenas import Mapped, map_arena
+from pmesh.client.link.interrupts import wait
 from pmesh.core.values import Verdict
 from pmesh.core.wire.framing import FrameReader, frame
 from pmesh.core.wire.local import (
@@ -125,7 +126,7 @@ class AgentConnection:
         """Whether there is something to receive, or an end, within `timeout_s`."""
         poll = select.poll()  # not select: that knows no descriptor above 1,023
         poll.register(self._socket.fileno(), select.POLLIN)
-        return bool(poll.poll(1000 * timeout_s))
+        return bool(wait(lambda: poll.poll(1000 * timeout_s), []))
 
     def _warn_of_silence(self, due_s: float) -> None:
         """Wait for the agent to send something, and warn once if it should have."""

@@ -19,6 +19,7 @@ import numpy as np
 
 from pmesh.client.link.arenas import Mapped
 from pmesh.client.link.connection import AgentConnection, error_of, mesh_ended
+from pmesh.client.link.interrupts import postponed, wait
 from pmesh.client.link.sends import Send, Sends
 from pmesh.core.ops.reductions import Values
 from pmesh.core.values import Verdict
@@ -194,13 +195,14 @@ class P2PSession:
     @contextlib.contextmanager
     def _whole_or_ended(self) -> Generator[None]:
         """What Ctrl-C interrupts in the middle would leave an answer that nobody takes."""
-        try:
-            yield
-        except (TimeoutError, PmeshError):
-            raise
-        except BaseException as e:
-            self._end(e)
-            raise
+        with postponed():
+            try:
+                yield
+            except (TimeoutError, PmeshError):
+                raise
+            except BaseException as e:
+                self._end(e)
+                raise
 
     def _end(self, why: BaseException) -> None:
         with self._news:
@@ -381,7 +383,7 @@ class P2PSession:
                 return True
             self._check_open()
             if self._reading:
-                return self._news.wait(timeout_s)
+                return wait(lambda: self._news.wait(timeout_s), otherwise=True)
             self._reading = True
         reply: Reply | None = None
         try:

@@ -320,7 +320,10 @@ class StillWaiting(_Message, frozen=True, tag="still_waiting"):
 
 
 class RanksLost(_Message, frozen=True, tag="ranks_lost"):
-    """Sent before the reply of the call in which ranks were lost; not for those that have left."""
+    """Sent before the reply of the call in which ranks were lost, or of the first after they left.
+
+    Not where a loss raises: there the reply says it.
+    """
 
     losses: tuple[str, ...]
     """A sentence for each."""

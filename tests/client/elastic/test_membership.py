@@ -154,9 +154,52 @@ def test_it_goes_on_alone_until_it_syncs_if_it_likes(
     assert len(alone) == 1
 
 
-@LOSSES
-def test_if_it_likes_a_sync_that_is_cut_short_comes_back_by_itself(
-    agent: WatchedAgent, error: type[pmesh.RunError]
+def test_by_default_it_goes_on_alone_until_it_syncs_if_the_job_syncs_again_and_again(
+    agent: WatchedAgent,
+) -> None:
+    """As in a loop with `mesh.sync` at its top, whose machine has slept."""
+    agent.left_behind = {2: APART}
+
+    def apart(mesh: pmesh.Mesh) -> None:
+        mesh.sync(None)
+        assert mesh.all_reduce(ONE).tolist() == [1.0]
+        assert (mesh.rank, mesh.size, mesh.step) == (0, 1, 2)
+        assert mesh.sync({"position": -1}) == {"position": 7}
+        assert (mesh.rank, mesh.size, mesh.step) == (1, 2, 3)
+
+    def other(mesh: pmesh.Mesh) -> None:
+        mesh.sync(None)
+        assert mesh.all_reduce(ONE).tolist() == [1.0]
+        agent.wait_until(lambda: bool(agent.entering))
+        assert mesh.sync({"position": 7}) == {"position": 7}
+
+    two_ranks(agent, apart, other)
+
+
+COMES_BACK = pytest.mark.parametrize(
+    ("error", "options"),
+    [
+        (pmesh.HistorySuperseded, {}),
+        (pmesh.HistorySuperseded, {"on_superseded": "sync"}),
+        (pmesh.AgentStopped, {"on_superseded": "sync"}),
+    ],
+)
+STOPS = pytest.mark.parametrize(
+    ("error", "options"),
+    [
+        (pmesh.HistorySuperseded, {"on_superseded": "raise"}),
+        (pmesh.AgentStopped, {"on_superseded": "raise"}),
+        (pmesh.AgentStopped, {}),
+    ],
+)
+
+
+@COMES_BACK
+def test_a_sync_that_is_cut_short_comes_back_by_itself(
+    agent: WatchedAgent,
+    error: type[pmesh.RunError],
+    options: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     comes_apart(agent, error)
 
@@ -164,12 +207,13 @@ def test_if_it_likes_a_sync_that_is_cut_short_comes_back_by_itself(
         assert mesh.sync({"position": -1}) == {"position": 7}
         assert (mesh.rank, mesh.size, mesh.step) == (1, 2, 3)
 
-    two_ranks(agent, apart, syncs_without_it(agent), on_superseded="sync")
+    two_ranks(agent, apart, syncs_without_it(agent), **options)
+    assert len([m for m in caplog.messages if "; this call of mesh.sync " in m]) == 1
 
 
-@LOSSES
-def test_else_the_sync_raises_and_the_next_one_comes_back(
-    agent: WatchedAgent, error: type[pmesh.RunError]
+@STOPS
+def test_if_it_is_to_raise_the_sync_does_and_the_next_one_comes_back(
+    agent: WatchedAgent, error: type[pmesh.RunError], options: dict[str, Any]
 ) -> None:
     comes_apart(agent, error)
 
@@ -178,7 +222,7 @@ def test_else_the_sync_raises_and_the_next_one_comes_back(
             mesh.sync({"position": -1})
         assert mesh.sync({"position": -1}) == {"position": 7}
 
-    two_ranks(agent, apart, syncs_without_it(agent))
+    two_ranks(agent, apart, syncs_without_it(agent), **options)
 
 
 def test_a_restarted_agent_is_waited_for_and_begins_the_job_anew_where_it_was(

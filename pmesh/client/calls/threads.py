@@ -1,0 +1,70 @@
+"""The threads of calls; all of them have ended before the interpreter does.
+
+A thread that is left when Python is finalized is ended where it next asks for the interpreter's
+lock. If it comes back from C++ there, as from an op of torch, that aborts the whole process with
+"terminate called without an active exception". So threads are joined at the program's end.
+"""
+
+import atexit
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from weakref import WeakMethod
+
+PATIENCE_S = (
+    60.0  # calls have been interrupted by then: what lasts computes, or is the user's callback
+)
+
+_logger = logging.getLogger("pmesh")
+
+_threads: set[threading.Thread] = set()
+_endings: list["WeakMethod[Callable[[], None]]"] = []
+# No lock guards these two: a forked child could find it held for ever. Each access is atomic.
+
+
+def start(run: Callable[[], None], name: str) -> threading.Thread:
+    """Start a thread that is joined at the program's end, after what `at_end` was given.
+
+    It is a daemon: Python joins others before anything could tell them to end.
+
+    Raises:
+        RuntimeError: the system gives no thread.
+    """
+    _threads.difference_update([each for each in tuple(_threads) if not each.is_alive()])
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    _threads.add(thread)
+    return thread
+
+
+def at_end(ending: Callable[[], None]) -> None:
+    """Call a method at the program's end if a thread is left, so that it ends; it must not wait.
+
+    The method's object may be forgotten before.
+    """
+    for each in tuple(_endings):
+        if each() is None:
+            _endings.remove(each)
+    _endings.append(WeakMethod(ending))
+
+
+def join(threads: Iterable[threading.Thread], within_s: float = PATIENCE_S) -> bool:
+    """Wait until these threads, but for the one that calls this, have ended; False if some last."""
+    until = time.monotonic() + within_s
+    others = [each for each in threads if each is not threading.current_thread()]
+    for each in others:
+        each.join(max(0.0, until - time.monotonic()))
+    return not any(each.is_alive() for each in others)
+
+
+@atexit.register
+def _end_with_the_program() -> None:
+    if not any(each.is_alive() for each in tuple(_threads)):
+        return
+    for each in tuple(_endings):
+        ending = each()
+        if ending is not None:
+            ending()
+    if not join(tuple(_threads)):
+        _logger.warning("the program ends while a callback of one of its calls still runs")

@@ -1,0 +1,91 @@
+"""Exceptions that signal handlers raise in the middle of a call.
+
+Python runs handlers of signals in the main thread, wherever it is; torch's for SIGCHLD raises when
+a worker of a DataLoader was killed. A call that ends there is one that the other ranks have made
+and this one has not. So while a call waits, the exception waits too, as it does in gloo and NCCL,
+whose waits are in C: the call ends as it would have, and then raises it. Ctrl-C and `sys.exit` end
+the call at once, and so does a second exception.
+"""
+
+import logging
+import signal
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from types import CodeType
+from typing import TypeVar
+
+from pmesh.errors import PmeshError
+
+T = TypeVar("T")
+
+_logger = logging.getLogger("pmesh")
+
+
+class _MainThread:
+    """What holds for the call of the main thread, the only one in which handlers run."""
+
+    calls = False
+    raised: Exception | None = None
+
+
+@contextmanager
+def postponed() -> Generator[None]:
+    """Raise what a handler has raised in a `wait` inside only at the end of this block."""
+    if threading.current_thread() is not threading.main_thread() or _MainThread.calls:
+        yield
+        return
+    _MainThread.calls = True
+    try:
+        yield
+    except PmeshError as e:
+        if _MainThread.raised is not None:
+            raise _MainThread.raised from e
+        raise
+    else:
+        if _MainThread.raised is not None:
+            raise _MainThread.raised
+    finally:
+        _MainThread.calls, _MainThread.raised = False, None
+
+
+def wait(for_something: Callable[[], T], otherwise: T) -> T:
+    """What a function returns that only waits; `otherwise` if it was interrupted."""
+    try:
+        return for_something()
+    except Exception as e:
+        is_main = threading.current_thread() is threading.main_thread()
+        if not (is_main and _MainThread.calls) or _MainThread.raised is not None:
+            raise
+        _MainThread.raised = e
+        _logger.warning("once this call has ended it raises %s: %s", type(e).__name__, e)
+        return otherwise
+
+
+def interrupts(error: BaseException) -> bool:
+    """Whether a signal has raised it, so that other ranks do not see it in the same place."""
+    if not isinstance(error, Exception):
+        return True  # KeyboardInterrupt, SystemExit
+    of_handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()}
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code in of_handlers:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def _code_of(handler: object) -> CodeType | None:
+    """Of a function or a method; of something else that can be called, of its class's `__call__`.
+
+    >>> import functools
+    >>> _code_of(_code_of) is _code_of.__code__
+    True
+    >>> _code_of(signal.SIG_DFL), _code_of(None)
+    (None, None)
+    """
+    for each in (handler, vars(type(handler)).get("__call__")):
+        code = getattr(each, "__code__", None)
+        if isinstance(code, CodeType):
+            return code
+    return None
