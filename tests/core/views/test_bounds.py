@@ -113,8 +113,7 @@ LARGEST = 2**62
 OURS = make_roster(ANNA, BERT, CARA, terms=Terms(on_loss="raise", quorum="majority"))
 BASE = make_view(5, ANNA, BERT, CARA, rosters=[OURS, make_roster(ANNA, BERT, job=FACES)])
 OURS_TOO = make_roster(ANNA, BERT, CARA, job=FACES)
-BOTH = make_view(5, ANNA, BERT, CARA, rosters=[OURS, OURS_TOO])
-"""Cara has a rank in each job, and can fill both."""
+BOTH = make_view(5, ANNA, BERT, CARA, rosters=[OURS, OURS_TOO])  # Cara can fill both jobs
 
 
 def is_taken(sender: Member, message: AgreementMessage) -> bool:
@@ -288,12 +287,7 @@ def _about(roster: Roster, verdict: Verdict | None, op: OpNumber) -> ViewRequest
 
 IT_IS_LOST = (_about(OURS, make_verdict("RankLost", 2), OpNumber(-1)),)
 VIEW_REQUESTS = st.just(IT_IS_LOST) | several(
-    st.builds(
-        _about,
-        st.sampled_from([OURS, OURS_TOO]),
-        st.none() | VERDICTS,
-        st.just(OpNumber(-1)) | OPS,
-    ),
+    st.builds(_about, st.sampled_from(BOTH.rosters), st.none() | VERDICTS, st.just(-1) | OPS),
     5,
 )
 
