@@ -160,8 +160,8 @@ def path_below(directory: Path, path: Path) -> Path | None:
 
 def is_in_launch_copy(path: Path) -> bool:
     """Return True for what lies in this launch's own copy of a directory: no later one has it."""
-    copy = os.environ.get(COPY_VARIABLE)
-    return bool(copy) and path_below(Path(copy), path.absolute()) is not None
+    copy = os.environ.get(COPY_VARIABLE, "")
+    return copy != "" and path_below(Path(copy), path.absolute()) is not None
 
 
 @contextlib.contextmanager

@@ -126,7 +126,7 @@ class AgentConnection:
         """Whether there is something to receive, or an end, within `timeout_s`."""
         poll = select.poll()  # not select: that knows no descriptor above 1,023
         poll.register(self._socket.fileno(), select.POLLIN)
-        return bool(wait(lambda: poll.poll(1000 * timeout_s), []))
+        return wait(lambda: bool(poll.poll(1000 * timeout_s)), otherwise=False)
 
     def _warn_of_silence(self, due_s: float) -> None:
         """Wait for the agent to send something, and warn once if it should have."""

@@ -127,3 +127,28 @@ def test_an_error_and_then_a_sync_on_every_rank_loses_no_call(agent: WatchedAgen
         return steps(mesh)
 
     assert run(agent, 2, program) == [[2.0 * k for k in range(STEPS)]] * 2
+
+
+def test_calls_that_were_queued_behind_the_one_that_fails_stay_in_step_too(
+    agent: WatchedAgent,
+) -> None:
+    returned = threading.Event()
+
+    def program(mesh: Mesh) -> "list[float | None]":
+        if mesh.rank == 0:
+            mesh.broadcast(np.ones(3), root=0)
+            returned.set()
+        else:
+            assert returned.wait(PATIENCE_S)
+            with pytest.raises(pmesh.OpMismatch):
+                mesh.barrier()
+        handles = [mesh.all_reduce(np.array([float(k)]), async_op=True) for k in range(STEPS)]
+        results: list[float | None] = []
+        for handle in handles:
+            try:
+                results.append(float(handle.wait(PATIENCE_S)[0]))
+            except pmesh.OpMismatch:
+                results.append(None)
+        return results
+
+    check(run(agent, 2, program))
