@@ -112,7 +112,8 @@ def test_a_last_save_is_made_though_it_is_not_time(tmp_path: Path) -> None:
         with pmesh.Checkpoints(tmp_path / str(mesh.rank), mesh, every_s=3600) as checkpoints:
             # one rank that says so is enough: all agree
             return [
-                checkpoints.save(state_at(1), 1, now=last and mesh.rank == 1) for last in (0, 1)
+                checkpoints.save(state_at(1), 1, now=last and mesh.rank == 1)
+                for last in (False, True)
             ]
 
     assert SimulatedMesh(2).run(train) == [[False, True]] * 2
