@@ -118,6 +118,7 @@ class Fetching:
     def __init__(
         self,
         home: Path,
+        me: NodeId,
         *,
         send: Deliver,
         link_with: Callable[[NodeId], object | None],
@@ -126,6 +127,7 @@ class Fetching:
         contain: Contain,
     ) -> None:
         self._home = home
+        self._me = me
         self._send = send
         self._link_with = link_with
         self._why_not = why_not
@@ -154,11 +156,11 @@ class Fetching:
                     self._pushes[node].acknowledge_untrusted(number, offset)
             case NewFiles():
                 asked = self._asked.get(message.number)
-                if asked is not None and asked.pull.starter.node == node:
+                if asked is not None and asked.node == node:
                     asked.take(message)
             case NewPart(_, number, offset, data):
                 asked = self._asked.get(number)
-                if asked is not None and asked.pull.starter.node == node:
+                if asked is not None and asked.node == node:
                     asked.pull.receive_untrusted(offset, data)
 
     def follow_links(self) -> None:
@@ -167,8 +169,11 @@ class Fetching:
             if self._link_with(node) is not push.link:
                 push.scope.cancel()
                 del self._pushes[node]
+        for node in [node for node in self._offers if node != self._me]:
+            if self._link_with(node) is None:
+                del self._offers[node]
         for asked in self._asked.values():
-            if self._link_with(asked.pull.starter.node) is not asked.link:
+            if self._link_with(asked.node) is not asked.link:
                 asked.scope.cancel()
 
     # --- this machine gives
@@ -246,13 +251,13 @@ class Fetching:
     # --- this machine takes
 
     async def fetch(
-        self, launch: PathName, starter: Member, name: str, *, contents: bool, most_bytes: int
+        self, launch: PathName, node: NodeId, name: str, *, contents: bool, most_bytes: int
     ) -> FetchedFiles | None:
         """Return what a machine has for this launch; with contents, once they are stored here.
 
         Args:
             launch: One that was started here.
-            starter: The machine.
+            node: The machine.
             name: Of the machine.
             contents: Store them.
             most_bytes: How much may come.
@@ -260,12 +265,15 @@ class Fetching:
         Returns:
             None if it has no copy.
         """
+        link = self._link_with(node)
+        if link is None and node != self._me:
+            return FetchedFiles(name, node_text(node), "it is not there now; fetch them later")
         number = next(self._numbers)
-        asked = self._asked[number] = _Asked(number, Pull(starter), self._link_with(starter.node))
+        asked = self._asked[number] = _Asked(number, node, link)
         refusal = ""
         try:
             with asked.scope:
-                self._send(starter.node, AskNewFiles(launch, number, contents))
+                self._send(node, AskNewFiles(launch, number, contents))
                 if not contents:
                     asked.scope.deadline = trio.current_time() + ANSWER_S
                 await asked.answered.wait()
@@ -279,7 +287,7 @@ class Fetching:
             del self._asked[number]
         if asked.scope.cancelled_caught:
             refusal = "it does not answer any more"
-        id_, answer = node_text(starter.node), asked.answer
+        id_, answer = node_text(node), asked.answer
         refusal = answer.refusal or refusal
         if refusal or answer.count < 0:
             return FetchedFiles(name, id_, refusal) if refusal else None
@@ -307,7 +315,7 @@ class Fetching:
     async def _pull(
         self, asked: "_Asked", launch: PathName, contents: Sequence[Content], wanted: Sequence[int]
     ) -> None:
-        pull, node, number = asked.pull, asked.pull.starter.node, asked.number
+        pull, node, number = asked.pull, asked.node, asked.number
         pull.begin(number, contents)
         self._send(node, AskNewContents(launch, number, tuple(wanted)))
         await pull.store_all(
@@ -318,9 +326,10 @@ class Fetching:
 class _Asked:
     """A question to one machine, and what comes of it."""
 
-    def __init__(self, number: int, pull: Pull, link: object | None) -> None:
+    def __init__(self, number: int, node: NodeId, link: object | None) -> None:
         self.number = number
-        self.pull = pull
+        self.node = node
+        self.pull = Pull()
         self.link = link
         self.answer = NewFiles(PathName("0" * 12), 0)
         self.answered = trio.Event()

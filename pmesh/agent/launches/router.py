@@ -136,6 +136,7 @@ class Launches:
         )
         self.fetching = Fetching(
             home,
+            me.node,
             send=self.send,
             link_with=lambda node: self._links().get(node),
             why_not=self._why_not,
@@ -462,17 +463,15 @@ class Launches:
 
     # --- for people
 
-    def copies_of(self, text: str) -> tuple[PathName, Mapping[Member, str]]:
-        """Return a launch that was started here, and the machines there are that may have a copy.
+    def copies_of(self, text: str) -> tuple[PathName, Mapping[NodeId, str]]:
+        """Return a launch that was started here, and the names of who may have a copy.
 
         Raises:
             UsageError: Another machine has started it, or it has no copies.
         """
         is_id = re.fullmatch(r"[0-9a-f]{12}", text) is not None
-        others = {link.member: self._name_of(node) for node, link in self._links().items()}
-        here = {self._me: self._name, **others}
         if is_id and text not in {one.launch for one in self._known()}:  # of an agent before this
-            return path_name(text), here
+            return path_name(text), {n: self._name_of(n) for n in (self._me.node, *self._links())}
         launch = self.find(text)
         if isinstance(launch, PartHere):
             starter = self._name_of(launch.starter.node)
@@ -482,8 +481,7 @@ class Launches:
                 f"launch {launch.launch} ran without --sync: what it has written is where its "
                 "ranks ran, and not in a copy"
             )
-        takes_part = {seat.node for seat in launch.state.seats}
-        return launch.launch, {m: name for m, name in here.items() if m.node in takes_part}
+        return launch.launch, {seat.node: seat.name for seat in launch.state.seats}
 
     def find(self, text: str) -> StartedHere | PartHere:
         """Return a launch by ID@MACHINE, by its id, or by its job: then the latest that runs.

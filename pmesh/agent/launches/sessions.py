@@ -32,7 +32,7 @@ from pmesh.core.wire.launches import (
     Launches as LaunchRows,
 )
 from pmesh.errors import ProtocolError, UsageError
-from pmesh.ids import Member, PathName, node_text
+from pmesh.ids import NodeId, PathName, node_text
 from pmesh.net.local.sessions import Session, refuse
 
 LINES_BYTES = 64 * 1024  # of one message
@@ -66,10 +66,10 @@ async def serve_launch(
                     await _follow(session, launch, follow=follow)
                     nursery.cancel_scope.cancel()
             case FetchFiles(text):
-                launch_id, members = launches.copies_of(text)
+                launch_id, names = launches.copies_of(text)
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(session.await_end)
-                    found = await _fetch(launch_id, members, request, launches)
+                    found = await _fetch(launch_id, names, request, launches)
                     await session.send(Fetched(launch_id, found))
                     nursery.cancel_scope.cancel()
             case Launch():
@@ -79,21 +79,21 @@ async def serve_launch(
 
 
 async def _fetch(
-    launch: PathName, members: Mapping[Member, str], request: FetchFiles, launches: Launches
+    launch: PathName, names: Mapping[NodeId, str], request: FetchFiles, launches: Launches
 ) -> tuple[FetchedFiles, ...]:
     """Ask all machines that may have a copy, each by itself."""
     found = list[FetchedFiles]()
 
-    async def ask(member: Member, name: str) -> None:
+    async def ask(node: NodeId, name: str) -> None:
         files = await launches.fetching.fetch(
-            launch, member, name, contents=request.contents, most_bytes=request.most_bytes
+            launch, node, name, contents=request.contents, most_bytes=request.most_bytes
         )
         if files is not None:
             found.append(files)
 
     async with trio.open_nursery() as nursery:
-        for member, name in members.items():
-            nursery.start_soon(ask, member, name)
+        for node, name in names.items():
+            nursery.start_soon(ask, node, name)
     return tuple(sorted(found, key=lambda files: files.name))
 
 

@@ -57,7 +57,7 @@ class Syncing:
         self._contain = contain
         self._store = FileStore(home)
         self._copies = Copies(home, self._store)
-        self._pulls: dict[tuple[NodeId, str], Pull] = {}
+        self._pulls: dict[tuple[NodeId, str], _LaunchPull] = {}
         """By the starter and its launch: another starter may have chosen the same id."""
         self._pushes: dict[tuple[str, NodeId], _LaunchPush] = {}
         self._numbers = itertools.count(1)
@@ -108,7 +108,7 @@ class Syncing:
         if tree is None:
             return message.command
         key = (starter.node, message.launch)
-        pull = self._pulls[key] = Pull(starter)
+        pull = self._pulls[key] = _LaunchPull(starter)
         beating = trio.CancelScope()
         self._nursery.start_soon(self._beat, beating, pull, message.launch)
         try:
@@ -128,7 +128,7 @@ class Syncing:
         await in_thread(self._store.prune, needed)
         await in_thread(self._copies.prune, launches)
 
-    async def _bring(self, pull: "Pull", launch: PathName, tree: TreeName) -> Path:
+    async def _bring(self, pull: "_LaunchPull", launch: PathName, tree: TreeName) -> Path:
         path = copy_path(self._home, launch, tree)
         if await in_thread(path.is_dir):  # a rank is started again
             return path
@@ -151,7 +151,11 @@ class Syncing:
         return entries
 
     async def _take(
-        self, pull: "Pull", launch: PathName, contents: Sequence[Content], wanted: Sequence[int]
+        self,
+        pull: "_LaunchPull",
+        launch: PathName,
+        contents: Sequence[Content],
+        wanted: Sequence[int],
     ) -> None:
         """Ask the starter for contents, and store them."""
         pull.begin(next(self._numbers), contents)
@@ -161,7 +165,7 @@ class Syncing:
             lambda stored: self._send(pull.starter.node, FilesStored(launch, pull.number, stored)),
         )
 
-    async def _beat(self, scope: trio.CancelScope, pull: "Pull", launch: PathName) -> None:
+    async def _beat(self, scope: trio.CancelScope, pull: "_LaunchPull", launch: PathName) -> None:
         """Tell the starter that this machine is at work."""
         with scope:
             while True:
@@ -217,8 +221,7 @@ class Syncing:
 class Pull:
     """What this machine takes of another one for one launch: files come in a stream."""
 
-    def __init__(self, starter: Member) -> None:
-        self.starter = starter
+    def __init__(self) -> None:
         self.number = 0
         self.incoming = Incoming(())
         self._slices: list[tuple[Slice, bytes]] = []
@@ -284,6 +287,14 @@ class Push:
             self.outgoing.acknowledge_untrusted(offset)
             changed, self.changed = self.changed, trio.Event()
             changed.set()
+
+
+class _LaunchPull(Pull):
+    """The same of a starter."""
+
+    def __init__(self, starter: Member) -> None:
+        super().__init__()
+        self.starter = starter
 
 
 class _LaunchPush(Push):

@@ -11,6 +11,7 @@ from pmesh.core.launches.restarts import (
     STEADY_S,
     count_failures,
     describe_end,
+    fails_by_itself,
     wait_before_start,
 )
 from pmesh.core.wire.launches import Failure
@@ -138,7 +139,7 @@ def rank_ended(part: Part, rank: int, code: int, *, now: float) -> PartStep:
     actions: list[PartAction] = [Say(rank, text)]
     if before.job == "fixed":
         actions.append(Warn(rank, "in a fixed job"))
-    elif not (before.job or before.failures) and ran_s < AT_ONCE_S:
+    elif not (before.job or before.failures) and ran_s < AT_ONCE_S and fails_by_itself(code):
         actions.append(Warn(rank, "at once"))
     return PartStep(_with(part, rank, waits), tuple(actions))
 

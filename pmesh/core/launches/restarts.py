@@ -34,6 +34,15 @@ def count_failures(failures: int, *, ran_s: float) -> int:
     return 1 if ran_s >= STEADY_S else failures + 1
 
 
+def fails_by_itself(code: int) -> bool:
+    """Return False for the end of a process that was signalled from outside, or needed memory.
+
+    >>> fails_by_itself(1), fails_by_itself(-11), fails_by_itself(-9)
+    (True, True, False)
+    """
+    return -code not in {signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM}
+
+
 def describe_end(code: int) -> str:
     """Say how a process ended; `code` as in `subprocess`.
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
-from pmesh.core.launches.restarts import AT_ONCE_S, describe_end, exit_code
+from pmesh.core.launches.restarts import AT_ONCE_S, describe_end, exit_code, fails_by_itself
 from pmesh.core.wire.launches import Failure, SignalNumber
 from pmesh.ids import NodeId
 
@@ -174,8 +174,9 @@ def rank_ended(launch: Started, node: NodeId, rank: int, code: int, *, now: floa
         return Step(launch)
     codes = {**seat.codes, rank: code}
     over = len(codes) == len(seat.ranks)
-    seat = replace(seat, codes=codes, phase="over" if over else "runs")
-    launch = _with_failure(_seated(launch, seat), node, rank, None)
+    fails = _without(seat.fails, rank)
+    seat = replace(seat, codes=codes, fails=fails, phase="over" if over else "runs")
+    launch = _seated(launch, seat)
     if launch.phase in {"ending", "restarting"}:
         return _settle(launch, now=now)
     if code == 0:
@@ -184,7 +185,8 @@ def rank_ended(launch: Started, node: NodeId, rank: int, code: int, *, now: floa
     note = Tell(f"rank {seat.number(rank)} on {seat.name} {describe_end(code)}")
     if launch.elastic:
         return _settle(launch, (note,), now=now)
-    return _fail(launch, note, now=now, at_once=now < launch.began + AT_ONCE_S)
+    at_once = fails_by_itself(code) and now < launch.began + AT_ONCE_S
+    return _fail(launch, note, now=now, at_once=at_once)
 
 
 def rank_fails(launch: Started, node: NodeId, rank: int, how: Failure) -> Step:
@@ -192,7 +194,8 @@ def rank_fails(launch: Started, node: NodeId, rank: int, how: Failure) -> Step:
     seat = launch.seat_of(node)
     if seat is None or seat.phase != "runs" or rank not in seat.ranks or rank in seat.codes:
         return Step(launch)
-    return _give_up(Step(_with_failure(launch, node, rank, None if how == "no more" else how)))
+    fails = _without(seat.fails, rank) if how == "no more" else {**seat.fails, rank: how}
+    return _give_up(Step(_seated(launch, replace(seat, fails=fails))))
 
 
 def machine_lost(launch: Started, node: NodeId, why: str, *, now: float) -> Step:
@@ -332,8 +335,12 @@ def _give_up(step: Step) -> Step:
             actions.append(Tell(_waits_in_vain(seat, rank, *finished[0])))
     for seat, rank in given_up:
         actions.append(GiveUp(seat.node, rank))
-        launch = _with_failure(launch, seat.node, rank, None)
-    return Step(launch, (*step.actions, *actions))
+    gone = {(seat.node, rank) for seat, rank in given_up}
+    left = [
+        replace(seat, fails={r: how for r, how in seat.fails.items() if (seat.node, r) not in gone})
+        for seat in launch.seats
+    ]
+    return Step(replace(launch, seats=tuple(left)), (*step.actions, *actions))
 
 
 _AT_ONCE = (
@@ -354,14 +361,8 @@ def _waits_in_vain(seat: Seat, rank: int, finished: int, where: Seat) -> str:
     )
 
 
-def _with_failure(launch: Started, node: NodeId, rank: int, how: Failure | None) -> Started:
-    seat = launch.seat_of(node)
-    if seat is None:
-        return launch
-    fails = {other: before for other, before in seat.fails.items() if other != rank}
-    if how is not None:
-        fails[rank] = how
-    return _seated(launch, replace(seat, fails=fails))
+def _without(fails: Mapping[int, Failure], rank: int) -> Mapping[int, Failure]:
+    return {other: how for other, how in fails.items() if other != rank}
 
 
 def _fail(launch: Started, note: Tell, *, now: float, at_once: bool = False) -> Step:

@@ -180,7 +180,7 @@ async def fetched(
 
     async def ask() -> None:
         take = here.launches.fetching.fetch
-        found.append(await take(ID, ANNA, "anna", contents=True, most_bytes=most_bytes))
+        found.append(await take(ID, ANNA.node, "anna", contents=True, most_bytes=most_bytes))
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(ask)
@@ -242,7 +242,7 @@ async def test_a_tree_that_leads_out_of_its_directory_is_not_taken(tmp_path: Pat
 
 async def ask_all(here: Here, *, contents: bool) -> list[FetchedFiles | None]:
     take = here.launches.fetching.fetch
-    return [await take(ID, ANNA, "anna", contents=contents, most_bytes=1)]
+    return [await take(ID, ANNA.node, "anna", contents=contents, most_bytes=1)]
 
 
 async def test_a_machine_that_is_silent_or_lost_is_given_up(
@@ -264,6 +264,10 @@ async def test_a_machine_that_is_silent_or_lost_is_given_up(
             (found,) = await ask_all(here, contents=True)
         assert found is not None
         assert found.refusal == "it does not answer any more"
+        del here.links[ANNA.node]
+        (found,) = await ask_all(here, contents=True)
+        assert found is not None
+        assert found.refusal == "it is not there now; fetch them later"
 
 
 async def test_bytes_that_nobody_asked_for_end_the_link(tmp_path: Path) -> None:
@@ -283,11 +287,11 @@ async def test_bytes_that_nobody_asked_for_end_the_link(tmp_path: Path) -> None:
 async def test_those_who_take_part_are_asked_and_after_a_restart_all(tmp_path: Path) -> None:
     async with launches_in(tmp_path) as here:
         everyone = here.launches.copies_of("ffffffffffff")[1]
-        assert everyone.keys() == {ME, ANNA, EVE}
+        assert everyone.keys() == {ME.node, ANNA.node, EVE.node}
         there = (here.view.seats[1].name,)
         command = asks_in(TREE).command
         here.launches.start(Launch("night", command, LaunchTerms(), on=there))
-        assert here.launches.copies_of("night")[1].keys() == {ANNA}
+        assert here.launches.copies_of("night")[1].keys() == {ANNA.node}
         with pytest.raises(UsageError, match="knows no launch 'day'"):
             here.launches.copies_of("day")
 

@@ -115,6 +115,7 @@ def test_only_a_first_run_that_completes_no_op_fails_at_once() -> None:
     assert warnings(step) == [Warn(0, "at once")]
     assert warnings(failed(pass_time(step.part, now=102.0).part, 0, at=102.5)) == []
     assert warnings(failed(begun(0), 0, at=100.0 + AT_ONCE_S)) == []
+    assert warnings(rank_ended(begun(0), 0, -9, now=101.0)) == []  # somebody has killed it
     trained = op_completed(begun(0), 0, syncs=True)
     assert trained.actions == ()
     assert warnings(failed(trained.part, 0, at=101.0)) == []

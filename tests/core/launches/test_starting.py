@@ -408,6 +408,16 @@ def test_an_engine_whose_ranks_fail_at_each_start_is_not_started_ten_times() -> 
     assert play.actions == (Over(1),)
 
 
+def test_an_engine_whose_ranks_are_killed_is_started_again_as_often_as_wanted() -> None:
+    play = running(elastic=False, restarts=10)
+    for _ in range(2 * MOST_AT_ONCE):
+        play.ended(A, -9)
+        for node in (B, C):
+            play.ended(node, -15)
+        play.answer(A, B, C)
+    assert play.actions == (Begin(A), Begin(B), Begin(C))
+
+
 def test_an_engine_that_has_worked_for_a_while_is_started_again_as_often_as_wanted() -> None:
     play = running(elastic=False, restarts=10)
     for _ in range(2 * MOST_AT_ONCE):
