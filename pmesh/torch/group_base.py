@@ -26,6 +26,10 @@ Tensors = Sequence[Tensor]
 
 _ENDS = (RankLost, GroupBroken, RosterChanged, HistorySuperseded, AgentStopped, MeshClosed)
 """After these, torch's fixed number of ranks is not there any more."""
+_FIXED = (
+    "torch fixes the number of ranks: start all of them again, from your checkpoint, or let the "
+    "others train on by pmesh.torch.init(elastic=True)"
+)
 _DONE: "Future[None]" = Future()
 _DONE.set_result(None)
 
@@ -242,7 +246,8 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc] # torch has no types h
         try:
             return call()
         except _ENDS as e:
-            self._lost = f"{type(e).__name__}: {e}"
+            what_to_do = f"; {_FIXED}" if isinstance(e, (RankLost, GroupBroken)) else ""
+            self._lost = f"{type(e).__name__}: {e}{what_to_do}"
             raise dist.DistBackendError(self._lost) from e
         except PmeshError as e:
             late = " Timed out :" if isinstance(e, OpTimedOut) else ""  # torch's own words for it

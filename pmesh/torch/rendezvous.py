@@ -5,17 +5,22 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from importlib import import_module
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any, TypeAlias, cast
 
 Found: TypeAlias = Iterator[tuple[Any, int, int]]
 """A store, this rank, and how many there are."""
 
+Hook: TypeAlias = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+"""As `sys.excepthook`."""
+
 _NO_BACKEND = ("none", "undefined")  # what torch has there if its caller names none
 _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
+_ALL_OF_LAUNCHERS = (*_OF_LAUNCHERS, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+_OF_PMESH = ("PMESH_JOB", "PMESH_WAIT_FOR")
 
 
 def install() -> None:
@@ -33,10 +38,50 @@ def install() -> None:
         wanted = str(argument_of_init("backend")).lower()
         if not given and ("pmesh" in wanted or (wanted in _NO_BACKEND and _is_elastic())):
             return of_mesh(url, **named)
-        return cast("Found", of_torch(url, **named))
+        return _of_torch(cast("Found", of_torch(url, **named)))
 
     handlers["env"] = env
     handlers["pmesh"] = of_mesh
+    sys.excepthook = _hinting(sys.excepthook)
+
+
+def _of_torch(found: Found) -> Found:
+    """What torch finds by `env://`; its error also says who sets what it misses."""
+    try:
+        yield from found
+    except ValueError as e:
+        name = next((each for each in _ALL_OF_LAUNCHERS if f" {each} " in str(e)), None)
+        hint = _hint(name)
+        if hint is None:
+            raise
+        raise ValueError(f"{e}. {hint}") from None
+
+
+def _hinting(before: Hook) -> Hook:
+    """Say it too where a script reads a variable of a launcher that nothing has set."""
+
+    def hook(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        before(kind, error, traceback)
+        missing = error.args[0] if isinstance(error, KeyError) and error.args else None
+        hint = _hint(missing if missing in _ALL_OF_LAUNCHERS else None)
+        if hint is not None:
+            sys.stderr.write(f"pmesh: {hint}\n")
+
+    return hook
+
+
+def _hint(missing: str | None) -> str | None:
+    """What to do where this variable is missed; None if pmesh has not started the script."""
+    if missing is None or missing in os.environ or not any(map(os.environ.get, _OF_PMESH)):
+        return None
+    found_by_pmesh = "" if missing.startswith("MASTER_") else " and sets this variable"
+    return (
+        f"Nothing has set {missing}. init_process_group('pmesh') finds the ranks in the mesh"
+        f"{found_by_pmesh}. For a script of another backend, 'pmesh run --on all --engine gloo' "
+        "sets RANK, WORLD_SIZE, MASTER_ADDR and so on"
+    )
 
 
 def of_mesh(url: str, timeout: timedelta | None = None, **_: object) -> Found:

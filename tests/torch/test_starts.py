@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+import torch.distributed as dist
 
 import pmesh.torch
 from tests.torch.conftest import Programs
@@ -107,3 +108,28 @@ def test_ctrl_c_in_the_registration_ends_the_program(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(pmesh.torch, "_register", interrupt)
     with pytest.raises(KeyboardInterrupt):
         pmesh.torch.register()
+
+
+@pytest.mark.parametrize("missing", ["RANK", "MASTER_ADDR"])
+def test_who_misses_what_a_launcher_sets_reads_who_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], missing: str
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "PMESH_JOB", "PMESH_WAIT_FOR"):
+        monkeypatch.delenv(name, raising=False)
+    if missing == "MASTER_ADDR":
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", "1")
+
+    def told() -> list[str]:
+        """By the error of torch, and below that of a script that reads the variable itself."""
+        with pytest.raises(ValueError, match=missing) as caught:
+            dist.init_process_group("gloo")
+        sys.excepthook(KeyError, KeyError(missing), None)
+        return [str(caught.value), capsys.readouterr().err]
+
+    hint = f"Nothing has set {missing}. init_process_group('pmesh') finds the ranks in the mesh"
+    assert not any(hint in text for text in told())  # it has nothing to do with pmesh
+    monkeypatch.setenv("PMESH_WAIT_FOR", "2")
+    for text in told():
+        assert hint in text
+        assert "'pmesh run --on all --engine gloo' sets RANK, WORLD_SIZE, MASTER_ADDR" in text
