@@ -47,6 +47,7 @@ SLOW = (
     "tests/agent/lanes/test_edge_costs.py::test_what_is_known_is_not_measured_again",
     "tests/agent/mesh/test_relays.py::test_what_is_relayed_counts_once",
     "tests/agent/mesh/test_probing.py::test_machines_that_train_together",
+    "tests/agent/mesh/test_probing.py::test_a_job_takes_at_most_a_fiftieth",
     "tests/mlx_lm/test_training.py::test_a_newcomer",
     *("tests/client/test_examples.py", "tests/docs/test_readme.py", "tests/e2e/"),
     "tests/docs/test_training_pages.py",

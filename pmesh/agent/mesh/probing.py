@@ -21,7 +21,7 @@ from pmesh.core.wire.probes import MAX_PROBE_BYTES, PROBE_PART_BYTES, AskProbe, 
 from pmesh.ids import Member
 
 PROBE_EVERY_S = 900.0  # more would be most of the control traffic: each member has n - 3 such paths
-CHECK_EVERY_S = 60.0  # at most, while what other paths bring changes
+CHECK_EVERY_S = 180.0  # at most, over all known paths to this machine: 0.01 % of what one carries
 OTHERS_EVERY_S = 3600.0  # of a path that carries no tensors, which may show more than they would
 PROBES = 3  # of which the fastest counts
 MOST_PROBES = 8  # of one measurement, with those that were too short to say anything
@@ -51,6 +51,8 @@ class PathBandwidth:
         """How fast it is, as far as the next probe's length matters."""
         self._due_at = 0.0, 0.0
         """When to ask for a probe if tensors take this path, and if they take another one."""
+        self._measured_times = 0
+        """Since it came, or an interface has changed."""
         self._answered_at = -ANSWER_EVERY_S
         self._found_mbit_s: list[float] = []
         """By the probes since the last measurement."""
@@ -74,11 +76,17 @@ class PathBandwidth:
         """An interface has changed, so a probe is due."""
         due_at = max(trio.current_time(), self._asked_at + PATIENCE_S)  # else two would mix
         self._due_at = due_at, due_at
+        self._measured_times = 0
 
     def check_soon(self) -> None:
         """Another path to this machine brings more or less, so this one may, too."""
         soon = max(trio.current_time(), self._asked_at + CHECK_EVERY_S)
         self._due_at = min(self._due_at[0], soon), self._due_at[1]
+
+    @property
+    def is_known(self) -> bool:
+        """True if it was measured twice, as the first time something may have disturbed it."""
+        return self._measured_times > 1
 
     @property
     def is_changing(self) -> bool:
@@ -101,6 +109,7 @@ class PathBandwidth:
         now = trio.current_time()
         self._found_mbit_s.clear()
         self._asked_times = 0
+        self._measured_times += 1
         self._due_at = now + PROBE_EVERY_S, now + OTHERS_EVERY_S
 
     def ask(self) -> None:
@@ -176,6 +185,8 @@ class Probing:
         self._known_mbit_s: dict[Member, int] = {}
         self._members: tuple[Member, ...] = ()
         """Those that train with this machine."""
+        self._may_check_at = 0.0
+        """When the next probe may go over a path that is known."""
 
     def settled_mbit_s(self, member: Member) -> int:
         """Return the settled bandwidth from a peer; 0 while it is unknown.
@@ -219,12 +230,17 @@ class Probing:
                 acknowledges the probe, and show there how fast the path is.
         """
         self._members = tuple(members)
+        now = trio.current_time()
         due: list[tuple[float, int, PathBandwidth]] = []
         for member in self._members:
             for path in self._paths_to(member):
                 due_at = path.bandwidth.due_at(in_use=path.in_use)
                 is_filled = path.in_use and member in following
-                if due_at <= trio.current_time() and not is_filled:
+                may_ask = now >= self._may_check_at or not path.bandwidth.is_known
+                if due_at <= now and may_ask and not is_filled:
                     due.append((due_at, len(due), path.bandwidth))
         if due:
-            min(due)[-1].ask()
+            chosen = min(due)[-1]
+            if chosen.is_known:
+                self._may_check_at = now + CHECK_EVERY_S
+            chosen.ask()
