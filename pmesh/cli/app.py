@@ -372,15 +372,8 @@ _VALUED_OPTIONS = MappingProxyType(
     {
         "run": (
             *("--on", "--count", "-n", "--per-node", "--job", "--engine", "--restarts", "--grace"),
-            *(
-                "--hang-timeout",
-                "--env",
-                "--cwd",
-                "--python",
-                "--sync-limit",
-                "--collect",
-                "--home",
-            ),
+            *("--hang-timeout", "--env", "--cwd", "--python", "--sync-limit", "--collect"),
+            "--home",
             *_MODULE_OPTIONS,
         ),
         "mlx": ("--job", "--wait-for", "--compression", "--home"),

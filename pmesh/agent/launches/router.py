@@ -71,6 +71,7 @@ MAX_ASKED = 16  # questions of one member at once: each has 256 KiB, and takes a
 ENDS_S = 10.0  # the ranks of the last attempt, which a lost link has ended, must be gone
 AGAIN_S = 60.0  # a member that is refused again and again is no news
 
+_ToPart: TypeAlias = BeginRanks | SignalRanks | GiveUpRank | OutputRead | RankInput
 
 _Kept = TypeVar("_Kept", StartedHere, PartHere)
 _Key = TypeVar("_Key")
@@ -187,11 +188,7 @@ class Launches:
                 elif isinstance(message, RankOutput):  # that launch is forgotten here
                     self.send(member.node, read_of(message))
 
-    def _pass_on(
-        self,
-        part: PartHere,
-        message: BeginRanks | SignalRanks | GiveUpRank | OutputRead | RankInput,
-    ) -> None:
+    def _pass_on(self, part: PartHere, message: _ToPart) -> None:
         match message:
             case BeginRanks():
                 part.begin(message)
