@@ -340,7 +340,9 @@ def run_launch(home: Path | None, request: Launch, wishes: Wishes) -> int:
 
 def show_log(home: Path | None, launch: str, *, follow: bool) -> int:
     """Print the output of a launch; with `follow`, until it ends."""
-    return trio.run(_converse, home_directory(home), FollowLaunch(launch, follow), [])
+    return trio.run(
+        _converse, home_directory(home), FollowLaunch(launch, follow), list[LaunchBegan]()
+    )
 
 
 async def _converse(home: Path, request: Launch | FollowLaunch, begun: list[LaunchBegan]) -> int:
