@@ -284,7 +284,9 @@ def test_a_rank_that_is_lost_ends_a_monitored_barrier_at_once_for_all() -> None:
     first, second, _ = run(program)
     assert first.startswith("RankLost: ")
     assert "Rank 1 successfully reached monitoredBarrier" in second
-    assert second.endswith(first.removeprefix("RankLost: "))
+    lost, _, advice = first.removeprefix("RankLost: ").partition("; ")
+    assert second.endswith(lost)
+    assert "pmesh.torch.init(elastic=True)" in advice
 
 
 def test_lists_with_roots_and_messages_from_anyone() -> None:
