@@ -6,6 +6,7 @@ lock. If it comes back from C++ there, as from an op of torch, that aborts the w
 """
 
 import atexit
+import contextlib
 import logging
 import threading
 import time
@@ -45,7 +46,8 @@ def at_end(ending: Callable[[], None]) -> None:
     """
     for each in tuple(_endings):
         if each() is None:
-            _endings.remove(each)
+            with contextlib.suppress(ValueError):  # another thread has just removed it
+                _endings.remove(each)
     _endings.append(WeakMethod(ending))
 
 

@@ -1,6 +1,7 @@
 """Functions that run one after the other, in threads, and who is called back when they end."""
 
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -125,3 +126,27 @@ def test_a_forked_child_does_not_wait_for_threads_that_it_has_not(
     assert not handle.done()
     may_run.set()
     assert handle.wait(PATIENCE_S)
+
+
+def test_many_threads_may_begin_lines_at_the_same_time() -> None:
+    """What an ended line has left is removed by whichever comes first."""
+    errors = list[Exception]()
+
+    def begin_some() -> None:
+        try:
+            for _ in range(1000):
+                Line()
+        except Exception as e:  # noqa: BLE001 - a thread would only print it
+            errors.append(e)
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        beginners = [threading.Thread(target=begin_some) for _ in range(4)]
+        for each in beginners:
+            each.start()
+        for each in beginners:
+            each.join()
+    finally:
+        sys.setswitchinterval(interval_s)
+    assert errors == []
