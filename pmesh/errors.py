@@ -244,7 +244,8 @@ class OpTimedOut(RunError, TimeoutError):
 class HistorySuperseded(RunError):
     """The job continued without this rank: it was cut off, asleep or stopped for too long.
 
-    `mesh.sync` brings it back; in a job that syncs again and again without an error.
+    `mesh.sync` brings it back; a script that calls it at the top of its loop gets no error, unless
+    it has asked for it by `on_superseded="raise"`.
     See docs/how-to/troubleshooting.md#nobodys-runerror.
     """
 
