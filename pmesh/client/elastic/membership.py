@@ -245,12 +245,12 @@ class Place:
     def _whole_or_ended(self) -> Generator[None]:
         """A call that a signal has interrupted between its ops is one that others go on with."""
         session = self._session
-        begun = session.begun
+        ops_before = session.calls.ops
         with postponed():
             try:
                 yield
             except BaseException as e:
-                if session.begun > begun and interrupts(e):
+                if session.calls.ops > ops_before and interrupts(e):
                     session.end(f"{type(e).__name__}: {e}".rstrip(": "))
                 raise
 

@@ -104,8 +104,6 @@ class TrainerSession:
         self._users = UsersArrays()
         self.next_op = OpNumber(0)
         self.calls = CallCount()
-        self.begun = 0
-        """How many ops have begun, to know whether a call has."""
         self._compression = ""
         self.enters = False
         """Whether the next op must be the `sync` in which it enters the job, or comes back."""
@@ -282,7 +280,6 @@ class TrainerSession:
         self._input_retained = self._input_retained or is_root
         self._ahead_is_filled = False
         self.calls.op_called()
-        self.begun += 1
         reply = self._exchange(request, meanwhile)
         match reply:
             case OpDone(op, output) if op == number or (enters and op >= 0):

@@ -22,21 +22,24 @@ class CallCount:
         """How many calls have begun that have taken an op, or tried to."""
         self.doubtful = False
         """Whether the ranks must compare their counts before the next call."""
+        self.ops = 0
+        """How many ops have been called, those in which counts are compared included."""
         self._resumes_at = 0
-        self._has_op = False
+        self._ops_before = 0
+        """The present call."""
 
     def begin(self) -> None:
         """The program makes a call."""
         self.made += 1
-        self._has_op = False
+        self._ops_before = self.ops
 
     def op_called(self) -> None:
         """The call takes an op."""
-        self._has_op = True
+        self.ops += 1
 
     def compared(self, most: int) -> None:
         """The counts of all ranks have been compared; the highest is `most`."""
-        self.doubtful = self._has_op = False
+        self.doubtful, self._ops_before = False, self.ops
         self._resumes_at = most
 
     def why_skipped(self) -> str:
@@ -51,7 +54,7 @@ class CallCount:
 
     def failed(self) -> None:
         """The call has ended with an error."""
-        if self._has_op:
+        if self.ops > self._ops_before:
             self.doubtful = True  # another rank may have seen it end well, or in another call
         elif not self.why_skipped():
             self.made -= 1  # nobody else knows of it
