@@ -1,8 +1,6 @@
 """What ranks have written goes back to who started the launch, and to nobody else."""
 
 import stat
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -39,31 +37,14 @@ from pmesh.errors import ProtocolError, UsageError
 from pmesh.ids import Member, node_text
 from tests.agent.launches.test_router import ANNA, EVE, ID, ME, FakePeer, Here, launches_in
 from tests.agent.launches.test_syncing import (
-    DATA,
-    SCRIPT,
     TREE,
-    TREE_DATA,
-    answer,
     asks_in,
     copy_in,
-    refusal_of,
+    launch_of_anna,
 )
 
 WRITES = "mkdir -p out && printf one >out/a.txt && printf two >b.txt"
 NEW = (NewFile("b.txt", 3), NewFile("out/a.txt", 3))
-
-
-@asynccontextmanager
-async def launch_of_anna(home: Path, script: str = WRITES) -> AsyncGenerator[Here]:
-    """Anna has run a command here, in a copy of her directory; it is over."""
-    async with launches_in(home) as here:
-        here.launches.receive(ANNA, asks_in(TREE, "sh", "-c", script))
-        await answer(here, TREE_DATA)
-        await answer(here, DATA + SCRIPT)
-        assert await refusal_of(here) == ""
-        here.begin()
-        await here.output()
-        yield here
 
 
 async def told(here: Here, member: Member = ANNA, *, contents: bool = False) -> NewFiles:
@@ -91,7 +72,7 @@ async def contents(here: Here, *wanted: int, nbytes: int) -> bytes:
 
 
 async def test_the_starter_gets_what_its_ranks_have_written(tmp_path: Path) -> None:
-    async with launch_of_anna(tmp_path) as here:
+    async with launch_of_anna(tmp_path, WRITES) as (here, _):
         assert await told(here) == NewFiles(ID, 7, "", 2, 6, NEW)
         offer = await told(here, contents=True)
         assert offer.tree is not None
@@ -101,7 +82,7 @@ async def test_the_starter_gets_what_its_ranks_have_written(tmp_path: Path) -> N
 
 
 async def test_nobody_else_gets_it_nor_learns_of_it(tmp_path: Path) -> None:
-    async with launch_of_anna(tmp_path) as here:
+    async with launch_of_anna(tmp_path, WRITES) as (here, _):
         assert await told(here, EVE, contents=True) == NewFiles(ID, 7)  # as of one never heard of
         here.launches.receive(EVE, AskNewContents(ID, 7))
         refused = await here.eve.next()
@@ -118,7 +99,7 @@ async def test_what_was_not_written_by_ranks_or_has_keys_is_left_out(tmp_path: P
         " && mkdir -p __pycache__ home env && touch __pycache__/x home/node_key home/y"
         f" env/pyvenv.cfg env/z && echo {key} >key.txt && printf x >>data.bin"
     )
-    async with launch_of_anna(tmp_path, script) as here:
+    async with launch_of_anna(tmp_path, script) as (here, _):
         found = await told(here)
         assert [file.path for file in found.shown] == ["b.txt", "data.bin", "out/a.txt"]
 
@@ -129,7 +110,7 @@ async def test_a_file_that_can_not_be_read_is_named(
     def add_file(*_: object, **__: object) -> None:
         raise UsageError("it changes while it is read")
 
-    async with launch_of_anna(tmp_path) as here:
+    async with launch_of_anna(tmp_path, WRITES) as (here, _):
         monkeypatch.setattr(FileStore, "add_file", add_file)
         refused = await told(here, contents=True)
         assert refused.refusal == "'b.txt' can't be fetched: it changes while it is read"
@@ -138,7 +119,7 @@ async def test_a_file_that_can_not_be_read_is_named(
 
 
 async def test_what_was_not_offered_can_not_be_had(tmp_path: Path) -> None:
-    async with launch_of_anna(tmp_path) as here:
+    async with launch_of_anna(tmp_path, WRITES) as (here, _):
         await told(here, contents=True)
         for wanted in ((2,), (1, 0), (0, 0)):
             with pytest.raises(ProtocolError, match="files that are not there"):
@@ -149,7 +130,7 @@ async def test_what_was_not_offered_can_not_be_had(tmp_path: Path) -> None:
 
 
 async def test_a_content_that_is_lost_meanwhile_ends_the_question(tmp_path: Path) -> None:
-    async with launch_of_anna(tmp_path) as here:
+    async with launch_of_anna(tmp_path, WRITES) as (here, _):
         await told(here, contents=True)
         FileStore(tmp_path).path_of(content_of(b"one")).unlink()
         here.launches.receive(ANNA, AskNewContents(ID, 7, (1,)))
@@ -159,7 +140,7 @@ async def test_a_content_that_is_lost_meanwhile_ends_the_question(tmp_path: Path
 
 
 async def test_a_copy_of_an_agent_before_is_still_the_starter_s(tmp_path: Path) -> None:
-    async with launch_of_anna(tmp_path):
+    async with launch_of_anna(tmp_path, WRITES):
         pass
     async with launches_in(tmp_path) as here:
         assert (await told(here)).shown == NEW
@@ -297,7 +278,7 @@ async def test_those_who_take_part_are_asked_and_after_a_restart_all(tmp_path: P
 
 
 async def test_what_has_no_copy_or_another_starter_is_said(tmp_path: Path) -> None:
-    async with launch_of_anna(tmp_path) as here:
+    async with launch_of_anna(tmp_path, WRITES) as (here, _):
         for text in ("digits", ID):
             with pytest.raises(UsageError, match="; fetch its files there"):
                 here.launches.copies_of(text)
@@ -308,7 +289,7 @@ async def test_what_has_no_copy_or_another_starter_is_said(tmp_path: Path) -> No
 
 
 async def test_the_record_of_a_copy_is_private(tmp_path: Path) -> None:
-    async with launch_of_anna(tmp_path):
+    async with launch_of_anna(tmp_path, WRITES):
         record = tmp_path / "sync" / "starters" / copy_in(tmp_path).name
         assert record.read_text() == node_text(ANNA.node)
         assert stat.S_IMODE(record.parent.stat().st_mode) == 0o700

@@ -1,6 +1,7 @@
 """Files of a launch, between one machine and fake peers that may lie."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,18 @@ def copy_in(home: Path) -> Path:
     return copy
 
 
+@asynccontextmanager
+async def launch_of_anna(home: Path, script: str) -> AsyncGenerator[tuple[Here, str]]:
+    """Anna has run a script here, in a copy of her directory; it is over, with this output."""
+    async with launches_in(home) as here:
+        here.launches.receive(ANNA, asks_in(TREE, "sh", "-c", script))
+        await answer(here, TREE_DATA)
+        await answer(here, DATA + SCRIPT)
+        assert await refusal_of(here) == ""
+        here.begin()
+        yield here, (await here.output())[0]
+
+
 # --- a machine takes files
 
 
@@ -126,13 +139,8 @@ async def test_only_what_is_missing_is_asked_for(tmp_path: Path) -> None:
 
 async def test_a_command_is_told_the_copy_in_which_it_runs(tmp_path: Path) -> None:
     show = 'test "$PMESH_COPY" -ef . && echo "in a copy"'
-    async with launches_in(tmp_path) as here:
-        here.launches.receive(ANNA, asks_in(TREE, "sh", "-c", show))
-        await answer(here, TREE_DATA)
-        await answer(here, DATA + SCRIPT)
-        assert await refusal_of(here) == ""
-        here.begin()
-        assert (await here.output())[0] == "in a copy\n"
+    async with launch_of_anna(tmp_path, show) as (_, output):
+        assert output == "in a copy\n"
 
 
 async def test_a_rank_that_starts_again_finds_what_it_has_written(tmp_path: Path) -> None:
