@@ -26,7 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from pmesh.agent.status.schema import Status, decode_status
-from pmesh.cli.ring import RingNode, draw_ring
+from pmesh.cli.ring import draw_ring, nodes_of
 from pmesh.cli.sizes import bytes_text
 from pmesh.client.control import ask_status
 from pmesh.errors import PmeshError
@@ -224,11 +224,7 @@ def _frame(demo: Demo, progress: Progress, beat: int) -> RenderableType:
     status = demo.status(NAMES[0])
     if status is None:
         return progress
-    nodes = [
-        RingNode(member.name, member.health, member.id == status.view.leader)
-        for member in status.view.members
-    ]
-    return Group("", draw_ring(nodes, width=console.width, beat=beat), "", progress)
+    return Group("", draw_ring(nodes_of(status), width=console.width, beat=beat), "", progress)
 
 
 def bytes_per_step(demo: Demo, steps: int) -> float:

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from pmesh.agent.status.schema import Health
+from pmesh.agent.status.schema import Health, Status
 from pmesh.texts import printable
 
 # Both shape and colour show the health, for terminals and eyes without colours.
@@ -38,6 +38,15 @@ class RingNode(NamedTuple):
     leader: bool = False
     here: bool = False
     """True for the machine that shows the status."""
+
+
+def nodes_of(status: Status) -> list[RingNode]:
+    """Return the members of the view as the ring shows them."""
+    leader, me = status.view.leader, status.node.id
+    return [
+        RingNode(m.name, m.health, leader=m.id == leader, here=m.id == me)
+        for m in status.view.members
+    ]
 
 
 def draw_ring(nodes: Sequence[RingNode], *, width: int = 80, beat: int | None = None) -> Text:

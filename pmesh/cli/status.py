@@ -26,7 +26,7 @@ from pmesh.agent.status.schema import (
     Status,
     decode_status,
 )
-from pmesh.cli.ring import HEALTH_MARKS, RingNode, draw_ring
+from pmesh.cli.ring import HEALTH_MARKS, draw_ring, nodes_of
 from pmesh.cli.rows import Cell, Rows, output
 from pmesh.cli.sizes import bytes_text
 from pmesh.cli.status_all import bandwidth_text, render_all, round_trip_text
@@ -72,11 +72,7 @@ def _headline(status: Status) -> Text:
 
 
 def _ring(status: Status, width: int, beat: int | None) -> RenderableType:
-    nodes = [
-        RingNode(m.name, m.health, leader=m.id == status.view.leader, here=m.id == status.node.id)
-        for m in status.view.members
-    ]
-    ring = draw_ring(nodes, width=width, beat=beat)
+    ring = draw_ring(nodes_of(status), width=width, beat=beat)
     return Padding(ring, (1, 0, 0, 0), expand=False)  # a pipe has no width to fill
 
 

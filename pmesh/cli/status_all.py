@@ -15,7 +15,7 @@ from pmesh.agent.status.schema import (
     Status,
     ViewStatus,
 )
-from pmesh.cli.ring import HEALTH_MARKS, RingNode, draw_ring
+from pmesh.cli.ring import HEALTH_MARKS, draw_ring, nodes_of
 from pmesh.cli.rows import Rows
 from pmesh.cli.sizes import bytes_text
 from pmesh.cli.troubles import describe_troubles
@@ -49,13 +49,8 @@ def _headline(status: Status) -> Text:
 
 
 def _ring(status: Status, width: int, beat: int | None) -> RenderableType:
-    view = status.view
-    leader = view.leader
-    nodes = [
-        RingNode(m.name, m.health, leader=m.id == leader, here=m.id == status.node.id)
-        for m in view.members
-    ]
-    title = Text(f"View {view.epoch.counter}, {len(nodes)} in the ring, ★ leads", "dim")
+    nodes = nodes_of(status)
+    title = Text(f"View {status.view.epoch.counter}, {len(nodes)} in the ring, ★ leads", "dim")
     ring = Group(title, draw_ring(nodes, width=width, beat=beat))
     return Padding(ring, (1, 0, 0, 0), expand=False)  # a pipe has no width to fill
 
