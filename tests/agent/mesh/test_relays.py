@@ -8,8 +8,8 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from pmesh.agent.mesh import probing
 from pmesh.agent.mesh.links import Link, LivePath
-from pmesh.agent.mesh.probing import PROBE_EVERY_S
 from pmesh.agent.mesh.relays import LINGER_S, MAX_OPENING, RELAY_AFTER_S
 from pmesh.core.links.addresses import BoundAddress
 from pmesh.core.links.health import LONGEST_SILENCE_S
@@ -231,7 +231,10 @@ async def test_another_forwards_if_the_first_does_not(clock: MockClock) -> None:
         assert link_to(one, other) is link
 
 
-async def test_what_is_relayed_counts_once_and_is_not_measured_by_probes(clock: MockClock) -> None:
+async def test_what_is_relayed_counts_once_and_is_not_measured_by_probes(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probing, "PROBE_EVERY_S", 30.0)
     async with village(clock, 3) as here:
         one, middle, other = here.machines
         build_wall(one, other)
@@ -239,7 +242,7 @@ async def test_what_is_relayed_counts_once_and_is_not_measured_by_probes(clock: 
         await live.path.aclose()
         await until(lambda: reached_over(one, other) == reached_over(other, one) == RELAYED)
         await here.job(*here.machines)
-        await trio.sleep(PROBE_EVERY_S)
+        await trio.sleep(probing.PROBE_EVERY_S)
         agents = [machine.agent.membership for machine in here.machines]
         measured = {
             frozenset((a.state.me, b.state.me))
@@ -251,6 +254,6 @@ async def test_what_is_relayed_counts_once_and_is_not_measured_by_probes(clock: 
         current = link_to(one, middle).current
         assert current is not None
         at_the_socket = current.path.bytes_sent
-        await trio.sleep(PROBE_EVERY_S)
+        await trio.sleep(probing.PROBE_EVERY_S)
         sent, _ = one.agent.peers.control_bytes
         assert sent - sent_before == current.path.bytes_sent - at_the_socket > 0
