@@ -25,7 +25,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from pmesh.agent.status.schema import Status, decode_status
+from pmesh.agent.schema import Status, decode_status
 from pmesh.cli.ring import draw_ring, nodes_of
 from pmesh.cli.sizes import bytes_text
 from pmesh.client.control import ask_status

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from pmesh.agent.status.events import EventPage
-from pmesh.agent.status.schema import Status, json_schema
+from pmesh.agent.events import EventPage
+from pmesh.agent.schema import Status, json_schema
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
 

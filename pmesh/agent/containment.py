@@ -10,7 +10,7 @@ import structlog
 import trio
 from structlog.typing import FilteringBoundLogger
 
-from pmesh.agent.status.events import EventLog
+from pmesh.agent.events import EventLog
 
 AGAIN_S = 60.0  # the same error is no news, and a peer that provokes it must not fill the disk
 MAX_PLACES = 256  # few lines of the agent raise, and no place contains text from outside

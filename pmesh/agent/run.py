@@ -18,6 +18,13 @@ import trio
 
 from pmesh.agent.config import Settings, host_port_text
 from pmesh.agent.containment import ContainedTasks, Containment
+from pmesh.agent.events import (
+    Event,
+    EventLog,
+    describe_change,
+    describe_reordered,
+    encode_events,
+)
 from pmesh.agent.jobs.driver import Jobs
 from pmesh.agent.jobs.trainer import serve_trainer
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
@@ -33,16 +40,9 @@ from pmesh.agent.mesh.ping import ping
 from pmesh.agent.mesh.probing import Probing
 from pmesh.agent.mesh.storms import count_packets, watch_storms
 from pmesh.agent.p2p.router import P2PRouter, serve_p2p
-from pmesh.agent.status.events import (
-    Event,
-    EventLog,
-    describe_change,
-    describe_reordered,
-    encode_events,
-)
+from pmesh.agent.schema import Status as Snapshot
+from pmesh.agent.schema import TurnedAwayStatus, encode_status
 from pmesh.agent.status.others import OTHER_MESH, describe_other_mesh
-from pmesh.agent.status.schema import Status as Snapshot
-from pmesh.agent.status.schema import TurnedAwayStatus, encode_status
 from pmesh.agent.status.snapshot import (
     Sources,
     describe_peers,

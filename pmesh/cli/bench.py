@@ -20,7 +20,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pmesh.agent.status.schema import decode_status
+from pmesh.agent.schema import decode_status
 from pmesh.cli.bench_calls import COLLECTIVES, STRATEGIES, Collective, Trial
 from pmesh.cli.rows import Rows, output
 from pmesh.cli.sizes import parse_size

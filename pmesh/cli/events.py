@@ -9,7 +9,7 @@ from typing import get_args
 import msgspec
 from rich.text import Text
 
-from pmesh.agent.status.events import Event, EventKind, EventPage, decode_events, encode_events
+from pmesh.agent.events import Event, EventKind, EventPage, decode_events, encode_events
 from pmesh.cli.rows import Rows, output
 from pmesh.cli.terminal import complain, say_json
 from pmesh.client.control import ask_events

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
-from pmesh.agent.status.schema import decode_status
+from pmesh.agent.schema import decode_status
 from pmesh.cli.terminal import complain
 from pmesh.client.connect import default_wait_for
 from pmesh.client.control import ask_status

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from pmesh.agent.status.schema import Health, Status
+from pmesh.agent.schema import Health, Status
 from pmesh.texts import printable
 
 # Both shape and colour show the health, for terminals and eyes without colours.

@@ -17,8 +17,7 @@ from rich.padding import Padding
 from rich.segment import Segment
 from rich.text import Text
 
-from pmesh.agent.status.others import name_peer
-from pmesh.agent.status.schema import (
+from pmesh.agent.schema import (
     JobStatus,
     MemberStatus,
     PathStatus,
@@ -26,6 +25,7 @@ from pmesh.agent.status.schema import (
     Status,
     decode_status,
 )
+from pmesh.agent.status.others import name_peer
 from pmesh.cli.ring import HEALTH_MARKS, draw_ring, nodes_of
 from pmesh.cli.rows import Cell, Rows, output
 from pmesh.cli.sizes import bytes_text

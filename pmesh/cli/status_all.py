@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from pmesh.agent.status.schema import (
+from pmesh.agent.schema import (
     EdgeStatus,
     JobStatus,
     MemberStatus,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
-from pmesh.agent.status.schema import HeldOffStatus, MemberStatus, Status
+from pmesh.agent.schema import HeldOffStatus, MemberStatus, Status
 from pmesh.ids import shared_name
 from pmesh.texts import printable
 

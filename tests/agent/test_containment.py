@@ -10,12 +10,12 @@ from structlog.testing import capture_logs
 from trio.testing import MockClock
 
 from pmesh.agent.containment import AGAIN_S, MAX_PLACES, ContainedTasks, Containment
+from pmesh.agent.events import EventLog
 from pmesh.agent.jobs import trainer
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.lanes import rendezvous
 from pmesh.agent.p2p import router
 from pmesh.agent.run import Agent
-from pmesh.agent.status.events import EventLog
 from pmesh.core.wire.link import OfferLane
 from pmesh.core.wire.local import (
     SESSION_VERSION,

@@ -15,9 +15,9 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from pmesh.agent import run
 from pmesh.agent.config import Listen, Settings
+from pmesh.agent.events import decode_events
 from pmesh.agent.mesh.peers import Peers
 from pmesh.agent.run import MOST_FALLS, Agent, open_listeners, run_agent
-from pmesh.agent.status.events import decode_events
 from pmesh.core.identity.advertisement import Advertisement
 from pmesh.core.identity.keys import AdvertisementKey, NodeKey
 from pmesh.core.values import View

@@ -377,7 +377,7 @@ def test_an_agent_that_is_alone_is_told_what_to_do(
 ) -> None:
     import msgspec  # noqa: PLC0415
 
-    from pmesh.agent.status.schema import decode_status  # noqa: PLC0415
+    from pmesh.agent.schema import decode_status  # noqa: PLC0415
 
     def alone(data: bytes) -> object:
         status = decode_status(data)

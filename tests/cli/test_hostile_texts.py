@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pmesh.agent.status.events import encode_events
-from pmesh.agent.status.schema import encode_status
+from pmesh.agent.events import encode_events
+from pmesh.agent.schema import encode_status
 from pmesh.cli.app import run
 from pmesh.cli.rows import output
 from pmesh.core.launches.lines import STARTER

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
 
-from pmesh.agent.status.schema import (
+from pmesh.agent.schema import (
     EdgeStatus,
     JobStatus,
     NewcomerStatus,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pmesh.agent.status.events import decode_events
-from pmesh.agent.status.schema import decode_status
+from pmesh.agent.events import decode_events
+from pmesh.agent.schema import decode_status
 from pmesh.client.connect import connect
 from pmesh.client.control import ask_events, ask_status, stop_agent
 from pmesh.core.wire.framing import frame

@@ -2,7 +2,7 @@ from typing import get_args
 
 import pytest
 
-from pmesh.agent.status.events import (
+from pmesh.agent.events import (
     EVENTS_SCHEMA_VERSION,
     KEPT,
     MAX_TEXT,

@@ -6,7 +6,7 @@ import pytest
 
 import pmesh
 from pmesh import errors
-from pmesh.agent.status import schema
+from pmesh.agent import schema
 from pmesh.client.calls.point_to_point import PointToPoint
 from pmesh.client.group import Collectives
 from pmesh.client.trees.arrays import WIRE_OF

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
-from pmesh.agent.status.schema import EpochStatus, Status, decode_status
+from pmesh.agent.schema import EpochStatus, Status, decode_status
 from pmesh.client.control import ask_status
 from pmesh.core.identity.keys import MeshKey, mesh_key_text
 from pmesh.errors import AgentNotRunning, AgentStopped

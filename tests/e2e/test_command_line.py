@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from pmesh.agent.status.schema import decode_status
+from pmesh.agent.schema import decode_status
 from tests.e2e.harness import Agent, Fleet
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "reference" / "status.schema.json"

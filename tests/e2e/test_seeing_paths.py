@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pmesh.agent.status.schema import PathStatus, Status
+from pmesh.agent.schema import PathStatus, Status
 from tests.e2e.harness import Fleet
 from tools.lab.net import NetLab
 

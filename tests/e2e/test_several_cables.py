@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pmesh.agent.status.schema import Status
+from pmesh.agent.schema import Status
 from tests.e2e.harness import Agent, Fleet
 from tools.lab.net import NetLab
 

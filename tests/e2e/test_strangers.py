@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pmesh.agent.status.schema import PeerStatus
+from pmesh.agent.schema import PeerStatus
 from pmesh.core.identity.keys import MeshKey, mesh_key_text
 from pmesh.core.wire.link import PROTOCOL_VERSION
 from tests.e2e.harness import Agent, Fleet

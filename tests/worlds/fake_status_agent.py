@@ -17,8 +17,8 @@ from pathlib import Path
 
 import msgspec
 
-from pmesh.agent.status.events import EventLog, encode_events
-from pmesh.agent.status.schema import (
+from pmesh.agent.events import EventLog, encode_events
+from pmesh.agent.schema import (
     DoorStatus,
     EdgeStatus,
     EpochStatus,

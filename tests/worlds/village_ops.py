@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import trio
 
+from pmesh.agent.events import Event
 from pmesh.agent.jobs import op_task
 from pmesh.agent.jobs.op_task import Op
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
-from pmesh.agent.status.events import Event
 from pmesh.core.ops.kinds import KINDS, extent_of
 from pmesh.core.ops.plan import RankPlan
 from pmesh.core.ops.reductions import WIRE_DTYPES, Values

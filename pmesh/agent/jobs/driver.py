@@ -11,11 +11,11 @@ import trio
 
 from pmesh.agent.config import Settings
 from pmesh.agent.containment import Tasks
+from pmesh.agent.events import EventLog
 from pmesh.agent.jobs.ranks import LocalRank, sum_of
 from pmesh.agent.jobs.retained import ResultServer
 from pmesh.agent.lanes.rendezvous import LaneKey, LaneRendezvous
 from pmesh.agent.mesh.membership import Membership
-from pmesh.agent.status.events import EventLog
 from pmesh.core.jobs import jobs
 from pmesh.core.jobs.jobs import JobsState
 from pmesh.core.jobs.speed import Speed

@@ -15,6 +15,7 @@ from typing import TypeAlias, TypeVar
 import trio
 
 from pmesh.agent.containment import Contain
+from pmesh.agent.events import EventKind, News
 from pmesh.agent.home import is_full
 from pmesh.agent.launches.checks import Found, check_command, free_ports
 from pmesh.agent.launches.fetching import Fetching
@@ -26,7 +27,6 @@ from pmesh.agent.launches.syncing import Syncing
 from pmesh.agent.launches.ways import best_way
 from pmesh.agent.mesh.links import Link
 from pmesh.agent.mesh.names import Names
-from pmesh.agent.status.events import EventKind, News
 from pmesh.core.launches.engines import LOOPBACK, MAX_RDMA_RANKS
 from pmesh.core.launches.lines import MACHINE, STARTER, note, seated
 from pmesh.core.launches.starting import Seat

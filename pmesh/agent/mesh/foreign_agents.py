@@ -11,9 +11,9 @@ import msgspec
 import structlog
 import trio
 
+from pmesh.agent.events import EventLog
 from pmesh.agent.mesh.peers import Peers
-from pmesh.agent.status.events import EventLog
-from pmesh.agent.status.schema import TurnedAwayStatus
+from pmesh.agent.schema import TurnedAwayStatus
 from pmesh.core.wire.link import PROTOCOL_VERSION
 from pmesh.ids import NodeId
 from pmesh.net.links.discovery import Deaf, Discovered, Found, Gone

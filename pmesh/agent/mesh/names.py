@@ -15,8 +15,8 @@ import msgspec
 import structlog
 import trio
 
+from pmesh.agent.events import News
 from pmesh.agent.home import move_away, read_private, write_private
-from pmesh.agent.status.events import News
 from pmesh.core.values import Seat, View
 from pmesh.errors import ConfigError, KeyFileError, UsageError
 from pmesh.ids import NodeId, node_from_text, node_text, short_node, tell_apart

@@ -10,6 +10,7 @@ import structlog
 import trio
 
 from pmesh.agent.containment import Contain, Tasks
+from pmesh.agent.events import News
 from pmesh.agent.mesh.bans import Bans
 from pmesh.agent.mesh.dial_targets import Targets
 from pmesh.agent.mesh.links import (
@@ -27,7 +28,6 @@ from pmesh.agent.mesh.membership import Membership
 from pmesh.agent.mesh.paths import PathKeeper
 from pmesh.agent.mesh.probing import ProbedPath
 from pmesh.agent.mesh.relays import Relays
-from pmesh.agent.status.events import News
 from pmesh.core.links.addresses import BoundAddress, in_dialling_order
 from pmesh.core.links.dialing import STEADY_AFTER_S
 from pmesh.core.links.paths import MAX_PATHS, Way

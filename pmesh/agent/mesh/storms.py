@@ -10,7 +10,7 @@ from typing import Final, NoReturn, Protocol
 import psutil
 import trio
 
-from pmesh.agent.status.events import News
+from pmesh.agent.events import News
 from pmesh.net.links.interfaces import AddressWatch
 
 COUNT_EVERY_S: Final = 5.0

@@ -1,1 +1,1 @@
-"""The agent's output for people and programs: status, events, log lines."""
+"""What an agent shows of itself to people and programs, and the lines of its log."""

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from pmesh.agent.status.schema import PeerStatus
+from pmesh.agent.schema import PeerStatus
 from pmesh.ids import shared_name
 
 OTHER_MESH: Final = (

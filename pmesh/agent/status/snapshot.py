@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import trio
 
+from pmesh.agent import schema
 from pmesh.agent.jobs.driver import Jobs
 from pmesh.agent.mesh.dial_targets import Key, Refusal
 from pmesh.agent.mesh.foreign_agents import Strangers
@@ -15,9 +16,8 @@ from pmesh.agent.mesh.links import Link
 from pmesh.agent.mesh.membership import Membership
 from pmesh.agent.mesh.peers import Peers
 from pmesh.agent.p2p.router import P2PRouter
-from pmesh.agent.status import schema
+from pmesh.agent.schema import Status
 from pmesh.agent.status.others import OTHER_MESH, name_peer
-from pmesh.agent.status.schema import Status
 from pmesh.core.links.reasons import USUAL_MBIT_S, why_slow
 from pmesh.core.values import Roster, Seat
 from pmesh.core.views.quorum import is_in_force

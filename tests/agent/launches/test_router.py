@@ -15,6 +15,7 @@ import trio.testing
 from msgspec.structs import replace
 
 from pmesh.agent.containment import Containment
+from pmesh.agent.events import EventLog, News
 from pmesh.agent.launches.permission import (
     PERMISSION_NAME,
     Permission,
@@ -25,7 +26,6 @@ from pmesh.agent.launches.permission import (
 from pmesh.agent.launches.router import MAX_RUNNING, Launches
 from pmesh.agent.mesh.links import Link
 from pmesh.agent.mesh.names import Names
-from pmesh.agent.status.events import EventLog, News
 from pmesh.core.launches.lines import read_lines, seated
 from pmesh.core.values import View
 from pmesh.core.wire.launches import (

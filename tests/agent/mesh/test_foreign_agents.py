@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 from trio.testing import MockClock
 
 from pmesh.agent.mesh.foreign_agents import FEW, describe
-from pmesh.agent.status.schema import PeerStatus, TurnedAwayStatus
+from pmesh.agent.schema import PeerStatus, TurnedAwayStatus
 from pmesh.core.identity.advertisement import Advertisement
 from pmesh.core.wire.link import PROTOCOL_VERSION, Address
 from pmesh.errors import (

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pmesh.agent.events import News
 from pmesh.agent.mesh.names import (
     MAX_NAMES,
     MAX_NAMES_OF_NODE,
@@ -14,7 +15,6 @@ from pmesh.agent.mesh.names import (
     load_names,
     store_names,
 )
-from pmesh.agent.status.events import News
 from pmesh.core.values import Seat, View
 from pmesh.errors import ConfigError, UsageError
 from pmesh.ids import Epoch, Incarnation, Member, NodeId, node_text, short_node

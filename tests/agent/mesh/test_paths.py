@@ -12,12 +12,12 @@ from msgspec import structs
 from structlog.testing import capture_logs
 from trio.testing import MockClock
 
+from pmesh.agent.events import Event
 from pmesh.agent.mesh import peers
 from pmesh.agent.mesh.links import Link, LivePath, live_path
 from pmesh.agent.mesh.paths import PathKeeper
 from pmesh.agent.mesh.peers import REDIAL_S
 from pmesh.agent.mesh.probing import PathBandwidth
-from pmesh.agent.status.events import Event
 from pmesh.core.links.addresses import BoundAddress, LocalAddress
 from pmesh.core.links.paths import PathKey, Way
 from pmesh.core.wire.link import Address, PeerInterface

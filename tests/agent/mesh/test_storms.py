@@ -7,6 +7,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from pmesh.agent.events import News
 from pmesh.agent.mesh.storms import (
     ANSWERED,
     COUNT_EVERY_S,
@@ -17,7 +18,6 @@ from pmesh.agent.mesh.storms import (
     storm_packets_per_s,
     watch_storms,
 )
-from pmesh.agent.status.events import News
 from pmesh.core.links.addresses import InterfaceKind, LocalAddress
 from pmesh.net.links.interfaces import AddressWatch
 

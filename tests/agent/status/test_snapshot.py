@@ -11,8 +11,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from pmesh.agent.status import snapshot
-from pmesh.agent.status.schema import (
+from pmesh.agent.schema import (
     SCHEMA_VERSION,
     HeldOffStatus,
     Status,
@@ -21,6 +20,7 @@ from pmesh.agent.status.schema import (
     encode_status,
     json_schema,
 )
+from pmesh.agent.status import snapshot
 from pmesh.core.links import health
 from pmesh.core.links.paths import PathKey
 from pmesh.core.values import Terms

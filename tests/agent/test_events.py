@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pmesh.agent.status.events import (
+from pmesh.agent.events import (
     EVENTS_SCHEMA_VERSION,
     KEPT,
     MAX_NAMES,
@@ -28,7 +28,7 @@ from pmesh.agent.status.events import (
     describe_reordered,
     encode_events,
 )
-from pmesh.agent.status.schema import json_schema
+from pmesh.agent.schema import json_schema
 from pmesh.core.jobs.jobs import LEFT
 from pmesh.core.values import OpOutcome, Primary, Roster, Seat, Terms, Trainer, Verdict, View
 from pmesh.core.wire.link import RELAYED, MeasuredEdge
@@ -47,7 +47,7 @@ from pmesh.ids import (
 )
 from tests.worlds.builders import unsigned
 
-REFERENCE = Path(__file__).parents[3] / "docs" / "reference" / "events.schema.json"
+REFERENCE = Path(__file__).parents[2] / "docs" / "reference" / "events.schema.json"
 NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
 ME = Member(NodeId(b"a" * 32), Incarnation(0xBEEF))
 

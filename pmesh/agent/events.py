@@ -17,7 +17,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from pmesh.agent.status.schema import decode_as
+from pmesh.agent.schema import decode_as
 from pmesh.core.jobs.jobs import LEFT
 from pmesh.core.values import Roster, Seat, Trainer, View
 from pmesh.core.views.ring import Edges, edge_cost, edges_around, times_faster
