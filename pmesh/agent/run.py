@@ -31,14 +31,14 @@ from pmesh.agent.lanes.rendezvous import LaneRendezvous
 from pmesh.agent.launches.router import Launches
 from pmesh.agent.launches.sessions import serve_launch
 from pmesh.agent.limits import Admission, open_files_limit, plan_files
-from pmesh.agent.mesh.foreign_agents import Strangers
-from pmesh.agent.mesh.foreign_agents import watch as watch_turned_away
+from pmesh.agent.mesh.findings import Findings
 from pmesh.agent.mesh.membership import DOUBT_S, Membership
 from pmesh.agent.mesh.names import Names, load_names
 from pmesh.agent.mesh.peers import BeyondMesh, Peers
 from pmesh.agent.mesh.ping import ping
 from pmesh.agent.mesh.probing import Probing
 from pmesh.agent.mesh.storms import count_packets, watch_storms
+from pmesh.agent.mesh.turned_away import watch as watch_turned_away
 from pmesh.agent.p2p.router import P2PRouter, serve_p2p
 from pmesh.agent.schema import Status as Snapshot
 from pmesh.agent.schema import TurnedAwayStatus, encode_status
@@ -192,7 +192,7 @@ class Agent:
         self._watch = AddressWatch(
             settings.listen.host, only=settings.interfaces, never=settings.not_interfaces
         )
-        self._strangers = Strangers(self._advertisement_key.tag, minute=minute_of_now)
+        self._findings = Findings(self._advertisement_key.tag, minute=minute_of_now)
         self._sessions = SessionCounters()
         self._lags: deque[tuple[float, float]] = deque()
         self._began = trio.current_time()
@@ -363,11 +363,11 @@ class Agent:
                 key=self._advertisement_key,
                 watch=self._watch,
                 found=found,
-                counters=self._strangers.counters,
+                counters=self._findings.counters,
             )
 
         nursery.start_soon(announce_ourselves)
-        nursery.start_soon(self._strangers.sort, findings, self.peers)
+        nursery.start_soon(self._findings.sort, findings, self.peers)
 
     def _hello(self) -> Hello:
         local = self._watch.announced
@@ -399,8 +399,8 @@ class Agent:
             "and 'pmesh up'"
         )
         lines = tuple(line for line in self._describe_unlinked() if OTHER_MESH not in line)
-        if self._strangers.deaf is not None:
-            lines += (f"mDNS can't be used: {self._strangers.deaf}",)
+        if self._findings.deaf is not None:
+            lines += (f"mDNS can't be used: {self._findings.deaf}",)
         elif self._settings.mdns and not (lines or said):
             lines += ("mDNS finds no agent; if one runs, name it: pmesh up --peer HOST",)
         for line in lines:
@@ -411,7 +411,7 @@ class Agent:
         return len(self.membership.view.seats) == 1
 
     def _report_other_meshes(self, said: set[str]) -> None:
-        for peer in describe_peers(self.peers, self._strangers):
+        for peer in describe_peers(self.peers, self._findings):
             if peer.state == "other_mesh_key" and len(said) < MOST_OTHERS_NAMED:
                 text = describe_other_mesh(peer, own_name=self._settings.name)
                 if text not in said:
@@ -540,10 +540,10 @@ class Agent:
             )
 
     def _describe_unlinked(self) -> tuple[str, ...]:
-        return describe_unlinked(self.peers, self._strangers, own_name=self._settings.name)
+        return describe_unlinked(self.peers, self._findings, own_name=self._settings.name)
 
     def _count_turned_away(self) -> TurnedAwayStatus:
-        discovery, programs = self._strangers.counters, self._sessions
+        discovery, programs = self._findings.counters, self._sessions
         return TurnedAwayStatus(
             connections=self._acceptor.counters.turned_away,
             forged_announcements=discovery.forged,
@@ -565,7 +565,7 @@ class Agent:
                 peers=self.peers,
                 jobs=self.jobs,
                 p2p=self.p2p,
-                strangers=self._strangers,
+                findings=self._findings,
                 door=self._acceptor.counters,
                 turned_away=self._count_turned_away(),
                 loop_lag_s=max((late for _, late in self._lags), default=0.0),

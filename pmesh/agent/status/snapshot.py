@@ -11,7 +11,7 @@ import trio
 from pmesh.agent import schema
 from pmesh.agent.jobs.driver import Jobs
 from pmesh.agent.mesh.dial_targets import Key, Refusal
-from pmesh.agent.mesh.foreign_agents import Strangers
+from pmesh.agent.mesh.findings import Findings
 from pmesh.agent.mesh.links import Link
 from pmesh.agent.mesh.membership import Membership
 from pmesh.agent.mesh.peers import Peers
@@ -162,7 +162,7 @@ class Sources:
     peers: Peers
     jobs: Jobs
     p2p: P2PRouter
-    strangers: Strangers
+    findings: Findings
     door: DoorCounters
     turned_away: schema.TurnedAwayStatus
     loop_lag_s: float
@@ -196,7 +196,7 @@ def take_snapshot(sources: Sources) -> Status:
             ),
             edges=tuple(_edges(sources.membership)),
         ),
-        peers=tuple(describe_peers(sources.peers, sources.strangers)),
+        peers=tuple(describe_peers(sources.peers, sources.findings)),
         jobs=tuple(describe_jobs(sources.membership, sources.jobs, me=sources.me)),
         traffic=_traffic(sources),
         loop_lag_ms=round(sources.loop_lag_s * 1e3, 3),
@@ -334,7 +334,7 @@ def _percent(share: float | None) -> float | None:
     return None if share is None else round(share * 100, 2)
 
 
-def describe_peers(peers: Peers, strangers: Strangers) -> Iterator[schema.PeerStatus]:
+def describe_peers(peers: Peers, findings: Findings) -> Iterator[schema.PeerStatus]:
     """Yield all known agents: linked, wanted, refused, or of another mesh or version."""
     shown: set[NodeId] = set()
     for node, live in peers.links.items():
@@ -347,14 +347,14 @@ def describe_peers(peers: Peers, strangers: Strangers) -> Iterator[schema.PeerSt
             addresses=_texts(hello.addresses),
             protocol=hello.protocol,
         )
-    for found in strangers.seen.values():
+    for found in findings.foreign.values():
         shown.add(found.advertisement.node)
-        yield _stranger(found, other_mesh=strangers.is_of_other_mesh(found))
+        yield _foreign(found, other_mesh=findings.is_of_other_mesh(found))
     targets = peers.targets
     others = {
         address
-        for found in strangers.seen.values()
-        if strangers.is_of_other_mesh(found)
+        for found in findings.foreign.values()
+        if findings.is_of_other_mesh(found)
         for address in found.advertisement.addresses
     }
     for refusal in _each_once(targets.refusals, others):
@@ -399,16 +399,16 @@ def _unscoped(host: str) -> str:
     return host.partition("%")[0]
 
 
-def describe_unlinked(peers: Peers, strangers: Strangers, *, own_name: str) -> tuple[str, ...]:
+def describe_unlinked(peers: Peers, findings: Findings, *, own_name: str) -> tuple[str, ...]:
     """Return a line for each agent that was found and is not linked: its name, and why."""
     return tuple(
         f"{name_peer(peer, own_name)} is not linked: {peer.reason}"
-        for peer in describe_peers(peers, strangers)
+        for peer in describe_peers(peers, findings)
         if peer.state != "linked" and peer.reason is not None
     )
 
 
-def _stranger(found: Found, *, other_mesh: bool) -> schema.PeerStatus:
+def _foreign(found: Found, *, other_mesh: bool) -> schema.PeerStatus:
     theirs = found.advertisement
     reason = (
         OTHER_MESH

@@ -9,7 +9,7 @@ import trio
 from structlog.testing import capture_logs
 from trio.testing import MockClock
 
-from pmesh.agent.mesh.foreign_agents import FEW, describe
+from pmesh.agent.mesh.turned_away import FEW, describe
 from pmesh.agent.schema import PeerStatus, TurnedAwayStatus
 from pmesh.core.identity.advertisement import Advertisement
 from pmesh.core.wire.link import PROTOCOL_VERSION, Address
@@ -51,7 +51,7 @@ def found(
 
 
 def discovered(machine: Machine, finding: Found | Gone | Deaf) -> None:
-    machine.agent._strangers._sort_one(finding, machine.agent.peers)  # noqa: SLF001 - as mDNS does
+    machine.agent._findings._sort_one(finding, machine.agent.peers)  # noqa: SLF001 - as mDNS does
 
 
 def shown(machine: Machine) -> list[PeerStatus]:

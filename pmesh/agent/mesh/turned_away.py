@@ -1,7 +1,4 @@
-"""Agents of other meshes that mDNS finds, and connections that were turned away.
-
-Both are counted for `pmesh status`; many refusals are logged once a minute.
-"""
+"""Connections and announcements that were turned away; many are logged once a minute."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -12,54 +9,9 @@ import structlog
 import trio
 
 from pmesh.agent.events import EventLog
-from pmesh.agent.mesh.peers import Peers
 from pmesh.agent.schema import TurnedAwayStatus
-from pmesh.core.wire.link import PROTOCOL_VERSION
-from pmesh.ids import NodeId
-from pmesh.net.links.discovery import Deaf, Discovered, Found, Gone
-from pmesh.net.links.packet_filter import DiscoveryCounters
 
 _log = structlog.get_logger()
-
-
-class Strangers:
-    """Agents of another mesh or of another protocol version, for `pmesh status`."""
-
-    def __init__(self, tag: bytes, *, minute: Callable[[], int]) -> None:
-        """`minute` returns the current time in Unix minutes."""
-        self._tag = tag
-        self._minute = minute
-        self.counters = DiscoveryCounters()
-        self.seen: dict[NodeId, Found] = {}
-        self.deaf: str | None = None
-        """Why mDNS can't be used now; None if it can."""
-
-    async def sort(self, findings: trio.MemoryReceiveChannel[Discovered], peers: Peers) -> None:
-        async with findings:
-            async for finding in findings:
-                self._sort_one(finding, peers)
-
-    def is_of_other_mesh(self, found: Found) -> bool:
-        return found.advertisement.tag != self._tag
-
-    def _sort_one(self, finding: Discovered, peers: Peers) -> None:
-        match finding:
-            case Found(advertisement=theirs):
-                self.deaf = None
-                self.seen.pop(theirs.node, None)
-                if theirs.tag == self._tag and theirs.protocol == PROTOCOL_VERSION:
-                    fresh = theirs.is_fresh(minute=self._minute())
-                    peers.found(theirs.node, theirs.addresses, fresh=fresh)
-                else:
-                    self.seen[theirs.node] = finding
-            case Gone(node=node):
-                self.seen.pop(node, None)
-                peers.targets.withdraw(node)
-            case Deaf(reason=reason):
-                if self.deaf != reason:
-                    _log.warning("discovery is deaf", reason=reason)
-                self.deaf = reason
-
 
 INTERVAL_S: Final = 60.0
 FEW: Final = 8  # a neighbour's port scan, or a machine with another mesh key, is no attack
