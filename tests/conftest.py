@@ -3,7 +3,8 @@
 import functools
 import os
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ STORE_HISTORIES = (
     "tests/agent/store/test_histories.py::"
     "test_with_a_majority_all_calls_on_all_sides_are_as_on_one_machine"
 )
+OF_SUBPROCESSES = "COVERAGE_PROCESS_CONFIG"  # tells new processes to measure themselves
 NEEDS_THE_MACHINE = ("tests/e2e/", "tests/tools/", "tests/docs/test_readme.py")
 # `make test` leaves these to `make test-all`, which takes twice as long: short forms of campaigns,
 # and tests of whole processes where one in a single process tests the same rule.
@@ -71,6 +73,26 @@ class _OneMachine(LoadScopeScheduling):  # type: ignore[misc] # it has no types
 @pytest.hookimpl(optionalhook=True)  # where xdist is not used
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:  # noqa: ANN401 - xdist's own, without a name
     return _OneMachine(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Run a slow test, and its programs, without measuring coverage.
+
+    To measure it makes a test three times as slow; what `make test` runs reaches the floors alone.
+    pytest-cov has `no_cover` for this. In a worker of xdist it measures twice and stops once.
+    """
+    trace = sys.gettrace()
+    if item.get_closest_marker("slow") is None or trace is None:
+        return (yield)
+    config = os.environ.pop(OF_SUBPROCESSES, None)
+    sys.settrace(None)
+    try:
+        return (yield)
+    finally:
+        sys.settrace(trace)
+        if config is not None:
+            os.environ[OF_SUBPROCESSES] = config
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

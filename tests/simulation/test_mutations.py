@@ -9,8 +9,8 @@ from simulation.seeds import judge_many
 from tests.simulation import histories, link_histories
 from tests.simulation.mutations import MUTATIONS
 
-# Beside other tests the rarest took two minutes with coverage; tests/core covers what they run.
-pytestmark = [pytest.mark.timeout(600), pytest.mark.no_cover]
+# A rare one takes many histories.
+pytestmark = pytest.mark.timeout(600)
 
 SEEDS = 150
 """Twice what the rarest of RANDOM took when it was measured."""
