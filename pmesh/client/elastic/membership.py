@@ -129,7 +129,7 @@ class Place:
         return alone(self.world)
 
     def count_in(self, order: tuple[TrainerId, ...]) -> None:
-        """From now on number the ranks in this order, not in that of the ring."""
+        """Number the ranks in this order from now on, not in the order of the ring."""
         self._session.order = order
         self._see_the_world()
 
