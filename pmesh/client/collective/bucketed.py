@@ -422,7 +422,7 @@ def written_into(arrays: Arrays, out: object, *, only_moves: bool = False) -> Ar
     in_place = out is arrays.tree.source  # as torch has it: what is known is not found out again
     targets = arrays if in_place else take_apart(out, only_moves=only_moves)
     if not (in_place or targets.is_like(arrays)):
-        raise UsageError("out= is to have the paths, shapes and dtypes of what is reduced")
+        raise UsageError("out= must have the same paths, shapes and dtypes as the input")
     leaves = tuple(
         replace(
             leaf, rebuild=_writer(target, x, path), rebuild_copies=True, target=_divisible(target)
