@@ -155,9 +155,7 @@ def end_launch(home: Path, launch: str, *, timeout_s: float = 5.0) -> str:
 
 
 def fetch_files(home: Path, request: FetchFiles, *, timeout_s: float = 86400.0) -> Fetched:
-    """Return what ranks have written into their copies.
-
-    If the request asks for contents, this returns once they are in the agent's store.
+    """Return what ranks have written into their copies; contents are put into the agent's store.
 
     Raises:
         AgentNotRunning: Nobody listens at its socket.

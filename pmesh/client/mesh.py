@@ -134,8 +134,7 @@ class Mesh(Collectives):
             UnsupportedArray: the state holds something else.
             UsageError: it holds arrays of a library that is not installed here.
             RunError: the state that arrived is not the one that was sent.
-            PmeshError: as for `all_reduce`; the state is unchanged, and the next `sync` tries
-                again.
+            PmeshError: as for `all_reduce`; the state is unchanged, the next `sync` tries again.
         """
         timeout_s = check_timeout(timeout_s)
         packed = pack(state)

@@ -259,7 +259,6 @@ def _given(xs: Sequence[object]) -> list[Block]:
 
 
 def _targets(outs: Sequence[object]) -> list[Values]:
-    """Return the memory of the arrays as flat bytes."""
     return [_target(out) for out in outs]
 
 
@@ -346,10 +345,7 @@ def _agreed(
     expects: Sequence[int],
     timeout_s: float,
 ) -> str:
-    """Exchange the sizes that each rank sends and expects; raise OpMismatch if they do not fit.
-
-    All ranks compare the same table, so all of them raise.
-    """
+    """Exchange the sizes that ranks send and expect; raise OpMismatch on all if they differ."""
     head = block.head._replace(shape=())
     what = "all_to_all_into"
     table = exchange(session, head, [*gives, *expects], what=what, timeout_s=timeout_s)

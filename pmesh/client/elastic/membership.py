@@ -42,7 +42,7 @@ class Place:
     """Runs calls in the job, or alone: one at a time, but `interrupt` may come at any time.
 
     A trainer is cut off from its job when its agent has stopped, or when the job has continued
-    without the agent (HistorySuperseded). Its next `sync` brings it back.
+    without it (HistorySuperseded). Its next `sync` brings it back.
     """
 
     def __init__(self, home: Path, request: Connect, *, on_superseded: OnSuperseded | None) -> None:

@@ -186,7 +186,7 @@ def _touch(memory: Values) -> None:
 
 
 CHUNK_BYTES = 4 * 1024 * 1024
-"""So small that the sockets' buffers keep the link busy between two chunks; but each costs an op."""
+"""Small, so that the sockets' buffers keep the link busy between two chunks; each costs an op."""
 _WIRE_BYTES = 4  # chunks travel as int32
 
 _logger = logging.getLogger("pmesh")
