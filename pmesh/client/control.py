@@ -102,7 +102,7 @@ def ask_machines(home: Path, names: tuple[str, ...], *, timeout_s: float = 5.0) 
 
 
 def forget_name(home: Path, name: str, *, timeout_s: float = 5.0) -> str:
-    """Let another machine have a name; return the id of the one that it belonged to.
+    """Free a machine's name for another machine; return the id of the one that had it.
 
     Raises:
         AgentNotRunning: Nobody listens at its socket.

@@ -41,7 +41,7 @@ def order_of(dataset_len: int, *, epoch: int, seed: int) -> Indices:
 
 
 def deal(order: Indices, *, position: int, rank: int, size: int) -> Indices:
-    """Return every `size`-th index after `position`, beginning with the `rank`-th."""
+    """Return every `size`-th of the indices from `position` on, beginning with the `rank`-th."""
     return order[position + rank :: size].copy()  # torch warns about read-only arrays
 
 
@@ -163,7 +163,7 @@ class Mesh(Collectives):
     ) -> Indices:
         """Return this rank's samples of an epoch, from a position on.
 
-        The order of all samples depends on seed and epoch alone. The samples after `position` are
+        The order of all samples depends on seed and epoch alone. The samples from `position` on are
         dealt round robin: rank r takes every `size`-th, beginning with the r-th. So for one
         position the shards of the ranks are disjoint, and together they are the rest of the epoch,
         whichever ranks came and went before.

@@ -147,7 +147,7 @@ class Moving(Caller):
         *,
         async_op: bool = False,
     ) -> T | Handle[T]:
-        """Send each rank its array from one rank.
+        """Send each rank one of the root's arrays.
 
         Args:
             xs: on the root one array for each rank, which differ in their first dimension only; on
@@ -414,7 +414,7 @@ class Objects(Caller):
         self._call(ops, alone, _as_it_is, timeout_s=timeout_s)
 
     def monitored_barrier(self, timeout_s: float) -> None:
-        """Wait until every rank has called this; the error names the ranks that have not in time.
+        """Wait until every rank has called this; if the time is over, name the missing ranks.
 
         Args:
             timeout_s: how long to wait.
@@ -427,7 +427,7 @@ class Objects(Caller):
         self.barrier(timeout_s)
 
 
-MAX_OBJECT_BYTES = 64 << 20  # one byte may be a dict, which has 64 in memory
+MAX_OBJECT_BYTES = 64 << 20  # each byte may become a dict, which takes 64 bytes in memory
 _UNPACKABLE = (TypeError, OverflowError, RecursionError, ValueError)
 
 

@@ -188,7 +188,7 @@ class Reducing(Caller):
             OpTimedOut: some rank did not call in time.
             HistorySuperseded: the job has continued without this rank; `sync` comes back to it.
             AgentStopped: the agent on this machine has stopped; `sync` comes back through another.
-            GroupBroken: a rank of the group is lost; a group raises only this for a loss.
+            GroupBroken: in a group, instead of the errors that a lost rank causes.
         """
         reduction = named_reduction(op)
         arrays = take_apart(x, reduction=reduction)

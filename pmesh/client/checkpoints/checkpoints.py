@@ -288,7 +288,7 @@ class Checkpoints:
         while True:
             try:
                 return self._mesh.all_gather_object(mine)
-            except RosterChanged:  # on all ranks alike
+            except RosterChanged:  # all ranks raise it
                 _logger.warning(
                     "checkpoints: a rank was lost in a save; the others save without it"
                 )

@@ -128,7 +128,7 @@ class _Directory:
         return digest
 
     def remove_created(self) -> None:
-        for name in reversed(self._created):  # the manifest first, so that the share never counts
+        for name in reversed(self._created):  # the manifest first, as it names the parts
             with contextlib.suppress(OSError):
                 os.unlink(name, dir_fd=self._descriptor)
 

@@ -55,7 +55,7 @@ def load_together(mesh: Mesh, folder: Path) -> Found | None:
     while True:
         try:
             return _load(mesh, folder)
-        except (RankLost, RosterChanged):  # on all ranks alike
+        except (RankLost, RosterChanged):  # all ranks raise it
             _logger.warning("checkpoints: a rank was lost while loading; the others begin again")
 
 

@@ -248,7 +248,7 @@ def run_collective(
 
 
 class _Overlap:
-    """While the op of a bucket runs, it fills the next bucket and reads the result before."""
+    """Fills the next bucket and reads the previous result while the op of a bucket runs."""
 
     def __init__(
         self,

@@ -113,7 +113,7 @@ class Table:
 
     @property
     def rank(self) -> int:
-        """This rank."""
+        """The number of this rank."""
         return self.done.world.rank
 
     def label(self) -> str:

@@ -245,7 +245,7 @@ def add_low_rank(piece: Piece, scheme: PowerSGD, memory: Memory | None) -> Summe
     Args:
         piece: the whole tree.
         scheme: the options.
-        memory: has the last power iteration, which continues; None to begin anew.
+        memory: has the last power iteration, which is continued; None to start a new one.
     """
     shapes = [piece.leaves[index].values.shape for index in piece.bucket.leaves]
     plan = plan_matrices(shapes, rank=scheme.rank, min_rate=scheme.min_rate)

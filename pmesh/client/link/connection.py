@@ -217,7 +217,7 @@ class AgentConnection:
         )
 
     def _process(self) -> tuple[bool, str]:
-        """Return if the process is stopped, and a text: its state, its log, what to type."""
+        """Return whether the process is stopped, and a text: its state, its log, what to type."""
         import psutil  # noqa: PLC0415 - it takes 20 ms, and only this needs it
 
         try:

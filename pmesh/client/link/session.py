@@ -409,7 +409,8 @@ class TrainerSession:
                     case ArenaGone(arena) if (
                         isinstance(request, StartOp) and arena == request.arena
                     ):
-                        # The agent took back the arena of an idle group. It waits for another.
+                        # The agent took the arena back while the group was idle, and waits for
+                        # another one before it begins the op.
                         moved = self._move_input(arena)
                         request = msgspec.structs.replace(request, arena=moved)
                         self._connection.send(request)

@@ -22,7 +22,7 @@ from pmesh.errors import UnsupportedArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tree:
-    """A tree's leaves with their paths, such as `layers.0.weight`, and the way back."""
+    """A tree's leaves, their paths, such as `layers.0.weight`, and a function that rebuilds it."""
 
     paths: tuple[str, ...]
     leaves: tuple[object, ...]
