@@ -1,4 +1,4 @@
-"""What a training script imports: blocking, without an event loop."""
+"""What a training script imports. Its calls block, and there is no event loop."""
 
 import logging
 
@@ -6,7 +6,7 @@ from pmesh.texts import printable
 
 
 def _make_printable(record: logging.LogRecord) -> bool:
-    """Other machines have written parts of what the logger `pmesh` says, such as reasons."""
+    """Escape what does not print: other machines wrote parts of the log messages."""
     record.msg, record.args = printable(record.getMessage()), ()
     return True
 

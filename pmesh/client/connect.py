@@ -1,4 +1,4 @@
-"""`pmesh.connect`: what a user asks for, checked, and then the way to the agent."""
+"""`pmesh.connect`: check what the user asks for, then join the job through the agent."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from pmesh.errors import UsageError
 from pmesh.ids import PRINTABLE, JobName
 from pmesh.paths import home_directory
 
-_MAX_RANKS = 1024  # what core.session allows
+_MAX_RANKS = 1024  # what `pmesh.core.wire.local.Connect` allows
 _MAX_PLACE = 2**31
 
 OnLoss = Literal["continue", "raise"]
@@ -36,42 +36,43 @@ def connect(
     on_superseded: OnSuperseded | None = None,
     straggler_after_s: float = 60.0,
 ) -> Mesh:
-    """Join a job through the agent on this machine; returns when it begins.
+    """Join a job through the agent on this machine; return when the job begins.
 
-    If the job runs already, this returns at once; `mesh.rank` is -1 then, and the trainer enters in
-    its first `mesh.sync`.
+    If the job runs already, this returns at once: `mesh.rank` is -1, and the trainer enters the job
+    in its first `mesh.sync`.
 
-    Where trainers of one job ask for different `min_ranks`, `on_loss` or `quorum`, the strictest
+    If trainers of one job ask for different `min_ranks`, `on_loss` or `quorum`, the strictest value
     holds for all of them.
 
     Args:
-        job: a name of your choice; whoever gives the same one trains together. Default PMESH_JOB,
-            which `pmesh run --on` sets.
-        wait_for: how many trainers to wait for before the job begins. Default PMESH_WAIT_FOR,
-            which `pmesh run --on` sets, else 1.
-        timeout_s: how long; meanwhile the logger `pmesh` says for whom.
+        job: a name of your choice; trainers that pass the same name train together. Default:
+            PMESH_JOB, which `pmesh run --on` sets.
+        wait_for: how many trainers to wait for before the job begins. Default: PMESH_WAIT_FOR,
+            which `pmesh run --on` sets, otherwise 1.
+        timeout_s: how long to wait for them; meanwhile the logger `pmesh` says which ones are
+            missing.
         home: the agent's home, if it is neither PMESH_HOME nor `~/.pmesh`.
-        min_ranks: with fewer than these left, ops wait for somebody to come back.
-        on_loss: "continue": when a rank is lost, the op in flight goes on among the others.
-            "raise": it fails on all of them with RankLost; the ops after it go on.
-        quorum: which side goes on when the network falls in two: "any" side, or only the one with
-            the "majority" of the machines.
-        on_superseded: what to do when the job has gone on elsewhere without this trainer, as while
-            its machine slept, or its agent has stopped. The next `mesh.sync` comes back to the job,
-            also through another agent at the same home. "raise": until then calls raise
-            HistorySuperseded or AgentStopped, also a `sync` in which that happens. "sync": they
-            return as if this rank were alone, with rank 0 and size 1. By default it is "sync" for
-            HistorySuperseded once the job has synced twice, as in a loop; a `sync` itself comes
-            back in any case. A job that does not sync in its loop, and who has lost the agent, gets
-            the error.
+        min_ranks: if fewer ranks are left, ops wait until enough have come back.
+        on_loss: "continue": when a rank is lost, the op in flight continues among the others.
+            "raise": that op fails on all of them with RankLost; later ops run.
+        quorum: which side continues when the network splits: "any" side, or only the side with the
+            "majority" of the machines.
+        on_superseded: what calls do after the job has continued without this trainer (because its
+            machine slept, for example), or after the trainer's agent has stopped. The next
+            `mesh.sync` comes back to the job, also through another agent at the same home. "raise":
+            until then calls raise HistorySuperseded or AgentStopped, also the `sync` in which that
+            happens. "sync": until then calls return as if this rank were alone, with rank 0 and
+            size 1. Default: a `sync` comes back after HistorySuperseded. Other calls do as "sync"
+            if the job has synced at least twice, as a job with a loop does, and the agent has not
+            stopped; otherwise they raise.
         straggler_after_s: how long the others wait for this trainer while its process is stopped,
-            as by SIGSTOP; one that merely computes is waited for.
+            as by SIGSTOP. They wait for a process that runs, however long it computes.
 
     Raises:
-        UsageError: one of these can't be.
-        AgentNotRunning: start one with `pmesh up`.
+        UsageError: an argument is invalid.
+        AgentNotRunning: no agent runs; start one with `pmesh up`.
         NotEnoughRanks: fewer than `wait_for` trainers came in time.
-        JobRunning: the job runs without ever calling `mesh.sync`, so nobody can enter it.
+        JobRunning: the job runs without ever calling `mesh.sync`, so no trainer can enter it.
     """
     job, wait_for = _job(job), _wait_for(wait_for)
     nbytes = len(job.encode("utf-8", "replace"))
@@ -116,7 +117,7 @@ def _wait_for(wait_for: int | None) -> int:
 
 
 def default_wait_for() -> int | None:
-    """What PMESH_WAIT_FOR says, which `pmesh run` sets. Raises UsageError if it is no number."""
+    """Return PMESH_WAIT_FOR, which `pmesh run` sets. Raise UsageError if it is not a number."""
     text = os.environ.get("PMESH_WAIT_FOR")
     if text is None:
         return None
@@ -146,7 +147,7 @@ def _check_choice(name: str, choice: str, allowed: tuple[str, ...]) -> None:
 
 
 def _program() -> str:
-    """What runs, for `pmesh status`: the script's name, made to be what the message allows."""
+    """Return the script's name for `pmesh status`, changed so that the message allows it."""
     path = Path(sys.argv[0] if sys.argv and sys.argv[0] else sys.executable)
     name = os.fsencode(path.name).decode(errors="replace")[:256]
     return "".join(c if re.search(PRINTABLE, c) else "�" for c in name)

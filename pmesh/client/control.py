@@ -1,4 +1,4 @@
-"""What `pmesh status`, `events` and `down` ask of the local agent: one question, one answer."""
+"""Requests of `pmesh status`, `events`, `down` and so on to the local agent, with their answers."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -41,7 +41,7 @@ ReplyT = TypeVar("ReplyT", bound=Reply)
 
 
 def ask_status(home: Path, *, timeout_s: float = 5.0) -> bytes:
-    """The picture of the agent of this home, as JSON.
+    """Return the status of the agent of this home, as JSON.
 
     Raises:
         AgentNotRunning: Nobody listens at its socket.
@@ -52,10 +52,10 @@ def ask_status(home: Path, *, timeout_s: float = 5.0) -> bytes:
 
 
 def ask_events(home: Path, after: int = -1, *, timeout_s: float = 5.0) -> bytes:
-    """What has happened at the agent of this home, as JSON.
+    """Return the events of the agent of this home, as JSON.
 
     Args:
-        home: Of the agent, as `home_directory` returns it.
+        home: The home of the agent, as `home_directory` returns it.
         after: The number of the last event that the caller has; -1 for all that are kept.
         timeout_s: How long the agent may stay silent.
 
@@ -68,7 +68,7 @@ def ask_events(home: Path, after: int = -1, *, timeout_s: float = 5.0) -> bytes:
 
 
 def ping(home: Path, name: str, *, timeout_s: float = 10.0) -> Iterator[WayTried | Pinged]:
-    """Yield each way to a machine as the agent of this home has tried it, and at last Pinged.
+    """Yield each way to a machine once the agent has tried it, and Pinged at the end.
 
     Raises:
         AgentNotRunning: Nobody listens at its socket.
@@ -90,7 +90,7 @@ def ping(home: Path, name: str, *, timeout_s: float = 10.0) -> Iterator[WayTried
 
 
 def ask_machines(home: Path, names: tuple[str, ...], *, timeout_s: float = 5.0) -> tuple[str, ...]:
-    """The node ids, as text, of machines that are given by their names or the starts of their ids.
+    """Return the node ids, as text, of machines named by their names or the starts of their ids.
 
     Raises:
         AgentNotRunning: Nobody listens at its socket.
@@ -102,7 +102,7 @@ def ask_machines(home: Path, names: tuple[str, ...], *, timeout_s: float = 5.0) 
 
 
 def forget_name(home: Path, name: str, *, timeout_s: float = 5.0) -> str:
-    """Let another machine have a name; return the id of the one that it belonged to.
+    """Free a machine's name for another machine; return the id of the one that had it.
 
     Raises:
         AgentNotRunning: Nobody listens at its socket.
@@ -115,7 +115,7 @@ def forget_name(home: Path, name: str, *, timeout_s: float = 5.0) -> str:
 
 
 def ask_launches(home: Path, *, timeout_s: float = 5.0) -> tuple[LaunchRow, ...]:
-    """The launches that the agent of this home has started or runs, the latest first.
+    """Return the launches that the agent of this home has started or runs, the latest first.
 
     Raises:
         AgentNotRunning: Nobody listens at its socket.
@@ -131,7 +131,7 @@ def ask_launches(home: Path, *, timeout_s: float = 5.0) -> tuple[LaunchRow, ...]
 
 
 def ask_hosts(home: Path, request: AskHosts, *, timeout_s: float = 5.0) -> tuple[LaunchHost, ...]:
-    """Where ranks would run, in the order of the ring.
+    """Return the machines on which ranks would run, in the order of the ring.
 
     Raises:
         AgentNotRunning: Nobody listens at its socket.
@@ -155,7 +155,7 @@ def end_launch(home: Path, launch: str, *, timeout_s: float = 5.0) -> str:
 
 
 def fetch_files(home: Path, request: FetchFiles, *, timeout_s: float = 86400.0) -> Fetched:
-    """What ranks have written into their copies; with contents, once it is in the agent's store.
+    """Return what ranks have written into their copies; contents are put into the agent's store.
 
     Raises:
         AgentNotRunning: Nobody listens at its socket.
@@ -167,7 +167,7 @@ def fetch_files(home: Path, request: FetchFiles, *, timeout_s: float = 86400.0) 
 
 
 def stop_agent(home: Path, *, timeout_s: float = 10.0) -> int:
-    """Make the agent of this home leave the mesh; returns its pid when it has left.
+    """Make the agent of this home leave the mesh; return its pid when it has left.
 
     Raises:
         AgentNotRunning: Nobody listens at its socket.
@@ -175,7 +175,7 @@ def stop_agent(home: Path, *, timeout_s: float = 10.0) -> int:
     """
     with closing(AgentConnection(home, silence_s=timeout_s)) as connection:
         stopping = _ask(connection, StopAgent(), Stopping)
-        connection.await_end()  # the last thing that the agent does
+        connection.await_end()  # closing it is the last thing that the agent does
     return stopping.pid
 
 

@@ -1,4 +1,4 @@
-"""What a rank of a mesh or a group can call; and groups, each of which is a job of its own."""
+"""The calls that a mesh and a group share; and groups, each of which is a job of its own."""
 
 import os
 from collections import Counter
@@ -29,37 +29,38 @@ from pmesh.ids import JobName, TrainerId
 
 
 class Collectives(Averaging, Moving, Placing, Objects, PointToPoint):
-    """The collectives, under the names of `torch.distributed` where they mean the same.
+    """The collectives, with the names of `torch.distributed` where they mean the same.
 
-    They block until the result is there, and take an array of numpy, MLX or torch, where it makes
-    sense also a (nested) dict, list or tuple of them. They return the same types and dtypes, bit
-    for bit alike on every rank, and leave their arguments as they were. Every rank must make the
-    same calls in the same order, whatever the library its arrays are of. With `async_op=True` they
-    return a `Handle` at once; calls run in the order in which they were made. Messages between two
-    ranks go beside them.
+    They block until the result is there. They take an array of numpy, MLX or torch; many also take
+    a (nested) dict, list or tuple of arrays. They return the same types and dtypes, bit for bit the
+    same on every rank, and do not change their arguments. Every rank must make the same calls in
+    the same order; the ranks may use different libraries. With `async_op=True` they return a
+    `Handle` at once. Calls run in the order in which they were made; messages between two ranks run
+    at the same time.
     """
 
 
 R = TypeVar("R")
 T = TypeVar("T")
 
-_NAME_CHARACTERS = 40  # of the job's name, in the group's
+_NAME_CHARACTERS = 40  # a group's name begins with so much of the job's name
 _BREAKS = (RankLost, RosterChanged, HistorySuperseded, AgentStopped)
 
 
 class Group(Collectives):
     """Some ranks of a mesh. Get one from `Mesh.group`, `Mesh.split` or a `DeviceMesh`.
 
-    Its ranks count from 0 in the order in which they were named. Groups run at the same time as
-    each other and as the mesh. When a rank of it is lost, its calls raise GroupBroken from then on,
-    on all that are left. A group that nobody holds any more is left, as by `close`.
+    Its ranks count from 0, in the order in which they were named. Groups run at the same time as
+    each other and as the mesh. Once a rank of the group is lost, its calls raise GroupBroken on all
+    ranks that are left. When nobody refers to the group any more, this rank leaves it, as by
+    `close`.
     """
 
     def __init__(self, place: Place, ranks: Sequence[int]) -> None:
         super().__init__(place)
         self._ranks = tuple(ranks)
         self._broken: str | None = None
-        # At the program's end its connections close by themselves.
+        # Not at the program's end: its connections close by themselves then.
         finalize(self, _leave, place, self._line, os.getpid()).atexit = False
 
     def __repr__(self) -> str:
@@ -71,7 +72,7 @@ class Group(Collectives):
         return self._ranks
 
     def _trainer_at(self, rank: int) -> TrainerId:
-        """As in a mesh; in a broken group a root may have no rank any more."""
+        """Raise GroupBroken first: in a broken group a root may have no rank any more."""
         if self._broken is not None:
             raise GroupBroken(self._broken)
         return super()._trainer_at(rank)
@@ -98,14 +99,14 @@ class Group(Collectives):
 
 
 def _leave(place: Place, line: Line, process: int) -> None:
-    """Leave a group that nobody holds: in any thread, wherever Python collects garbage."""
-    if os.getpid() == process:  # else a forked child's copy: the rank is the parent's
+    """Leave a group that nobody refers to. Python calls this in any thread, at any moment."""
+    if os.getpid() == process:  # a forked child only has a copy of the parent's group
         place.leave_at_once()
         line.end()
 
 
 class Groups:
-    """The groups that one trainer has made of its mesh."""
+    """The groups that one trainer has made from its mesh."""
 
     def __init__(self, place: Place, job: str) -> None:
         self._place = place
@@ -116,17 +117,17 @@ class Groups:
     def make(
         self, trainers: tuple[TrainerId, ...], ranks: Sequence[int], timeout_s: float
     ) -> Group:
-        """Make a group of these trainers, in this order; returns when all have joined.
+        """Make a group of these trainers, in this order; return when all have joined.
 
-        All of them make the same groups in the same order, so each group gets one name. A group
-        that failed to form does not count: some may not have tried, as when a `split` failed at
-        some of its ranks and had returned at others (O4).
+        All of them make the same groups in the same order, so they give each group the same name.
+        A group that failed to form does not count, since not all may have tried: a `split` may fail
+        at some of its ranks after it has returned at others (O4).
         """
         which = f"{digest([self._job, str(trainers)])}.{self._made[trainers]}"
         name = JobName(f"{self._job[:_NAME_CHARACTERS]}/{which}")
         try:
             place = self._place.open(name, trainers, timeout_s)
-            self._made[trainers] += 1  # at all of them: it began in one view
+            self._made[trainers] += 1  # on all of them, as the group began in one view
             try:
                 place.count_in(_order_of(place, trainers.index(self._me()), timeout_s))
             except BaseException:
@@ -139,7 +140,7 @@ class Groups:
         return group
 
     def stop(self, *, crashed: BaseException | None) -> None:
-        """Leave them all, or end them as a crash."""
+        """Leave all groups, or end them as after a crash."""
         for group in tuple(self._open):
             group._stop(crashed=crashed)  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
 
@@ -149,7 +150,7 @@ class Groups:
 
 
 def check_ranks(ranks: Sequence[int], size: int) -> None:
-    """Raises UsageError unless they are different ranks of a mesh of this size."""
+    """Raise UsageError unless these are different ranks of a mesh of this size, at least one."""
     if len(ranks) == 0 or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(size)):
         raise UsageError(
             f"a group is of different ranks from 0 to {size - 1}, at least one, not {list(ranks)}"
@@ -161,11 +162,11 @@ def _broken(ranks: Sequence[int], why: BaseException) -> str:
 
 
 def ranks_by_color(choices: Sequence[Sequence[int]], color: int) -> list[int]:
-    """The ranks that chose this color, by key, those with the same key by rank.
+    """Return the ranks that chose this color, sorted by key, and equal keys by rank.
 
     Args:
         choices: the color and key of each rank.
-        color: of the group.
+        color: the color of the group.
 
     >>> ranks_by_color([[0, 5], [1, 0], [0, 2]], 0)
     [2, 0]
@@ -175,7 +176,7 @@ def ranks_by_color(choices: Sequence[Sequence[int]], color: int) -> list[int]:
 
 
 def _order_of(place: Place, index: int, timeout_s: float) -> tuple[TrainerId, ...]:
-    """Each rank gives its place in the group: the agents' ring is in another order."""
+    """Exchange the ranks' indices in the group, as the ring has another order."""
 
     def ops(session: TrainerSession) -> tuple[TrainerId, ...]:
         call = Call("exchange", "int64", (1,))

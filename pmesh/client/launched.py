@@ -1,4 +1,4 @@
-"""Which job a program joins that `pmesh mlx` has started: it is told by variables."""
+"""The job of a program that `pmesh mlx` has started, as environment variables name it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,24 +15,24 @@ _COMPRESSION = "PMESH_MLX_COMPRESSION"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What the options of `pmesh mlx` say; the agent's home is in PMESH_HOME as everywhere."""
+    """The options of `pmesh mlx`; PMESH_HOME has the agent's home, as everywhere."""
 
     job: str
     wait_for: int
-    """How many trainers the job begins with."""
+    """The number of trainers with which the job begins."""
     compression: str = ""
-    """For `average_gradients`; empty: what the machine's agent was started with."""
+    """For `average_gradients`; empty for the default of the machine's agent."""
 
     def variables(self) -> dict[str, str]:
-        """What `of` reads."""
+        """Return the variables that `of` reads."""
         return {_JOB: self.job, _WAIT_FOR: str(self.wait_for), _COMPRESSION: self.compression}
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Self | None:
-        """The launch that is described there; None if `pmesh mlx` has not set these variables.
+        """Return the launch that the variables describe; None if `pmesh mlx` has not set them.
 
         Raises:
-            UsageError: the number of trainers is none.
+            UsageError: the number of trainers is not a number.
         """
         job, wait_for = environment.get(_JOB), environment.get(_WAIT_FOR)
         if job is None or wait_for is None:
@@ -43,5 +43,5 @@ class Launch:
         return cls(job=job, wait_for=int(wait_for), compression=compression)
 
     def join(self) -> Mesh:
-        """Join the job; what can go wrong is what `pmesh.connect` raises."""
+        """Join the job; raises what `pmesh.connect` raises."""
         return connect(self.job, self.wait_for)

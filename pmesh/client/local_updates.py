@@ -1,4 +1,4 @@
-"""Local updates: ranks train apart and average what has changed now and then, for slow links."""
+"""Local updates, for slow links: each rank trains on its own, and all average now and then."""
 
 import math
 import time
@@ -22,7 +22,7 @@ S = TypeVar("S")
 Named: TypeAlias = dict[str, Values]
 """Arrays by their path in the tree."""
 
-_NOTHING = 1e-30  # the weight of a rank without progress: it counts only where nobody has any
+_NOTHING = 1e-30  # the weight of a rank without progress: it matters only if no rank has any
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ class Nesterov:
     """
 
     learning_rate: float = 0.7
-    """How much of the averaged change is applied."""
+    """The factor for the averaged change."""
     momentum: float = 0.9
-    """How much of the momentum is kept from round to round; at least 0, less than 1."""
+    """The factor for the momentum of the round before; at least 0, less than 1."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
@@ -51,7 +51,7 @@ _AVERAGE = Nesterov(learning_rate=1.0, momentum=0.0)
 
 @dataclass(slots=True)
 class _Sent:
-    """What this rank adds to an average that is under way, or is about to be."""
+    """This rank's contribution to an average that is under way or about to begin."""
 
     fragment: int
     progress: Named
@@ -60,11 +60,11 @@ class _Sent:
 
 
 class LocalUpdates:
-    """Rounds of training apart, each of which ends with an average over all ranks.
+    """Rounds in which each rank trains on its own, and then all ranks average their weights.
 
     Each rank takes `inner_steps` steps with an optimizer of its own, or as many as it can in
-    `round_s` seconds. Then all average how much their weights have changed. So a rank sends as many
-    bytes in a round as it would in one step of `average_gradients`::
+    `round_s` seconds. Then the ranks average the changes of their weights. So a rank sends as many
+    bytes in a round as in one step of `average_gradients`::
 
         local = pmesh.LocalUpdates(mesh, inner_steps=50)
         while local.round < 100:
@@ -74,13 +74,13 @@ class LocalUpdates:
             weights = local.end(weights, samples=50 * BATCH)
         weights = local.finish(weights)
 
-    After `end` all ranks have the same weights, bit for bit. The optimizer's state stays on its
-    rank, as in DiLoCo. Draw samples by a seed that holds `mesh.rank` and `local.round`, so that the
-    ranks draw different ones.
+    After `end` all ranks have the same weights, bit for bit. The state of each optimizer stays on
+    its rank, as in DiLoCo. Draw samples with a seed that depends on `mesh.rank` and `local.round`,
+    so that the ranks draw different ones.
 
-    A rank that is lost in a round costs what it did in that round. A newcomer gets the weights of
-    the others in `begin`. If `end` raises, nothing was averaged, on any rank: the progress stays in
-    the weights of each rank, and the next `end` sends it.
+    If a rank is lost in a round, its work of that round is lost. A newcomer gets the weights of the
+    others in `begin`. If `end` raises, nothing was averaged on any rank: each rank keeps its
+    progress in its weights, and the next `end` sends it.
 
     It is not the same as synchronous training: docs/how-to/slow-links.md has measured losses, which
     are higher by 12 % with 50 steps a round, and by 24 % with 500, at the beginning of a training,
@@ -89,27 +89,27 @@ class LocalUpdates:
     The method is that of DiLoCo (arXiv 2311.08105: after a pretraining, 8 workers with 500 steps a
     round were as good as synchronous training) and of OpenDiLoCo (2407.07852). INTELLECT-1
     (2412.01152) sent the changes as int8. `fragments` and `delayed` are those of Streaming DiLoCo
-    (2501.18512), but for its mixing of local and global weights. For MuLoCo (2505.23725) train with
+    (2501.18512), without its mixing of local and global weights. For MuLoCo (2505.23725) train with
     Muon; for SparseLoCo (2508.15706) pass `compression=pmesh.TopK(...)`. Decoupled DiLoCo is
     2604.21428.
 
     Args:
-        mesh: this rank's.
+        mesh: this rank's mesh.
         inner_steps: how many steps a rank takes from one average to the next.
-        round_s: for how many seconds a rank trains in a round, for machines of unequal speed. With
-            `inner_steps` too, a round ends with what comes first.
+        round_s: for how many seconds a rank trains in a round, for machines of unequal speed. If
+            `inner_steps` is given too, a round ends with whichever comes first.
         outer: "average" takes the mean of all ranks' weights. `pmesh.Nesterov()` treats the mean
             change as a gradient, as the papers do. It needs an inner learning rate that was tuned
-            with it: in a prototype on a small model one that was tuned without it ended at seven
-            times the loss.
-        compression: of the changes, as for `average_gradients`. What it leaves out is added in the
+            with it: in a prototype on a small model, a rate that was tuned without it ended at
+            seven times the loss.
+        compression: as for `average_gradients`, for the changes. What it leaves out is added in the
             next round.
-        fragments: cut the weights into so many parts and average one of them after each
-            `inner_steps / fragments` steps: the same bytes, but never all at once. `round` then
-            counts these shorter rounds.
-        delayed: let the average of a round travel while the next round runs. It is applied at that
-            round's end, to which each rank keeps what it has done meanwhile. `finish` then is
-            needed for the ranks to end with the same weights.
+        fragments: cut the weights into so many parts, and average one part after each
+            `inner_steps / fragments` steps. The bytes are the same, but are never sent all at once.
+            `round` then counts these shorter rounds.
+        delayed: send the changes of a round while the next round runs, and apply their average at
+            its end; each rank keeps its own progress of that next round. Call `finish` so that the
+            ranks end with the same weights.
         timeout_s: for each op.
 
     Raises:
@@ -143,10 +143,10 @@ class LocalUpdates:
         self._timeout_s = check_timeout(timeout_s)
         self._round = 0
         self._anchor: Named = {}
-        """The weights that all ranks have in common; float32 for float16 and bfloat16."""
+        """The weights that are the same on all ranks; float32 for float16 and bfloat16."""
         self._momentum: Named = {}
         self._samples = [0.0] * fragments
-        """What this rank has trained with since each fragment was last averaged."""
+        """How many samples this rank has taken since each fragment was last averaged."""
         self._sent: _Sent | None = None
         self._fragments: list[frozenset[str]] = []
 
@@ -155,7 +155,7 @@ class LocalUpdates:
 
     @property
     def round(self) -> int:
-        """How many rounds the job has ended; a newcomer goes on with the job's number."""
+        """The number of rounds that have ended; a newcomer takes over the job's number."""
         return self._round
 
     @overload
@@ -166,18 +166,18 @@ class LocalUpdates:
         """Begin a round: one `mesh.sync`, in which trainers enter the job or come back to it.
 
         Args:
-            weights: a tree of floating-point arrays: in the first round the initial weights, of
-                which those of rank 0 are taken, later what `end` has returned.
-            shared: whatever else all ranks must have alike, as for `mesh.sync`: not the state of
-                this rank's optimizer.
+            weights: a tree of floating-point arrays. In the first round these are the initial
+                weights, and all ranks take those of rank 0; later it is what `end` has returned.
+            shared: anything else that must be the same on all ranks, as for `mesh.sync`; not the
+                state of this rank's optimizer.
 
         Returns:
-            The weights to go on with, and what all ranks share. A rank that has stayed in the job
-            gets back its own `weights`.
+            The weights to continue with, and what all ranks share. A rank that has stayed in the
+            job gets its own `weights` back.
 
         Raises:
             UsageError: the job's weights have other paths or shapes.
-            PmeshError: what `mesh.sync` raises.
+            PmeshError: as for `mesh.sync`.
         """
         arrays = take_apart(weights, reduction="mean")
         if not self._anchor:
@@ -197,9 +197,9 @@ class LocalUpdates:
         return weights, synced["shared"]
 
     def steps(self) -> Iterator[int]:
-        """The steps of a round: 0, 1 and so on, at least one.
+        """Yield the steps of a round: 0, 1 and so on, at least one.
 
-        With `round_s` it ends with the first step that ends after that time.
+        With `round_s` the last step is the first one that ends after that time.
         """
         seconds = math.inf if self._round_s is None else self._round_s / len(self._samples)
         steps, ends_at = self._steps_of_round(), time.monotonic() + seconds
@@ -209,19 +209,19 @@ class LocalUpdates:
             step += 1
 
     def end(self, weights: T, samples: float = 1.0) -> T:
-        """End a round: average what has changed in it.
+        """End a round: average the changes of the weights.
 
         Args:
-            weights: what this rank has made of those that `begin` has returned.
-            samples: how many samples it took for that, by which this rank counts; at least 0.
+            weights: the weights after this rank's steps of the round.
+            samples: how many samples this rank took, at least 0; its weight in the average.
 
         Returns:
-            The weights to go on with, like `weights`: those that were averaged are the same on all
-            ranks, but for what a rank has done since they were sent (`delayed`).
+            The weights to continue with, like `weights`. Those that were averaged are the same on
+            all ranks; with `delayed` each rank has its own later progress on top.
 
         Raises:
             UsageError: `begin` was not called, or the weights have other paths or shapes.
-            PmeshError: as for `average_gradients`; nothing has changed on any rank.
+            PmeshError: as for `average_gradients`; no rank has averaged anything.
         """
         arrays = self._checked(weights)
         if not (math.isfinite(samples) and samples >= 0):
@@ -238,19 +238,19 @@ class LocalUpdates:
         return cast("T", result)
 
     def finish(self, weights: T) -> T:
-        """After the last round: average all that is not averaged yet.
+        """Average what is not averaged yet, after the last round.
 
         All ranks must call it. Without `delayed` and `fragments` there is nothing to average.
 
         Returns:
-            The weights that all ranks have in common now.
+            The weights, which are now the same on all ranks.
 
         Raises:
             UsageError: `begin` was not called, or the weights have other paths or shapes.
             PmeshError: as for `average_gradients`.
         """
         arrays = self._checked(weights)
-        if self._sent is not None:  # its progress is in the weights too, and goes with the rest
+        if self._sent is not None:  # its progress is still part of `weights`, and is sent with them
             self._samples[self._sent.fragment] += self._sent.weight
             self._sent = None
         if self._delayed or len(self._samples) > 1:
@@ -259,10 +259,10 @@ class LocalUpdates:
         return self.common(weights)
 
     def common(self, weights: T) -> T:
-        """The weights that all ranks have in common, as after the last average; no op.
+        """Return the weights that are the same on all ranks, as of the last average, without an op.
 
         Args:
-            weights: give the tree's structure, and the arrays' library and dtypes.
+            weights: an example: the tree's structure, and the library and dtypes of its arrays.
 
         Raises:
             UsageError: `begin` was not called, or the weights have other paths or shapes.
@@ -289,7 +289,7 @@ class LocalUpdates:
         self._fragments = _cut(self._anchor, len(self._samples))
 
     def _take_over(self, synced: Any, arrays: Arrays) -> object:  # noqa: ANN401 - a state of `begin`
-        """Go on with the state of another rank; returns its weights."""
+        """Take over the state of another rank; return its weights."""
         if _shapes(synced["weights"]) != _shapes(self._anchor):
             self._anchor = {}
             raise UsageError(
@@ -317,15 +317,15 @@ class LocalUpdates:
         return arrays
 
     def _progress(self, fragment: int, arrays: Arrays) -> _Sent:
-        """How much a fragment's weights differ from those that all ranks have in common."""
+        """Return the change of a fragment's weights since they were the same on all ranks."""
         changed = _named(arrays, self._fragments[fragment])
         self._subtract_common(changed, arrays)
         return _Sent(fragment, changed, self._samples[fragment])
 
     def _subtract_common(self, named: Named, arrays: Arrays) -> None:
-        """Subtract the weights in common as the ranks have begun with them, rounded to their dtype.
+        """Subtract the common weights, rounded to the dtype in which the ranks began with them.
 
-        Else what rounding has taken from a float16 or bfloat16 would count as progress, and undo
+        Otherwise the rounding error of float16 or bfloat16 would count as progress, and undo
         changes that are smaller than the dtype's steps.
         """
         for path, leaf in zip(arrays.tree.paths, arrays.leaves, strict=True):
@@ -336,7 +336,7 @@ class LocalUpdates:
                 named[path] -= common
 
     def _exchange(self, fragment: int, arrays: Arrays) -> object:
-        """Average a fragment now; returns the weights with what all ranks have in common there."""
+        """Average a fragment now; return the weights, with the common ones in that fragment."""
         sent = self._progress(fragment, arrays)
         mean = self._start(sent).wait()
         self._samples[fragment] = 0.0
@@ -344,7 +344,7 @@ class LocalUpdates:
         return _like(arrays, {path: self._anchor[path] for path in sent.progress})
 
     def _start(self, sent: _Sent) -> Handle[Named]:
-        """Begin the average of what all ranks have sent."""
+        """Begin the average of all ranks' changes."""
         return self._mesh.average_gradients(
             sent.progress,
             max(sent.weight, _NOTHING),
@@ -354,7 +354,7 @@ class LocalUpdates:
         )
 
     def _arrive(self, weights: Arrays) -> object:
-        """Take the average that was under way; returns the weights on top of it."""
+        """Wait for the average that was under way; return it with this rank's later progress."""
         sent, self._sent = self._sent, None
         if sent is None or sent.handle is None:
             return weights.tree.source
@@ -373,7 +373,7 @@ class LocalUpdates:
         return _like(weights, moved)
 
     def _step_outer(self, mean: Named) -> None:
-        """Add the mean change, on the host: so all ranks get the same bits, whatever they are."""
+        """Add the mean change, by numpy, so that all ranks get the same bits on any hardware."""
         rate, momentum = self._outer.learning_rate, self._outer.momentum
         for path, change in mean.items():
             step = change
@@ -398,7 +398,7 @@ def _shapes(named: Named) -> dict[str, tuple[int, ...]]:
 
 
 def _named(arrays: Arrays, paths: Collection[str] | None = None) -> Named:
-    """Copies of the arrays, or of those with these paths, as what travels."""
+    """Return copies of the arrays, or of those with these paths, in the dtype that is sent."""
     named: Named = {}
     for path, leaf in zip(arrays.tree.paths, arrays.leaves, strict=True):
         if paths is None or path in paths:
@@ -408,7 +408,7 @@ def _named(arrays: Arrays, paths: Collection[str] | None = None) -> Named:
 
 
 def _like(arrays: Arrays, named: Named) -> object:
-    """The user's tree, in which the arrays with these paths have other values."""
+    """Return the user's tree, with the new values for the paths in `named`."""
     leaves = [
         leaf.like(named[path].reshape(-1)) if path in named else own
         for path, leaf, own in zip(
@@ -419,7 +419,7 @@ def _like(arrays: Arrays, named: Named) -> object:
 
 
 def _cut(named: Named, parts: int) -> list[frozenset[str]]:
-    """The paths of each fragment: in the order of text, cut where the bytes are."""
+    """Return the paths of each fragment: sorted, and cut into parts of about equal bytes."""
     found: list[list[str]] = [[] for _ in range(parts)]
     total = sum(x.nbytes for x in named.values())
     before = 0

@@ -1,4 +1,4 @@
-"""What `pmesh.connect` returns: a rank among others, its share of the data, and grids of ranks."""
+"""`Mesh`, which `pmesh.connect` returns, the samples that each rank takes, and grids of ranks."""
 
 import logging
 import math
@@ -28,25 +28,25 @@ Indices: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.int64]]"
 
 
 def order_of(dataset_len: int, *, epoch: int, seed: int) -> Indices:
-    """A permutation of 0 to `dataset_len` - 1, the same on every machine; read-only int64.
+    """Return a permutation of 0 to `dataset_len` - 1, the same on every machine; read-only int64.
 
     The samples are sorted by random numbers of a counter-based generator (Philox 4x64-10: Salmon et
-    al., "Parallel random numbers: as easy as 1, 2, 3", 2011) with the key (seed, epoch). Not
-    `Generator.permutation`, whose order may change with numpy's version, unlike a bit generator's.
+    al., "Parallel random numbers: as easy as 1, 2, 3", 2011) with the key (seed, epoch). The output
+    of a bit generator is fixed; `Generator.permutation` may change with numpy's version.
     """
     generator = np.random.Philox(key=np.array([seed, epoch], np.uint64))
     order = np.argsort(generator.random_raw(dataset_len), kind="stable").astype(np.int64)
-    order.flags.writeable = False  # it is kept for the next call
+    order.flags.writeable = False  # it is cached for the next call
     return order
 
 
 def deal(order: Indices, *, position: int, rank: int, size: int) -> Indices:
-    """A rank's part of what follows `position`: every `size`-th, from the `rank`-th on."""
-    return order[position + rank :: size].copy()  # torch warns of arrays that are read-only
+    """Return every `size`-th of the indices from `position` on, beginning with the `rank`-th."""
+    return order[position + rank :: size].copy()  # torch warns about read-only arrays
 
 
 def check_shard(dataset_len: int, *, epoch: int, position: int, seed: int) -> None:
-    """Raises UsageError unless these can be a data set, an epoch, a position and a seed."""
+    """Raise UsageError unless all four are at least 0 and below 2**63."""
     numbers = {"dataset_len": dataset_len, "epoch": epoch, "position": position, "seed": seed}
     for name, number in numbers.items():
         if not 0 <= number < 2**63:
@@ -59,21 +59,22 @@ T = TypeVar("T")
 class Mesh(Collectives):
     """This trainer among the ranks of its job. Get one from `pmesh.connect`.
 
-    Collective calls block until the result is there, and take an array of numpy, MLX or torch, or a
-    (nested) dict, list or tuple of them. They return the same types, shapes and dtypes, bit for bit
-    alike on every rank, and leave their arguments as they were. Every rank must make the same calls
-    in the same order, whatever the library its arrays are of.
+    Collective calls block until the result is there. They take an array of numpy, MLX or torch, or
+    a (nested) dict, list or tuple of arrays. They return the same types, shapes and dtypes, bit for
+    bit the same on every rank, and do not change their arguments. Every rank must make the same
+    calls in the same order; the ranks may use different libraries.
 
-    Machines come and go: an op in flight goes on among the ranks that are left, and `rank`, `size`
-    and `last_op` say afterwards who took part. Call `sync` at the top of the training loop, and who
-    comes, or comes back, takes part too.
+    Machines come and go. When a rank is lost, an op in flight continues among the others, and
+    `rank`, `size` and `last_op` then say which ranks took part. A trainer that joins a running job,
+    or comes back to it, enters in `sync`: call it at the top of the training loop.
 
     Dtypes: float64, float32, float16, bfloat16 (both added as float32), complex128, complex64,
     signed and unsigned integers of 8 to 64 bits, and bool; calls that only move arrays take other
     numbers too, such as float8.
 
-    Any thread may call; one call runs at a time. Close it, or use it in a `with` statement: leaving
-    that by an exception counts as a crash of this rank, so that the others learn of it.
+    Any thread may call; one call runs at a time. Close the mesh, or use it in a `with` statement.
+    An exception that leaves the `with` block counts as a crash of this rank, and the others learn
+    of it.
     """
 
     def __init__(self, place: Place, *, job: str) -> None:
@@ -90,50 +91,50 @@ class Mesh(Collectives):
     def step(self) -> int:
         """How many times the job has synced: 0 before the first `sync`, 1 after it, and so on.
 
-        `while mesh.step < N: state = mesh.sync(state); ...` runs its body N times if nothing
-        happens, and a newcomer goes on with the job's number: it runs the body for what is left.
+        `while mesh.step < N: state = mesh.sync(state); ...` runs its body N times. A newcomer takes
+        over the job's number, so it runs the body only for the steps that are left.
         """
         return self._place.step
 
     @property
     def store(self) -> Store:
-        """Keys and values that all ranks of the job share (`pmesh.Store`)."""
+        """The keys and values that all ranks of the job share (`pmesh.Store`)."""
         return self._store
 
     @property
     def view(self) -> View:
-        """What the agents had agreed on when this trainer joined: machines, ring order, ranks."""
+        """The view in which this trainer joined: the machines, the ring's order and the ranks."""
         return self._place.view
 
     def sync(self, state: T, timeout_s: float = DEFAULT_TIMEOUT_S) -> T:
-        """Let all ranks have the same state; the place where trainers enter a running job.
+        """Give all ranks the same state. Trainers enter a running job in this call.
 
         Call it at the top of each step, with everything that the next steps depend on: weights, the
-        optimizer's state, random generators, the position in the data. If all ranks have the same,
-        this costs a hash of the state and one small op, and returns `state` itself. Else those who
-        differ get the state of a rank that was in the job, of those the one with the most steps,
-        of those the lowest rank's: in the first `sync` rank 0's.
+        optimizer's state, random generators, the position in the data. If the states of all ranks
+        are equal, this costs a hash of the state and one small op, and returns `state` itself.
+        Otherwise the ranks that differ receive the state of one rank. It is a rank that was in the
+        job already; among these the one with the most steps; among these the lowest. In the first
+        `sync` it is rank 0.
 
-        A rank that had to be given another state though it was in the job is named in a warning of
-        the logger `pmesh`: what it computes differs from the others. So are, on a rank that is
-        given another state, the arrays of its own that come out with another shape or dtype, or not
-        at all.
+        The logger `pmesh` warns of a rank that was in the job and yet receives another state: it
+        has computed something else than the others. A rank that receives a state also warns of its
+        own arrays that the received state lacks, or has with another shape or dtype.
 
         Args:
             state: dicts, lists and tuples, nested as you like, of arrays (numpy, MLX, torch; any
-                dtype) and of None, bool, int, float, str and bytes. Every byte comes out as it was.
-                It may be of another structure on each rank: who receives gets that of the source,
-                in new arrays, of the source's library, torch tensors on the device of those that
-                they replace, else on the CPU. Order in a dict counts. Named tuples and
-                subclasses of dict come out as such where the receiver has the same.
-            timeout_s: for each op; one that moves state takes one op for each 4 MiB. For a trainer
-                without an agent also how long it waits for one.
+                dtype) and of None, bool, int, float, str and bytes. Every byte is preserved. The
+                structure may differ between ranks: a receiver gets the structure of the source, in
+                new arrays of the source's library. A torch tensor goes to the device of the tensor
+                that it replaces, otherwise to the CPU. The order in a dict counts. Named tuples and
+                subclasses of dict keep their class where the receiver has the same.
+            timeout_s: for each op; a state that is sent takes one op for each 4 MiB. A trainer
+                without an agent also waits this long for one.
 
         Raises:
             UnsupportedArray: the state holds something else.
             UsageError: it holds arrays of a library that is not installed here.
-            RunError: what has arrived is not what was sent.
-            PmeshError: as for `all_reduce`; the state is as it was, the next `sync` begins anew.
+            RunError: the state that arrived is not the one that was sent.
+            PmeshError: as for `all_reduce`; the state is unchanged, the next `sync` tries again.
         """
         timeout_s = check_timeout(timeout_s)
         packed = pack(state)
@@ -160,26 +161,27 @@ class Mesh(Collectives):
     def shard(
         self, dataset_len: int, *, epoch: int = 0, position: int = 0, seed: int = 0
     ) -> Indices:
-        """This rank's samples of an epoch, from a position on.
+        """Return this rank's samples of an epoch, from a position on.
 
-        All samples in an order that depends on seed and epoch alone, cut at `position` and dealt
-        round robin: rank r takes every `size`-th, from the r-th on. So for one position the ranks'
-        shards have nothing in common and together hold what is left of the epoch, whatever has come
-        and gone before.
+        The order of all samples depends on seed and epoch alone. The samples from `position` on are
+        dealt round robin: rank r takes every `size`-th, beginning with the r-th. So for one
+        position the shards of the ranks are disjoint, and together they are the rest of the epoch,
+        whichever ranks came and went before.
 
-        After each step all ranks must move `position` alike: by what all of them took, which is
-        `BATCH * size` where each took `mesh.shard(...)[:BATCH]`, with the `mesh.size` that held
-        when they took it, before the step's ops. Keep it in the state that `sync` gets. The samples
-        of a rank that is lost in the middle of a step are skipped in that epoch.
+        After each step all ranks must advance `position` by the same number: the samples that all
+        of them took. That is `BATCH * size` if each took `mesh.shard(...)[:BATCH]`; `size` is the
+        `mesh.size` at that time, before the step's ops. Keep the position in the state that you
+        pass to `sync`. If a rank is lost in the middle of a step, its samples are skipped in that
+        epoch.
 
         Args:
-            dataset_len: how many samples there are.
-            epoch: another one gives another order.
-            position: how many samples of the epoch have been taken by all ranks together.
-            seed: another one gives other orders.
+            dataset_len: the number of samples.
+            epoch: each epoch has another order.
+            position: how many samples of the epoch all ranks together have taken.
+            seed: each seed gives other orders.
 
         Returns:
-            Indices from 0 to `dataset_len` - 1 as int64; empty at the epoch's end.
+            Indices from 0 to `dataset_len` - 1 as int64; none at the end of the epoch.
 
         Raises:
             UsageError: before a newcomer's first `sync`, or for a negative number.
@@ -193,19 +195,20 @@ class Mesh(Collectives):
         return deal(self._shard_order[1], position=position, rank=world.rank, size=len(world.names))
 
     def group(self, ranks: Sequence[int], timeout_s: float = 30.0) -> Group | None:
-        """A group of some ranks, with collectives of its own.
+        """Make a group of some ranks, with collectives of its own.
 
-        Every rank of it must call this, with the same ranks in the same order; the others may, and
-        get None. Who enters the job later is in no group that was made before.
+        Every rank of the group must call this, with the same ranks in the same order. The other
+        ranks may call it too, and get None. A trainer that enters the job later is in no group that
+        was made before.
 
         Args:
-            ranks: of the mesh, each once. The group counts its ranks in this order.
+            ranks: ranks of the mesh, each once. The group counts its ranks in this order.
             timeout_s: how long to wait for the others.
 
         Raises:
-            UsageError: these can't be a group.
-            NotEnoughRanks: some did not call in time.
-            GroupBroken: one was lost meanwhile.
+            UsageError: the ranks are not different ranks of the mesh, or there are none.
+            NotEnoughRanks: some ranks did not call in time.
+            GroupBroken: a rank was lost meanwhile.
         """
         self._place.check_synced()
         check_ranks(ranks, self.size)
@@ -218,14 +221,14 @@ class Mesh(Collectives):
         """Divide the mesh into groups; every rank must call this.
 
         Args:
-            color: ranks with the same one, at least 0, get into one group; with None into none.
-            key: the group counts its ranks by this, and where it is the same as the mesh does.
+            color: at least 0; ranks with the same color form a group. A rank with None is in none.
+            key: the group orders its ranks by their keys, and equal keys by rank in the mesh.
             timeout_s: how long to wait for the others.
 
         Raises:
             UsageError: the color is below 0.
-            NotEnoughRanks: some did not come in time.
-            GroupBroken: one of this rank's color was lost meanwhile.
+            NotEnoughRanks: some ranks did not call in time.
+            GroupBroken: a rank of this rank's color was lost meanwhile.
             PmeshError: as for `all_reduce`.
         """
         if color is not None and color < 0:
@@ -234,7 +237,7 @@ class Mesh(Collectives):
         return None if color is None else self.group(ranks_by_color(choices, color), timeout_s)
 
     def close(self) -> None:
-        """Leave the job, and all groups. A call in which another thread waits raises MeshClosed."""
+        """Leave the job and all groups. A call in another thread raises MeshClosed there."""
         self._stop(crashed=None)
 
     def __enter__(self) -> Self:
@@ -265,16 +268,16 @@ def _unpacked(received: Values, state: T) -> T:
 
 
 class DeviceMesh:
-    """The ranks of a mesh as a grid, as `torch.distributed.device_mesh.DeviceMesh` has it.
+    """The ranks of a mesh as a grid, like `torch.distributed.device_mesh.DeviceMesh`.
 
-    `DeviceMesh(mesh, (2, 3), ("data", "model"))` lays six ranks in two rows of three: rank 0 to 2
-    in the first, 3 to 5 in the second. `grid["model"]` is then the group of this rank's row,
-    `grid["data"]` that of its column. Every rank of the mesh must make it.
+    `grid = DeviceMesh(mesh, (2, 3), ("data", "model"))` lays six ranks in two rows: ranks 0 to 2 in
+    the first, ranks 3 to 5 in the second. `grid["model"]` is then the group of this rank's row, and
+    `grid["data"]` the group of its column. Every rank of the mesh must make the same grid.
 
     Raises:
-        UsageError: the shape does not hold as many ranks as there are, or the names do not fit it.
-        NotEnoughRanks: some rank did not make it in time.
-        GroupBroken: one of a group was lost meanwhile.
+        UsageError: the shape does not hold all ranks, or there is not one name for each dimension.
+        NotEnoughRanks: some ranks did not make the grid in time.
+        GroupBroken: a rank of one of the groups was lost meanwhile.
     """
 
     def __init__(
@@ -293,7 +296,7 @@ class DeviceMesh:
         self._groups: dict[str, Group] = {}
         try:
             for dimension, name in enumerate(names):
-                self._groups[name] = _made(mesh.group(self._line(dimension), timeout_s))
+                self._groups[name] = _not_none(mesh.group(self._line(dimension), timeout_s))
         except BaseException:
             self.close()
             raise
@@ -303,7 +306,7 @@ class DeviceMesh:
         return f"<DeviceMesh {sizes}, at {self.coordinate}>"
 
     def __getitem__(self, name: str) -> Group:
-        """The group along this dimension of which this rank is one.
+        """Return this rank's group along the dimension.
 
         Raises:
             UsageError: there is no such dimension.
@@ -315,30 +318,30 @@ class DeviceMesh:
         return self._groups[name]
 
     def close(self) -> None:
-        """Leave its groups, as when nobody holds the grid and its groups any more."""
+        """Leave all groups of the grid. This also happens once nobody refers to them any more."""
         for group in self._groups.values():
             group.close()
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """How many ranks lie along each dimension."""
+        """The number of ranks along each dimension."""
         return self._shape
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the dimensions."""
+        """The names of the dimensions."""
         return tuple(self._groups)
 
     @property
     def coordinate(self) -> tuple[int, ...]:
-        """Where this rank lies; the last dimension changes fastest."""
+        """This rank's index in each dimension; the last dimension changes fastest."""
         return tuple(
             self._rank // self._stride(dimension) % length
             for dimension, length in enumerate(self._shape)
         )
 
     def _line(self, dimension: int) -> list[int]:
-        """The ranks along a dimension, through this one."""
+        """Return the ranks that differ from this one in the dimension only."""
         stride = self._stride(dimension)
         first = self._rank - self.coordinate[dimension] * stride
         return [first + i * stride for i in range(self._shape[dimension])]
@@ -347,6 +350,6 @@ class DeviceMesh:
         return math.prod(self._shape[dimension + 1 :])
 
 
-def _made(group: Group | None) -> Group:
+def _not_none(group: Group | None) -> Group:
     assert group is not None  # noqa: S101 - this rank is on each of its lines
     return group

@@ -1,4 +1,4 @@
-"""average_gradients, and what compression has left out of it so far."""
+"""average_gradients, and its error feedback: what compression has left out so far."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -39,7 +39,7 @@ Missing = Literal["error", "zeros"]
 
 
 class Averaging(Reducing):
-    """Gradients."""
+    """average_gradients, and the state of its error feedback."""
 
     @overload
     def average_gradients(
@@ -82,33 +82,33 @@ class Averaging(Reducing):
         missing: Missing = "error",
         async_op: bool = False,
     ) -> T | Handle[T]:
-        """The mean of every rank's gradients, each rank counting by its weight.
+        """Return the mean of all ranks' gradients, weighted by the ranks' weights.
 
-        With the number of samples as weight the result is the gradient of the mean loss over the
-        union of all batches. What a lost rank did not contribute does not count, nor does its
-        weight.
+        If the weight is the number of samples, the result is the gradient of the mean loss over the
+        union of all batches. If the values of a lost rank are missing, its weight does not count
+        either.
 
-        MLX's gradients are computed when they are asked for. Here this is done bucket by bucket,
-        the last layers first, while the network carries the bucket before: so what the network
-        takes is mostly hidden behind the rest of the backward pass. Nothing else is to be done for
-        that, but for not evaluating them before. It does not hold with `compression`,
-        `missing="zeros"` or `out`, nor with `async_op`: then they are all computed first.
+        MLX computes gradients lazily. This call evaluates them bucket by bucket, the last layers
+        first, while the network sends the bucket before. So most of the network's time is hidden
+        behind the rest of the backward pass; all you must do is not evaluate them yourself. With
+        `compression`, `missing="zeros"`, `out` or `async_op` they are all evaluated first.
 
         Args:
             grads: a tree of floating-point arrays.
-            weight: at least 0; with 0 this rank's gradients are not looked at.
-            bucket_bytes: how much is averaged as one op at most; an array is never divided. Of MLX
-                arrays an eighth of the tree, but at least 4 MiB.
+            weight: at least 0; with 0 this rank's gradients are not read.
+            bucket_bytes: the most that is averaged as one op; an array is never divided. For MLX
+                arrays it is at most an eighth of the tree, or 4 MiB if that is more.
             timeout_s: for each op.
-            out: as for `all_reduce`; may be `grads`, and saves the time that new arrays take.
+            out: as for `all_reduce`; may be `grads`. It saves the time for new arrays.
             strategy: as for `all_reduce`.
-            compression: as for `all_reduce`, but what it leaves out of a call is added to the
-                gradients of the next one with the same paths and shapes (see
-                `Scheme.error_feedback`), and PowerSGD begins after its `start_step`. None: what
-                this machine's agent was started with, if anything; "none": nothing.
-            missing: what a None is, as of a parameter that was not used, where another rank has an
-                array: an "error", or "zeros", which count by this rank's weight, and the mean comes
-                out everywhere. Alike on all ranks; not with `out=`; one more small op.
+            compression: as for `all_reduce`. What it leaves out of a call is added to the gradients
+                of the next call with the same paths and shapes (see `Scheme.error_feedback`), and
+                PowerSGD begins after its `start_step`. None: the default of this machine's agent,
+                if it has one. "none": no compression.
+            missing: the meaning of None, the gradient of an unused parameter, where another rank
+                has an array. "error": the call fails. "zeros": it counts as zeros, with this rank's
+                weight, and all ranks get the mean. The same on all ranks; costs one more small op;
+                not possible with `out=`.
             async_op: return a handle at once.
 
         Returns:
@@ -116,9 +116,9 @@ class Averaging(Reducing):
             one block of memory, which lives as long as any of them; nothing else writes to it.
 
         Raises:
-            UnsupportedCompression: the compression.
+            UnsupportedCompression: the compression does not fit these gradients.
             UsageError: the weights of all ranks add up to 0.
-            OpMismatch: only some ranks have None at some path, or other paths, shapes or dtypes.
+            OpMismatch: the paths, shapes or dtypes of the ranks differ, or only some have None.
             PmeshError: as for `all_reduce`.
         """
         if not (math.isfinite(weight) and weight >= 0):
@@ -161,7 +161,7 @@ class Averaging(Reducing):
         *,
         async_op: bool,
     ) -> object:
-        """As `_run`, for the tree that all ranks have together."""
+        """Do as `_run`, with zeros where this rank has None and another rank an array."""
         wanted = replace(wanted, backward=None)
 
         def ops(session: TrainerSession) -> tuple[tuple[Arrays, list[object]], LastOp | None]:
@@ -179,13 +179,12 @@ class Averaging(Reducing):
         return self._call(ops, alone, finish, timeout_s=wanted.timeout_s, async_op=async_op)
 
     def error_feedback_state(self) -> dict[str, Values]:
-        """What compression has left out on this rank so far, for a checkpoint of this rank.
+        """Return what compression has left out on this rank, for a checkpoint of this rank.
 
-        It is another one on each rank, so it does not belong into what `sync` gets. Calls that are
-        under way end first.
+        It differs from rank to rank, so do not pass it to `sync`. Calls under way end first.
 
         Returns:
-            Arrays of numpy by name, copies; empty if nothing was compressed with feedback.
+            Copies, as numpy arrays by name; none if nothing was compressed with feedback.
         """
 
         def run(_: Place) -> tuple[dict[str, Values], None]:
@@ -194,10 +193,10 @@ class Averaging(Reducing):
         return cast("dict[str, Values]", self._do(run, dict))
 
     def load_error_feedback_state(self, state: Mapping[str, Any]) -> None:
-        """Go on with what `error_feedback_state` has returned, on this rank or another.
+        """Continue with what `error_feedback_state` has returned, on this rank or another.
 
-        The sum over all ranks counts: where there are fewer ranks than before, what the others had
-        left out is lost. Calls that are under way end first.
+        What matters is the sum over all ranks. If there are fewer ranks than before, what the
+        others had left out is lost. Calls under way end first.
 
         Args:
             state: the arrays, of numpy or what `numpy.asarray` takes; they are copied.

@@ -1,4 +1,4 @@
-"""The collectives that move arrays or objects as they are, and those that only wait."""
+"""The collectives that only move arrays or objects, and the barriers."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import PurePath
@@ -57,13 +57,13 @@ class Moving(Caller):
         stacked: bool = False,
         async_op: bool = False,
     ) -> T | Handle[T]:
-        """Give every rank the arrays of all.
+        """Send the array of each rank to all ranks.
 
         Args:
-            x: one array, of any dtype of numbers. Ranks may differ in its first dimension.
+            x: one array, of any dtype of numbers. Its first dimension may differ between ranks.
             timeout_s: for each of two ops.
-            stacked: all of one shape, along a new first dimension; else one behind the other along
-                the first dimension, in the order of ranks.
+            stacked: True stacks the arrays, which must have the same shape, along a new first
+                dimension. False concatenates them along the first dimension, in the order of ranks.
             async_op: return a handle at once.
 
         Raises:
@@ -103,11 +103,11 @@ class Moving(Caller):
         stacked: bool = False,
         async_op: bool = False,
     ) -> T | Handle[T | None] | None:
-        """Give one rank the arrays of all; the others get None. For the rest see `all_gather`."""
+        """Send the arrays of all ranks to one rank; the others get None. See `all_gather`."""
         result = self._gather(x, root, stacked=stacked, timeout_s=timeout_s, async_op=async_op)
         return cast("T | Handle[T | None] | None", result)
 
-    # What comes is of the root's type: a rank that passes None knows nothing of it.
+    # The result has the root's type, which a rank that passes None does not know.
     @overload
     def scatter(
         self,
@@ -147,12 +147,12 @@ class Moving(Caller):
         *,
         async_op: bool = False,
     ) -> T | Handle[T]:
-        """Give every rank its array of those that one rank has.
+        """Send each rank one of the root's arrays.
 
         Args:
-            xs: at the root one array for each rank, alike but for their first dimension; elsewhere
-                None.
-            root: the rank that has them.
+            xs: on the root one array for each rank, which differ in their first dimension only; on
+                other ranks None.
+            root: the rank that has the arrays.
             timeout_s: for each of two ops.
             async_op: return a handle at once.
 
@@ -168,7 +168,7 @@ class Moving(Caller):
         firsts = [(block.data.size, *block.head.shape[:1]) for block in blocks]
 
         def ops(session: TrainerSession) -> tuple[Any, LastOp]:
-            # Only the root knows how much there is: the bytes for each, and the first dimension.
+            # Only the root knows the sizes: for each rank the bytes and the first dimension.
             sent = [n for first in firsts for n in (*first, 0)[:2]] if is_root else [0] * 2 * size
             head = blocks[0].head if is_root else None
             what = with_root("scatter", session, trainer)
@@ -212,18 +212,19 @@ class Moving(Caller):
         *,
         async_op: bool = False,
     ) -> list[T] | Handle[list[T]]:
-        """Give each rank one array, and get one from each.
+        """Send each rank one array, and receive one from each.
 
         Args:
-            xs: one array for each rank, alike on all ranks but for their first dimensions.
+            xs: one array for each rank; all arrays of all ranks differ in their first dimension
+                only.
             timeout_s: for each of two ops.
             async_op: return a handle at once.
 
         Returns:
-            The array of each rank for this one, in the order of ranks.
+            The array from each rank, in the order of ranks.
 
         Raises:
-            OpMismatch: the arrays of two ranks are not alike.
+            OpMismatch: the arrays of two ranks differ in more than the first dimension.
             RosterChanged: a rank was lost in the call.
             PmeshError: as for `all_reduce`.
         """
@@ -267,9 +268,7 @@ class Moving(Caller):
         evaluate_mlx([x])
         block = block_of(x)
         if not stacked and not block.head.shape:
-            raise UsageError(
-                "an array without dimensions can't be laid behind another; stacked=True can"
-            )
+            raise UsageError("cannot concatenate 0-d arrays; pass stacked=True")
         trainer = None if root is None else self._trainer_at(root)
         what = "all_gather" if root is None else "gather"
         timeout_s = check_timeout(timeout_s)
@@ -306,7 +305,7 @@ class Moving(Caller):
         return self._call(ops, alone, _built, timeout_s=timeout_s, async_op=async_op)
 
     def _blocks(self, xs: Sequence[object] | None, what: str) -> list[Block]:
-        """The bytes of an array for each rank; they must be alike."""
+        """Return the bytes of the array for each rank; raise UsageError if they do not fit."""
         if xs is None:
             raise UsageError(f"{what} takes one array for each rank")
         check_count(xs, self.size, what)
@@ -325,7 +324,7 @@ class Moving(Caller):
 
 
 _Parts = tuple[Head, Values, object]
-"""What an array is made of: see `build`."""
+"""The arguments of `build`."""
 
 
 def _copy_of(block: Block) -> _Parts:
@@ -344,7 +343,7 @@ class Objects(Caller):
     """all_gather_object, broadcast_object and barriers."""
 
     def all_gather_object(self, obj: object, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Any]:
-        """Give every rank an object of each: data that MessagePack can say, never code.
+        """Send an object of each rank to all ranks: data that MessagePack can encode, never code.
 
         Args:
             obj: None, bool, int (64 bits), float, str, bytes, and lists, tuples and dicts of these.
@@ -355,7 +354,7 @@ class Objects(Caller):
             The objects in the order of ranks.
 
         Raises:
-            UsageError: the object holds something else, or one has more than 64 MiB.
+            UsageError: the object holds something else, or that of some rank exceeds 64 MiB.
             RosterChanged: a rank was lost in the call.
             PmeshError: as for `all_reduce`.
         """
@@ -377,7 +376,7 @@ class Objects(Caller):
     def broadcast_object(
         self, obj: object = None, root: int = 0, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> Any:  # noqa: ANN401 - the root's object
-        """Give every rank the object of one; see `all_gather_object`. `obj` matters at the root."""
+        """Send the root's object to all ranks; see `all_gather_object`. Others may omit `obj`."""
         is_root, trainer = root == self.rank, self._trainer_at(root)
         data = _packed(obj) if is_root else np.empty(0, np.uint8)
         timeout_s = check_timeout(timeout_s)
@@ -415,20 +414,20 @@ class Objects(Caller):
         self._call(ops, alone, _as_it_is, timeout_s=timeout_s)
 
     def monitored_barrier(self, timeout_s: float) -> None:
-        """Wait until every rank has called this; names those that have not when the time is over.
+        """Wait until every rank has called this; if the time is over, name the missing ranks.
 
         Args:
-            timeout_s: how long.
+            timeout_s: how long to wait.
 
         Raises:
-            OpTimedOut: names every rank that did not come; on all that did, and on the others when
-                they come.
+            OpTimedOut: some ranks did not call in time; it names them all. Ranks that call later
+                get the same error.
             PmeshError: as for `all_reduce`.
         """
         self.barrier(timeout_s)
 
 
-MAX_OBJECT_BYTES = 64 << 20  # one byte may be a dict, which has 64 in memory
+MAX_OBJECT_BYTES = 64 << 20  # each byte may become a dict, which takes 64 bytes in memory
 _UNPACKABLE = (TypeError, OverflowError, RecursionError, ValueError)
 
 
@@ -442,7 +441,7 @@ def _packed(obj: object) -> Values:
 
 
 def _as_plain(x: Any) -> object:  # noqa: ANN401 - msgspec gives whatever it does not know
-    """What travels in place of an object: a number for an array of one, text for a path."""
+    """Return what is sent for an object: a number for a 0-d array, text for a path."""
     if getattr(x, "ndim", None) == 0:
         return cast("object", x.item())
     if isinstance(x, PurePath):
@@ -453,7 +452,7 @@ def _as_plain(x: Any) -> object:  # noqa: ANN401 - msgspec gives whatever it doe
 
 
 def _path_to_unpackable(obj: object) -> str:
-    """Such as "[3]['loss']"; empty if it is the object itself."""
+    """Return a path such as "[3]['loss']"; empty if it is the object itself."""
     items: Iterable[tuple[object, object]] = ()
     if isinstance(obj, dict):
         items = cast("dict[object, object]", obj).items()
@@ -468,9 +467,9 @@ def _path_to_unpackable(obj: object) -> str:
 
 
 def _size_of(head: Head | None, rank: int) -> int:
-    """The bytes that a rank says it sends; UsageError, on all ranks alike, for what can't be."""
+    """Return the bytes that a rank announces; raise UsageError, on all ranks, if out of range."""
     size = head.shape[0] if head is not None and len(head.shape) == 1 else 0
-    if not 0 < size <= MAX_OBJECT_BYTES:  # even None has a byte
+    if not 0 < size <= MAX_OBJECT_BYTES:  # even None takes a byte
         raise UsageError(
             f"the object of rank {rank} has {size} bytes as MessagePack, and may have 1 to "
             f"{MAX_OBJECT_BYTES}; move arrays by all_gather or broadcast"

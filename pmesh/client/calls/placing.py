@@ -1,4 +1,4 @@
-"""Collectives that write into arrays whose sizes all ranks know beforehand: one op each."""
+"""Collectives that write into given arrays. All ranks know the sizes, so each takes one op."""
 
 from collections.abc import Callable, Sequence
 
@@ -24,19 +24,19 @@ from pmesh.ids import TrainerId
 class Placing(Caller):
     """all_gather_into, gather_into, scatter_into, reduce_scatter_into and all_to_all_into.
 
-    The names and meanings of `all_gather` and so on, but all ranks know the shape of what each one
-    gives, as the callers of `torch.distributed` do. So a call takes one op instead of two, and
-    writes into arrays that are there. These are numpy's or torch's on the CPU, in one piece of
-    memory. A call with other sizes or dtypes on another rank raises OpMismatch on all.
+    They mean the same as `all_gather` and so on, but all ranks know the shapes of all arrays, as
+    the callers of `torch.distributed` do. So a call takes one op instead of two, and writes into
+    arrays that exist: of numpy, or of torch on the CPU, in one piece of memory. If the sizes or
+    dtypes of two ranks differ, the call raises OpMismatch on all ranks.
     """
 
     def all_gather_into(
         self, outs: Sequence[object], x: object, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> None:
-        """Write the array of each rank into `outs`, which has one of the same size for each.
+        """Write the array of each rank into `outs`, which has an array of that size for each rank.
 
         Raises:
-            UsageError: they are not one for each rank, or this rank's is of another size.
+            UsageError: `outs` has not one array for each rank, or this rank's has another size.
             OpMismatch: another rank has other sizes.
             PmeshError: as for `all_gather`.
         """
@@ -68,10 +68,10 @@ class Placing(Caller):
         root: int = 0,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        """Write the arrays of all ranks, which have one size, into those of `outs` at the root.
+        """Write the arrays of all ranks, which have the same size, into `outs` at the root.
 
         Raises:
-            UsageError: the root's are not one of this size for each rank.
+            UsageError: the root's `outs` has not one array of this size for each rank.
             OpMismatch: another rank has an array of another size.
             PmeshError: as for `gather`.
         """
@@ -104,10 +104,10 @@ class Placing(Caller):
         root: int = 0,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        """Write into `out` this rank's array of those that the root has, all of one size.
+        """Write this rank's array into `out`; the root has one for each rank, all of one size.
 
         Raises:
-            UsageError: the root's are not one of this size for each rank.
+            UsageError: the root's `xs` has not one array of this size for each rank.
             OpMismatch: another rank expects another size.
             PmeshError: as for `scatter`.
         """
@@ -145,16 +145,16 @@ class Placing(Caller):
         op: Reduction = "sum",
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        """Combine the arrays that the ranks give for each rank, and write this rank's into `out`.
+        """Reduce the arrays that all ranks have for this rank, and write the result into `out`.
 
         Args:
-            out: like this rank's array of `xs`.
-            xs: one for each rank, with the same shapes and dtype on every rank.
+            out: an array like this rank's in `xs`.
+            xs: one array for each rank, with the same shapes and dtype on every rank.
             op: as for `all_reduce`.
             timeout_s: for the op.
 
         Raises:
-            UsageError: they are not one for each rank, or `out` is not like this rank's.
+            UsageError: `xs` has not one array for each rank, or `out` is not like this rank's.
             OpMismatch: another rank has other shapes.
             PmeshError: as for `reduce_scatter`.
         """
@@ -195,18 +195,18 @@ class Placing(Caller):
         *,
         equal: bool = False,
     ) -> None:
-        """Give each rank one array, and write that of each into `outs`.
+        """Send each rank one array, and write the array from each rank into `outs`.
 
         Args:
-            outs: one for each rank, of the size that it gives.
-            xs: one for each rank.
+            outs: one array for each rank, of the size that this rank receives from it.
+            xs: one array for each rank.
             timeout_s: for each op.
-            equal: whether all arrays of all ranks have one size. Then this takes one op; else two,
-                as the ranks first tell each other their sizes.
+            equal: True if all arrays of all ranks have the same size. Then this takes one op;
+                otherwise two, as the ranks first exchange their sizes.
 
         Raises:
-            UsageError: they are not one for each rank, or not equal.
-            OpMismatch: what one rank gives another is not what that expects.
+            UsageError: there is not one array for each rank, or the sizes are not equal.
+            OpMismatch: a rank sends another size than the receiver expects.
             PmeshError: as for `all_to_all`.
         """
         check_count(outs, self.size, "all_to_all_into")
@@ -248,7 +248,7 @@ def _nothing(result: None) -> None:
 
 
 def _refuse_alone(world: World) -> tuple[None, LastOp]:
-    """A rank that is alone for the time being has not the sizes of all."""
+    """Raise RosterChanged: a rank that is alone for now has arrays for several ranks."""
     del world
     raise RosterChanged("this rank is alone, and the call has arrays for several")
 
@@ -259,7 +259,6 @@ def _given(xs: Sequence[object]) -> list[Block]:
 
 
 def _targets(outs: Sequence[object]) -> list[Values]:
-    """The arrays' memory as flat bytes."""
     return [_target(out) for out in outs]
 
 
@@ -296,13 +295,13 @@ def _check_size_of(session: TrainerSession, size: int) -> None:
 
 
 def _ranks(session: TrainerSession) -> list[int]:
-    """For each place in the ring its rank."""
+    """Return the rank at each place in the ring."""
     places = session.places
     return sorted(range(len(places)), key=places.__getitem__)
 
 
 def _in_places(session: TrainerSession, numbers: Sequence[int]) -> tuple[int, ...]:
-    """Numbers by rank, reordered by place in the ring."""
+    """Reorder numbers by rank into the order of the ring."""
     _check_size_of(session, len(numbers))
     return tuple(numbers[rank] for rank in _ranks(session))
 
@@ -330,7 +329,7 @@ def _fill(leaves: Sequence[Leaf], region: Values) -> None:
 
 
 def _take(session: TrainerSession, done: Done, targets: Sequence[Values]) -> LastOp:
-    """Copy blocks, which lie in the order of the ring, to where each belongs."""
+    """Copy the blocks of a result, which has the order of the ring, into the targets by rank."""
     begin = 0
     for rank in _ranks(session) if targets else ():
         target = targets[rank]
@@ -346,7 +345,7 @@ def _agreed(
     expects: Sequence[int],
     timeout_s: float,
 ) -> str:
-    """Exchange what each rank gives and expects; OpMismatch, on all ranks, if it does not fit."""
+    """Exchange the sizes that ranks send and expect; raise OpMismatch on all if they differ."""
     head = block.head._replace(shape=())
     what = "all_to_all_into"
     table = exchange(session, head, [*gives, *expects], what=what, timeout_s=timeout_s)

@@ -1,4 +1,4 @@
-"""Messages between two ranks: what one sends, the other receives."""
+"""Messages between two ranks: send and recv."""
 
 import os
 import threading
@@ -19,9 +19,9 @@ from pmesh.errors import MeshClosed, PmeshError, ProtocolError, UsageError
 from pmesh.ids import Rank, TrainerId
 
 ANY = -1
-"""As the source of a `recv`: whoever sends first."""
+"""The source of a `recv` that takes a message from any rank."""
 
-MAX_TAG = 2**31 - 1  # what MPI and torch have at most
+MAX_TAG = 2**31 - 1  # as in MPI and torch
 
 T = TypeVar("T")
 
@@ -29,9 +29,9 @@ T = TypeVar("T")
 class PointToPoint(Caller):
     """send, recv, recv_like and sendrecv.
 
-    They run beside each other and beside collectives, in any number of threads. Messages of one
-    pair and tag arrive in the order in which they were sent, each once, also if machines come and
-    go between. A rank that is lost fails the calls that wait for it, and no others.
+    They run at the same time as each other and as collectives, in any number of threads. Messages
+    of one pair and tag arrive in the order in which they were sent, each once, even if machines
+    come and go meanwhile. When a rank is lost, only the calls that wait for it fail.
     """
 
     def __init__(self, place: Place) -> None:
@@ -42,10 +42,10 @@ class PointToPoint(Caller):
 
     @property
     def last_source(self) -> Rank | None:
-        """Whom the last message came from that this thread has received; None before the first.
+        """The sender of the last message that this thread has received; None before the first.
 
-        Of a `recv` with `async_op=True` once it was waited for. Ranks are those of the mesh at that
-        time; -1 if the sender is none any more.
+        A `recv` with `async_op=True` counts once it was waited for. The rank is that of the sender
+        in the mesh at that time; -1 if the sender had no rank any more.
         """
         source: Rank | None = getattr(self._last, "source", None)
         return source
@@ -79,26 +79,26 @@ class PointToPoint(Caller):
         *,
         async_op: bool = False,
     ) -> Handle[None] | None:
-        """Send an array to one rank; returns when that has received it.
+        """Send an array to one rank; return when that rank has received it.
 
-        So two ranks that first send to each other and then receive wait for each other until both
-        time out: use `sendrecv`, or `async_op=True`.
+        If two ranks both send first and then receive, each waits for the other until both time out:
+        use `sendrecv`, or `async_op=True`.
 
         Args:
-            x: an array of numpy, MLX or torch, of any dtype of numbers. It travels as it is, with
-                its dtype and shape: nothing is converted.
-            to: whom; while ranks change, it stays the same trainer.
-            tag: from 0 to 2^31 - 1; only a receive with the same one takes it.
+            x: an array of numpy, MLX or torch, of any dtype of numbers. It is sent with its dtype
+                and shape; nothing is converted.
+            to: the receiver; if ranks change, it stays the same trainer.
+            tag: from 0 to 2^31 - 1; only a receive with the same tag takes the message.
             timeout_s: for the whole call.
             async_op: return a handle at once. x may be changed as soon as this returns.
 
         Raises:
             UsageError: there is no such rank or tag, or it is this rank.
-            UnsupportedArray: x is no array of numbers.
-            RankLost: the receiver is gone.
-            OpTimedOut: it did not receive in time; if it was just doing so, it may have x.
-            HistorySuperseded: the job has gone on without this rank; `sync` comes back to it.
-            AgentStopped: the agent on this machine is gone.
+            UnsupportedArray: x is not an array of numbers.
+            RankLost: the receiver is lost.
+            OpTimedOut: the receiver did not receive in time; it may have x if it was just doing so.
+            HistorySuperseded: the job has continued without this rank; `sync` comes back to it.
+            AgentStopped: the agent on this machine has stopped.
         """
         check_tag(tag)
         timeout_s = check_timeout(timeout_s)
@@ -162,18 +162,18 @@ class PointToPoint(Caller):
         """Receive an array from one rank, whatever its shape and dtype.
 
         Args:
-            from_: from whom; or ANY: whose message was the first to be announced here.
-                `last_source` says who it was.
-            tag: as the sender has it.
+            from_: the sender; or ANY for the message that was announced first, by any rank. Then
+                `last_source` has the sender.
+            tag: the sender's tag.
             timeout_s: for the whole call.
-            like: an array of the library that the result shall be of, torch tensors on its device;
-                by default numpy.
+            like: an array of the library for the result; a torch tensor also sets the device. By
+                default the result is numpy's.
             async_op: return a handle at once. Receives of one source and tag take messages in the
                 order in which they were called.
 
         Raises:
             UsageError: there is no such rank or tag, or the library has no such dtype.
-            RankLost: the sender is gone; with ANY, all of them.
+            RankLost: the sender is lost; with ANY, all others are.
             OpTimedOut: no such message came in time.
             PmeshError: as for `send`.
         """
@@ -213,10 +213,10 @@ class PointToPoint(Caller):
         *,
         async_op: bool = False,
     ) -> T | Handle[T]:
-        """Receive an array of the library, dtype and shape of x, which stays as it is.
+        """Receive an array with the library, dtype and shape of x; x itself is not changed.
 
         Raises:
-            UsageError: what came is of another dtype or shape. It is received all the same.
+            UsageError: the message has another dtype or shape. It is received all the same.
             PmeshError: as for `recv`.
         """
         head = _head_of(x)
@@ -245,14 +245,14 @@ class PointToPoint(Caller):
         """Send an array and receive one at the same time: neither waits for the other.
 
         Args:
-            x: what to send; what comes is of its library, whatever its dtype and shape.
+            x: the array to send. The result has its library, and any dtype and shape.
             to: as for `send`.
             from_: as for `recv`.
-            tag: of both messages.
+            tag: the tag of both messages.
             timeout_s: for each of the two.
 
         Raises:
-            PmeshError: as for `send` and `recv`; the other half goes on to its end.
+            PmeshError: as for `send` and `recv`; the other half still runs to its end.
         """
         receiving: Handle[T] = self.recv(from_, tag, timeout_s, like=x, async_op=True)
         self.send(x, to, tag, timeout_s)
@@ -299,16 +299,16 @@ class PointToPoint(Caller):
                 raise
 
         handle = Handle(partial(self._is_done, session, call), take_or_fail_again)
-        # A call that nobody waits for goes on; what it brings goes with it.
+        # Without its handle a call still runs to its end, and its result is dropped.
         finalize(handle, session.forget, call).atexit = False
         return handle
 
     def _is_done(self, session: P2PSession, call: int) -> bool:
-        """Bound, so that a handle keeps its group: with that the call would end."""
+        """A bound method, so that a handle keeps its group alive: else the call would end."""
         return session.done(call)
 
     def _peer(self, rank: int, name: str) -> TrainerId:
-        """O5: who that rank is, at the call."""
+        """O5: return the trainer that has this rank when the call is made."""
         self._place.check_synced()
         others = self._others()
         if not 0 <= rank < self.size:
@@ -332,7 +332,7 @@ class PointToPoint(Caller):
         return Rank(trainers.index(trainer) if trainer in trainers else -1)
 
     def _attached(self) -> P2PSession:
-        """The connection for messages, opened with the first; another for a trainer come anew."""
+        """Return the connection for messages; open one first if there is none for this trainer."""
         if os.getpid() != self._process:
             raise MeshClosed("this process was forked from the trainer; call connect() in it")
         self._place.check_open()
@@ -352,7 +352,7 @@ class PointToPoint(Caller):
 
 
 def check_tag(tag: int) -> None:
-    """Raises UsageError unless the tag is one."""
+    """Raise UsageError unless the tag is valid."""
     if not 0 <= tag <= MAX_TAG:
         raise UsageError(f"a tag is from 0 to {MAX_TAG}, not {tag}")
 

@@ -1,4 +1,4 @@
-"""How the calls of a mesh or a group run: at once, or in a thread, behind those under way."""
+"""How the calls of a mesh or a group run: at once, or in a thread after the calls before."""
 
 import contextlib
 import itertools
@@ -28,12 +28,12 @@ T = TypeVar("T")
 class Handle(Generic[T]):
     """A call that is under way, made with `async_op=True`.
 
-    The calls of one mesh, or of one group, run in the order in which they were made; handles may be
-    waited for in any order. Arguments must stay as they are until `done`.
+    The calls of one mesh, or of one group, run in the order in which they were made. Handles may be
+    waited for in any order. Do not change the arguments of a call until it is `done`.
     """
 
     def __init__(self, done: Callable[[], bool], take: Callable[[float | None], T]) -> None:
-        """`take` waits for at most that many seconds and returns the result; it is called once."""
+        """`take` waits for the result, at most so many seconds, and returns it once."""
         self._done = done
         self._take = take
         self._lock = threading.Lock()
@@ -44,23 +44,23 @@ class Handle(Generic[T]):
         return f"<Handle, {'done' if self.done() else 'under way'}>"
 
     def done(self) -> bool:
-        """Whether the call has ended, well or badly."""
+        """Return True if the call has ended, with a result or an error."""
         return os.getpid() != self._process or self._done()
 
     @public
     def wait(self, timeout_s: float | None = None) -> T:
-        """The result, once it is there.
+        """Wait for the call and return its result.
 
         Args:
-            timeout_s: how long to wait; the call goes on after it. None: as long as the call takes.
+            timeout_s: how long to wait; the call continues after that. None: until the call ends.
 
         Raises:
-            OpTimedOut: it is still under way.
+            OpTimedOut: the call is still under way.
             PmeshError: what the call raises.
         """
         _check_not_forked(self._process)
         seconds = -1 if timeout_s is None else max(timeout_s, 0)
-        if not self._lock.acquire(timeout=seconds):  # another thread waits for it, too
+        if not self._lock.acquire(timeout=seconds):  # another thread waits, too
             raise OpTimedOut(f"the call is still under way after {seconds:g} s")
         try:
             if not self._result:
@@ -75,10 +75,10 @@ class Handle(Generic[T]):
 
     @public
     def result(self) -> T:
-        """The result of a call that is done; raises what the call raises.
+        """Return the result of a call that is done; raise what the call raises.
 
         Raises:
-            UsageError: it is still under way; `wait` waits.
+            UsageError: the call is still under way; `wait` waits.
         """
         if not self.done():
             raise UsageError("this call is still under way: wait() for it")
@@ -86,7 +86,7 @@ class Handle(Generic[T]):
 
 
 class _Result(Future[T]):
-    """What a function returns; knows whether anybody is to be called back."""
+    """The result of a function, which knows if a callback was added."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,15 +102,14 @@ class _Result(Future[T]):
 class Line:
     """Runs functions one after the other, in threads that start when they are needed.
 
-    Who is called back when a function has ended may submit others and wait for them: meanwhile
-    another thread runs what waits.
+    A callback may submit more functions and wait for them; another thread runs those.
     """
 
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], None]] = deque()
         self._news = threading.Condition()
         self._free = 0
-        """How many threads run nothing, and call nobody back."""
+        """The number of threads that run neither a function nor a callback."""
         self._runs = False
         self._ended = False
         self._threads: set[threading.Thread] = set()
@@ -119,15 +118,15 @@ class Line:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is under way."""
+        """True if no function runs or waits."""
         return not (self._waiting or self._runs)
 
     def submit(self, run: "Callable[[], T]") -> "Future[T]":
-        """Run it after all that were submitted before.
+        """Run a function after all that were submitted before.
 
         Raises:
-            MeshClosed: this process was forked from that of the line, and has none of its threads.
-            RuntimeError: the system gives no thread.
+            MeshClosed: this process was forked from the line's, and has none of its threads.
+            RuntimeError: the system can't start a thread.
         """
         _check_not_forked(self._process)
         result: _Result[T] = _Result()
@@ -135,7 +134,7 @@ class Line:
             if not self._ended:
                 self._waiting.append(partial(self._run, run, result))
                 try:
-                    self._see_to_it()
+                    self._ensure_thread()
                 except RuntimeError:
                     self._waiting.pop()
                     raise
@@ -144,17 +143,17 @@ class Line:
         return result
 
     def end(self) -> None:
-        """Let the threads end after what was submitted; what is submitted later runs at once."""
+        """End the threads after what was submitted; functions submitted later run at once."""
         with self._news:
             self._ended = True
             self._news.notify_all()
 
     def join(self) -> None:
-        """After `end`: wait until its threads have ended; what lasts is left after a minute."""
+        """Wait until the threads have ended, at most for a minute; `end` comes first."""
         threads.join(tuple(self._threads))
 
-    def _see_to_it(self) -> None:
-        """Under the lock: have a thread for what waits."""
+    def _ensure_thread(self) -> None:
+        """Start a thread if functions wait and none is free; the caller holds the lock."""
         self._news.notify()
         if self._waiting and not (self._runs or self._free):
             self._threads.add(threads.start(self._work, "pmesh"))
@@ -165,14 +164,14 @@ class Line:
     def _work(self) -> None:
         while (work := self._next()) is not None:
             work()
-            del work  # it holds its group, which perhaps nobody else does
+            del work  # it refers to its group, perhaps as the last
 
     def _next(self) -> Callable[[], None] | None:
-        """None: nothing will come any more."""
+        """Wait for the next function; return None if none will come any more."""
         with self._news:
             while self._runs or not self._waiting:
                 if self._ended and not self._waiting:
-                    self._news.notify()  # and so on, to the last
+                    self._news.notify()  # the next thread, which notifies another
                     return None
                 self._news.wait()
             self._runs = True
@@ -191,15 +190,15 @@ class Line:
             return
         with self._news:
             self._runs = False
-            with contextlib.suppress(RuntimeError):  # no thread: this one goes on, a little later
-                self._see_to_it()
+            with contextlib.suppress(RuntimeError):  # no thread: this one continues a little later
+                self._ensure_thread()
         settle()
         with self._news:
             self._free += 1
 
 
 def _settling(run: "Callable[[], T]", result: "_Result[T]") -> Callable[[], None]:
-    """Run it; what this returns gives the result to who waits, and calls others back."""
+    """Run a function; return what hands its result to the waiting thread and the callbacks."""
     try:
         return partial(result.set_result, run())
     except BaseException as e:  # noqa: BLE001 - the waiting thread raises it
@@ -217,17 +216,17 @@ class Work(Generic[R, T]):
 
     number: int
     run: Callable[[Place], tuple[R, LastOp | None]]
-    """Its ops; may run in the queue's thread."""
+    """Runs the ops, perhaps in a thread of the line."""
     finish: Callable[[R], T]
-    """Makes what the user gets, in the thread that waits: MLX's arrays belong to threads."""
+    """Makes the user's result in the thread that waits, as MLX's arrays belong to threads."""
     world: World | None = None
     """The ranks when `run` ended."""
     queued: Future[tuple[R, LastOp | None]] | None = None
-    """None: the caller's thread runs it."""
+    """None if the caller's thread runs it."""
 
 
 class Caller:
-    """A rank among others, and how its calls run; subclasses have the calls."""
+    """A rank among others, and how its calls run. Subclasses add the calls."""
 
     def __init_subclass__(cls) -> None:
         make_public(cls)
@@ -239,47 +238,46 @@ class Caller:
         self._numbers = itertools.count()
         self._seen = -1
         self._world = place.world
-        """The ranks after the last call that returned or was waited for (O5)."""
+        """The ranks after the latest call that has returned or was waited for (O5)."""
         self._last_op: LastOp | None = None
         self._process = os.getpid()
         threads.at_end(self._end_with_the_program)
 
     @property
     def rank(self) -> Rank:
-        """The number of this trainer among all of its job or group, from 0.
+        """The number of this trainer in its job or group, from 0; -1 before it has entered.
 
-        Machines come and go, so this, `size` and `names` of a job change, but only while a call
-        runs: after it they say who took part in it. Rank 0 is the one that has been in the job for
-        longest. -1 before this one has entered.
+        Machines come and go, so `rank`, `size` and `names` of a job change, but only while a call
+        runs: after the call they say which ranks took part. Rank 0 has been in the job for longest.
         """
         return Rank(self._world.rank)
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return len(self._world.names)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """For each rank the name of its machine."""
+        """The name of each rank's machine."""
         return self._world.names
 
     @property
     def trainers(self) -> tuple[TrainerId, ...]:
-        """For each rank the id of its trainer, which stays the same while ranks change."""
+        """The id of each rank's trainer, which stays the same while ranks change."""
         return self._world.trainers
 
     @property
     def last_op(self) -> LastOp | None:
-        """Facts about the last collective call that returned or was waited for; None before."""
+        """Facts about the last collective that has returned or was waited for; None before."""
         return self._last_op
 
     def close(self) -> None:
-        """Leave the group. A call in which another thread waits raises MeshClosed there."""
+        """Leave the group. A call in another thread raises MeshClosed there."""
         self._stop(crashed=None)
 
     def _trainer_at(self, rank: int) -> TrainerId:
-        """O5: the trainer with that rank, whatever its rank becomes; this one if it is alone."""
+        """O5: return the trainer that has this rank now; this trainer if it is alone."""
         self._place.check_synced()
         if self._place.is_alone:
             return self._place.world.trainers[0]
@@ -296,7 +294,7 @@ class Caller:
         timeout_s: float,
         async_op: bool = False,
     ) -> T | Handle[T]:
-        """Run ops in the job, or what a rank does that is alone for the time being."""
+        """Run `ops` in the job, or `alone` if this rank is alone for now."""
         run = partial(Place.run, ops=ops, alone=alone, timeout_s=timeout_s)
         return self._do(run, finish, async_op=async_op)
 
@@ -339,12 +337,12 @@ class Caller:
                 self._place.end_if_interrupted()
 
     def _end_with_the_program(self) -> None:
-        """Make its calls end; nobody has closed it, if it is open, so that is a crash."""
+        """End its calls. If it is still open, nobody has closed it: the others see a crash."""
         self._stop(crashed=MeshClosed("the program has ended"))
 
     def _stop(self, *, crashed: BaseException | None) -> None:
         if os.getpid() != self._process:
-            return  # a forked child's copy: the rank is the parent's
+            return  # a forked child only has a copy: the rank is the parent's
         if self._lock.acquire(blocking=False):
             try:
                 if crashed is None:
@@ -359,7 +357,7 @@ class Caller:
 
 
 def check_timeout(timeout_s: float, name: str = "timeout_s") -> float:
-    """The time as a float; raises UsageError if it is none."""
+    """Return the time as a float; raise UsageError unless it is more than 0."""
     if not timeout_s > 0:
         raise UsageError(f"{name} is more than 0, not {timeout_s}")
     return float(timeout_s)

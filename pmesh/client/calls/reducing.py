@@ -1,4 +1,4 @@
-"""The collectives that reduce trees of arrays, bucket by bucket."""
+"""The collectives that reduce or broadcast trees of arrays, bucket by bucket."""
 
 import math
 import operator
@@ -37,8 +37,8 @@ from pmesh.compression.schemes import Scheme
 from pmesh.core.ops.reductions import Values
 from pmesh.errors import OpMismatch, UnsupportedArray, UsageError
 
-DEFAULT_BUCKET_BYTES = 32 * 1024 * 1024  # large enough that latency is nothing, small to hold
-_MOST_VALUES = sys.maxsize // 8  # of 8 bytes, that an address space holds
+DEFAULT_BUCKET_BYTES = 32 * 1024 * 1024  # so large that latency hardly counts, yet little memory
+_MOST_VALUES = sys.maxsize // 8  # an address space holds no more values of 8 bytes
 DEFAULT_TIMEOUT_S = 1800.0  # I6: a slow peer that is alive gets this long
 
 R = TypeVar("R")
@@ -51,7 +51,7 @@ class NamedReduction(Protocol):
 
     @property
     def name(self) -> str:
-        """Such as "SUM"."""
+        """The name, such as "SUM"."""
         ...
 
 
@@ -60,7 +60,7 @@ _OTHER_NAMES = {"avg": "mean", "product": "prod"}
 
 
 def named_reduction(op: Reduction) -> str:
-    """The name of a reduction, as `Call` has it.
+    """Return the name of a reduction, as `Call` has it.
 
     >>> named_reduction("sum"), named_reduction("SUM"), named_reduction("avg")
     ('sum', 'sum', 'mean')
@@ -86,20 +86,20 @@ class Reducing(Caller):
     @overload
     def empty(self, shape: int | Sequence[int], dtype: DTypeLike) -> NDArray[Any]: ...
     def empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> NDArray[Any]:
-        """A numpy array in memory that the agent shares: what it holds is not copied to be reduced.
+        """Return a numpy array in memory that the agent shares: to reduce it needs no copy.
 
-        Fill it, and pass it, or a contiguous part of it, or a torch tensor made of it by
-        `torch.from_numpy`, to `all_reduce` or `reduce` of this mesh; for any other call, and once
-        its agent has stopped, it is an array like others. As with every collective, it must stay
-        as it is until the call is done. With `copy=False` the result is not copied either.
+        Fill it and pass it to `all_reduce` or `reduce` of this mesh. You may also pass a contiguous
+        part of it, or a torch tensor made of it by `torch.from_numpy`. For any other call, and once
+        the agent has stopped, it is an ordinary array. As with every collective, do not change it
+        until the call is done. With `copy=False` the result is not copied either.
 
         Args:
-            shape: as for `numpy.empty`; its first values are arbitrary, too.
-            dtype: one that travels as it is: any that `all_reduce` takes but float16 and bfloat16.
+            shape: as for `numpy.empty`; the first values are arbitrary, too.
+            dtype: any that `all_reduce` takes except float16 and bfloat16, which are converted.
 
         Raises:
-            UnsupportedArray: another dtype.
-            TypeError: the shape is of something else than whole numbers.
+            UnsupportedArray: the dtype is another one.
+            TypeError: the shape holds something else than whole numbers.
             UsageError: there is no room; the agent gives a trainer a quarter of its memory.
         """
         wire = np.dtype(dtype)
@@ -154,41 +154,41 @@ class Reducing(Caller):
         compression: Scheme | str | None = None,
         async_op: bool = False,
     ) -> T | Handle[T]:
-        """Combine every rank's values; all get the result.
+        """Reduce the values of all ranks; every rank gets the result.
 
         Args:
-            x: of the same shapes and dtypes on every rank.
+            x: an array or a tree, with the same shapes and dtypes on every rank.
             op: sum, mean (floats only), max, min or prod; for bool max (any), min or prod (all);
                 for integers and bool also band, bor and bxor, which combine bits.
                 Names in capitals and those of `torch.distributed.ReduceOp` mean the same.
-            timeout_s: for each op; a tree takes one for each 32 MiB of a dtype.
+            timeout_s: for each op; a tree takes one op for each 32 MiB of a dtype.
             out: arrays like x for the result, numpy's or torch's on the CPU; may be x itself.
-            copy: with False numpy arrays may stay where the agent has put them: they can't be
-                written to, and are yours for as long as you keep them. See `empty`.
-            strategy: "ring" sends least, "tree" and "centralized" wait least often, "hierarchical"
-                reduces first among those with fast links, "chain" does without the ring's slowest
-                link, "direct" waits twice and uses all links. "auto" takes the one that costs least
-                by what was measured on the links. Each adds in an order of its own: name one, and
-                two runs with the same ring give the same bits.
-            compression: "int8", PowerSGD(rank=4) and so on (`pmesh.compression.schemes`): fewer
-                bytes for a result that is less exact, still with the same bits on every rank. For
-                sums and means of floats, which are compressed from float32.
+            copy: with False numpy arrays of the result may stay in the agent's memory: they can't
+                be written to, and are yours for as long as you keep them. See `empty`.
+            strategy: "ring" sends the fewest bytes, "tree" and "centralized" wait least often,
+                "hierarchical" first reduces among ranks with fast links, "chain" avoids the ring's
+                slowest link, "direct" waits twice and uses all links. "auto" takes the one that
+                costs least according to measurements of the links. Each adds in an order of its
+                own: if you name one, two runs with the same ring give the same bits.
+            compression: "int8", PowerSGD(rank=4) and so on (`pmesh.compression.schemes`). It sends
+                fewer bytes, and the result is less exact, but has the same bits on every rank. Only
+                for sums and means of floats, which are compressed from float32.
             async_op: return a handle at once.
 
         Returns:
-            What `x` is; a tree's arrays of numpy and torch may be views of one block of memory, as
-            those of `average_gradients`.
+            The same structure as `x`. A tree's arrays of numpy and torch may be views of one block
+            of memory, as those of `average_gradients`.
 
         Raises:
-            UnsupportedCompression: the compression, or one for such values.
-            UnsupportedArray: x, its dtype or op has no meaning here.
+            UnsupportedCompression: the compression is invalid, or does not fit these values.
+            UnsupportedArray: x or its dtype is not supported, or not for this op.
             OpMismatch: another rank called something else.
-            RankLost: another rank is gone, and some rank has connected with `on_loss="raise"`.
-            NotEnoughRanks: fewer than `min_ranks` were left for all the time.
+            RankLost: a rank is lost, and some rank has connected with `on_loss="raise"`.
+            NotEnoughRanks: fewer than `min_ranks` were left until the time was over.
             OpTimedOut: some rank did not call in time.
-            HistorySuperseded: the job has gone on without this rank; `sync` comes back to it.
-            AgentStopped: the agent on this machine is gone; `sync` comes back through another.
-            GroupBroken: in a group, instead of what a lost rank would raise.
+            HistorySuperseded: the job has continued without this rank; `sync` comes back to it.
+            AgentStopped: the agent on this machine has stopped; `sync` comes back through another.
+            GroupBroken: in a group, instead of the errors that a lost rank causes.
         """
         reduction = named_reduction(op)
         arrays = take_apart(x, reduction=reduction)
@@ -239,18 +239,18 @@ class Reducing(Caller):
         out: T | None = None,
         async_op: bool = False,
     ) -> T | Handle[T]:
-        """Give every rank the values of one.
+        """Send the values of one rank to all.
 
         Args:
-            x: of the same shapes and dtypes, any of numbers, on every rank; only the root's values
-                matter.
-            root: whose; while ranks change, it stays the same trainer.
-            timeout_s: for each op; a tree takes one for each 32 MiB of a dtype.
+            x: an array or a tree of any numbers, with the same shapes and dtypes on every rank;
+                only the root's values matter.
+            root: the rank that sends; if ranks change, it stays the same trainer.
+            timeout_s: for each op; a tree takes one op for each 32 MiB of a dtype.
             out: as for `all_reduce`; may be x itself.
             async_op: return a handle at once.
 
         Raises:
-            RankLost: the root is gone.
+            RankLost: the root is lost.
             PmeshError: as for `all_reduce`.
         """
         wanted = Collective(
@@ -293,17 +293,17 @@ class Reducing(Caller):
         *,
         async_op: bool = False,
     ) -> T | Handle[T | None] | None:
-        """Combine every rank's values; one rank gets the result, the others None.
+        """Reduce the values of all ranks; one rank gets the result, the others None.
 
         Args:
-            x: of the same shapes and dtypes on every rank.
-            root: who gets it; while ranks change, it stays the same trainer.
+            x: an array or a tree, with the same shapes and dtypes on every rank.
+            root: the rank that gets the result; if ranks change, it stays the same trainer.
             op: as for `all_reduce`.
             timeout_s: as for `all_reduce`.
             async_op: return a handle at once.
 
         Raises:
-            RankLost: the root is gone.
+            RankLost: the root is lost.
             PmeshError: as for `all_reduce`.
         """
         reduction = named_reduction(op)
@@ -335,7 +335,7 @@ class Reducing(Caller):
         *,
         async_op: bool = False,
     ) -> T | Handle[T]:
-        """Combine every rank's values; each rank gets a part of the result.
+        """Reduce the values of all ranks; each rank gets a part of the result.
 
         Args:
             x: one array with a first dimension, of the same shape and dtype on every rank.
@@ -376,7 +376,7 @@ class Reducing(Caller):
         async_op: bool,
         keep: bool = True,
     ) -> object:
-        """Run an op for each bucket of a tree; the result is a tree like it, or a handle of one."""
+        """Run an op for each bucket of a tree; return a tree like it, or a handle of one."""
         late = async_op or not self._line.idle
         laid = arrays.evaluated().detached() if late else arrays  # MLX's graphs belong to threads
         ops = self._ops(wanted, laid, compression)
@@ -391,7 +391,7 @@ class Reducing(Caller):
     def _ops(
         self, wanted: Collective, arrays: Arrays, compression: Compression | None
     ) -> Callable[[TrainerSession], tuple[list[object], LastOp | None]]:
-        # No inner functions: Python makes their annotations anew in each call, in 5 µs.
+        # No inner functions: Python would build their annotations in each call, which takes 5 µs.
         ops = partial(run_collective, wanted=wanted, arrays=arrays)
         if compression is not None:
             ops = partial(
@@ -401,7 +401,7 @@ class Reducing(Caller):
                 arrays=arrays,
                 feedback=self._feedback,
             )
-        # In an all-reduce nobody returns before all have called: each gets its error in this call.
+        # An all-reduce returns only after all ranks have called, so each gets its error here.
         if wanted.kind == "all_reduce" and not arrays.tree.is_bare:
             ops = partial(_naming_differences, ops, arrays, wanted.timeout_s)
             if wanted.weight is not None and compression is None:
@@ -433,23 +433,23 @@ def _agreeing_on_order(
     try:
         return ops(session)
     except OpMismatch as e:
-        # All ranks read the same text, also one that had not called yet: all go on here.
+        # All ranks read the same text, also one that had not called yet, so all continue here.
         if not only_orders_differ(e, arrays):
             raise
     return in_trees_order(session)
 
 
 def rebuild_late(arrays: Arrays, results: list[Any]) -> object:
-    """The user's tree, from the results of detached arrays."""
+    """Return the user's tree, made from the results of detached arrays."""
     return arrays.tree.rebuild(arrays.attach(results))
 
 
 def _drop(_: object) -> None:
-    """What the ranks other than the root return."""
+    """Return None, on the ranks that are not the root."""
 
 
 def named_strategy(strategy: Strategy) -> str:
-    """The strategy as `Call` names it: empty leaves it to the agents."""
+    """Return the strategy as `Call` names it; empty if the agents choose."""
     if strategy not in get_args(Strategy):
         raise UsageError(f"strategy is one of {get_args(Strategy)}, not {strategy!r}")
     return "" if strategy == "auto" else strategy

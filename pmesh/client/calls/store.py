@@ -31,23 +31,23 @@ _INT64 = range(-(2**63), 2**63)
 class Store:
     """A few keys and values for all ranks of a job. Get it as `mesh.store`.
 
-    It is linearizable: each call takes effect at one instant between its begin and its end, the
+    It is linearizable: each call takes effect at one instant between its start and its end, the
     same for all ranks. Every machine with a rank of the job keeps a copy, and a call returns once
-    all of them have what it has changed. So no value is lost while one of the ranks that could see
-    it is there, whoever crashes. The store is gone when its job ends.
+    all copies have its change. So no value is lost as long as one rank that could read it is left.
+    The store is gone when its job ends.
 
-    Any thread of any rank may call, at any time, beside collectives. A rank that enters a running
-    job may from its first `mesh.sync` on. Keys are text of at most 1 KiB in UTF-8, values bytes of
-    at most 1 MiB. All keys and values of a job take at most 64 MiB, with 128 bytes for each key.
-    It is meant for addresses, names and small results; arrays go through collectives.
+    Any thread of any rank may call, at any time, also during collectives. A newcomer to a running
+    job may call after its first `mesh.sync`. Keys are text of at most 1 KiB in UTF-8, values are
+    bytes, at most 1 MiB. All keys and values of a job take at most 64 MiB; each key counts 128
+    bytes more. It is meant for addresses, names and small results; arrays go through collectives.
 
     Every call takes `timeout_s` (1800 s). It raises:
 
-    - UsageError if a key or a value is too large or the store is full, if the machine's ranks wait
-      for more than 256 calls each or 16 MiB together, with 512 bytes for each call and 256 for each
-      key, and at a newcomer that has not called `mesh.sync`.
-    - OpTimedOut if the time is over. A call that changes something may do so all the same.
-    - HistorySuperseded if the job has gone on without this rank, and AgentStopped if there is no
+    - UsageError if a key or a value is too large or the store is full; if the machine's ranks wait
+      for more than 256 calls each, or for more than 16 MiB together, where each call counts 512
+      bytes more and each key 256; and on a newcomer that has not called `mesh.sync`.
+    - OpTimedOut if the time is over. A call that changes something may still do so.
+    - HistorySuperseded if the job has continued without this rank, and AgentStopped if there is no
       agent; the next `mesh.sync` brings the rank back to the job.
     """
 
@@ -62,14 +62,14 @@ class Store:
     def get(self, key: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> bytes:
         """Return the key's value, as soon as some rank has set it.
 
-        Raises OpTimedOut if nobody has within `timeout_s`.
+        Raises OpTimedOut if no rank has set it within `timeout_s`.
         """
         return cast("bytes", self._ask(Get(_key(key)), timeout_s).value)
 
     def wait(self, keys: Iterable[str], timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        """Wait until all of these keys, at most 1,024, are set at one time.
+        """Wait until all of these keys, at most 1,024, are set at the same time.
 
-        Raises OpTimedOut if they are not within `timeout_s`.
+        Raises OpTimedOut if they are not set within `timeout_s`.
         """
         self._ask(Wait(_keys(keys)), timeout_s)
 
@@ -77,7 +77,7 @@ class Store:
         """Add to a number, 0 if the key is not set, and return the sum.
 
         The number is stored as text: `get` returns `b"12"`. Raises UsageError if the key's value
-        is none, or the sum takes more than 64 bits.
+        is not a number, or the sum takes more than 64 bits.
         """
         if amount not in _INT64:
             raise UsageError(f"an amount is an integer of 64 bits, not {amount!r}")
@@ -93,14 +93,14 @@ class Store:
         """Replace the key's value if it is the expected one.
 
         Args:
-            key: Which one.
-            expected: What it must have; empty also if it must not be set.
-            desired: What it is to have then.
+            key: The key.
+            expected: The value that it must have; empty also matches a key that is not set.
+            desired: The new value.
             timeout_s: For the whole call.
 
         Returns:
-            What the key has now: `desired` if that was done, else what it has instead of
-            `expected`, None if it is not set.
+            The key's value after the call: `desired` if it was replaced, otherwise the value that
+            differs from `expected`, or None if the key is not set.
         """
         command = CompareSet(_key(key), _value(expected), _value(desired))
         answer = self._ask(command, timeout_s).value
@@ -109,7 +109,7 @@ class Store:
     def append(
         self, key: str, value: bytes | bytearray, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> None:
-        """Put bytes behind the key's value, or set it to them if it has none."""
+        """Append bytes to the key's value; if the key is not set, set it to them."""
         self._ask(Append(_key(key), _value(value)), timeout_s)
 
     def delete(self, key: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
@@ -123,8 +123,8 @@ class Store:
     def keys(self, prefix: str = "", timeout_s: float = DEFAULT_TIMEOUT_S) -> list[str]:
         """Return all keys that begin with the prefix, in alphabetical order.
 
-        Raises UsageError if they take more than 1 MiB, with 16 bytes for each: name a longer
-        prefix.
+        Raises UsageError if they take more than 1 MiB, where each counts 16 bytes more; then pass
+        a longer prefix.
         """
         names = cast("tuple[str, ...]", self._ask(Keys(_key(prefix)), timeout_s).value)
         return list(names)
@@ -159,7 +159,7 @@ def _keys(keys: Iterable[str]) -> tuple[str, ...]:
 
 
 def _value(value: object) -> bytes:
-    """Return the value; whoever types nothing passes text."""
+    """Return the value as bytes; raise UsageError for text, or if it is too large."""
     if not isinstance(value, bytes | bytearray):
         raise UsageError(f"a value is bytes, not {type(value).__name__}: encode it")
     if len(value) > MAX_VALUE_BYTES:

@@ -1,7 +1,7 @@
-"""The threads of calls; all of them have ended before the interpreter does.
+"""The threads that run calls. All of them end before the interpreter does.
 
-A thread that is left when Python is finalized is ended where it next asks for the interpreter's
-lock. If it comes back from C++ there, as from an op of torch, that aborts the whole process with
+Python ends a daemon thread that is left at finalization where it next takes the interpreter's lock.
+If the thread returns from C++ at that point, as from an op of torch, the whole process aborts with
 "terminate called without an active exception". So threads are joined at the program's end.
 """
 
@@ -14,23 +14,23 @@ from collections.abc import Callable, Iterable
 from weakref import WeakMethod
 
 PATIENCE_S = (
-    60.0  # calls have been interrupted by then: what lasts computes, or is the user's callback
+    60.0  # calls have been interrupted by then: only computations and callbacks take longer
 )
 
 _logger = logging.getLogger("pmesh")
 
 _threads: set[threading.Thread] = set()
 _endings: list["WeakMethod[Callable[[], None]]"] = []
-# No lock guards these two: a forked child could find it held for ever. Each access is atomic.
+# No lock guards these two, as a forked child could find it locked forever. Each access is atomic.
 
 
 def start(run: Callable[[], None], name: str) -> threading.Thread:
-    """Start a thread that is joined at the program's end, after what `at_end` was given.
+    """Start a thread that is joined at the program's end, after the methods given to `at_end`.
 
-    It is a daemon: Python joins others before anything could tell them to end.
+    It is a daemon, since Python joins other threads before anything could tell them to end.
 
     Raises:
-        RuntimeError: the system gives no thread.
+        RuntimeError: the system can't start a thread.
     """
     _threads.difference_update([each for each in tuple(_threads) if not each.is_alive()])
     thread = threading.Thread(target=run, name=name, daemon=True)
@@ -40,9 +40,9 @@ def start(run: Callable[[], None], name: str) -> threading.Thread:
 
 
 def at_end(ending: Callable[[], None]) -> None:
-    """Call a method at the program's end if a thread is left, so that it ends; it must not wait.
+    """Call a method at the program's end if threads are left, so that they end; it must not wait.
 
-    The method's object may be forgotten before.
+    The method's object may be garbage-collected before.
     """
     for each in tuple(_endings):
         if each() is None:
@@ -52,7 +52,7 @@ def at_end(ending: Callable[[], None]) -> None:
 
 
 def join(threads: Iterable[threading.Thread], within_s: float = PATIENCE_S) -> bool:
-    """Wait until these threads, but for the one that calls this, have ended; False if some last."""
+    """Wait until these threads, except the calling one, have ended; return True if they have."""
     until = time.monotonic() + within_s
     others = [each for each in threads if each is not threading.current_thread()]
     for each in others:

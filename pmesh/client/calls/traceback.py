@@ -1,7 +1,7 @@
-"""Errors that show the user's lines, and one of ours.
+"""Short tracebacks: they show the user's lines and one of ours.
 
-What pmesh raises on purpose says all in its message, and a Ctrl-C has no cause in pmesh: frames of
-ours would only hide where the call stands. Any other exception is a bug, and keeps its traceback.
+The errors of pmesh explain themselves in their message, and a Ctrl-C has no cause in pmesh. Our
+frames would only hide the user's call. Any other exception is a bug, and keeps its traceback.
 """
 
 import functools
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def public(function: Callable[P, T]) -> Callable[P, T]:
-    """Make a function that a user calls; what it raises on purpose begins at the user's line."""
+    """Return the function with short tracebacks: its errors begin at the user's line."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -29,7 +29,7 @@ def public(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def make_public(cls: type) -> None:
-    """Make all methods of this class public whose names have no underscore in front."""
+    """Wrap all methods of the class in `public` whose names do not begin with an underscore."""
     for name, method in list(vars(cls).items()):
         if isinstance(method, FunctionType) and not name.startswith("_"):
             setattr(cls, name, public(method))

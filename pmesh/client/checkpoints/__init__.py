@@ -1,1 +1,1 @@
-"""Checkpoints of a job, each rank's share on its own disk: layout, files, then what users call."""
+"""Checkpoints of a job: each rank writes its share to its own disk."""

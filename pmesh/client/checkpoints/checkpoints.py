@@ -48,30 +48,30 @@ from pmesh.paths import is_in_launch_copy
 REST = 19.0
 """Seconds of rest after each second of processor time: a save takes a twentieth of one core."""
 
-_NOTHING = np.empty(0, np.uint8)  # in the place of an array that this rank does not write
+_NOTHING = np.empty(0, np.uint8)  # takes the place of an array that this rank does not write
 _logger = logging.getLogger("pmesh")
 
 
 class Loaded(NamedTuple):
-    """What `Checkpoints.load` has found."""
+    """The result of `Checkpoints.load`."""
 
     step: int
-    """As given to `save`."""
+    """The step that was passed to `save`."""
     state: Any
     """The state that was saved, the same on all ranks."""
     own: Any
-    """What this rank alone had given to `save`; None if this folder has none."""
+    """The `own` that this rank had passed to `save`; None if the folder has none."""
 
 
 class Checkpoints:
-    """Saves of a job's state, of which each rank writes a share to a folder on its own disk.
+    """Saves of a job's state; each rank writes a share of each save to a folder on its own disk.
 
-    The arrays are cut into one part per rank. Rank r writes part r and those of the next
-    `replicas - 1` ranks, as safetensors files, each first to another name; at the end it writes a
-    manifest. A save counts if the disks of the ranks that are there have all its parts. So a crash
-    at any moment leaves the save before, and with `replicas=2` any one machine may stay away.
+    The arrays are divided into one part per rank. Rank r writes part r and the parts of the next
+    `replicas - 1` ranks, as safetensors files, each first under another name; at the end it writes
+    a manifest. A save counts if the present ranks have all its parts on their disks. So a crash at
+    any moment leaves the save before intact, and with `replicas=2` any one machine may be missing.
 
-    All ranks must make the same calls; `save` and `load` are collective. Use it in a `with`
+    All ranks must make the same calls: `save` and `load` are collective. Use it in a `with`
     statement, or call `close`, which waits for the last save.
     """
 
@@ -88,13 +88,13 @@ class Checkpoints:
         """Use a folder, which the first save creates.
 
         Args:
-            folder: on this machine; ranks may also share one, such as on a network drive.
+            folder: a folder on this machine; ranks may also share one, as on a network drive.
             mesh: from `pmesh.connect`.
-            every_s: `save` does nothing until this many seconds have passed since the last one; it
+            every_s: `save` does nothing until this many seconds have passed since the last save; it
                 costs a small op each time. None: each call saves.
-            keep: how many whole saves stay; while one is written there is one more.
-            replicas: on how many disks each part is.
-            asynchronous: write in a thread, which takes a tenth of a core, while training goes on.
+            keep: how many whole saves to keep; while one is written there is one more.
+            replicas: on how many disks each part is stored.
+            asynchronous: write in a thread, with a twentieth of a core, while training continues.
 
         Raises:
             UsageError: a number is too small; or the folder lies in the copy in which `pmesh run
@@ -125,14 +125,14 @@ class Checkpoints:
         self._failed: UsageError | None = None
         self._began = time.monotonic()
         self._has_saved: bool | None = None
-        """False if `save` was called and it never was time; None if it was not called."""
+        """False if `save` was called but never was due; None if it was not called."""
 
     def __repr__(self) -> str:
         return f"<Checkpoints in {self._folder}>"
 
     @property
     def is_saving(self) -> bool:
-        """Whether this rank still writes its share of a save."""
+        """True while this rank writes its share of a save."""
         return self._under_way is not None and not self._under_way.done()
 
     def save(
@@ -144,23 +144,23 @@ class Checkpoints:
         copy: bool = True,
         now: bool = False,
     ) -> bool:
-        """Save a state if it is time; the ranks agree on whether it is.
+        """Save a state if a save is due; the ranks agree on that.
 
-        An earlier save that is under way ends first, unless `every_s` is given: then this one
-        waits for its turn. If a rank can't write, it warns, and its training continues; the save
-        still counts if other ranks have its parts.
+        If an earlier save is under way, this one waits for it; with `every_s` no save is due until
+        then. If a rank can't write, it warns, and its training continues; the save still counts if
+        other ranks have its parts.
 
         Args:
             state: as for `mesh.sync`, and the same on all ranks, so best what `sync` has returned.
-            step: what `load` returns.
-            own: what only this rank has, such as `mesh.error_feedback_state()`. It is on this
-                rank's disk only.
-            copy: False says that no array is written to until `wait()` returns or the next save
-                begins; then nothing is copied. MLX arrays are never copied.
+            step: a number, which `load` returns.
+            own: a state that only this rank has, such as `mesh.error_feedback_state()`. Only this
+                rank's disk gets it.
+            copy: with False nothing is copied; you promise that no array is written to until
+                `wait()` returns or the next save begins. MLX arrays are never copied.
             now: save whatever `every_s` says, as at the last step.
 
         Returns:
-            Whether a save has begun; with `asynchronous=False`, whether one is on the disks.
+            True if a save has begun; with `asynchronous=False`, if it is on the disks.
 
         Raises:
             UsageError: the ranks have different states or steps; with `asynchronous=False` also
@@ -205,21 +205,21 @@ class Checkpoints:
             raise self._failed
 
     def load(self, like: object = None) -> Loaded | None:
-        """Load the latest save of which the ranks have all parts, whatever their number.
+        """Load the latest save of which the ranks have all parts, whatever the number of ranks.
 
-        Each rank reads what its disk has, and the ranks send each other what somebody lacks.
+        Each rank reads the parts on its disk, and the ranks send each other those that are missing.
 
         Args:
-            like: a state as the script makes it. Arrays that the save has with another shape or
-                dtype, or not at all, are an error. Named tuples and torch devices are as
-                in it.
+            like: a state as the script makes it. If the save lacks one of its arrays, or has it
+                with another shape or dtype, that is an error. The classes of named tuples and the
+                devices of torch tensors are taken from it.
 
         Returns:
             None if there is no save, and for a newcomer to a running job, which gets the job's
             state in its first `mesh.sync`.
 
         Raises:
-            NotEnoughRanks: there are saves, but parts of each are on machines that are not there.
+            NotEnoughRanks: there are saves, but each lacks parts that are on other machines.
             UsageError: the save is of another model, or the folder can't be read.
             PmeshError: as for `all_reduce`.
         """
@@ -241,7 +241,7 @@ class Checkpoints:
         return Loaded(step, state, self._own(found))
 
     def close(self) -> None:
-        """Wait for the save under way; a warning says if it failed, or if there was none at all."""
+        """Wait for the save under way; warn if it failed, or if no save was made at all."""
         self._settle()
         if self._has_saved is False:
             self._has_saved = None
@@ -265,9 +265,9 @@ class Checkpoints:
         self.close()
 
     def _kept(self, name: str, array: RawArray, *, copy: bool) -> Values:
-        """The bytes of an array as they are now, in memory that is kept for the next save.
+        """Copy the bytes of an array into memory that is reused by the next save.
 
-        To touch fresh memory takes several times as long as the copy.
+        The first touch of fresh memory takes several times as long as the copy.
         """
         if not copy or array.library == "mlx":
             return array.data
@@ -278,17 +278,17 @@ class Checkpoints:
         return kept
 
     def _is_due(self, every_s: float, *, now: bool) -> bool:
-        """Whether no rank still writes, and for some rank the time has come; one small op."""
+        """Return True if a rank has `now`, or if none is writing and a rank's time has come."""
         ages = np.array([not self.is_saving, self._began - time.monotonic(), not now])
         all_idle, oldest, none_wants = self._mesh.all_reduce(ages, "min")
         return not none_wants or (bool(all_idle) and -float(oldest) >= every_s)
 
     def _gather(self, mine: object) -> list[Any]:
-        """What each rank says; if a rank is lost meanwhile, each of those that are left."""
+        """Gather an object of each rank; if a rank is lost meanwhile, of those that are left."""
         while True:
             try:
                 return self._mesh.all_gather_object(mine)
-            except RosterChanged:  # on all ranks alike
+            except RosterChanged:  # all ranks raise it
                 _logger.warning(
                     "checkpoints: a rank was lost in a save; the others save without it"
                 )
@@ -296,7 +296,7 @@ class Checkpoints:
     def _prepared(
         self, state: object, step: int, own: object
     ) -> tuple[Manifest, tuple[RawArray, ...], tuple[RawArray, ...]]:
-        """Agree with the other ranks on what is saved; forget old saves."""
+        """Agree with the other ranks on what is saved; remove old saves."""
         described, private = describe(state), describe(own)
         layout = layout_digest(contents_of(described, 1))
         on_disk = manifests_in(self._folder)[0]
@@ -327,13 +327,13 @@ class Checkpoints:
         return manifest, described.arrays, private.arrays
 
     def _forget(self, on_disk: Sequence[Manifest], claimed: Sequence[Holding]) -> None:
-        """Remove what is older than the saves to keep, which are whole."""
+        """Remove the saves that are older than the whole ones to keep."""
         oldest = outdated_by(on_disk, claimed, self._keep)
         if oldest is not None:
             remove_saves_before(self._folder, oldest)
 
     def _check_whole(self, manifest: Manifest) -> None:
-        """With the other ranks; raises UsageError on all of them if a part is nowhere."""
+        """Check the save with all ranks; all raise UsageError if no disk has some part."""
         on_disk = manifests_in(self._folder)[0]
         holdings = tuple(holding_of(each) for each in on_disk)
         told = self._gather(Share(holdings, str(self._failed or "")))
@@ -345,12 +345,12 @@ class Checkpoints:
         self._forget(on_disk, every)
 
     def _settle(self) -> None:
-        """Wait for the save under way, without rests."""
+        """Wait for the save under way, which no longer rests."""
         under_way = self._under_way
         if under_way is None:
             return
         self._hurry.set()
-        wait([under_way])  # Ctrl-C here leaves it under way: what it reads is not written to
+        wait([under_way])  # after Ctrl-C it stays under way, so nobody writes to its arrays
         self._under_way = None
         try:
             under_way.result()
@@ -360,7 +360,6 @@ class Checkpoints:
             _logger.warning("checkpoints: %s", e)
 
     def _rest(self) -> None:
-        """Called after each piece, in the thread that writes."""
         worked_s = time.thread_time() - self._worked_until_s
         if threading.main_thread().is_alive():
             self._hurry.wait(max(0.0, worked_s) * REST)
@@ -377,7 +376,7 @@ class Checkpoints:
             ) from e
 
     def _own(self, found: Found) -> object:
-        """What this folder has of this rank alone, in the same save."""
+        """Return the `own` of this rank in the same save, if this folder has it."""
         manifests = [
             manifest
             for manifest in manifests_in(self._folder)[0]
@@ -400,7 +399,7 @@ def _do_nothing() -> None: ...
 
 
 def _differing(wishes: Sequence[Wish], names: tuple[str, ...]) -> str:
-    """Who has saved something else than rank 0.
+    """Name a rank that saves something else than rank 0.
 
     >>> _differing([Wish("a", "x", 5, ()), Wish("b", "x", 6, ())], ("mac-1", "mac-2"))
     'rank 1 (mac-2) has step 6, rank 0 (mac-1) has step 5'

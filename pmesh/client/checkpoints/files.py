@@ -1,4 +1,4 @@
-"""The files of checkpoints: written so that a kill at any byte leaves the save before, and read."""
+"""Write and read the files of checkpoints; a kill at any byte leaves the save before intact."""
 
 import contextlib
 import errno
@@ -28,14 +28,14 @@ from pmesh.core.ops.reductions import Values
 from pmesh.errors import ProtocolError, UsageError
 from pmesh.paths import open_directory, remove_tree
 
-PIECE_BYTES = 1024 * 1024  # small, so that a rest comes often and no step waits long for a core
+PIECE_BYTES = 1024 * 1024  # so small that the thread rests often and no step waits long for a core
 _FOLDER = re.compile(r"save-([0-9]{1,20})-step-(-?[0-9]{1,20})-")  # see `Key.folder`
 _TOO_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disk:
-    """How bytes reach a file; tests give another `write`."""
+    """How bytes are written to a file; tests pass another `write`."""
 
     write: Callable[[int, memoryview], int] = os.write
     pace: Callable[[], None] = lambda: None
@@ -43,20 +43,20 @@ class Disk:
 
 
 class DamagedError(Exception):
-    """A file is not what its manifest says; the message names it."""
+    """A file differs from its manifest; the message names the file."""
 
 
 def write_save(
     folder: Path, manifest: Manifest, arrays: Sequence[Values], own: Sequence[Values], disk: Disk
 ) -> Manifest:
-    """Write a rank's share of a save, and last of all the manifest.
+    """Write a rank's share of a save, the manifest last; return the manifest with its digests.
 
     Args:
-        folder: of all saves.
-        manifest: which save and, as keys of `digests`, which parts; its digests are filled in.
-        arrays: flat uint8, by the numbers in the contents; those of other parts are not looked at.
-        own: what only this rank has.
-        disk: what writes.
+        folder: the folder of all saves.
+        manifest: names the save and, as keys of `digests`, the parts to write.
+        arrays: flat uint8, by the numbers in the contents; those of other parts are not read.
+        own: the arrays that only this rank has.
+        disk: writes the bytes.
 
     Raises:
         UsageError: the disk is full, read-only, or gone; nothing of the save counts.
@@ -78,10 +78,9 @@ def write_save(
 
 @contextlib.contextmanager
 def _new_directory(name: str, parent: int) -> Generator["_Directory"]:
-    """Give a directory, made if there is none; after an error what was created is removed.
+    """Open a directory, and create it if there is none; on an error remove what was created.
 
-    Else each attempt would fill the disk a bit more. What other ranks have written there
-    stays.
+    Otherwise each attempt would fill the disk a bit more. Files of other ranks stay.
     """
     is_ours = False
     with contextlib.suppress(FileExistsError):
@@ -107,7 +106,7 @@ class _Directory:
         self._created: list[str] = []
 
     def write(self, name: str, chunks: Iterable[Values], disk: Disk) -> str:
-        """Write to another name, flush, then rename; return the digest."""
+        """Write a file under another name, flush, then rename it; return the digest."""
         here = self._descriptor
         new = f".{name}.{secrets.token_hex(4)}.new"
         file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=here)
@@ -123,13 +122,13 @@ class _Directory:
             with contextlib.suppress(OSError):
                 os.unlink(new, dir_fd=here)
             raise
-        if is_new:  # else another rank has the same part, in a folder that they share
+        if is_new:  # else another rank has written the same part, to a folder that they share
             self._created.append(name)
         os.fsync(here)
         return digest
 
     def remove_created(self) -> None:
-        for name in reversed(self._created):  # the manifest first: nothing counts without its parts
+        for name in reversed(self._created):  # the manifest first, as it names the parts
             with contextlib.suppress(OSError):
                 os.unlink(name, dir_fd=self._descriptor)
 
@@ -180,10 +179,10 @@ def _write_chunks(file: int, chunks: Iterable[Values], disk: Disk) -> str:
 
 
 def _flush(file: int) -> None:
-    """To the disk itself: on macOS fsync only hands the bytes to the drive's cache."""
+    """Flush to the disk itself: on macOS fsync only hands the bytes to the drive's cache."""
     full = getattr(fcntl, "F_FULLFSYNC", None)
     if full is not None:
-        with contextlib.suppress(OSError):  # a network drive knows no such thing
+        with contextlib.suppress(OSError):  # a network drive does not support it
             fcntl.fcntl(file, full)
             return
     os.fsync(file)
@@ -202,7 +201,7 @@ def export_file(
 
 
 def manifests_in(folder: Path) -> tuple[list[Manifest], list[str]]:
-    """The manifests of all saves there, and what is wrong with those that can't be used.
+    """Return the manifests of all saves in the folder, and why others can't be used.
 
     Raises:
         UsageError: the folder can't be read.
@@ -212,7 +211,7 @@ def manifests_in(folder: Path) -> tuple[list[Manifest], list[str]]:
     try:
         found = sorted(folder.glob("save-*/rank-*.json")) if folder.exists() else []
         if folder.exists():
-            next(folder.iterdir(), None)  # glob says nothing of a folder that can't be read
+            next(folder.iterdir(), None)  # raises for a folder that can't be read; glob does not
     except OSError as e:
         raise UsageError(f"can't read the checkpoints in {folder}: {e.strerror}") from e
     for path in found:
@@ -232,14 +231,14 @@ def manifests_in(folder: Path) -> tuple[list[Manifest], list[str]]:
 
 
 def read_part(folder: Path, manifest: Manifest, part: int) -> dict[int, Values]:
-    """The arrays of a part, flat uint8, by their numbers. Raises DamagedError."""
+    """Return the arrays of a part, flat uint8, by their numbers. Raises DamagedError."""
     path = folder / manifest.key.folder / part_name(part, len(manifest.names))
     return _read_arrays(path, manifest.contents, part, manifest.digests[part])
 
 
 def read_own(folder: Path, manifest: Manifest) -> list[Values]:
-    """What only the rank that wrote this manifest has. Raises DamagedError."""
-    assert manifest.own is not None  # noqa: S101 - the caller has looked
+    """Return the arrays that only the manifest's rank has. Raises DamagedError."""
+    assert manifest.own is not None  # noqa: S101 - the caller has checked
     path = folder / manifest.key.folder / own_name(manifest.rank, len(manifest.names))
     found = _read_arrays(path, manifest.own, 0, manifest.own_digest)
     return [found[i] for i in range(len(found))]
@@ -276,7 +275,7 @@ def _fill(into: Values, read: Callable[[memoryview], int | None]) -> None:
 
 
 def remove_saves_before(folder: Path, key: Key) -> None:
-    """Remove the saves that are older than this one: first what makes them count."""
+    """Remove the saves that are older than this one; the manifests first, so that none counts."""
     for save in folder.glob("save-*-step-*"):
         named = _FOLDER.match(save.name)
         if named is None or (int(named[1]), int(named[2])) >= (key.serial, key.step):

@@ -1,8 +1,8 @@
-"""What a checkpoint consists of: arrays in parts, a manifest per rank, and which step is whole.
+"""The layout of checkpoints: arrays in parts, one manifest per rank, and which step is whole.
 
 A part is a safetensors file of whole arrays, so other programs can read it. The format is 8 bytes
-of length, JSON, then the arrays (https://github.com/huggingface/safetensors); we write it ourselves
-because a part goes to disk piece by piece, which the library can't do.
+of length, JSON, then the arrays (https://github.com/huggingface/safetensors). We write it ourselves
+because a part is written piece by piece, which the library can't do.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from pmesh.core.values import MAX_TRAINERS, Name
 from pmesh.errors import ProtocolError
 from pmesh.ids import PATH_NAME, PathName, path_name
 
-FORMAT = 1  # of the manifest; another number is refused
+FORMAT = 1  # of the manifest; any other number is refused
 _TYPES = MappingProxyType(
     {
         "float64": "F64",
@@ -44,13 +44,13 @@ _TYPES = MappingProxyType(
         "bool": "BOOL",
     }
 )
-"""The names of safetensors. Arrays of any other dtype are stored as their bytes, as U8."""
+"""The dtypes' names in safetensors. Arrays of any other dtype are stored as bytes, as U8."""
 
 
 MAX_SERIAL = 2**62
 MAX_LEAP = (
     2**40
-)  # of a serial by one lie: no job makes as many saves, and 4 million lies reach 2^62
+)  # by which one rank can raise the serial: more than any job saves; 2^62 takes 4 million such lies
 
 SaveId: TypeAlias = Annotated[PathName, Meta(max_length=8, pattern=PATH_NAME)]
 Serial: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_SERIAL)]
@@ -62,9 +62,9 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
     """An array of a checkpoint."""
 
     name: str
-    """In the safetensors file; the path in the state, such as `layers.0.weight`."""
+    """The name in the safetensors file: the path in the state, such as `layers.0.weight`."""
     dtype: str
-    """As safetensors calls it."""
+    """The dtype's name in safetensors."""
     shape: tuple[int, ...]
     nbytes: int
 
@@ -73,60 +73,60 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     """A state without the bytes of its arrays."""
 
     header: bytes
-    """Its structure and plain values, as `Described` has them."""
+    """Its structure and plain values, as in `Described`."""
     arrays: tuple[Stored, ...]
     cuts: tuple[int, ...]
     """Part p has the arrays from number `cuts[p]` to before `cuts[p + 1]`."""
 
     @property
     def parts(self) -> int:
-        """How many parts there are."""
+        """The number of parts."""
         return len(self.cuts) - 1
 
     @property
     def nbytes(self) -> int:
-        """Of all arrays."""
+        """The size of all arrays."""
         return sum(array.nbytes for array in self.arrays)
 
     def order(self, part: int) -> list[int]:
-        """The numbers of a part's arrays in the order of its file: those of wide values first.
+        """Return the numbers of a part's arrays in the order of its file: wide values first.
 
-        So that each array is aligned, as the safetensors library orders them.
+        So each array is aligned; the safetensors library does the same.
         """
         first, last = self.cuts[part : part + 2]
         return sorted(range(first, last), key=lambda i: -_itemsize(self.arrays[i]))
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank has written of one step. Its file is written last, and makes the step count."""
+    """One rank's share of a save. Its file is written last; until then the share does not count."""
 
     format: int
     serial: Serial
-    """Counts the saves of a job: a later save has a higher one, also after a restart."""
+    """The number of the save in its job. A later save has a higher one, also after a restart."""
     step: Step
     save_id: SaveId
-    """Tells apart two saves of the same step; random, the same on all ranks."""
+    """Distinguishes two saves of the same step; random, the same on all ranks."""
     saved_at: float
     """Seconds since 1970 by the clock of this machine."""
     rank: int
     names: Names
-    """The machines, by rank."""
+    """The names of the machines, by rank."""
     replicas: int
     contents: Contents
     digests: dict[int, str]
-    """Of the file of each part that this rank has written."""
+    """The digest of the file of each part that this rank has written."""
     own: Contents | None = None
-    """What only this rank has, in one part."""
+    """The state that only this rank has, in one part."""
     own_digest: str = ""
 
     @property
     def key(self) -> "Key":
-        """Which save this belongs to."""
+        """The key of the save."""
         return Key(self.serial, self.step, self.save_id)
 
 
 class Key(NamedTuple):
-    """Names a save; a later one is greater."""
+    """The name of a save. A later save has a greater key."""
 
     serial: Serial
     step: Step
@@ -134,7 +134,7 @@ class Key(NamedTuple):
 
     @property
     def folder(self) -> PathName:
-        """The name of its folder.
+        """The name of the save's folder.
 
         >>> Key(3, 100, PathName("5fe0")).folder
         'save-000003-step-100-5fe0'
@@ -143,21 +143,21 @@ class Key(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """A save of which a rank has something on its disk; what ranks tell each other."""
+    """A save of which a rank has parts on its disk. Ranks send these to each other."""
 
     key: Key
     layout: str
-    """The digest of its contents."""
+    """The digest of the contents."""
     names: Names
     replicas: int
     digests: dict[int, str]
 
 
 class Wish(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank wants to save; what ranks tell each other before they do."""
+    """What a rank wants to save. Ranks send these to each other before a save."""
 
     token: str
-    """Random: the id of the save is made from those of all ranks."""
+    """Random; the id of the save is made from the tokens of all ranks."""
     layout: str
     """The digest of the contents."""
     step: Step
@@ -165,11 +165,11 @@ class Wish(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Share(msgspec.Struct, frozen=True, array_like=True):
-    """How a save ended at a rank."""
+    """How a save ended on a rank."""
 
     holdings: tuple[Holding, ...]
     failed: str
-    """Why it could not write; "" if it could."""
+    """Why the rank could not write; empty if it could."""
 
 
 _decoder = msgspec.json.Decoder(Manifest)
@@ -206,7 +206,7 @@ def _itemsize(array: Stored) -> int:
 
 
 def parts_of_rank(rank: int, size: int, replicas: int) -> list[int]:
-    """The parts that a rank writes: its own, and those of the next ranks.
+    """Return the parts that a rank writes: its own, and those of the next ranks.
 
     >>> parts_of_rank(2, 3, 2)
     [2, 0]
@@ -215,7 +215,7 @@ def parts_of_rank(rank: int, size: int, replicas: int) -> list[int]:
 
 
 def part_name(part: int, parts: int) -> str:
-    """The file of a part, as others name sharded checkpoints.
+    """Return the file name of a part, as other programs name sharded checkpoints.
 
     >>> part_name(0, 3)
     'part-00001-of-00003.safetensors'
@@ -224,17 +224,17 @@ def part_name(part: int, parts: int) -> str:
 
 
 def manifest_name(rank: int, parts: int) -> str:
-    """The file of a rank's manifest."""
+    """Return the file name of a rank's manifest."""
     return f"rank-{rank + 1:05}-of-{parts:05}.json"
 
 
 def own_name(rank: int, parts: int) -> str:
-    """The file of what only this rank has."""
+    """Return the file name of the state that only this rank has."""
     return f"own-{rank + 1:05}-of-{parts:05}.safetensors"
 
 
 def safetensors_header(arrays: Sequence[Stored], metadata: Mapping[str, str]) -> bytes:
-    """The first bytes of a safetensors file; the arrays follow in this order."""
+    """Return the first bytes of a safetensors file; the arrays follow in this order."""
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
     for array in arrays:
@@ -247,26 +247,27 @@ def safetensors_header(arrays: Sequence[Stored], metadata: Mapping[str, str]) ->
 
 
 def layout_digest(contents: Contents) -> str:
-    """The same on ranks whose states have the same structure, plain values and arrays' shapes."""
+    """Return a digest of a state's structure, its plain values and its arrays' shapes."""
     return hashlib.sha3_256(msgspec.json.encode(contents)).hexdigest()[:16]
 
 
 def holding_of(manifest: Manifest) -> Holding:
-    """What the rank that wrote this has."""
+    """Return the holding of the rank that wrote this manifest."""
     layout = layout_digest(manifest.contents)
     return Holding(manifest.key, layout, manifest.names, manifest.replicas, manifest.digests)
 
 
 def save_id_of(wishes: Sequence[Wish]) -> PathName:
-    """The same on all ranks, and chosen by none of them."""
+    """Return the id of a save; it is the same on all ranks, and no single rank can choose it."""
     tokens = msgspec.json.encode([wish.token for wish in wishes])
     return path_name(hashlib.sha3_256(tokens).hexdigest()[:8])
 
 
 def next_serial(wishes: Sequence[Wish]) -> int:
-    """The serial of a save that is later than those on the disks of all ranks.
+    """Return a serial for a new save, higher than those on the disks of all ranks.
 
-    One that leaps too far is a lie and does not count; else it would use up the numbers.
+    One that exceeds the next lower by more than `MAX_LEAP` is a lie and is ignored; otherwise it
+    would use up the numbers.
     """
     latest = 0
     for serial in sorted(max((h.key.serial for h in w.holdings), default=0) for w in wishes):
@@ -276,7 +277,7 @@ def next_serial(wishes: Sequence[Wish]) -> int:
 
 
 def merged(holdings: Sequence[Holding]) -> list[Holding]:
-    """One for each save, with the parts of all of them; the latest save first."""
+    """Merge the holdings of each save into one with all their parts; the latest save first."""
     found: dict[tuple[Key, str], Holding] = {}
     for holding in holdings:
         known = found.get((holding.key, holding.layout), holding)
@@ -286,26 +287,26 @@ def merged(holdings: Sequence[Holding]) -> list[Holding]:
 
 
 def missing_parts(holding: Holding) -> list[int]:
-    """The parts that nobody has."""
+    """Return the parts that no rank has."""
     return [part for part in range(len(holding.names)) if part not in holding.digests]
 
 
 def outdated_by(own: Sequence[Manifest], claimed: Sequence[Holding], keep: int) -> Key | None:
-    """The save before which all that this disk has may go; None if nothing may.
+    """Return the save before which this disk may remove all saves; None if it may remove none.
 
-    What others say can make a save count, but only one of which this disk has its own whole share.
-    So no claim about saves that are not here makes one go that is.
+    A save counts as whole by what other ranks claim, but only if this disk has its own whole share
+    of it. So false claims about other saves can't make this rank remove a save.
 
     Args:
-        own: The manifests on this disk, of which only the parts that are there count.
+        own: The manifests on this disk; only parts that exist count.
         claimed: What all ranks say they have.
-        keep: How many later saves must be whole.
+        keep: How many whole saves must stay.
     """
     mine = [holding_of(each) for each in own if _has_whole_share(each)]
     here = {(holding.key, holding.layout) for holding in mine}
     whole = [
         holding.key
-        for holding in merged([*mine, *claimed])  # ours first: they say how many parts there are
+        for holding in merged([*mine, *claimed])  # ours first: they set the number of parts
         if (holding.key, holding.layout) in here and not missing_parts(holding)
     ]
     return whole[keep - 1] if len(whole) >= keep else None
@@ -317,7 +318,7 @@ def _has_whole_share(manifest: Manifest) -> bool:
 
 
 def machines_with(parts: Sequence[int], names: Sequence[str], replicas: int) -> list[str]:
-    """The machines that wrote any of these parts."""
+    """Return the names of the machines that wrote any of these parts."""
     wanted = set(parts)
     writers = (
         name
@@ -328,7 +329,7 @@ def machines_with(parts: Sequence[int], names: Sequence[str], replicas: int) -> 
 
 
 def decode_manifest_untrusted(text: bytes) -> Manifest:
-    """Raises ProtocolError unless these bytes are a manifest that makes sense."""
+    """Return the manifest; raise ProtocolError unless it is valid and makes sense."""
     try:
         manifest = _decoder.decode(text)
     except (msgspec.MsgspecError, ValueError) as e:

@@ -1,4 +1,4 @@
-"""How ranks load a save: they agree on the latest whole one, and send what somebody lacks."""
+"""How ranks load a save: they agree on the latest whole one, and send each other missing parts."""
 
 import logging
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from pmesh.client.mesh import Mesh
 from pmesh.core.ops.reductions import Values
 from pmesh.errors import NotEnoughRanks, PeerError, RankLost, RosterChanged, UsageError
 
-CHUNK_BYTES = 16 * 1024 * 1024  # to each rank in one op; each op costs a round trip
+CHUNK_BYTES = 16 * 1024 * 1024  # sent to each rank in one op; each op costs a round trip
 
 _Said = TypeVar("_Said", Wish, Share)
 _logger = logging.getLogger("pmesh")
@@ -36,26 +36,26 @@ _logger = logging.getLogger("pmesh")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A save, whole in this rank's memory."""
+    """A whole save in this rank's memory."""
 
     manifest: Manifest
-    """Of some rank."""
+    """The manifest of some rank."""
     arrays: tuple[Values, ...]
-    """Flat uint8, by number."""
+    """The arrays, flat uint8, by number."""
 
 
 def load_together(mesh: Mesh, folder: Path) -> Found | None:
-    """The latest save that the disks of all ranks have all parts of; None if there is no save.
+    """Load the latest save of which the ranks' disks have all parts; None if there is no save.
 
     Raises:
         NotEnoughRanks: there are saves, but each lacks parts that are on other machines.
-        UsageError: the folder can't be read, or what is in the folders of all ranks is damaged.
+        UsageError: the folder can't be read, or all that the ranks' folders have is damaged.
         PmeshError: as for `all_reduce`.
     """
     while True:
         try:
             return _load(mesh, folder)
-        except (RankLost, RosterChanged):  # on all ranks alike
+        except (RankLost, RosterChanged):  # all ranks raise it
             _logger.warning("checkpoints: a rank was lost while loading; the others begin again")
 
 
@@ -76,7 +76,7 @@ def _load(mesh: Mesh, folder: Path) -> Found | None:
             return found
         reasons.append(_reason(save, lacking or found or []))
     damaged = next((share.failed for share in shares if share.failed), "")
-    if not reasons and damaged:  # no crash does this: to begin anew would replace what can be saved
+    if not reasons and damaged:  # not by a crash: a new training would replace what can be rescued
         raise UsageError(
             f"no checkpoint can be read: {damaged}. Bring the file back from a copy; or, to begin "
             "anew, remove the folders of checkpoints on every machine"
@@ -96,7 +96,7 @@ def _reason(save: Holding, lacking: Sequence[int]) -> str:
 
 
 class _Attempt:
-    """Loads one save of which, by the manifests, all parts are there."""
+    """Loads one save that is whole according to the manifests."""
 
     def __init__(
         self, mesh: Mesh, folder: Path, manifests: Sequence[Manifest], save: Holding
@@ -112,7 +112,7 @@ class _Attempt:
         self._arrays: dict[int, Values] = {}
 
     def run(self) -> Found | list[int]:
-        """The save; or the parts of which every copy is damaged."""
+        """Return the save, or the parts of which every copy is damaged."""
         own = self._read()
         told = self._mesh.all_gather_object([sorted(own), bool(self._mine)])
         has = [set(parts) for parts, _ in told]
@@ -125,7 +125,7 @@ class _Attempt:
         return Found(manifest=manifest, arrays=arrays)
 
     def _read(self) -> set[int]:
-        """Read all parts that are here and sound."""
+        """Read the parts on this disk; return those that are not damaged."""
         sound: set[int] = set()
         for manifest in self._mine:
             for part, digest in manifest.digests.items():
@@ -155,7 +155,7 @@ class _Attempt:
         return decode_manifest_untrusted(self._mesh.broadcast_object(text, root))
 
     def _exchange(self, contents: Contents, has: Sequence[set[int]]) -> None:
-        """Send each part from ranks that have it to those that lack it, and to no other."""
+        """Send each part from ranks that have it, only to those that lack it."""
         size, me = len(has), self._mesh.rank
         streams: list[list[list[int]]] = [[[] for _ in range(size)] for _ in range(size)]
         for part in range(contents.parts):
@@ -181,13 +181,13 @@ class _Attempt:
 
 
 class _Run:
-    """Several arrays as one row of bytes, read or written from its start on."""
+    """Several arrays as one sequence of bytes, which is read or written from its start."""
 
     def __init__(self, arrays: Sequence[Values]) -> None:
         self._arrays = [array for array in arrays if array.size]
 
     def take(self, nbytes: int) -> Values:
-        """The next bytes; fewer at the end."""
+        """Return the next bytes; fewer at the end."""
         return np.concatenate([np.empty(0, np.uint8), *self._next(nbytes)])
 
     def put(self, block: Values) -> None:
@@ -209,10 +209,10 @@ class _Run:
 
 
 def read_untrusted(told: Sequence[object], kind: type[_Said], names: Sequence[str]) -> list[_Said]:
-    """Return what each rank has said of its saves.
+    """Return what each rank has sent about its saves.
 
     Raises:
-        PeerError: A rank has said what no pmesh says.
+        PeerError: A rank has sent something that no pmesh sends.
     """
     said: list[_Said] = []
     for rank, each in enumerate(told):
@@ -227,5 +227,5 @@ def read_untrusted(told: Sequence[object], kind: type[_Said], names: Sequence[st
 
 
 def whole_saves(holdings: Sequence[Holding]) -> list[Key]:
-    """The saves of which all parts are there, the latest first."""
+    """Return the saves of which all parts exist, the latest first."""
     return [holding.key for holding in merged(holdings) if not missing_parts(holding)]

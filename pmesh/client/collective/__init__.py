@@ -1,1 +1,1 @@
-"""How a call becomes ops on buckets."""
+"""How a call is split into ops on buckets."""

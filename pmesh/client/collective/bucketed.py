@@ -1,4 +1,4 @@
-"""One collective call: a tree, checked, cut into buckets, run as ops, and put together again."""
+"""One collective call: check a tree, cut it into buckets, run an op for each, and rebuild it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -31,9 +31,9 @@ from pmesh.ids import OpNumber, Rank, TrainerId
 
 
 def fill(bucket: Bucket, leaves: Sequence[Leaf], region: Values, weight: float | None) -> None:
-    """Lay the bucket's arrays one behind the other into a region of an arena.
+    """Copy the bucket's arrays into a region of an arena, one after another.
 
-    Where the region has one value more than the bucket, that is the weight itself.
+    If the region has one value more than the bucket, it becomes the weight.
     """
     start = 0
     for index in bucket.leaves:
@@ -45,7 +45,7 @@ def fill(bucket: Bucket, leaves: Sequence[Leaf], region: Values, weight: float |
 
 
 def may_be_lent(bucket: Bucket, leaves: Sequence[Leaf]) -> bool:
-    """Whether its arrays would be views of a region that can't be written to, and may be."""
+    """Return True if the bucket's arrays can and may be views of a read-only region."""
     dtype = WIRE_DTYPES[bucket.wire]
     own = (leaves[index] for index in bucket.leaves)
     return all(leaf.takes_read_only and leaf.may_keep(dtype) for leaf in own)
@@ -59,10 +59,10 @@ def read(
     *,
     lent: bool = False,
 ) -> list[tuple[int, object]]:
-    """Arrays like the user's from a region laid out by `fill`, each with its index.
+    """Return arrays like the user's from a region laid out by `fill`, each with its index.
 
-    Those of numpy and torch share one block of memory: the first touch of many small ones costs
-    twice as much, and results of one call are mostly dropped together. What is lent is that memory.
+    Those of numpy and torch share one block of memory: many small blocks take twice as long to
+    fault in, and the results of a call are mostly dropped together. A `lent` region is that block.
     """
     values = region[: bucket.count]
     if not lent and any(leaves[index].may_keep(values.dtype) for index in bucket.leaves):
@@ -79,7 +79,7 @@ def read(
     return found
 
 
-_WEIGHT_BYTES = 8  # a weight travels as a value of its bucket
+_WEIGHT_BYTES = 8  # a weight is sent as a value of its bucket
 ALONE = OpNumber(-1)
 
 
@@ -88,28 +88,28 @@ class LastOp:
     """Facts about the last collective call."""
 
     op: OpNumber
-    """The number of its op, the last one if a tree took several. -1: this rank was alone."""
+    """The number of its op; of the last op if it took several; -1 if this rank was alone."""
     contributors: tuple[Rank, ...]
-    """Whose values are in the result: all ranks that the job had left at the end of that op."""
+    """The ranks whose values are in the result: all that were left at the end of that op."""
     names: tuple[str, ...]
-    """For each of them the name of its machine."""
+    """The names of their machines."""
     bytes: int
-    """What the values took in shared memory, over all ops of the call."""
+    """The size of the values in shared memory, over all ops of the call."""
     compression: str = "none"
-    """How they were compressed, as `pmesh.compression.schemes.spec` names it."""
+    """The compression of the values, as `pmesh.compression.schemes.spec` names it."""
     why: str = ""
-    """The reason, if that is not what the call named."""
+    """The reason for the compression, if the call did not name it."""
     compressed_bytes: int = 0
-    """The size of this rank's compressed values; 0: nothing was compressed."""
+    """The size of this rank's compressed values; 0 if nothing was compressed."""
     residual_norm: float | None = None
-    """The L2 norm of all that compression has left out on this rank, to be added next time; None
+    """The L2 norm of what compression has left out on this rank, to be added next time; None
     without error feedback."""
     clipped: int = 0
-    """How many values on this rank were too large for fp16, and were cut to its largest."""
+    """The number of values on this rank that were too large for fp16, and became its largest."""
 
     @classmethod
     def among(cls, op: OpNumber, world: World, nbytes: int) -> "LastOp":
-        """An op that completed in this world."""
+        """Return the facts about an op that completed in this world."""
         return cls(op, tuple(Rank(i) for i in range(len(world.names))), world.names, nbytes)
 
 
@@ -127,13 +127,13 @@ class Collective:
     bucket_bytes: int
     timeout_s: float
     borrows: bool = False
-    """Whether numpy's arrays may stay in shared memory, where they can't be written to."""
+    """True if numpy's results may stay in shared memory, which is read-only."""
     backward: Backward | None = None
-    """The buckets of gradients that are computed while others travel; None: as the tree has them,
-    of `bucket_bytes`."""
+    """The order of gradients that are computed while others are sent; None for the order of the
+    tree, in buckets of `bucket_bytes`."""
 
     def buckets_of(self, leaves: Sequence[Leaf]) -> list[Bucket]:
-        """The ops that it takes."""
+        """Return the buckets, one for each op of the call."""
         if self.backward is None:
             return plan_buckets(leaves, bucket_bytes=self.bucket_bytes)
         backward = self.backward
@@ -147,19 +147,19 @@ class Arrays:
     tree: Tree
     leaves: tuple[Leaf, ...]
     lazy: bool = False
-    """Whether MLX's arrays are yet to be evaluated: the values of their leaves mean nothing."""
+    """True if MLX's arrays are not evaluated yet: the values of their leaves are arbitrary."""
 
     def evaluated(self) -> "Arrays":
-        """The same with all values; in the thread of the caller, whose MLX's streams are."""
+        """Evaluate all arrays; call it in the user's thread, which has the MLX streams."""
         return Arrays(self.tree, tuple(describe(self.tree))) if self.lazy else self
 
     def digest(self) -> str:
-        """Alike on two ranks only if all paths, dtypes and shapes are (I5)."""
+        """Return a digest that is equal on two ranks only if paths, dtypes and shapes are (I5)."""
         named = zip(self.tree.paths, self.leaves, strict=True)
         return digest([f"{path} {leaf.users_dtype} {leaf.values.shape}" for path, leaf in named])
 
     def is_like(self, other: "Arrays") -> bool:
-        """Whether all paths, dtypes and shapes are the same."""
+        """Return True if all paths, dtypes and shapes are the same."""
         pairs = zip(self.leaves, other.leaves, strict=False)
         return self.tree.paths == other.tree.paths and all(
             one.users_dtype == two.users_dtype and one.values.shape == two.values.shape
@@ -167,22 +167,22 @@ class Arrays:
         )
 
     def detached(self) -> "Arrays":
-        """The same arrays with numpy's as results: for a thread that is not the user's."""
+        """Return the same arrays, with results in numpy, for a thread that is not the user's."""
         plain = (replace(leaf, rebuild=_as_it_is, rebuild_copies=False) for leaf in self.leaves)
         return Arrays(self.tree, tuple(plain))
 
     def attach(self, results: Sequence[Values]) -> list[object]:
-        """The user's arrays from the results of `detached`."""
+        """Return the user's arrays, made from the results of `detached`."""
         return [leaf.rebuild(values) for leaf, values in zip(self.leaves, results, strict=True)]
 
 
 def take_apart(
     x: object, *, reduction: str = "", only_moves: bool = False, lazily: bool = False
 ) -> Arrays:
-    """The arrays of a tree, those of MLX `lazily` or evaluated.
+    """Return the arrays of a tree; with `lazily` those of MLX are not evaluated.
 
     Raises:
-        UnsupportedArray: it can't travel, or not be reduced so.
+        UnsupportedArray: an array can't be sent, or the reduction does not fit its dtype.
     """
     if x is None:
         raise UnsupportedArray("None is not an array")
@@ -200,10 +200,10 @@ def take_apart(
 def run_collective(
     session: TrainerSession, wanted: Collective, arrays: Arrays
 ) -> tuple[list[object], LastOp | None]:
-    """Run the ops; returns the leaves of the result, and the last op (None: there are no leaves).
+    """Run the ops; return the leaves of the result, and the last op (None if there are no leaves).
 
-    In an average each op also adds up the weights, as its last value: ranks may be lost between one
-    op and the next, and each bucket is divided by what was contributed to it.
+    In an average each op also adds up the weights, as its last value. A rank may be lost between
+    two ops, so each bucket is divided by the weights that were contributed to it.
     """
     leaves = arrays.leaves
     buckets = wanted.buckets_of(leaves)
@@ -239,7 +239,7 @@ def run_collective(
             region=region,
             borrows=wanted.borrows and may_be_lent(bucket, leaves),
         )
-        if done.values.size or not count:  # else it is for the root of a reduce
+        if done.values.size or not count:  # else only the root of a reduce has the result
             overlap.take(bucket, done)
         nbytes += count * WIRE_DTYPES[bucket.wire].itemsize
         last = LastOp.among(done.op, done.world, nbytes)
@@ -248,7 +248,7 @@ def run_collective(
 
 
 class _Overlap:
-    """While the op of a bucket runs, the next one is laid out and the one before is read."""
+    """Fills the next bucket and reads the previous result while the op of a bucket runs."""
 
     def __init__(
         self,
@@ -262,26 +262,26 @@ class _Overlap:
         self._wanted = wanted
         self._tree = arrays.tree
         self._leaves = list(arrays.leaves)
-        # With a weight of 0 nobody looks at the values, so they need not be computed.
+        # With a weight of 0 the values are not read, so they need not be computed.
         lazy = arrays.lazy and wanted.weight != 0
         self._unevaluated = {i for i, x in enumerate(arrays.tree.leaves) if lazy and is_mlx(x)}
         self._room_bytes = max((bucket.nbytes for bucket in buckets), default=0) + _WEIGHT_BYTES
-        # A large array, in a bucket of its own, would take as much memory again.
+        # Not for a large array, which has its own bucket: it would take as much memory again.
         largest = wanted.bucket_bytes if wanted.backward is None else wanted.backward.bucket_bytes
         ahead = [b.nbytes for b in buckets[1:] if b.nbytes <= largest]
-        # A broadcast's root can't: what it has sent is kept, and memory is asked for anew (O2).
+        # Not for a broadcast: what its root has sent is retained, so each op needs new memory (O2).
         self._ahead_bytes = 0 if wanted.kind == "broadcast" or not ahead else max(ahead)
         session.prepare_ahead(self._ahead_bytes and self._ahead_bytes + _WEIGHT_BYTES)
         self._laid_out: Bucket | None = None
         self._unread: tuple[Bucket, Done, float | None] | None = None
 
     def count(self, bucket: Bucket) -> int:
-        """The values of its op."""
+        """Return the number of values of the bucket's op."""
         return bucket.count + (self._wanted.weight is not None)
 
     def region(self, bucket: Bucket) -> Region | None:
-        """The place of its values, if the user has put them into shared memory."""
-        # O2: what a broadcast's root has sent is retained, and the user's may change.
+        """Return where its values lie, if the user has put them into shared memory."""
+        # O2: what a broadcast's root has sent is retained, but the user may change this memory.
         if self._wanted.kind == "broadcast" or self._wanted.weight is not None:
             return None
         if len(bucket.leaves) != 1:
@@ -289,7 +289,7 @@ class _Overlap:
         return self._session.region_of(self._leaves[bucket.leaves[0]].values, bucket.wire)
 
     def lay_out(self, bucket: Bucket) -> None:
-        """Fill the input of the next op, if that was not done ahead."""
+        """Fill the input of the next op, unless it was filled ahead."""
         if bucket is not self._laid_out:
             self._evaluate(bucket)
             count = self.count(bucket)
@@ -297,7 +297,7 @@ class _Overlap:
             fill(bucket, self._leaves, region, self._wanted.weight)
 
     def meanwhile(self, following: Bucket | None) -> None:
-        """Lay out the next bucket and read the last result while an op runs."""
+        """Fill the next bucket and read the last result while an op runs."""
         if following is not None:
             self._evaluate(following)
         fits = following is not None and following.nbytes <= self._ahead_bytes
@@ -308,21 +308,21 @@ class _Overlap:
         self.read()
 
     def _evaluate(self, bucket: Bucket) -> None:
-        """Compute its arrays: at most one bucket ahead, or `mx.eval` would wait for more."""
+        """Compute the bucket's arrays; only these, since `mx.eval` waits for all it is given."""
         indices = [index for index in bucket.leaves if index in self._unevaluated]
         for index, leaf in zip(indices, describe(self._tree, indices), strict=True):
             self._leaves[index] = leaf
         self._unevaluated.difference_update(indices)
 
     def take(self, bucket: Bucket, done: Done) -> None:
-        """Take the result of an op; UsageError if it can't be averaged."""
+        """Take the result of an op; raise UsageError if all weights add up to 0."""
         total = None if self._wanted.weight is None else checked_total(float(done.values[-1].real))
         self._unread = bucket, done, total
         if not self._ahead_bytes:
             self.read()
 
     def read(self) -> None:
-        """Make arrays of the last result."""
+        """Make arrays from the last result."""
         if self._unread is not None:
             bucket, done, total = self._unread
             self._unread = None
@@ -331,7 +331,7 @@ class _Overlap:
 
 
 def run_alone(wanted: Collective, arrays: Arrays, world: World) -> tuple[list[object], LastOp]:
-    """The result for a rank that is alone for the time being: its own values, without an op."""
+    """Return the result for a rank that is alone for now: its own values, without an op."""
     if wanted.weight is not None:
         checked_total(wanted.weight)
     results: list[object] = []
@@ -347,12 +347,12 @@ def run_alone(wanted: Collective, arrays: Arrays, world: World) -> tuple[list[ob
 def run_reduce_scatter(
     session: TrainerSession, leaf: Leaf, *, reduction: str, timeout_s: float
 ) -> tuple[Values, LastOp]:
-    """This rank's part, as `numpy.array_split` cuts the first dimension."""
+    """Return this rank's part, as `numpy.array_split` cuts the first dimension."""
     places = session.places
     rows = leaf.values.shape[0]
     bounds = chunk_bounds(rows, len(places))
     width = leaf.values.size // rows if rows else 0
-    ranks = sorted(range(len(places)), key=places.__getitem__)  # of each place
+    ranks = sorted(range(len(places)), key=places.__getitem__)  # the rank at each place
     region = session.input_values(leaf.wire, leaf.values.size, room_bytes=0)
     begin = 0
     for rank in ranks:
@@ -373,7 +373,7 @@ def run_reduce_scatter(
 
 
 def reduce_scatter_alone(leaf: Leaf, world: World) -> tuple[Values, LastOp]:
-    """The part of a rank that is alone: the whole."""
+    """Return the part of a rank that is alone: the whole array."""
     region = np.empty(leaf.values.size, WIRE_DTYPES[leaf.wire])
     leaf.fill(region)
     return cast("Values", leaf.like(region)), LastOp.among(ALONE, world, region.nbytes)
@@ -384,7 +384,7 @@ def _part_of(leaf: Leaf, begin: int, end: int) -> Leaf:
 
 
 def _rank_of(root: TrainerId | None, world: World) -> int:
-    """The root's rank, or -1; RankLost, on all ranks alike, if it was lost between two ops."""
+    """Return the root's rank, or -1; raise RankLost, on all ranks, if it was lost between ops."""
     if root is None:
         return -1
     if root not in world.trainers:
@@ -393,7 +393,7 @@ def _rank_of(root: TrainerId | None, world: World) -> int:
 
 
 def _label(wanted: Collective, arrays: Arrays) -> str:
-    """A name that all ranks give a call with these arrays; empty for a single array."""
+    """Return the name that all ranks give a call with these arrays; empty for a single array."""
     if wanted.weight is not None:
         order = wanted.backward
         by = "" if order is None else f" by {order.digest(arrays.tree.paths)}"
@@ -402,8 +402,8 @@ def _label(wanted: Collective, arrays: Arrays) -> str:
 
 
 def checked_total(total: float) -> float:
-    """The sum of all weights; raises UsageError if there is nothing to divide by."""
-    if total == 0:  # on every rank alike, so all of them stop at the same op
+    """Return the sum of all weights; raise UsageError if it is 0."""
+    if total == 0:  # it is the same on every rank, so all of them stop at the same op
         raise UsageError("nothing to average: the weights of all ranks add up to 0")
     return total
 
@@ -413,16 +413,16 @@ def _as_it_is(values: Values) -> object:
 
 
 def written_into(arrays: Arrays, out: object, *, only_moves: bool = False) -> Arrays:
-    """The same arrays, whose results go into those of `out`; for `only_moves` see `take_apart`.
+    """Return the same arrays, with results written into `out`; for `only_moves` see `take_apart`.
 
     Raises:
         UnsupportedArray: an array of `out` can't be written to.
-        UsageError: its paths, shapes or dtypes are others.
+        UsageError: `out` has other paths, shapes or dtypes.
     """
-    in_place = out is arrays.tree.source  # as torch has it: what is known is not found out again
+    in_place = out is arrays.tree.source  # usual with torch: skip what is known already
     targets = arrays if in_place else take_apart(out, only_moves=only_moves)
     if not (in_place or targets.is_like(arrays)):
-        raise UsageError("out= is to have the paths, shapes and dtypes of what is reduced")
+        raise UsageError("out= must have the same paths, shapes and dtypes as the input")
     leaves = tuple(
         replace(
             leaf, rebuild=_writer(target, x, path), rebuild_copies=True, target=_divisible(target)
@@ -451,18 +451,18 @@ def _writer(target: Leaf, x: object, path: str) -> Callable[[Values], object]:
 
 
 def is_memory_of(x: object, values: Values) -> bool:
-    """Whether the bits are the array's memory, no copy of what lies in several pieces."""
+    """Return True if the values are the array's memory, not a copy of several pieces."""
     address = x.ctypes.data if isinstance(x, np.ndarray) else cast("Any", x).data_ptr()
     return not values.size or address == values.ctypes.data
 
 
 def _divisible(target: Leaf) -> "Values | None":
-    """The array, if quotients can be written to it without rounding."""
+    """Return the array if quotients can be written to it without rounding."""
     return target.values if target.values.dtype == WIRE_DTYPES[target.wire] else None
 
 
 def may_be_written(x: object) -> bool:
-    """Whether results may be written into the array: numpy's, or torch's on the CPU."""
+    """Return True for arrays of numpy, or of torch on the CPU, that may be written to."""
     if isinstance(x, np.ndarray):
         return bool(x.flags.writeable)
     tensor = cast("Any", x)  # torch has no types here

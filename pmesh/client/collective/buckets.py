@@ -1,4 +1,4 @@
-"""Which arrays of a tree travel together, as one op, and in which order."""
+"""Buckets: which arrays of a tree are sent together, as one op, and in which order."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,17 +9,17 @@ from pmesh.core.ops.reductions import WIRE_DTYPES
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A run of arrays that travel as one dtype, as one op."""
+    """Arrays that are sent one after another, in the same dtype, as one op."""
 
     wire: str
     leaves: tuple[int, ...]
-    """Their indices in the tree."""
+    """The indices of the arrays in the tree."""
     count: int
-    """Values, all in all."""
+    """The number of values of all arrays."""
 
     @property
     def nbytes(self) -> int:
-        """What it takes in an arena."""
+        """The size of the values in an arena."""
         return self.count * WIRE_DTYPES[self.wire].itemsize
 
 
@@ -32,15 +32,14 @@ def plan_buckets(
 ) -> list[Bucket]:
     """Cut the arrays into buckets of at most `bucket_bytes`; a larger array has its own.
 
-    The order is the same for all ranks: by the dtype that travels, the widest first (so that the
-    weights of an average are added in the best precision there is), then as in the tree, or in the
-    order that is given.
+    The order is the same on all ranks: first by the dtype that is sent, the widest first (so that
+    the weights of an average are added in the best precision), then by `order`.
 
     Args:
-        leaves: the tree's.
+        leaves: the leaves of the tree.
         bucket_bytes: may be infinite.
-        wire: what all of them travel as; None: each as its dtype does.
-        order: of the leaves, by their indices; empty: as in the tree.
+        wire: the dtype in which all are sent; None if each has its own.
+        order: the indices of the leaves in their order; empty for the order of the tree.
     """
     if len(leaves) == 1:
         return [Bucket(wire or leaves[0].wire, (0,), leaves[0].values.size)]
@@ -70,26 +69,27 @@ class Backward:
     order: tuple[int, ...]
     """The indices of the leaves."""
     bucket_bytes: int
-    """Small enough that most of the network's time passes while the next one is computed."""
+    """So small that most of the network's time passes while the next bucket is computed."""
 
     def digest(self, paths: Sequence[str]) -> str:
-        """Alike on two ranks if the buckets are (I5)."""
+        """Return a digest that is equal on two ranks if their buckets are (I5)."""
         return digest([str(self.bucket_bytes), *(paths[index] for index in self.order)])
 
 
-_MOST_BUCKETS = 8  # only what the last one takes is not hidden, and each op has its latency
+_MOST_BUCKETS = 8  # more hide more of the network's time, but each op has its latency
 _LEAST_BUCKET_BYTES = 4 * 1024 * 1024  # 0.2 s at 200 Mbit/s: latency is little beside it
 
 
 def backward_order(tree: Tree, leaves: Sequence[Leaf], bucket_bytes: int) -> Backward | None:
-    """The buckets for gradients that MLX may not have computed yet; None: there would be only one.
+    """Return the order for gradients that MLX may still have to compute.
 
-    It does not depend on whether they are computed already, which another rank may have done.
+    None if other arrays are among them, or one bucket is enough. The result does not depend on
+    whether they are computed already, as that may differ between ranks.
 
     Args:
-        tree: of the gradients.
+        tree: the tree of the gradients.
         leaves: its arrays.
-        bucket_bytes: at most, but for an array that is larger.
+        bucket_bytes: the most for a bucket; a larger array has its own.
     """
     if not all(map(is_mlx, tree.leaves)):
         return None

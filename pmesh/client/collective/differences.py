@@ -1,4 +1,4 @@
-"""Which arrays differ between the trees of ranks, in one all-reduce or in a `sync`, by path."""
+"""Find which arrays differ between the trees of ranks, in one all-reduce or in a `sync`."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,23 +23,24 @@ _AVERAGE = re.compile(r"\baverage_gradients ([0-9a-f]{8})((?: by [0-9a-f]{8})?)[
 _UNCALLED = "not called yet"
 
 Leaves: TypeAlias = Mapping[str, str]
-"""By path the shape and dtype."""
+"""The shape and dtype of the array at each path."""
 _Heads: TypeAlias = dict[str, Head | None]
-"""By path the array, or that there is None."""
+"""The head of the array at each path; None for a None."""
 _decoder = msgspec.json.Decoder(_Heads)
 
 
 def name_differences(
     session: TrainerSession, error: OpMismatch, arrays: Arrays, *, timeout_s: float
 ) -> OpMismatch:
-    """Exchange the trees' paths, shapes and dtypes, if all ranks called with a tree.
+    """Return an error that names the differences, if all ranks called with a tree.
 
-    Every rank gets the same `error` for the same op, so all of them come here, or none (I5). Where
-    it says that a rank had not called yet, that rank may call something else: nothing is exchanged.
+    For that the ranks exchange their paths, shapes and dtypes. Every rank gets the same `error` for
+    the same op, so all of them do so, or none (I5). If it says that a rank had not called yet, they
+    exchange nothing, as that rank may call something else.
 
     Raises:
-        AgentStopped: the agent has gone meanwhile.
-        HistorySuperseded: the job has gone on without this rank meanwhile.
+        AgentStopped: the agent has stopped meanwhile.
+        HistorySuperseded: the job has continued without this rank meanwhile.
     """
     text = str(error)
     size = len(session.world.trainers)
@@ -48,9 +49,9 @@ def name_differences(
     try:
         trees = _exchange_trees(session, arrays, timeout_s)
     except (AgentStopped, HistorySuperseded):
-        raise  # this rank is apart from its job from now on
+        raise  # this rank is cut off from its job from now on
     except PmeshError:
-        return error  # a rank was lost meanwhile; what is known says enough
+        return error  # a rank was lost meanwhile; the first error is good enough
     labels = [f"on rank {rank} ({name})" for rank, name in enumerate(session.ranks.names)]
     arrays_of_any = {path for tree in trees for path, head in tree.items() if head}
     shown = [
@@ -66,10 +67,10 @@ def name_differences(
 
 
 def only_orders_differ(error: OpMismatch, arrays: Arrays) -> bool:
-    """Whether all ranks that have called average gradients alike, in other buckets.
+    """Return True if all ranks that have called average the same gradients, in different buckets.
 
-    So it is where one rank's arrays are MLX's and another's are not, or dicts were filled in other
-    orders. What the ranks do then must depend on nothing but the text, which is alike on all.
+    This happens if some ranks have arrays of MLX and others not, or fill dicts in another order.
+    What the ranks do then must depend on the text alone, which is the same on all of them.
     """
     text = str(error)
     calls = _AVERAGE.findall(text)
@@ -81,10 +82,10 @@ def only_orders_differ(error: OpMismatch, arrays: Arrays) -> bool:
 
 
 def fill_missing(session: TrainerSession, arrays: Arrays, *, timeout_s: float) -> Arrays:
-    """The same arrays, and zeros where this rank has None and another rank an array.
+    """Return the same arrays, with zeros where this rank has None and another rank an array.
 
-    It takes one small op, and another one if the ranks' trees differ. After both have run all ranks
-    have the same arrays, if nothing but None was in the way.
+    This takes one small op, and another one if the ranks' trees differ. If they differed only by
+    None, all ranks then have arrays at the same paths.
     """
     others: dict[str, Head] = {}
     for heads in _exchange_trees(session, arrays, timeout_s):
@@ -112,7 +113,7 @@ def fill_missing(session: TrainerSession, arrays: Arrays, *, timeout_s: float) -
 
 
 def _zeros(head: Head, like: object) -> Leaf:
-    """Zeros of the library of this rank's arrays; if it has none, of that of the other rank's."""
+    """Return zeros of this rank's library; if it has no arrays, of the other rank's library."""
     own = head._replace(library=library_of(like) or head.library)
 
     def rebuild(fresh: Values) -> object:
@@ -124,15 +125,15 @@ def _zeros(head: Head, like: object) -> Leaf:
 
 
 def state_differences(own: object, received: object, *, source: str) -> str:
-    """What a rank loses when the state from a `sync` takes the place of its own; empty: nothing.
+    """Describe what a rank loses when the state from a `sync` replaces its own; empty if nothing.
 
-    That are arrays of another shape or dtype, and those that only its own state has. Arrays that
-    only the received state has are no reason: a newcomer's optimizer has not made its own yet.
+    It loses arrays that have another shape or dtype, and those that only its own state has. Arrays
+    that only the received state has do not count, as a newcomer's optimizer may have none yet.
 
     Args:
         own: the state that the rank has passed.
-        received: what `sync` returns instead.
-        source: whose state that was, as in "rank 0 (mac-1)".
+        received: the state that `sync` returns instead.
+        source: the rank that had it, as in "rank 0 (mac-1)".
     """
     here, there = _arrays_of(own), _arrays_of(received)
     if all(there.get(path) == leaf for path, leaf in here.items()):
@@ -151,7 +152,7 @@ def _arrays_of(state: object) -> Leaves:
 
 
 def _exchange_trees(session: TrainerSession, arrays: Arrays, timeout_s: float) -> list[_Heads]:
-    """Each rank's tree; where a rank is lost meanwhile, those of the others."""
+    """Return the tree of each rank; if a rank is lost meanwhile, those of the others."""
     own = _heads_of(arrays)
     data = msgspec.json.encode(own)
     row = [int(digest([data.decode()]), 16), len(data)]
@@ -185,7 +186,7 @@ def _shown(head: Head | None) -> str:
 
 
 def _differences(trees: Sequence[Leaves], labels: Sequence[str]) -> str:
-    """The paths that the trees differ in, at most three, and how many more there are.
+    """Describe the paths in which the trees differ, at most three, and count the others.
 
     >>> _differences([{"w": "(2,) float32"}, {"w": "(3,) float32"}], ["here", "on rank 1 (b)"])
     'w: (2,) float32 here, (3,) float32 on rank 1 (b)'

@@ -1,8 +1,8 @@
-"""Collectives whose result depends on what each rank gives, which the ranks exchange first.
+"""Collectives for arrays whose sizes may differ between ranks, so that the ranks exchange them.
 
-Each takes two ops. In an `exchange` every rank describes what it has as a row of integers. From the
-table of all rows, which is the same everywhere, each rank knows what it gets, or that the arrays
-don't fit together. The second op moves the bytes (O4: it fails everywhere if a rank is lost in it).
+Each takes two ops. In an `exchange` every rank describes its array as a row of integers. The table
+of all rows is the same on all ranks. From it each rank knows what it will receive, or that the
+arrays don't fit together. The second op moves the bytes (O4: it fails on all if a rank is lost).
 """
 
 from collections.abc import Sequence
@@ -34,18 +34,18 @@ class Head(NamedTuple):
 
     library: str
     dtype: str
-    """As numpy names it, whatever the library."""
+    """The name of numpy, whatever the library."""
     shape: tuple[int, ...]
 
     def to_row(self) -> list[int]:
-        """The head as int64."""
+        """Return the head as int64 values."""
         name = np.frombuffer(self.dtype.encode().ljust(_NAME_BYTES, b"\0"), np.int64).tolist()
         shape = [*self.shape, *[0] * (MAX_DIMENSIONS - len(self.shape))]
         return [LIBRARIES.index(self.library), len(self.shape), *name, *shape]
 
     @classmethod
     def of_row(cls, row: Sequence[int]) -> "Head | None":
-        """The reverse of `to_row`; None: the rank gives nothing."""
+        """Return the head that `to_row` has described; None if the rank gives nothing."""
         if row[0] < 0:
             return None
         name = np.array(row[2 : 2 + _NAME_BYTES // 8], np.int64).tobytes().rstrip(b"\0").decode()
@@ -55,17 +55,17 @@ class Head(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """An array as the bytes that travel."""
+    """An array as the bytes that are sent."""
 
     head: Head
     data: Values
-    """Flat uint8."""
+    """The bytes, flat uint8."""
     like: object
-    """The user's."""
+    """The user's array."""
 
 
 def block_of(x: object, where: str = "") -> Block:
-    """The array's bytes; raises UnsupportedArray for what does not travel so."""
+    """Return the array's bytes; raise UnsupportedArray if it can't be sent as bytes."""
     raw = to_raw(x, f"{where}: " if where else "")
     if raw is None:
         raise no_array(x, f"{where}: " if where else "")
@@ -80,9 +80,9 @@ def block_of(x: object, where: str = "") -> Block:
 
 
 def build(head: Head, data: Values, like: object) -> object:
-    """An array of these bytes, which it may keep; of the library of `like`, if that is an array."""
+    """Return an array of these bytes, which it may keep; for `like` see `from_raw`."""
     dtype = head.dtype
-    # Those of ml_dtypes are in numpy's table too, but have no notation of their own.
+    # ml_dtypes adds its types to numpy's table, but they have no notation of their own.
     if head.library == "numpy" and dtype in np.sctypeDict and np.dtype(dtype).isbuiltin == 1:
         dtype = np.dtype(dtype).str
     return from_raw(head.library, dtype, head.shape, data, like=like)
@@ -96,16 +96,16 @@ class Table:
     counts: tuple[tuple[int, ...], ...]
     """The further integers of each rank."""
     places: tuple[int, ...]
-    """For each rank its place in the ring."""
+    """The place of each rank in the ring."""
     done: Done
 
     @property
     def size(self) -> int:
-        """How many ranks took part."""
+        """The number of ranks that took part."""
         return len(self.heads)
 
     def by_place(self, counts: Sequence[int]) -> tuple[int, ...]:
-        """Numbers by rank, reordered by place in the ring."""
+        """Reorder numbers by rank into the order of the ring."""
         found = [0] * self.size
         for rank, place in enumerate(self.places):
             found[place] = counts[rank]
@@ -113,11 +113,11 @@ class Table:
 
     @property
     def rank(self) -> int:
-        """This rank."""
+        """The number of this rank."""
         return self.done.world.rank
 
     def label(self) -> str:
-        """Alike on two ranks only if the tables are (I5)."""
+        """Return a digest that is equal on two ranks only if the tables are (I5)."""
         return digest([f"{self.heads} {self.counts}"])
 
 
@@ -129,13 +129,13 @@ def exchange(
     what: str,
     timeout_s: float,
 ) -> Table:
-    """Give all ranks what this one has, and get what they have; for `what` see `exchange_rows`.
+    """Exchange the heads and counts of all ranks.
 
     Args:
         session: runs the op.
-        head: of this rank's array, if it gives one.
+        head: the head of this rank's array, if it gives one.
         counts: further integers, as many on each rank.
-        what: the call, alike on all ranks.
+        what: the name of the call, the same on all ranks; see `exchange_rows`.
         timeout_s: for the op.
     """
     row = [*(_NONE if head is None else head.to_row()), *counts]
@@ -169,15 +169,15 @@ def move(
     parts_in: Sequence[int] = (),
     timeout_s: float,
 ) -> Moved:
-    """Move bytes.
+    """Move bytes between the ranks.
 
     Args:
         session: runs the op.
-        table: from the `exchange` before it.
+        table: the result of the `exchange` before.
         kind: all_gather, gather, scatter or all_to_all.
-        gives: this rank's bytes, one array or, for a scatter's root and an all_to_all, one for each
+        gives: this rank's bytes: one array; for a scatter's root and an all_to_all one for each
             rank; none if it gives nothing.
-        root: a rank.
+        root: the root's rank.
         parts: bytes, by rank; see `StartOp`.
         parts_in: bytes, by rank; see `StartOp`.
         timeout_s: for the op.
@@ -217,14 +217,14 @@ def move(
 
 
 def _by_place(places: Sequence[int]) -> list[int]:
-    """For each place in the ring its rank."""
+    """Return the rank at each place in the ring."""
     return sorted(range(len(places)), key=places.__getitem__)
 
 
 def _copy_by_rank(
     source: Values, target: Values, sizes: Sequence[int], places: Sequence[int]
 ) -> None:
-    """Copy blocks that lie in the order of the ring into the order of ranks."""
+    """Copy blocks from the order of the ring into the order of ranks."""
     starts: dict[int, int] = {}
     begin = 0
     for rank in _by_place(places):
@@ -237,16 +237,16 @@ def _copy_by_rank(
 
 
 def cut(data: Values, sizes: Sequence[int]) -> list[Values]:
-    """Cut bytes into pieces that own them, so that each may become an array's memory."""
+    """Copy bytes into separate pieces, so that each may become an array's memory."""
     ends = np.cumsum(sizes).tolist()
     return [data[end - size : end].copy() for end, size in zip(ends, sizes, strict=True)]
 
 
 def check_alike(table: Table, *, whole: bool, what: str) -> Head:
-    """The first head, if all ranks' arrays can lie behind one another, or on one another.
+    """Return the first head, if the arrays of all ranks can be concatenated, or stacked if `whole`.
 
     Raises:
-        OpMismatch: they can't; on all ranks alike.
+        OpMismatch: they can't; all ranks raise it.
     """
     heads = [head for head in table.heads if head is not None]
     first = heads[0]
@@ -263,18 +263,18 @@ def check_alike(table: Table, *, whole: bool, what: str) -> Head:
 
 
 def check_count(xs: Sequence[Any], size: int, what: str) -> None:
-    """Raises UsageError unless there is one for each rank."""
+    """Raise UsageError unless there is one array for each rank."""
     if len(xs) != size:
         raise UsageError(f"{what} takes one array for each of {size} ranks, not {len(xs)}")
 
 
 def with_root(what: str, session: TrainerSession, trainer: TrainerId) -> str:
-    """The call with its root, for `exchange`; RosterChanged, on all ranks alike, if it is lost."""
+    """Return the call's name with its root, for `exchange`; raises as `rank_of`."""
     return f"{what} root={rank_of(session.ranks, trainer)}"
 
 
 def rank_of(world: World, trainer: TrainerId) -> int:
-    """Where the root of a call is now; RosterChanged, on all ranks alike, if it is lost."""
+    """Return the root's rank now; raise RosterChanged, on all ranks, if the root is lost."""
     if trainer not in world.trainers:
         raise RosterChanged("the root of this call is lost")
     return world.trainers.index(trainer)

@@ -1,4 +1,4 @@
-"""A trainer's place in its job: in it, about to enter it, or apart from it until the next sync."""
+"""A trainer's place in its job: in it, about to enter it, or cut off from it until a sync."""
 
 import logging
 import threading
@@ -32,25 +32,25 @@ R = TypeVar("R")
 
 OnSuperseded = Literal["raise", "sync"]
 
-SYNCS_OF_A_LOOP = 2  # one may be all that a script does, to begin with the same weights
-_TRY_AGAIN_S = 0.1  # an agent starts within a second: little is lost, and little is asked for
+SYNCS_OF_A_LOOP = 2  # a script without a loop may sync once, to begin with the same weights
+_TRY_AGAIN_S = 0.1  # an agent starts within a second: this wastes little time and few attempts
 
 _logger = logging.getLogger("pmesh")
 
 
 class Place:
-    """Runs calls in the job, or alone; one at a time but for `interrupt`.
+    """Runs calls in the job, or alone: one at a time, but `interrupt` may come at any time.
 
-    A trainer is apart from its job when its agent has stopped, or belongs to a history of the job
-    that has ended (HistorySuperseded). Its next `sync` brings it back.
+    A trainer is cut off from its job when its agent has stopped, or when the job has continued
+    without it (HistorySuperseded). Its next `sync` brings it back.
     """
 
     def __init__(self, home: Path, request: Connect, *, on_superseded: OnSuperseded | None) -> None:
-        """Join the job; raises the error that the agent names if that fails.
+        """Join the job; if that fails, raise the error that the agent names.
 
-        With None it is "raise" where the agent has stopped. Else a `sync` comes back as with
-        "sync", and other calls go on alone if the job syncs again and again: else they raise, as
-        who never syncs would be alone for ever.
+        With `on_superseded=None` all calls raise if the agent has stopped. If the job has continued
+        elsewhere, a `sync` comes back. Other calls then run alone if the job syncs repeatedly;
+        otherwise they raise, since a trainer that never syncs would stay alone forever.
         """
         self._home = home
         self._request = request
@@ -66,17 +66,17 @@ class Place:
         self.view = joined.view
         self.compression = joined.compression
         self.world = joined.world
-        """The ranks as calls have seen them last: it changes only when one returns (O5)."""
+        """The ranks after the last call; they change only when a call returns (O5)."""
         self.step = 0
         self._must_sync = joined.world.rank < 0
-        self._apart: HistorySuperseded | AgentStopped | None = None
+        self._cut_off: HistorySuperseded | AgentStopped | None = None
         self._lost_agent = False
         self._veteran = False
 
     @property
     def is_alone(self) -> bool:
-        """Whether calls return as if this rank were alone."""
-        return self._apart is not None and self._goes_on_alone and not self._must_sync
+        """True if calls return as if this rank were alone."""
+        return self._cut_off is not None and self._goes_on_alone and not self._must_sync
 
     @property
     def _goes_on_alone(self) -> bool:
@@ -85,16 +85,16 @@ class Place:
         return self._on_superseded == "sync"
 
     def check_open(self) -> None:
-        """Raises MeshClosed, with the reason, unless a call can do something."""
+        """Raise MeshClosed, with the reason, if the mesh has ended."""
         if self._closing.is_set():
             raise mesh_ended("it was closed")
         if not self._lost_agent:
             self._session.check_open()
 
     def check_synced(self) -> None:
-        """Raises an error if this rank can only `sync`."""
-        if self._apart is not None and not self._goes_on_alone:
-            raise type(self._apart)(f"{self._apart}; mesh.sync(state) comes back to the job")
+        """Raise an error if this rank must `sync` before other calls."""
+        if self._cut_off is not None and not self._goes_on_alone:
+            raise type(self._cut_off)(f"{self._cut_off}; mesh.sync(state) comes back to the job")
         if self._must_sync:
             raise UsageError(
                 "this job runs already, and a trainer enters it in mesh.sync: call "
@@ -108,43 +108,43 @@ class Place:
         *,
         timeout_s: float,
     ) -> R:
-        """Run ops in the job; or `alone`, for a rank that is alone for the time being.
+        """Run `ops` in the job, or `alone` if this rank is alone for now.
 
         `timeout_s` is for the op in which ranks compare their calls after an error (O10).
         """
         self.check_synced()
         if not self.is_alone:
             try:
-                with self._whole_or_ended(), in_step(self._session, timeout_s=timeout_s):
+                with self._end_if_torn(), in_step(self._session, timeout_s=timeout_s):
                     result = ops(self._session)
             except (HistorySuperseded, AgentStopped) as e:
-                self._fall_apart(e)
+                self._note_cut_off(e)
                 if not self.is_alone:
                     raise
             else:
                 self._veteran = True
                 return result
             finally:
-                self._see_the_world()
+                self._update_world()
         return alone(self.world)
 
     def count_in(self, order: tuple[TrainerId, ...]) -> None:
-        """From now on number the ranks in this order, not in that of the ring."""
+        """Number the ranks in this order from now on, not in the order of the ring."""
         self._session.order = order
-        self._see_the_world()
+        self._update_world()
 
     def empty(self, dtype: str, count: int) -> Values:
-        """Flat values in memory that the agent shares; without an agent in ordinary memory.
+        """Return flat values in memory that the agent shares; in ordinary memory without an agent.
 
         Raises:
             UsageError: the agent has no room for them.
-            AgentStopped: it has just gone.
+            AgentStopped: the agent has just stopped.
         """
         if not self._lost_agent:
             try:
                 return self._session.empty(dtype, count)
             except AgentStopped as e:
-                self._fall_apart(e)
+                self._note_cut_off(e)
                 if not self._goes_on_alone:
                     raise
         return np.empty(count, dtype)
@@ -153,9 +153,9 @@ class Place:
         """Agree with all ranks on a state; a trainer outside the job enters it, or comes back.
 
         Raises:
-            HistorySuperseded: if it is to raise; else it comes back in this call.
-            AgentStopped: as HistorySuperseded; or no agent has come back in time.
-            PmeshError: what `run_sync` raises.
+            HistorySuperseded: with `on_superseded="raise"`; otherwise it comes back in this call.
+            AgentStopped: unless `on_superseded="sync"`; with it, if no agent has started in time.
+            PmeshError: as for `run_sync`.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -164,7 +164,7 @@ class Place:
                     self._reconnect(deadline)
                 self._session.step = self.step + 1
                 with (
-                    self._whole_or_ended(),
+                    self._end_if_torn(),
                     in_step(self._session, timeout_s=timeout_s, syncs=True),
                 ):
                     offer = self._offer(packed)
@@ -172,18 +172,18 @@ class Place:
             except (HistorySuperseded, AgentStopped) as e:
                 is_default = self._on_superseded is None and isinstance(e, HistorySuperseded)
                 comes_back = is_default or self._on_superseded == "sync"
-                self._fall_apart(e, syncs=comes_back)
+                self._note_cut_off(e, syncs=comes_back)
                 if not comes_back or self._pause(deadline):
                     raise
             else:
-                self._apart, self._must_sync, self._veteran = None, False, True
+                self._cut_off, self._must_sync, self._veteran = None, False, True
                 self.step = synced.step + 1
                 return synced
             finally:
-                self._see_the_world()
+                self._update_world()
 
     def open(self, job: JobName, members: tuple[TrainerId, ...], timeout_s: float) -> "Place":
-        """A place in a job of these trainers, on the same terms, but it ends with a loss."""
+        """Join a job of these trainers, on the same terms, except that any loss ends it."""
         terms = msgspec.structs.replace(self._request.terms, on_loss="raise", min_ranks=1)
         request = msgspec.structs.replace(
             self._request,
@@ -196,11 +196,11 @@ class Place:
         return Place(self._home, request, on_superseded="raise")
 
     def attach(self) -> P2PSession:
-        """A session for messages, over another connection to the agent; the caller closes it.
+        """Open a session for messages, over another connection to the agent; the caller closes it.
 
         Raises:
             HistorySuperseded: the agent does not know this trainer any more.
-            AgentNotRunning: there is none.
+            AgentNotRunning: there is no agent.
         """
         me = self.world.trainers[self.world.rank]
         connection = AgentConnection(self._home)
@@ -217,33 +217,33 @@ class Place:
         return self._messages
 
     def leave(self) -> None:
-        """End on purpose."""
+        """End on purpose: the others see that this rank has left."""
         self._closing.set()
         self._session.leave()
 
     def leave_at_once(self) -> None:
-        """As `leave`, also of messages, when no thread can make a call any more."""
+        """End as `leave` does, and close the session for messages; no thread can call any more."""
         if self._messages is not None:
             self._messages.close("nobody holds its group any more")
         self._session.leave()
 
     def end(self, reason: str) -> None:
-        """End as a crash."""
+        """End as after a crash."""
         self._closing.set()
         self._session.end(reason)
 
     def interrupt(self) -> None:
-        """Make a call of another thread raise MeshClosed."""
+        """Make a call in another thread raise MeshClosed."""
         self._closing.set()
         self._session.interrupt("it was closed")
 
     def end_if_interrupted(self) -> None:
-        """After a call: close what `interrupt` had to leave open."""
+        """Close, after a call, what `interrupt` had to leave open."""
         self._session.end_if_interrupted()
 
     @contextmanager
-    def _whole_or_ended(self) -> Generator[None]:
-        """A call that a signal has interrupted between its ops is one that others go on with."""
+    def _end_if_torn(self) -> Generator[None]:
+        """End the session if a signal interrupts a call after an op, as the others continue it."""
         session = self._session
         ops_before = session.calls.ops
         with postponed():
@@ -263,18 +263,18 @@ class Place:
             raises_on_loss=self._request.terms.on_loss == "raise",
         )
 
-    def _fall_apart(self, why: HistorySuperseded | AgentStopped, *, syncs: bool = False) -> None:
-        was_apart = self._apart is not None
+    def _note_cut_off(self, why: HistorySuperseded | AgentStopped, *, syncs: bool = False) -> None:
+        was_cut_off = self._cut_off is not None
         # A copy: with the traceback of the original, arenas would stay mapped.
-        self._apart, self._veteran = type(why)(str(why)), False
+        self._cut_off, self._veteran = type(why)(str(why)), False
         self._lost_agent = self._lost_agent or isinstance(why, AgentStopped)
-        if syncs and not was_apart:
+        if syncs and not was_cut_off:
             then = "waits for one" if isinstance(why, AgentStopped) else "brings it back"
             _logger.warning("%s; this call of mesh.sync %s", why, then)
-        elif self.is_alone and not was_apart:
+        elif self.is_alone and not was_cut_off:
             _logger.warning("%s; until then this rank trains alone", why)
 
-    def _see_the_world(self) -> None:
+    def _update_world(self) -> None:
         world = self.world
         if not self.is_alone:
             self.world = self._session.ranks
@@ -283,12 +283,12 @@ class Place:
             self.world = World(0, (world.trainers[rank],), (world.names[rank],))
 
     def _reconnect(self, deadline: float) -> None:
-        """A new session, as soon as an agent runs.
+        """Join the job in a new session, as soon as an agent runs.
 
         Raises:
-            AgentNotRunning: none has started in time.
+            AgentNotRunning: no agent has started in time.
             AgentStopped: agents started and stopped until the time was over.
-            PmeshError: it refuses.
+            PmeshError: the agent refuses.
         """
         while True:
             try:
@@ -312,7 +312,7 @@ class Place:
         self.view, self.compression = joined.view, joined.compression
 
     def _pause(self, deadline: float) -> bool:
-        """Wait a moment before another attempt; returns whether the time is over."""
+        """Wait a moment before another attempt; return True if the time is over."""
         if self._closing.wait(max(0.0, min(_TRY_AGAIN_S, deadline - time.monotonic()))):
             raise mesh_ended("it was closed")
         return time.monotonic() >= deadline

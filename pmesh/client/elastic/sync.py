@@ -1,9 +1,9 @@
-"""One `sync`: all ranks offer the state they have, and those with another one get the best.
+"""One `sync`: all ranks offer their states, and the ranks that lack the best one receive it.
 
-Each decides from the same offers, so all make the same plan; from the same plan and the same living
-trainers all find the same root. So no rank waits for an op that another does not call.
+All ranks decide from the same offers, so they make the same plan. From the same plan and the same
+living trainers they find the same root. So no rank waits for an op that another does not call.
 
-The state arrives in memory that a thread faults in ahead of it, and is hashed as it comes. The
+A thread faults in the memory for the state ahead of the data, which is hashed as it arrives. The
 first touch of fresh memory can cost more than the network, most of all in a virtual machine.
 """
 
@@ -36,47 +36,47 @@ class Offer(NamedTuple):
     """The hash of all bytes of the state."""
     nbytes: int
     step: int
-    """How many times it has synced."""
+    """How many times the rank has synced."""
     veteran: bool
-    """It has done an op of the job since it entered, so its state is the job's."""
+    """True if the rank has done an op of the job since it entered: its state is the job's."""
     raises_on_loss: bool
-    """It wants `RankLost` for every loss, also in the middle of a transfer."""
+    """True if the rank wants `RankLost` for every loss, also in the middle of a transfer."""
     arriving: int = 0
     """The first half of the digest of a state that has begun to arrive."""
     arrived: int = 0
-    """How many of its bytes have: from there the transfer goes on if its source is lost."""
+    """How many of its bytes have arrived. If the source is lost, the transfer continues there."""
 
     def to_values(self) -> list[int]:
-        """The offer as `SYNC_VALUES` int64."""
+        """Return the offer as `SYNC_VALUES` int64."""
         return [*self.digest, *self[1:]]
 
     @classmethod
     def from_values(cls, values: Sequence[int]) -> "Offer":
-        """The reverse of `to_values`."""
+        """Return the offer that `to_values` has described."""
         first, second, nbytes, step, veteran, raises_on_loss, *arrival = values
         return cls((first, second), nbytes, step, veteran != 0, raises_on_loss != 0, *arrival)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Which state is sent, and to which ranks."""
+    """The state that is sent, and the ranks that receive it."""
 
     best: Offer
     holders: tuple[TrainerId, ...]
     """The trainers that have the best state; never empty."""
     receivers: tuple[TrainerId, ...]
-    """The trainers that have another one."""
+    """The trainers that have another state."""
     corrected: tuple[TrainerId, ...]
-    """Receivers that should have had it: they have synced before and stayed in the job."""
+    """Receivers that should have had the best state: they had synced and stayed in the job."""
     raises_on_loss: bool
     start: int
     """The first byte that has not arrived at all receivers."""
 
     def root(self, living: Sequence[TrainerId]) -> TrainerId | None:
-        """The holder that reaches all receivers over the fewest edges; None if none is left.
+        """Return the holder that reaches all receivers over the fewest edges; None if none is left.
 
         Args:
-            living: all ranks, in order: each sends to the next.
+            living: all ranks, in the order in which each sends to the next.
         """
         receivers = self.receivers_among(living)
 
@@ -87,20 +87,20 @@ class Plan:
         return min((h for h in self.holders if h in living), key=reach, default=None)
 
     def receivers_among(self, living: Sequence[TrainerId]) -> tuple[Rank, ...]:
-        """The ranks that lack the best state."""
+        """Return the ranks that lack the best state."""
         return tuple(rank_of(r, living) for r in self.receivers if r in living)
 
     def is_settled(self, living: Sequence[TrainerId]) -> bool:
-        """Whether every living rank has the best state."""
+        """Return True if every living rank has the best state."""
         return not self.receivers_among(living)
 
 
 def elect(trainers: Sequence[TrainerId], offers: Sequence[Offer]) -> Plan:
-    """Prefer the state of a veteran, then that of the highest step, then that of the lowest rank.
+    """Elect the state of a veteran, if any; of these the highest step; of these the lowest rank.
 
     Args:
         trainers: all ranks, in order.
-        offers: theirs, in the same order; at least one.
+        offers: their offers, in the same order; at least one.
     """
 
     def merit(rank: int) -> tuple[bool, int, int]:
@@ -127,24 +127,24 @@ def _arrived_of(best: Offer, offer: Offer) -> int:
 
 
 def rank_of(trainer: TrainerId, trainers: Sequence[TrainerId]) -> Rank:
-    """The trainer's place among them."""
+    """Return the index of the trainer among `trainers`."""
     return Rank(trainers.index(trainer))
 
 
-AHEAD_CHUNKS = 4  # more hides no more, and takes the cores from the first chunks
+AHEAD_CHUNKS = 4  # more would not hide more time, and would slow down the first chunks
 
 
 class Arrival:
-    """The bytes of one state, taken in chunks of one size but for the last.
+    """The bytes of one state, received in chunks of one size; the last may be shorter.
 
-    Use it in a `with` statement: leaving that ends its thread.
+    Use it in a `with` statement, which ends its thread.
     """
 
     def __init__(self, nbytes: int, *, chunk_bytes: int) -> None:
         self.arrived = 0
         """How many bytes have arrived."""
         self.values: Values = np.empty(nbytes, np.uint8)
-        """Flat; what has not arrived is garbage."""
+        """The bytes, flat; those that have not arrived are arbitrary."""
         self.hasher = xxhash.xxh3_128()
         """The hash of what has arrived."""
         starts = range(0, nbytes, chunk_bytes)
@@ -169,7 +169,7 @@ class Arrival:
         """Copy the next chunk (flat uint8) to where it belongs."""
         into, touched = self._ahead.popleft()
         if not touched.cancel():
-            touched.result()  # a touch writes: never after the bytes have come
+            touched.result()  # a touch writes zeros, so it must end before the bytes are copied
         self._touch_next()
         np.copyto(into, chunk)
         self.hasher.update(into.data)
@@ -182,11 +182,11 @@ class Arrival:
 
 
 def _touch(memory: Values) -> None:
-    memory[:: mmap.PAGESIZE] = 0  # without the GIL
+    memory[:: mmap.PAGESIZE] = 0  # numpy releases the GIL for this
 
 
 CHUNK_BYTES = 4 * 1024 * 1024
-"""Small, so that between two of them the sockets' buffers keep the line busy; each costs an op."""
+"""Small, so that the sockets' buffers keep the link busy between two chunks; each costs an op."""
 _WIRE_BYTES = 4  # chunks travel as int32
 
 _logger = logging.getLogger("pmesh")
@@ -194,28 +194,28 @@ _logger = logging.getLogger("pmesh")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Synced:
-    """All ranks have the same state now."""
+    """The result of a `sync`: all ranks have the same state now."""
 
     step: int
-    """That of the rank whose state it is."""
+    """The step of the rank whose state it is."""
     received: "Values | None"
-    """The bytes of the state, if this rank had another one."""
+    """The bytes of the state; None if this rank had it already."""
     source: str
     """A rank that had it, as in "rank 0 (mac-1)"."""
     last: Done
-    """The last op that it took."""
+    """The last op of the call."""
     nbytes: int
-    """What the values took in shared memory, over all ops."""
+    """The bytes of the values in shared memory, over all ops."""
 
 
 def run_sync(session: TrainerSession, packed: Packed, offer: Offer, *, timeout_s: float) -> Synced:
-    """Agree on the best state, and take it if this rank has another one.
+    """Agree on the best state, and receive it if this rank has another one.
 
-    Every decision follows from the offers and from who was left after each op, so all ranks decide
-    alike and call the same ops.
+    Every decision follows from the offers and from the trainers that were left after each op. So
+    all ranks decide the same and call the same ops.
 
     Raises:
-        RunError: what has arrived is not what was offered.
+        RunError: the state that arrived is not the one that was offered.
         PmeshError: an op failed, on all ranks.
     """
     with ExitStack() as until_it_ends:
@@ -250,13 +250,13 @@ def run_sync(session: TrainerSession, packed: Packed, offer: Offer, *, timeout_s
 
 @dataclass(frozen=True, slots=True)
 class _Arriving:
-    """The best state, as far as it has arrived at a rank that lacks it."""
+    """The best state on a rank that lacks it, as far as it has arrived."""
 
     best: Offer
     memory: Arrival
 
     def checked(self) -> Values:
-        """All its bytes; RunError if they are not what was offered."""
+        """Return all its bytes; raise RunError if they are not those that were offered."""
         if digest_of(self.memory.hasher) != self.best.digest:
             raise RunError(
                 "the state that has arrived is not the one that was offered: its hash differs; "
@@ -290,10 +290,10 @@ class _Transfer:
         self.nbytes = last.values.nbytes
 
     def run(self, *, timeout_s: float) -> bool:
-        """Send all chunks, as long as a rank lacks them; False if their source is lost.
+        """Send all chunks, as long as a rank lacks them; return False if their source is lost.
 
-        Then it is not known which chunk each rank has reached, as one may have received the failure
-        of a chunk after it called the next (I5): all ranks exchange offers again.
+        The ranks may then have reached different chunks, since a rank may receive the failure of a
+        chunk after it has called the next (I5). So all ranks exchange offers again.
         """
         start = self._plan.start
         root = self._plan.root(self._living)
@@ -318,7 +318,7 @@ class _Transfer:
         session = self._session
         rank, count = rank_of(root, self._living), -(-size // _WIRE_BYTES)
         if rank == session.world.rank:
-            # A fresh region for each chunk: what a root has sent, others may still fetch (O2).
+            # A fresh region for each chunk: others may still fetch what a root has sent (O2).
             region = session.input_values("int32", count, room_bytes=0)
             self._packed.copy_to(region.view(np.uint8)[:size], start)
         receivers = self._plan.receivers_among(self._living)

@@ -1,1 +1,1 @@
-"""Compressed calls, and the error feedback that they keep."""
+"""Compressed calls and their error feedback."""

@@ -1,7 +1,7 @@
 """One compressed call: which scheme it takes, and the sum of each of its buckets.
 
-The ranks first exchange their weights in a small op, which moves them exactly: what a lost rank did
-not contribute must not count.
+The ranks first exchange their weights exactly, in a small op. So the weight of a rank that is lost
+later can be left out of the mean.
 """
 
 import math
@@ -64,24 +64,24 @@ class Compression:
 
     scheme: Scheme
     feeds_back: bool
-    """Whether what is left out goes into the next call."""
+    """True if the next call adds what this one leaves out."""
     why: str = ""
-    """What has chosen it, if not the call."""
+    """The reason for the scheme, if the call did not name it."""
 
 
 def chosen(
     named: Scheme | str | None, arrays: Arrays, *, reduction: str, strategy: str
 ) -> Compression | None:
-    """The compression of an all-reduce; None: nothing is compressed.
+    """Return the compression of an all-reduce; None if nothing is compressed.
 
     Args:
-        named: what the call names.
-        arrays: its values.
+        named: the scheme that the call names.
+        arrays: the values.
         reduction: how they are reduced.
-        strategy: what the call names; empty: any.
+        strategy: the strategy that the call names; empty for any.
 
     Raises:
-        UnsupportedCompression: the scheme, or a scheme for such a call; says what is allowed.
+        UnsupportedCompression: the scheme is invalid, or does not fit the call; says what does.
     """
     if named is None or named == NONE:
         return None
@@ -89,7 +89,7 @@ def chosen(
     if reduction not in _ADDED:
         raise UnsupportedCompression(f"what is compressed is added: sum or mean, not {reduction!r}")
     _check_dtypes(arrays)
-    if not _goes_by(scheme, strategy):
+    if not _supports(scheme, strategy):
         raise UnsupportedCompression(
             f"{type(scheme).__name__} goes round the ring: strategy is 'auto' or 'ring', "
             f"not {strategy!r}"
@@ -100,23 +100,23 @@ def chosen(
 def chosen_for_gradients(
     named: Scheme | str | None, default: str, arrays: Arrays, *, strategy: str
 ) -> Compression | None:
-    """The compression of an average of gradients.
+    """Return the compression of an average of gradients.
 
-    The agent's default is for gradients alone: training can bear that they are less exact, and the
+    The agent's default is for gradients only: training tolerates that they are less exact, and the
     next call adds what was left out of this one. If the call names a strategy that the default does
     not support, nothing is compressed.
 
     Args:
-        named: what the call names.
-        default: the agent's, for calls that name none.
+        named: the scheme that the call names.
+        default: the agent's scheme, for calls that name none.
         arrays: the gradients.
-        strategy: what the call names; empty: any.
+        strategy: the strategy that the call names; empty for any.
 
     Raises:
         UnsupportedCompression: as for `chosen`.
     """
     why = ""
-    if named is None and default and _goes_by(scheme_of(default), strategy):
+    if named is None and default and _supports(scheme_of(default), strategy):
         named, why = default, "the default of this machine's agent"
     compression = chosen(named, arrays, reduction="mean", strategy=strategy)
     if compression is None:
@@ -124,7 +124,7 @@ def chosen_for_gradients(
     return Compression(compression.scheme, compression.scheme.feeds_back, why)
 
 
-def _goes_by(scheme: Scheme, strategy: str) -> bool:
+def _supports(scheme: Scheme, strategy: str) -> bool:
     return strategy in _ROUND_THE_RING or isinstance(scheme, RandomK | PowerSGD)
 
 
@@ -137,21 +137,21 @@ def _check_dtypes(arrays: Arrays) -> None:
             )
 
 
-PAYS_VALUES = 256 * 1024  # of fewer numpy takes about a millisecond
+PAYS_VALUES = 256 * 1024  # numpy compresses fewer values in about a millisecond
 
 _lock = threading.Lock()
-_threads: list[threading.Thread] = []  # one, once begun
+_threads: list[threading.Thread] = []  # the compiling thread, once it has begun
 
 
 def prepare_schemes(count: int, *, wait: bool) -> None:
-    """Have the kernels compiled if a call has enough values to be worth it.
+    """Compile the kernels in a thread, if a call has enough values for it to pay.
 
-    That takes a second, and ten at the first time on a machine; numpy computes meanwhile. The
-    thread is no daemon: a program that ends in the middle of it waits for the compiler.
+    That takes a second, and ten seconds the first time on a machine; numpy computes meanwhile. The
+    thread is not a daemon, so a program that ends meanwhile waits for the compiler.
 
     Args:
-        count: values of the call.
-        wait: until they are compiled, as a caller must that is about to measure.
+        count: the number of values of the call.
+        wait: wait until they are compiled, as a caller must that measures times.
     """
     if count < PAYS_VALUES:
         return
@@ -165,23 +165,23 @@ def prepare_schemes(count: int, *, wait: bool) -> None:
 
 
 class Share(NamedTuple):
-    """What one rank adds to a call besides its values."""
+    """What one rank contributes to a call besides its values."""
 
     weight: float = 1.0
     step: int = 0
-    """That of its memory."""
+    """The step of its memory."""
     trials: int = 0
     """See `Trials.compare`."""
     took_ns: int = 0
 
     def to_row(self) -> list[int]:
-        """The share as int64; the weight's bits are one of them."""
+        """Return the share as int64 values; the first has the bits of the weight."""
         (bits,) = struct.unpack("<q", struct.pack("<d", self.weight))
         return [bits, self.step, self.trials, self.took_ns]
 
     @classmethod
     def of_row(cls, row: Sequence[int]) -> "Share":
-        """The reverse of `to_row`."""
+        """Return the share that `to_row` has described."""
         (weight,) = struct.unpack("<d", struct.pack("<q", row[0]))
         return cls(weight, *row[1:])
 
@@ -193,20 +193,20 @@ class Shares:
     of: dict[TrainerId, Share]
 
     def factor(self, world: World) -> float | None:
-        """What this rank's values count in a plain mean; None: as much as everybody's.
+        """Return the factor for this rank's values in a plain mean; None for 1.
 
         Raises:
-            UsageError: the weights add up to 0; on all ranks alike.
+            UsageError: the weights add up to 0; all ranks raise it.
         """
         total = checked_total(self._total(self.of))
         factor = self.of[world.trainers[world.rank]].weight * len(self.of) / total
         return None if factor == 1 else factor
 
     def correction(self, world: World) -> float:
-        """The factor for a mean over these ranks, if others were lost since the exchange.
+        """Return the factor for a mean over these ranks, if others were lost since the exchange.
 
         Raises:
-            UsageError: the weights of the ranks that are left add up to 0; on all ranks alike.
+            UsageError: the weights of the ranks that are left add up to 0; all ranks raise it.
         """
         if set(world.trainers) == set(self.of):
             return 1.0
@@ -227,7 +227,7 @@ def run_compressed(
     arrays: Arrays,
     feedback: Feedback,
 ) -> tuple[list[object], LastOp | None]:
-    """Run the ops; returns the leaves of the result, and their last op (None: nothing to do)."""
+    """Run the ops; return the leaves of the result, and the last op (None if there are none)."""
     if not arrays.leaves:
         return run_collective(session, wanted, arrays)
     if len(session.world.trainers) == 1:
@@ -264,15 +264,15 @@ class _Picked:
     scheme: Scheme | None
     why: str = ""
     trials: Trials | None = None
-    """It is a trial of these."""
+    """The trials, if this call is one of them."""
 
     @property
     def name(self) -> str:
-        """The scheme's, for people and for the other ranks."""
+        """The name of the scheme, for people and for the other ranks."""
         return "none" if self.scheme is None else spec(self.scheme)
 
     def shown(self, why: str) -> str:
-        """For `pmesh status`."""
+        """Return the text for `pmesh status`."""
         if self.trials is not None:
             return "auto(): each is tried in turn"
         return f"{self.name}: {self.why or why}".rstrip(": ")
@@ -289,34 +289,34 @@ class _Call:
 
     @property
     def allowed(self) -> tuple[Scheme, ...]:
-        """The schemes that it may take."""
+        """The schemes that the call may take."""
         scheme = self.compression.scheme
         return scheme.schemes if isinstance(scheme, Auto) else (scheme,)
 
     @property
     def averages(self) -> bool:
-        """Whether it is of gradients, with weights."""
+        """True if the call averages gradients, with weights."""
         return self.wanted.weight is not None
 
     @property
     def has_shares(self) -> bool:
-        """Whether the ranks must exchange something first."""
+        """True if the ranks must exchange something first."""
         return self.averages or isinstance(self.compression.scheme, RandomK | Auto)
 
     @property
     def label(self) -> str:
-        """Alike on two ranks only if they call the same with the same options (I5)."""
+        """A label that is equal on two ranks only if their calls and options are (I5)."""
         what = "average_gradients" if self.averages else "all_reduce"
         same = [self.arrays.digest(), repr(self.compression), self.wanted.reduction]
         return f"{what} {digest(same)}"
 
     def exchange_shares(self) -> Shares:
-        """Give all ranks this one's share; go on with the step of the one that is furthest."""
+        """Exchange the shares of all ranks, and continue with the highest step."""
         weight = 1.0 if self.wanted.weight is None else self.wanted.weight
         trials = self.memory.trials
         own = Share(weight, self.memory.step, *(trials.latest() if trials else ()))
         row, name = own.to_row(), spec(self.compression.scheme)
-        name = name if "(" in name else f"{name}()"  # no ring codec is to touch these
+        name = name if "(" in name else f"{name}()"  # so that no ring codec compresses these
         call = Call("exchange", "int64", (len(row),), tree=self.label, compression=name)
         rows, _ = exchange_rows(self.session, row, call, timeout_s=self.wanted.timeout_s)
         trainers = self.session.world.trainers
@@ -325,7 +325,7 @@ class _Call:
         return shares
 
     def pick(self, shares: Shares | None) -> _Picked:
-        """The scheme, the same on all ranks."""
+        """Pick the scheme, the same on all ranks."""
         scheme = self.compression.scheme
         starts = [each.start_step for each in self.allowed if isinstance(each, PowerSGD)]
         if self.averages and self.memory.step < max(starts, default=0):
@@ -346,7 +346,7 @@ class _Call:
         return _Picked(ways[trials.next_way], f"trial {trials.progress()}", trials)
 
     def run(self, picked: _Picked, shares: Shares | None) -> tuple[list[object], list[Summed]]:
-        """Add up bucket by bucket; returns the leaves of the result, and the sum of each bucket."""
+        """Add up bucket by bucket; return the leaves of the result, and the sum of each bucket."""
         whole = isinstance(picked.scheme, PowerSGD)
         buckets = plan_buckets(
             self.arrays.leaves,
@@ -404,14 +404,14 @@ class _Call:
         return came
 
     def succeeded(self, picked: _Picked, took_ns: int) -> None:
-        """All ops are done, here and so on all ranks."""
+        """Note that all ops have succeeded here, and so on all ranks."""
         self.memory.step += 1
         if picked.trials is not None:
             picked.trials.note(took_ns)
 
 
 def _arrays_of(piece: Piece, came: Summed) -> Iterable[tuple[int, object]]:
-    """The user's arrays, each with its index."""
+    """Return the user's arrays, each with its index."""
     leaf = piece.only_leaf
     if leaf is None or not came.in_room:
         return read(piece.bucket, piece.leaves, came.values, came.divisor)
@@ -426,7 +426,7 @@ def _no_correction(_: World) -> float:
 
 
 def _comparison(ways: Sequence[Scheme | None], best_ns: Sequence[int]) -> str:
-    """What each way took, for a person.
+    """Describe what each way took, for a person.
 
     >>> _comparison((None, OneBit()), (60_000_000, 21_000_000))
     'tried on these ranks: none 60 ms, onebit() 21 ms'

@@ -1,10 +1,10 @@
-"""What each scheme does with the values of one bucket, as a straight line over a session's ops.
+"""What each scheme does with the values of one bucket: its arithmetic and its ops, in order.
 
-Nothing of a rank's residual is lost if an op fails: each kernel writes the new one beside the old,
-and they change places when the last op of the bucket is done (O9).
+A rank's residual survives a failed op: each kernel writes the new residual beside the old one, and
+they are swapped when the last op of the bucket is done (O9).
 
-PowerSGD runs over a whole tree: two all-reduces, of all P's with what goes uncompressed, then of
-the Q's (Vogels et al. 2019, algorithms 1 and 2; the arithmetic is in
+PowerSGD runs over a whole tree in two all-reduces: first of all P's and of what is not compressed,
+then of the Q's (Vogels et al. 2019, algorithms 1 and 2; the arithmetic is in
 `pmesh.compression.power_sgd`).
 """
 
@@ -40,15 +40,15 @@ class Piece:
     leaves: Sequence[Leaf]
     bucket: Bucket
     label: str
-    """The call's label, alike on all ranks (I5)."""
+    """The call's label, the same on all ranks (I5)."""
     spec: str
     reduction: str
-    """sum or mean."""
+    """Either sum or mean."""
     strategy: str
     factor: float | None
-    """This rank's values count times this; None: once."""
+    """The factor for this rank's values; None for 1."""
     correction: Callable[[World], float]
-    """The factor for a mean over these ranks."""
+    """Returns the factor for a mean over the ranks that are left."""
     residuals: Residuals | None
     step: int
     """How often such values have been compressed, the same on all ranks."""
@@ -58,24 +58,24 @@ class Piece:
 
     @property
     def count(self) -> int:
-        """How many values."""
+        """The number of values."""
         return self.bucket.count
 
     def fill(self, region: Values) -> None:
-        """Lay this rank's values into memory for them."""
+        """Write this rank's values, times their factor, into a region."""
         with np.errstate(over="ignore", invalid="ignore"):  # what is too large becomes infinite
             fill(self.bucket, self.leaves, region, self.factor)
 
     @property
     def only_leaf(self) -> Leaf | None:
-        """The only array, if it is one of float32: then the kernels may work where it lies."""
+        """The only array, if it is one of float32: then the kernels may work in its memory."""
         if len(self.bucket.leaves) != 1:
             return None
         leaf = self.leaves[self.bucket.leaves[0]]
         return leaf if leaf.values.dtype == np.float32 else None
 
     def own(self) -> Float32s:
-        """This rank's values, only to be read; until `room` is asked for."""
+        """Return this rank's values, read-only, and only until `room` is called."""
         leaf = self.only_leaf
         if leaf is not None and self.factor is None and leaf.values.flags.c_contiguous:
             return cast("Float32s", leaf.values.reshape(-1))
@@ -84,14 +84,14 @@ class Piece:
         return values
 
     def room(self) -> Float32s:
-        """Memory for the result: to become the user's array, or the same at each call."""
+        """Return memory for the result: fresh if it becomes the user's array, else reused."""
         leaf = self.only_leaf
         if leaf is not None and not leaf.rebuild_copies:
             return np.empty(self.count, np.float32)
         return self.feedback.scratch(self.count)
 
     def kernel_residuals(self) -> dict[str, Float32s | None]:
-        """As the kernels take them."""
+        """Return the residuals as keyword arguments for the kernels."""
         if self.residuals is None:
             return {"residual": None, "residual_out": None}
         return {
@@ -100,7 +100,7 @@ class Piece:
         }
 
     def commit(self) -> None:
-        """All ops are done: the new residual is the one that holds."""
+        """Commit the new residual, once all ops are done."""
         if self.residuals is not None:
             self.residuals.swap()
 
@@ -113,7 +113,7 @@ class Piece:
         reduction: str = "",
         residuals: Residuals | None = None,
     ) -> Done:
-        """Run an op on what lies in the input."""
+        """Run an op on the values in the session's input."""
         call = Call(
             kind,
             dtype,
@@ -132,20 +132,20 @@ class Summed(NamedTuple):
     """The sum, or mean, of one bucket."""
 
     values: Float32s
-    """To be read before the next call."""
+    """The values; read them before the next call."""
     divisor: float | None
-    """Their divisor, the same on all ranks."""
+    """The divisor of the values, the same on all ranks; None for 1."""
     done: Done
     """The last op."""
     nbytes: int
     """The size of this rank's compressed values."""
     clipped: int = 0
     in_room: bool = False
-    """The values lie in what `Piece.room` gave; of an only array that may be kept."""
+    """True if the values are in the memory of `Piece.room`; an only array may keep that."""
 
 
 def add_uncompressed(piece: Piece) -> Summed:
-    """An ordinary all-reduce; what was left out before goes along, and nothing is left out."""
+    """Run an ordinary all-reduce, which adds what was left out before, and leaves nothing out."""
     region = piece.session.input_values("float32", piece.count, room_bytes=0)
     piece.fill(region)
     if piece.residuals is not None:
@@ -159,7 +159,7 @@ def add_uncompressed(piece: Piece) -> Summed:
 
 
 def add_in_ring(piece: Piece) -> Summed:
-    """The agents compress at every hop (`pmesh.core.ops.coded`)."""
+    """Run an all-reduce in which the agents compress at every hop (`pmesh.core.ops.coded`)."""
     region = piece.session.input_values("float32", piece.count, room_bytes=0)
     piece.fill(region)
     done = piece.run_op(
@@ -175,7 +175,7 @@ def add_in_ring(piece: Piece) -> Summed:
 
 
 def add_top_k(piece: Piece, scheme: TopK) -> Summed:
-    """All ranks get the k largest values of each, and add them up in the order of ranks (I3)."""
+    """Collect the k largest values of each rank; all add them up in the order of ranks (I3)."""
     k = top_k.kept(piece.count, scheme.ratio)
     nbytes = top_k.wire_bytes(piece.count, k, compact=scheme.compact)
 
@@ -189,7 +189,7 @@ def add_top_k(piece: Piece, scheme: TopK) -> Summed:
 
 
 def add_one_bit(piece: Piece) -> Summed:
-    """All ranks get the signs of each, with mean magnitudes, and add them up as for TopK."""
+    """Collect the signs of each rank, with mean magnitudes; all add them up as for TopK."""
 
     def compress(own: Float32s, wire: Bytes) -> None:
         one_bit.compress(own, wire, **piece.kernel_residuals())
@@ -198,7 +198,7 @@ def add_one_bit(piece: Piece) -> Summed:
 
 
 def add_random_k(piece: Piece, scheme: RandomK) -> Summed:
-    """An ordinary all-reduce of k values, at places that all ranks draw alike."""
+    """Run an ordinary all-reduce of k values, at random indices, the same on all ranks."""
     k = top_k.kept(piece.count, scheme.ratio)
     key = random_k.draw_key(scheme.seed, piece.label, piece.step, piece.number)
     indices = random_k.draw_indices(piece.count, k, key)
@@ -226,7 +226,7 @@ def _add_collected(
     for payload in done.values.reshape(-1, nbytes):
         try:
             accumulate(cast("Bytes", payload), total)
-        except ValueError as e:  # the same bytes everywhere: all ranks see it
+        except ValueError as e:  # all ranks have the same bytes, so all raise it
             raise RunError(f"a rank has sent what is not {piece.spec}: {e}") from e
     piece.commit()
     ranks = len(done.world.trainers) if piece.reduction == "mean" else 1
@@ -235,17 +235,17 @@ def _add_collected(
 
 
 def inverse(factor: float) -> float | None:
-    """The divisor for a factor; None: nothing changes."""
+    """Return the divisor for a factor; None for 1."""
     return None if factor == 1 else 1 / factor
 
 
 def add_low_rank(piece: Piece, scheme: PowerSGD, memory: Memory | None) -> Summed:
-    """Both are means over who takes part in them; a rank may be lost between the two.
+    """Run two all-reduces, each a mean over its ranks, as a rank may be lost between the two.
 
     Args:
         piece: the whole tree.
         scheme: the options.
-        memory: where the power iteration goes on; None: it begins anew.
+        memory: has the last power iteration, which is continued; None to start a new one.
     """
     shapes = [piece.leaves[index].values.shape for index in piece.bucket.leaves]
     plan = plan_matrices(shapes, rank=scheme.rank, min_rate=scheme.min_rate)
@@ -255,9 +255,9 @@ def add_low_rank(piece: Piece, scheme: PowerSGD, memory: Memory | None) -> Summe
     region = cast("Float32s", piece.session.input_values("float32", plan.p_count, room_bytes=0))
     power_sgd.compress(plan, own, begin, region, **piece.kernel_residuals())
     first = piece.run_op("all_reduce", "float32", plan.p_count, reduction="mean")
-    p = cast("Float32s", first.values.copy())  # the agent's, and read-only
+    p = cast("Float32s", first.values.copy())  # the result lies in the agent's read-only memory
     power_sgd.orthogonalize(plan, p)
-    second, q = first, begin  # where nothing pays there are no Q's
+    second, q = first, begin  # if no matrix is worth it, there are no Q's
     if plan.q_count:
         left = own if piece.residuals is None else piece.residuals.attempt.values
         region = cast("Float32s", piece.session.input_values("float32", plan.q_count, room_bytes=0))
@@ -277,7 +277,7 @@ def add_low_rank(piece: Piece, scheme: PowerSGD, memory: Memory | None) -> Summe
 
 
 def _begin(memory: Memory | None, spec: str, plan: Plan, key: int) -> Float32s:
-    """Where the power iteration begins: where it has ended, if there is a last time."""
+    """Return the start of the power iteration: its last result, or a random one."""
     warm = None if memory is None else memory.warm.get(spec)
     if warm is not None and warm.size == plan.q_count:
         return warm
@@ -287,7 +287,6 @@ def _begin(memory: Memory | None, spec: str, plan: Plan, key: int) -> Float32s:
 
 
 def _factor(piece: Piece, done: Done) -> float:
-    """The factor for the mean over the ranks that took part in an op."""
     if piece.reduction == "sum":
         return float(len(done.world.trainers))
     return piece.correction(done.world)

@@ -1,7 +1,7 @@
 """What a mesh keeps from one compressed call to the next.
 
-That is what compression has left out of each model's values, and what `Auto` has measured: it tries
-each way a few times, all ranks compare the times, and the fastest stays.
+That is what compression has left out of each model's values, and the measurements of `Auto`: it
+tries each way a few times, all ranks compare the times, and then it uses the fastest way.
 """
 
 import logging
@@ -23,34 +23,34 @@ from pmesh.ids import TrainerId
 
 _logger = logging.getLogger("pmesh")
 
-_PIECE_VALUES = 64 * 1024  # added up in the CPU's cache
+_PIECE_VALUES = 64 * 1024  # so few fit the CPU's cache
 _RESIDUAL, _STEP = "residual", "step"
 
 
 ROUNDS = 3
-"""How often each way is tried; the first time does not count: memory is fresh, code not compiled,
-connections slow to begin."""
+"""How often each way is tried. The first time does not count: memory is fresh, code may not be
+compiled, and connections start slowly."""
 
 
 @dataclass(slots=True)
 class Trials:
-    """The trials with one tree among the same ranks, which all have the same figures."""
+    """The trials with one tree among the same ranks. All ranks have the same agreed times."""
 
     trainers: tuple[TrainerId, ...]
     ways: int
-    """How many there are."""
+    """The number of ways to try."""
     begun: int = 0
-    """Trials that have succeeded here; the time of the last is not agreed on as yet."""
+    """Trials that have succeeded here; the ranks have not yet agreed on the time of the last."""
     own_ns: int = 0
-    """What the last took here."""
+    """The time of the last trial on this rank."""
     agreed_ns: list[int] = field(default_factory=list[int])
-    """What each took on the slowest rank."""
+    """The time of each trial on the slowest rank."""
 
     def compare(self, latest: Mapping[TrainerId, tuple[int, int]]) -> None:
-        """Take in what `latest` returned on each rank, in the same order on all.
+        """Handle what `latest` returned on each rank, in the same order on all.
 
-        All begin anew if the ranks are others or in another order, or if one has not seen the
-        trials of the rest.
+        The trials start again if the ranks or their order have changed, or if a rank has not taken
+        part in all of them.
         """
         trainers = tuple(latest)
         same = trainers == self.trainers and {begun for begun, _ in latest.values()} == {self.begun}
@@ -60,35 +60,35 @@ class Trials:
             self.agreed_ns.append(max(took for _, took in latest.values()))
 
     def latest(self) -> tuple[int, int]:
-        """How many trials have succeeded on this rank, and how long the last took."""
+        """Return how many trials have succeeded on this rank, and how long the last took."""
         return self.begun, self.own_ns
 
     def progress(self) -> str:
-        """Which trial is next, for a person."""
+        """Return the number of the next trial, for a person."""
         return f"{self.begun + 1} of {ROUNDS * self.ways}"
 
     @property
     def are_over(self) -> bool:
-        """Whether all are done and agreed on."""
+        """True if all trials are done and their times agreed."""
         return len(self.agreed_ns) == ROUNDS * self.ways
 
     @property
     def next_way(self) -> int:
-        """What to try now."""
+        """The way to try next."""
         return self.begun % self.ways
 
     def note(self, took_ns: int) -> None:
-        """The trial has succeeded here, so it has on all ranks."""
+        """Note that the trial has succeeded here, and so on all ranks."""
         self.begun += 1
         self.own_ns = took_ns
 
     def best_ns(self) -> list[int]:
-        """Of each way the shortest time, once they are over."""
+        """Return the shortest time of each way, once the trials are over."""
         counted = self.agreed_ns[self.ways :]
         return [min(counted[way :: self.ways]) for way in range(self.ways)]
 
     def winner(self, min_gain: float) -> int:
-        """The fastest way; the first, which is to do nothing, unless another gains enough."""
+        """Return the fastest way, or the first, no compression, if the gain is too small."""
         best_ns = self.best_ns()
         fastest = min(range(self.ways), key=best_ns.__getitem__)
         return fastest if best_ns[fastest] * min_gain <= best_ns[0] else 0
@@ -101,26 +101,26 @@ class Memory:
     layout: str
     """A digest of the shapes."""
     count: int
-    """Values of the whole tree."""
+    """The number of values of the whole tree."""
     step: int = 0
-    """Compressed calls that have succeeded; all ranks agree on the most of any."""
+    """The number of compressed calls that have succeeded; all ranks take over the highest."""
     residuals: list[Residuals] = field(default_factory=list[Residuals])
-    """Of each bucket, in the tree's order; empty before the first call with feedback."""
+    """The residual of each bucket, in the tree's order; empty before a call with feedback."""
     warm: dict[str, Float32s] = field(default_factory=dict[str, Float32s])
-    """Where PowerSGD's next power iteration begins, by its spec."""
+    """The start of PowerSGD's next power iteration, by its spec."""
     trials: Trials | None = None
 
     def fits(self, layout: str, count: int) -> bool:
-        """Whether it belongs to arrays of these shapes, with `count` values in all."""
+        """Return True if it belongs to arrays of these shapes, with `count` values in all."""
         return self.layout == layout and self.count == count
 
     def divide(self, counts: tuple[int, ...], session: TrainerSession, *, in_arenas: bool) -> None:
         """Divide the residual into one for each bucket; its values stay the same.
 
         Args:
-            counts: values of each bucket.
+            counts: the number of values of each bucket.
             session: runs the next ops.
-            in_arenas: whether the agent reads and writes the residuals.
+            in_arenas: True if the agent reads and writes the residuals.
         """
         if tuple(each.values.size for each in self.residuals) != counts:
             whole = self.residual()
@@ -134,13 +134,13 @@ class Memory:
             self.residuals = [_of_session(each, session) for each in self.residuals]
 
     def residual(self) -> Float32s:
-        """A copy of all that was left out, in the tree's order; zeros if nothing was."""
+        """Return a copy of all that was left out, in the tree's order; zeros if nothing was."""
         parts = [each.values for each in self.residuals]
         whole = np.concatenate(parts) if parts else np.zeros(self.count, np.float32)
         return cast("Float32s", whole)
 
     def norm(self) -> float | None:
-        """The L2 norm of all that was left out on this rank; None without feedback."""
+        """Return the L2 norm of what was left out on this rank; None without feedback."""
         if not self.residuals:
             return None
         return math.sqrt(sum(_squares(each.values) for each in self.residuals))
@@ -156,7 +156,7 @@ class Feedback:
         self._clipped_told = 0
 
     def of(self, model: str, arrays: Arrays) -> Memory:
-        """What is kept for such arrays; a fresh one if it is kept for other shapes."""
+        """Return the memory for these arrays; a new one if there is none for their shapes."""
         key = f"{model}|{digest(arrays.tree.paths)}"
         shapes = [leaf.values.shape for leaf in arrays.leaves]
         layout = digest([str(shape) for shape in shapes])
@@ -175,13 +175,13 @@ class Feedback:
         return memory
 
     def scratch(self, count: int) -> Float32s:
-        """Memory for one bucket's values; the same at each call, as fresh memory is slow."""
+        """Return memory for one bucket's values; it is reused, since fresh memory is slow."""
         if self._scratch.size < count:
             self._scratch = np.empty(count, np.float32)
         return self._scratch[:count]
 
     def note_clipped(self, count: int, what: str) -> None:
-        """Warn of clipped values: of the first, and again when they have doubled."""
+        """Warn of clipped values: the first time, and each time their number has doubled."""
         self._clipped += count
         if count and self._clipped >= 2 * self._clipped_told:
             self._clipped_told = self._clipped
@@ -194,7 +194,7 @@ class Feedback:
             )
 
     def state(self) -> dict[str, Values]:
-        """All memories as arrays of numpy; copies."""
+        """Return all memories as copies, in numpy arrays."""
         state: dict[str, Values] = {}
         for key, memory in self._memories.items():
             name = f"{key}|{memory.layout}|{memory.count}|"
@@ -205,10 +205,10 @@ class Feedback:
         return state
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on with what `state` has returned, instead of all there is.
+        """Replace all memories by what `state` has returned.
 
         Raises:
-            UsageError: it has not returned that.
+            UsageError: `state` can't have returned this.
         """
         memories: dict[str, Memory] = {}
         try:
@@ -222,7 +222,7 @@ class Feedback:
 
 
 def in_memory(values: Float32s) -> Residuals:
-    """A residual of these values, which it keeps, out of the agent's reach."""
+    """Return residuals of these values, which they keep, in memory that the agent can't read."""
     return Residuals(Kept(-1, values), Kept(-1, np.empty_like(values)))
 
 

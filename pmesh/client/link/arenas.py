@@ -1,6 +1,6 @@
-"""Shared memory as a trainer has it: mapped arenas, the user's arrays over them, residuals.
+"""A trainer's shared memory: mapped arenas, the user's arrays in them, and residuals.
 
-A residual is what a compressed all-reduce has rounded away here, to be added to the next values.
+A residual is what a compressed all-reduce has rounded away here; the next one adds it.
 """
 
 import mmap
@@ -29,22 +29,22 @@ class Mapped:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Values that lie in an input arena, where the user has put them."""
+    """A place in an input arena that holds values of the user's."""
 
     arena: int
     offset: int
-    """In bytes."""
+    """The start, in bytes."""
 
 
 def map_arena(granted: ArenaGranted, descriptor: int) -> Mapped:
-    """An arena that the agent has granted; closes the descriptor.
+    """Map an arena that the agent has granted, and close the descriptor.
 
     Raises:
-        ProtocolError: no agent grants such a thing.
+        ProtocolError: it can't be mapped.
     """
     access = mmap.PROT_READ | (mmap.PROT_WRITE if granted.kind == "input" else 0)
     try:
-        # The size is the message's: macOS rounds what fstat says up to a page.
+        # The message has the size: fstat on macOS rounds it up to a page.
         memory = mmap.mmap(descriptor, granted.nbytes, prot=access)
     except (OSError, ValueError, OverflowError) as e:
         raise ProtocolError(f"arena {granted.arena} can't be mapped: {e}") from e
@@ -54,7 +54,7 @@ def map_arena(granted: ArenaGranted, descriptor: int) -> Mapped:
 
 
 def values_in(arena: Mapped | None, dtype: str, count: int) -> Values:
-    """The first values in an arena; raises ProtocolError if they can't lie there."""
+    """Return the first values in an arena; raise ProtocolError if it is missing or too small."""
     if count == 0:
         return np.empty(0, WIRE_DTYPES[dtype])
     if arena is None:
@@ -65,27 +65,27 @@ def values_in(arena: Mapped | None, dtype: str, count: int) -> Values:
 
 
 class UsersArrays:
-    """Arrays of the user's in a session's arenas: input that lies there, and results that stay.
+    """The user's arrays in a session's arenas: inputs, and results that the user may keep.
 
-    Python drops them in any thread, at any moment; `take_dropped` then says which arenas the agent
-    may have back. Until it does, an address belongs to one array.
+    Python drops them in any thread, at any moment. `take_dropped` returns the arenas that the agent
+    may have back. Until then an address belongs to one array.
     """
 
     def __init__(self) -> None:
-        self._inputs: dict[int, tuple[Mapped, int]] = {}  # with the address
+        self._inputs: dict[int, tuple[Mapped, int]] = {}  # each with its address
         self._dropped: deque[int] = deque()
 
     def result(self, arena: Mapped, values: Values) -> Values:
-        """The same values, whose arena stays until the last view of them is gone."""
+        """Return the same values; their arena stays until the last view of them is gone."""
         return _tracked(values, arena.number, self._dropped)
 
     def input(self, arena: Mapped, values: Values) -> Values:
-        """The same, to be written by the user, and found by `region_of`."""
+        """Return the same values, for the user to write; `region_of` finds them."""
         self._inputs[arena.number] = arena, _address(values)
         return _tracked(values, arena.number, self._dropped)
 
     def region_of(self, values: Values, wire: str) -> Region | None:
-        """Where these values lie in an arena as they would be sent; None: they don't."""
+        """Return where these values lie in an arena, ready to be sent; None if they do not."""
         flags = values.flags
         plain = flags.c_contiguous and flags.aligned and values.dtype == WIRE_DTYPES[wire]
         if not self._inputs or not values.size or not plain:
@@ -97,7 +97,7 @@ class UsersArrays:
         return None
 
     def take_dropped(self) -> list[int]:
-        """The numbers of arenas whose arrays are gone since the last call."""
+        """Return the numbers of the arenas whose arrays are gone since the last call."""
         gone = [self._dropped.popleft() for _ in range(len(self._dropped))]
         for number in gone:
             self._inputs.pop(number, None)
@@ -105,7 +105,7 @@ class UsersArrays:
 
 
 class _Owner:
-    """The base of an array and all its views: it ends with the last of them."""
+    """The base of an array and all its views; it lives as long as any of them."""
 
     def __init__(self, values: Values) -> None:
         self.__array_interface__ = values.__array_interface__
@@ -127,22 +127,22 @@ class Kept(NamedTuple):
     """Values that outlive an op, in memory that the agent can reach."""
 
     arena: int
-    """-1 where there is no agent, or there are no values."""
+    """The arena's number; -1 if the values are not in an arena, or there are none."""
     values: Float32s
 
 
 class Residuals:
-    """The residual of one bucket, committed, and room for that of the op under way (O9).
+    """The committed residual of one bucket, and room for that of the op under way (O9).
 
-    An op reads the one and writes the other, in each attempt anew. They change places once it is
-    done: so an op that runs again without a rank that was lost, or one that fails, begins with the
-    residual that was there before.
+    Each attempt of an op reads the first and writes the second, and they are swapped once the op is
+    done. So when an op is repeated without a lost rank, or fails, the residual from before it is
+    still there.
     """
 
     __slots__ = ("_attempt", "_committed")
 
     def __init__(self, committed: Kept, attempt: Kept) -> None:
-        """Raises ValueError unless both have one length; the first op reads `committed`."""
+        """Raise ValueError unless both have the same length; the first op reads `committed`."""
         if committed.values.shape != attempt.values.shape:
             raise ValueError(f"{attempt.values.size} values beside {committed.values.size}")
         self._committed = committed
@@ -152,20 +152,20 @@ class Residuals:
     def values(self) -> Float32s:
         """float32[count]: the committed residual, to be read or written between ops.
 
-        Another array after each op. It can still be read when its session has ended.
+        It is another array after each op. It can still be read when its session has ended.
         """
         return self._committed.values
 
     @property
     def committed(self) -> Kept:
-        """What the next op reads."""
+        """The memory that the next op reads."""
         return self._committed
 
     @property
     def attempt(self) -> Kept:
-        """What the next op writes."""
+        """The memory that the next op writes."""
         return self._attempt
 
     def swap(self) -> None:
-        """Commit the attempt: an op has completed with this rank's values."""
+        """Commit the attempt, after an op has completed with this rank's values."""
         self._committed, self._attempt = self._attempt, self._committed

@@ -1,4 +1,4 @@
-"""The trainer's end of the Unix socket: blocking, whole messages, and descriptors with them."""
+"""The trainer's end of the Unix socket. It blocks, and moves whole messages and descriptors."""
 
 import array
 import contextlib
@@ -33,10 +33,10 @@ from pmesh.errors import (
 )
 from pmesh.paths import LOCK_NAME, LOG_NAME, socket_path
 
-SILENCE_S = 60.0  # an agent that lives says something every 10 s while a call waits (I6)
-FIRST_ANSWER_S = 4.0  # one that lives says within 3 s that a trainer must wait
-ANSWER_S = 14.0  # once it is in a job, within 10 s; one whose process is stopped is not waited for
-_QUEUE_FULL_RETRY_S = 0.01  # an agent accepts all that wait in one turn of its loop
+SILENCE_S = 60.0  # while a call waits, an agent that lives sends something every 10 s (I6)
+FIRST_ANSWER_S = 4.0  # an agent that lives answers a Connect within 3 s
+ANSWER_S = 14.0  # once the trainer is in a job, an agent that lives answers within 10 s
+_QUEUE_FULL_RETRY_S = 0.01  # an agent accepts all waiting connections in one turn of its loop
 _RECEIVE_BYTES = 64 * 1024
 _ANCILLARY_BYTES = socket.CMSG_SPACE(16 * array.array("i").itemsize)
 _CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # macOS has no such flag
@@ -45,11 +45,11 @@ _logger = logging.getLogger("pmesh")
 
 
 class AgentConnection:
-    """A connection to the agent of this home; a silence of `silence_s` (60) ends it.
+    """A connection to the agent of this home. It ends if the agent is silent for `silence_s` (60).
 
     Raises:
-        AgentNotRunning: nobody listens at its socket.
-        AgentStopped: somebody does, but has not answered for so long.
+        AgentNotRunning: no process listens at the socket.
+        AgentStopped: a process listens, but does not answer for that long.
     """
 
     def __init__(self, home: Path, *, silence_s: float | None = None) -> None:
@@ -71,7 +71,7 @@ class AgentConnection:
         while True:
             try:
                 self._socket.connect(str(self.path))
-            except BlockingIOError as e:  # Linux: the agent lives, and many wait before us
+            except BlockingIOError as e:  # Linux: the agent lives, and its queue is full
                 if time.monotonic() >= deadline:
                     raise self._stopped(TimeoutError()) from e
                 time.sleep(_QUEUE_FULL_RETRY_S)
@@ -84,27 +84,27 @@ class AgentConnection:
                 return
 
     def send(self, *requests: Request) -> None:
-        """Send requests, in one write; raises AgentStopped if the agent is gone."""
+        """Send requests in one write; raise AgentStopped if the agent has ended."""
         try:
             self._socket.sendall(b"".join(frame(encode(request)) for request in requests))
         except OSError as e:
             raise self._stopped(e) from e
 
     def send_last(self, request: Request) -> None:
-        """Send a request before `close` if that needs no wait: the agent may be gone, or frozen."""
+        """Send a request before `close`, without waiting: the agent may be gone or frozen."""
         with contextlib.suppress(OSError):
             self._socket.setblocking(False)  # noqa: FBT003 - it takes no names
             self._socket.sendall(frame(encode(request)))
 
     def receive(self, *, due_s: float | None = None) -> Reply:
-        """The next reply.
+        """Return the next reply.
 
         Args:
-            due_s: after a silence this long, log a warning; after 4 s already if the agent's
+            due_s: log a warning after a silence this long, and after 4 s already if the agent's
                 process is stopped. None: log nothing.
 
         Raises:
-            AgentStopped: the agent is gone, or has been silent for too long.
+            AgentStopped: the agent has ended, or has been silent for too long.
             ProtocolError: something else than a reply arrived.
         """
         while (message := self._reader.next_message_untrusted()) is None:
@@ -114,7 +114,7 @@ class AgentConnection:
         return decode_reply_untrusted(message)
 
     def receive_within(self, timeout_s: float | None) -> Reply | None:
-        """The next reply; None if none comes within `timeout_s`. Raises as `receive`."""
+        """Return the next reply; None if none arrives within `timeout_s`. Raises as `receive`."""
         message = self._reader.next_message_untrusted()
         if message is not None:
             return decode_reply_untrusted(message)
@@ -123,13 +123,13 @@ class AgentConnection:
         return self.receive(due_s=ANSWER_S)
 
     def _has_sent(self, timeout_s: float) -> bool:
-        """Whether there is something to receive, or an end, within `timeout_s`."""
-        poll = select.poll()  # not select: that knows no descriptor above 1,023
+        """Wait at most `timeout_s`; return True if there is data, or the connection has ended."""
+        poll = select.poll()  # not select, which takes no descriptor above 1,023
         poll.register(self._socket.fileno(), select.POLLIN)
         return wait(lambda: bool(poll.poll(1000 * timeout_s)), otherwise=False)
 
     def _warn_of_silence(self, due_s: float) -> None:
-        """Wait for the agent to send something, and warn once if it should have."""
+        """Wait until the agent sends something; warn once if it is late."""
         began, warned = time.monotonic(), False
         while not self._has_sent(FIRST_ANSWER_S):
             silent_s = time.monotonic() - began
@@ -141,48 +141,48 @@ class AgentConnection:
                 _logger.warning("the agent at %s does not answer: %s", self.path, process)
 
     def await_end(self) -> None:
-        """Wait until the agent has closed the connection; AgentStopped if it only falls silent."""
+        """Wait until the agent has closed the connection; raise AgentStopped if it is silent."""
         try:
             while self._socket.recv(_RECEIVE_BYTES):
                 pass
         except ConnectionResetError:
-            return  # ended too
+            return  # that is an end, too
         except OSError as e:
             raise self._stopped(e) from e
 
     def take_descriptor(self) -> int:
-        """The descriptor that came with the reply; the caller closes it.
+        """Return the descriptor that came with the reply; the caller closes it.
 
-        Each comes with the last byte of its message, so they are taken in the order of messages.
+        Each comes with the last byte of its message, so they have the order of the messages.
         """
         if not self._descriptors:
             raise ProtocolError("a reply came without its descriptor")
         return self._descriptors.popleft()
 
     def map_arena(self, granted: ArenaGranted) -> Mapped:
-        """The arena that a reply has granted; ProtocolError if no agent grants such a thing."""
+        """Map the arena that a reply has granted; raise ProtocolError if that is impossible."""
         return map_arena(granted, self.take_descriptor())
 
     def nonsense(self, what: str) -> AgentStopped:
-        """The error for a reply that makes no sense here."""
+        """Return the error for a reply that makes no sense here."""
         return AgentStopped(
             f"the agent at {self.path} sent what no agent sends ({what}); "
             "if you have just updated pmesh, restart it: 'pmesh down', then 'pmesh up'"
         )
 
     def interrupt(self) -> None:
-        """Make a `receive` of another thread end, with AgentStopped."""
+        """Make a `receive` in another thread raise AgentStopped."""
         with contextlib.suppress(OSError):  # it has just ended by itself
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the connection; without a Leave before, the agent takes it for a crash."""
+        """Close the connection; unless a Leave was sent, the agent takes that for a crash."""
         self._socket.close()
         while self._descriptors:
             os.close(self._descriptors.popleft())
 
     def _receive_data(self) -> bytes:
-        # Never a plain recv: it would read past a descriptor and lose it without a word.
+        # Never a plain recv: it would silently drop a descriptor that comes with the data.
         try:
             data, ancillary, _, _ = self._socket.recvmsg(
                 _RECEIVE_BYTES, _ANCILLARY_BYTES, _CLOSE_ON_EXEC
@@ -217,8 +217,8 @@ class AgentConnection:
         )
 
     def _process(self) -> tuple[bool, str]:
-        """Whether the process is stopped; its state, its log, and the command that helps."""
-        import psutil  # noqa: PLC0415 - 20 ms that only this needs
+        """Return whether the process is stopped, and a text: its state, its log, what to type."""
+        import psutil  # noqa: PLC0415 - it takes 20 ms, and only this needs it
 
         try:
             pid = int((self._home / LOCK_NAME).read_text())
@@ -231,17 +231,17 @@ class AgentConnection:
         return stopped, f"its process (pid {pid}) {state}{self._log()}; run '{command} {pid}{then}'"
 
     def _log(self) -> str:
-        path = self._home / LOG_NAME  # without --detach, its terminal has the log
+        path = self._home / LOG_NAME  # without --detach the log goes to its terminal
         return f"; its log is {path}" if path.exists() else ""
 
 
 def mesh_ended(reason: str) -> MeshClosed:
-    """The error of a call that comes after the end."""
+    """Return the error of a call that is made after the end."""
     return MeshClosed(f"this mesh has ended: {reason}; call pmesh.connect() again")
 
 
 def error_of(verdict: Verdict) -> PmeshError:
-    """The error that a verdict names; RunError if this version does not know it."""
+    """Return the error that a verdict names; RunError if this version does not know it."""
     found: object = getattr(errors, verdict.error, None)
     if isinstance(found, type) and issubclass(found, PmeshError) and found is not ProtocolError:
         return found(verdict.message)

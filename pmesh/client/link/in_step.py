@@ -1,4 +1,4 @@
-"""O10: before the call after an error, the ranks compare how many calls they have made."""
+"""O10: after a call that failed, the ranks compare their numbers of calls before the next one."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -10,10 +10,10 @@ from pmesh.errors import OpMismatch
 
 @contextmanager
 def in_step(session: TrainerSession, *, timeout_s: float, syncs: bool = False) -> Generator[None]:
-    """Make a call of the program in it.
+    """Run the block as a call of the program.
 
     Args:
-        session: the call's.
+        session: the session of the call.
         timeout_s: for each op in which the counts are compared.
         syncs: the call is a `sync`, which every rank may make after an error, whatever its count.
 
@@ -41,16 +41,16 @@ def _check_not_behind(session: TrainerSession) -> None:
 
 
 def _most_calls(session: TrainerSession, timeout_s: float) -> int:
-    """The highest count; what others have called under this op's number fails until all come."""
+    """Return the highest count. Until all ranks compare, an op that another calls instead fails."""
     if len(session.world.trainers) == 1:
-        return session.calls.made  # others enter in a sync, which all make together
+        return session.calls.made  # others only enter in a sync, which all ranks make together
     for _ in range(MOST_COMPARED - 1):
         number = session.next_op
         try:
             return _compare(session, timeout_s)
         except OpMismatch:
             if session.next_op == number:
-                raise  # of an op that had ended well here: the program must learn of it (I5)
+                raise  # it is that of an op that had succeeded here: the program must know (I5)
     return _compare(session, timeout_s)
 
 

@@ -1,9 +1,9 @@
 """Exceptions that signal handlers raise in the middle of a call.
 
-Python runs handlers of signals in the main thread, wherever it is; torch's for SIGCHLD raises when
-a worker of a DataLoader was killed. A call that ends there is one that the other ranks have made
-and this one has not. So while a call waits, the exception waits too, as it does in gloo and NCCL,
-whose waits are in C: the call ends as it would have, and then raises it. Ctrl-C and `sys.exit` end
+Python runs signal handlers in the main thread, at any point of its code. torch's handler for
+SIGCHLD raises when a worker of a DataLoader was killed. If that ended a call, the other ranks would
+have made the call and this rank would not. So while a call waits, the exception is postponed, as in
+gloo and NCCL, which wait in C: the call ends as usual and then raises it. Ctrl-C and `sys.exit` end
 the call at once, and so does a second exception.
 """
 
@@ -23,7 +23,7 @@ _logger = logging.getLogger("pmesh")
 
 
 class _MainThread:
-    """What holds for the call of the main thread, the only one in which handlers run."""
+    """The state of the main thread's call; handlers run in no other thread."""
 
     calls = False
     raised: Exception | None = None
@@ -31,7 +31,7 @@ class _MainThread:
 
 @contextmanager
 def postponed() -> Generator[None]:
-    """Raise what a handler has raised in a `wait` inside only at the end of this block."""
+    """Postpone what a handler raises in a `wait` inside this block to the block's end."""
     if threading.current_thread() is not threading.main_thread() or _MainThread.calls:
         yield
         return
@@ -50,7 +50,7 @@ def postponed() -> Generator[None]:
 
 
 def wait(for_something: Callable[[], T], otherwise: T) -> T:
-    """What a function returns that only waits; `otherwise` if it was interrupted."""
+    """Call a function that only waits; return `otherwise` if a handler has raised in it."""
     try:
         return for_something()
     except Exception as e:
@@ -63,7 +63,7 @@ def wait(for_something: Callable[[], T], otherwise: T) -> T:
 
 
 def interrupts(error: BaseException) -> bool:
-    """Whether a signal has raised it, so that other ranks do not see it in the same place."""
+    """Return True if a signal has raised it, so that other ranks do not raise it in this call."""
     if not isinstance(error, Exception):
         return True  # KeyboardInterrupt, SystemExit
     of_handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()}
@@ -76,7 +76,7 @@ def interrupts(error: BaseException) -> bool:
 
 
 def _code_of(handler: object) -> CodeType | None:
-    """Of a function or a method; of something else that can be called, of its class's `__call__`.
+    """Return the code of a function or method, or of the `__call__` of another callable.
 
     >>> import functools
     >>> _code_of(_code_of) is _code_of.__code__

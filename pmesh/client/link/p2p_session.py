@@ -1,10 +1,8 @@
-"""A trainer's second connection to its agent, for messages and its job's store.
+"""A trainer's second connection to its agent, for messages and the job's store.
 
-Several calls run at a time, of any thread.
-
-The thread that waits first reads for all of them, and wakes the others at each reply. Where so many
-sends are under way that shared memory or its descriptors run short, further ones wait here
-(`Sends`), and begin when others have ended.
+Several calls of any threads may run at the same time. The first thread that waits reads for all of
+them, and wakes the others at each reply. If so many sends are under way that shared memory or
+descriptors run short, further sends wait here (`Sends`) and begin when others have ended.
 """
 
 import contextlib
@@ -48,14 +46,12 @@ from pmesh.core.wire.store import Answer, Command, decode_answer_untrusted, enco
 from pmesh.errors import AgentStopped, MeshClosed, PmeshError, ProtocolError, UsageError
 from pmesh.ids import TrainerId
 
-KEPT_INPUTS = (
-    4  # arenas that wait for the next send: faulting in fresh memory costs more than a copy
-)
+KEPT_INPUTS = 4  # arenas kept for later sends: faulting in fresh memory costs more than a copy
 _ARENA = -1
 """The key of the reply to WantArena, which has no call."""
 _NOTHING = -2
 """The key of no reply."""
-_LEAST_S = 1e-3  # a send that has waited for its whole time fails as one that nobody receives
+_LEAST_S = 1e-3  # a send that has used up its time here still fails with the agent's OpTimedOut
 
 _logger = logging.getLogger("pmesh")
 
@@ -67,7 +63,7 @@ class Arrived:
     source: TrainerId
     envelope: Envelope
     data: Values
-    """Flat uint8, the caller's to keep."""
+    """Flat uint8; the caller may keep it."""
 
 
 class P2PSession:
@@ -80,7 +76,7 @@ class P2PSession:
         self._answers: dict[int, Reply | Arrived] = {}
         self._under_way: set[int] = set()
         self._forgotten: deque[int] = deque()
-        """Calls whose handles are gone; appended to wherever Python collects garbage."""
+        """Calls whose handles are gone. The garbage collector appends, in any thread."""
         self._calls = 0
         self._sending = threading.Lock()
         self._wanting = threading.Lock()
@@ -90,23 +86,23 @@ class P2PSession:
         self._lent: dict[int, Mapped] = {}
         self._maps: dict[int, Mapped] = {}
         self._dropped: deque[int] = deque()
-        """Arenas that the agent is to be told of."""
+        """Arenas that are free, which the agent does not know yet."""
         self._parts: dict[int, bytearray] = {}
-        """What has come of answers of the store."""
+        """The parts of the store's answers that have arrived."""
         self._ended: PmeshError | None = None
 
     @property
     def has_ended(self) -> bool:
-        """Whether another connection is needed for further calls."""
+        """True if further calls need another connection."""
         return self._ended is not None
 
     def begin_send(self, to: TrainerId, envelope: Envelope, data: Values, timeout_s: float) -> int:
-        """Put an array's bytes where the agent reads them, or keep them; returns the call's number.
+        """Begin to send an array's bytes, or queue them; return the number of the call.
 
         Raises:
-            UsageError: so many calls are under way that no more can be.
+            UsageError: too many calls are under way.
         """
-        self._take_in()
+        self._read_pending()
         with self._sending:
             call = self._next_call()
         send = Send(call, to, envelope, data, time.monotonic() + timeout_s)
@@ -115,32 +111,29 @@ class P2PSession:
         if starts:
             self._start(send)
             failed = self._answers.get(call)
-            if isinstance(failed, MessageFailed):  # at once: there was no memory, and will be none
+            if isinstance(failed, MessageFailed):  # there is no memory, and none will be freed
                 self.end(call, None)
         return call
 
     def begin_receive(self, sources: tuple[TrainerId, ...], tag: int, timeout_s: float) -> int:
-        """Ask for a message of one of these; returns the call's number.
+        """Begin to receive a message from one of the sources; return the number of the call.
 
         Raises:
-            UsageError: so many calls are under way that no more can be.
+            UsageError: too many calls are under way.
         """
-        self._take_in()
+        self._read_pending()
         with self._sending:
             call = self._next_call()
             self._send(ReceiveMessage(call, sources, tag, timeout_s))
-        self._tell_dropped()
+        self._report_dropped()
         return call
 
     def forget(self, call: int) -> None:
-        """Nobody will ask for the call any more; may be called in any thread, at any time."""
+        """Drop the call's result, which nobody will take; any thread may call this at any time."""
         self._forgotten.append(call)
 
     def ask_store(self, command: Command, timeout_s: float) -> Answer:
-        """Carry out a command in the job's store, and wait for its answer.
-
-        Raises PmeshError as `end`.
-        """
+        """Run a command in the job's store and return its answer. Raises PmeshError as `end`."""
         data = encode(command)
         begins = range(0, len(data), MAX_STORE_DATA_BYTES)
         parts = [data[begin : begin + MAX_STORE_DATA_BYTES] for begin in begins]
@@ -149,7 +142,7 @@ class P2PSession:
             self._send(
                 *(StoreCall(call, part, i < last, timeout_s) for i, part in enumerate(parts))
             )
-        with self._whole_or_ended():
+        with self._end_if_torn():
             match reply := self._await(call, None):
                 case StoreAnswered(data=answer):
                     return decode_answer_untrusted(answer)
@@ -159,9 +152,9 @@ class P2PSession:
                     raise self._nonsense(type(reply).__name__)
 
     def done(self, call: int) -> bool:
-        """Whether a call has ended, well or badly."""
+        """Return True if a call has ended, with a result or an error."""
         try:
-            with self._whole_or_ended():
+            with self._end_if_torn():
                 while call in self._under_way and call not in self._answers:
                     if not self._read_some(0.0, call):
                         break
@@ -171,13 +164,13 @@ class P2PSession:
         return call in self._answers or call not in self._under_way or self.has_ended
 
     def end(self, call: int, timeout_s: float | None) -> Arrived | None:
-        """Wait for a call; what it has received, if it is a receive.
+        """Wait for a call; return the message if it is a receive.
 
         Raises:
-            TimeoutError: it is still under way.
-            PmeshError: what became of it; MeshClosed or AgentStopped if the connection has ended.
+            TimeoutError: the call is still under way.
+            PmeshError: the call failed; MeshClosed or AgentStopped if the connection has ended.
         """
-        with self._whole_or_ended():
+        with self._end_if_torn():
             match reply := self._await(call, timeout_s):
                 case MessageSent():
                     return None
@@ -189,12 +182,12 @@ class P2PSession:
                     raise self._nonsense(type(reply).__name__)
 
     def close(self, reason: str) -> None:
-        """End it; threads that wait get MeshClosed, with this reason."""
+        """End the session; threads that wait get MeshClosed, with this reason."""
         self._end(mesh_ended(reason))
 
     @contextlib.contextmanager
-    def _whole_or_ended(self) -> Generator[None]:
-        """What Ctrl-C interrupts in the middle would leave an answer that nobody takes."""
+    def _end_if_torn(self) -> Generator[None]:
+        """End the session if Ctrl-C interrupts a call, as nobody would take its answer."""
         with postponed():
             try:
                 yield
@@ -222,9 +215,9 @@ class P2PSession:
     # --- sends
 
     def _start(self, send: Send) -> bool:
-        """Hand a send over to the agent; False if it must wait for memory that others have."""
+        """Hand a send to the agent; return False if it must wait for memory of other sends."""
         nbytes = send.envelope.nbytes
-        with self._whole_or_ended():
+        with self._end_if_torn():
             arena = self._take_input(nbytes) if nbytes else None
             if isinstance(arena, Verdict):
                 return not self._put_back(send, arena)
@@ -237,7 +230,7 @@ class P2PSession:
                 self._send(SendMessage(send.call, send.to, send.envelope, number, left_s))
             with self._news:
                 self._sends.started(send)
-            self._tell_dropped()
+            self._report_dropped()
         return True
 
     def _put_back(self, send: Send, why: Verdict) -> bool:
@@ -249,7 +242,7 @@ class P2PSession:
         return waits
 
     def _start_queued(self) -> None:
-        """Start what can; only one thread at a time, so that sends keep their order."""
+        """Start the queued sends that may start; one thread at a time, to keep their order."""
         while self._sends.queued and self._starting.acquire(blocking=False):
             try:
                 with self._news:
@@ -260,8 +253,8 @@ class P2PSession:
                 self._starting.release()
 
     def _take_input(self, nbytes: int) -> Mapped | Verdict:
-        """An arena to write to, or why there is none."""
-        with self._wanting, self._whole_or_ended():
+        """Return an arena to write to, or why there is none."""
+        with self._wanting, self._end_if_torn():
             with self._news:
                 fitting = [arena for arena in self._inputs if arena.nbytes >= nbytes]
                 if fitting:
@@ -269,7 +262,7 @@ class P2PSession:
                     self._inputs.remove(best)
                     return best
             granted = self._want(nbytes)
-            if isinstance(granted, Verdict) and self._inputs:  # too small, and perhaps in the way
+            if isinstance(granted, Verdict) and self._inputs:  # these are too small, but take room
                 with self._news:
                     self._dropped += [arena.number for arena in self._inputs]
                     self._inputs.clear()
@@ -288,7 +281,7 @@ class P2PSession:
                 raise self._nonsense(type(reply).__name__)
 
     def _sent(self, call: int) -> None:
-        """A send has ended, well or badly."""
+        """Handle the end of a send, whether it failed or not."""
         with self._news:
             self._sends.ended(call)
             arena = self._lent.pop(call, None)
@@ -301,7 +294,7 @@ class P2PSession:
                 self._dropped.append(smallest.number)
 
     def _arrived(self, reply: MessageReceived) -> Arrived:
-        """Take the message out of its arena at once: others wait for room."""
+        """Copy the message out of its arena at once, as other messages wait for room."""
         envelope = reply.envelope
         if not envelope.nbytes:
             return Arrived(reply.source, envelope, np.empty(0, np.uint8))
@@ -312,8 +305,8 @@ class P2PSession:
         self._dropped.append(reply.arena)
         return Arrived(reply.source, envelope, data)
 
-    def _tell_dropped(self) -> None:
-        """Tell the agent which arenas are free, or leave it to a thread that sends right now."""
+    def _report_dropped(self) -> None:
+        """Tell the agent which arenas are free; a thread that is sending already does it."""
         while self._dropped and self._ended is None and self._sending.acquire(blocking=False):
             try:
                 self._send()
@@ -332,9 +325,9 @@ class P2PSession:
         self._under_way.add(self._calls)
         return self._calls
 
-    def _take_in(self) -> None:
-        """Before another call: read what has come, or the agent would wait for that; and forget."""
-        with self._whole_or_ended():
+    def _read_pending(self) -> None:
+        """Read what has arrived, as the agent waits for that; drop results of forgotten calls."""
+        with self._end_if_torn():
             while self._under_way and not self._reading and self._read_some(0.0, _NOTHING):
                 pass
             with self._news:
@@ -348,14 +341,14 @@ class P2PSession:
         self._start_queued()
 
     def _send(self, *requests: Request) -> None:
-        """Send requests, and which arenas are free."""
+        """Send requests, and the numbers of free arenas."""
         self._check_open()
         dropped = [DropArena(self._dropped.popleft()) for _ in range(len(self._dropped))]
         try:
             self._connection.send(*dropped, *requests)
         except BaseException as e:
             self._end(e)
-            if isinstance(e, AgentStopped):  # perhaps because another thread has closed it
+            if isinstance(e, AgentStopped):  # another thread may have closed it
                 self._check_open()
             raise
 
@@ -371,15 +364,15 @@ class P2PSession:
             if left_s is not None and left_s <= 0:
                 raise TimeoutError
             self._read_some(left_s, call)
-            if call != _ARENA:  # else this is for a send that starts
+            if call != _ARENA:  # with _ARENA a send is just being started
                 self._start_queued()
         self._under_way.discard(call)
         return reply
 
     def _read_some(self, timeout_s: float | None, call: int) -> bool:
-        """Read a message, or wait until another thread has; returns whether one may have come."""
+        """Read a reply, or wait until another thread has; return True if one may have arrived."""
         with self._news:
-            if call in self._answers:  # since its thread has looked
+            if call in self._answers:  # it has arrived since the caller has checked
                 return True
             self._check_open()
             if self._reading:
@@ -395,7 +388,7 @@ class P2PSession:
         except BaseException as e:
             self._end(e)
             if isinstance(e, PmeshError):
-                self._check_open()  # whatever ended it first
+                self._check_open()  # raise what ended it first
             raise
         finally:
             with self._news:
@@ -403,7 +396,7 @@ class P2PSession:
                 if self._ended is not None:
                     self._connection.close()
                 self._news.notify_all()
-        self._tell_dropped()
+        self._report_dropped()
         return reply is not None
 
     def _sort(self, reply: Reply) -> None:

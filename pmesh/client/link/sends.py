@@ -1,4 +1,4 @@
-"""Which sends of a trainer are under way, and which wait for memory: a queue for each receiver."""
+"""The sends of a trainer: those under way, and those that wait, in a queue for each receiver."""
 
 from collections import Counter, deque
 from dataclasses import dataclass
@@ -7,13 +7,13 @@ from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.link import Envelope
 from pmesh.ids import TrainerId
 
-MAX_SENDS = 224  # under way: each holds an arena and a descriptor; a session has at most 256
+MAX_SENDS = 224  # under way; each takes an arena and a descriptor, and a session has at most 256
 # A pair of ranks keeps at most 256 messages that nobody has received, so these always fit.
 
 
 @dataclass(slots=True, eq=False)
 class Send:
-    """One send; its data are a copy while it waits."""
+    """One send. While it waits, its data are a copy."""
 
     call: int
     to: TrainerId
@@ -24,10 +24,10 @@ class Send:
 
 
 class Sends:
-    """Pure bookkeeping; its owner holds a lock.
+    """Bookkeeping without I/O; the caller holds a lock.
 
-    Of the sends that may be under way, each receiver may have half of what the others leave, so one
-    that receives nothing stops nobody else's (Choudhury and Hahne, IEEE/ACM Transactions on
+    A receiver may take half of the slots that other receivers leave free. So a receiver that does
+    not receive does not block sends to others (Choudhury and Hahne, IEEE/ACM Transactions on
     Networking 6(2), 1998).
     """
 
@@ -38,11 +38,11 @@ class Sends:
 
     @property
     def queued(self) -> bool:
-        """Whether some wait."""
+        """True if sends wait."""
         return bool(self._queues)
 
     def begin(self, send: Send) -> bool:
-        """Whether it may start at once; else it is kept, behind those to the same receiver."""
+        """Return True if the send may start now; otherwise queue it for its receiver."""
         if send.to in self._queues or not self._has_room(send.to):
             self._keep(send)
             return False
@@ -50,7 +50,7 @@ class Sends:
         return True
 
     def next(self) -> Send | None:
-        """The next one that may start, which stays first in its queue until it has `started`."""
+        """Return the next send that may start; it stays first in its queue until `started`."""
         for to, queue in self._queues.items():
             if self._has_room(to):
                 self._count(queue[0])
@@ -58,7 +58,7 @@ class Sends:
         return None
 
     def started(self, send: Send) -> None:
-        """It has been handed over: those behind it may follow."""
+        """Handle a send that was handed to the agent: the next one in its queue may follow."""
         queue = self._queues.get(send.to)
         if queue and queue[0] is send:
             queue.popleft()
@@ -66,7 +66,7 @@ class Sends:
                 del self._queues[send.to]
 
     def put_back(self, send: Send) -> bool:
-        """There is no memory for it; False if nothing is under way that would free some."""
+        """Queue a send for which there is no memory; return False if no send will free any."""
         self.ended(send.call)
         if not self._under_way:
             self.started(send)
@@ -77,7 +77,7 @@ class Sends:
         return True
 
     def ended(self, call: int) -> None:
-        """A send is over; nothing happens if it was none."""
+        """Handle the end of a call; do nothing unless it was a send."""
         to = self._under_way.pop(call, None)
         if to is not None:
             self._counts[to] -= 1

@@ -1,7 +1,7 @@
 """A trainer's session with its agent: one op after the other, through arenas.
 
-Once something unexpected has happened in the middle of an exchange, nobody knows which reply comes
-next. The session then ends, and says at each later call what had happened.
+If something unexpected happens in the middle of an exchange, it is unknown which reply comes next.
+So the session ends, and each later call raises an error with the reason.
 """
 
 import logging
@@ -75,24 +75,24 @@ class Done:
 
     op: OpNumber
     world: World
-    """Whose values are in the result (O5), as `TrainerSession.ranks` counts them."""
+    """The ranks whose values are in the result (O5), as `TrainerSession.ranks` counts them."""
     values: Values
-    """The result, to be read before the next op, or in its `meanwhile`."""
+    """The result; read it before the next op, or in the `meanwhile` of that."""
     clipped: int = 0
-    """Finite values that the compression has clipped on this rank."""
+    """The number of finite values that the compression has clipped on this rank."""
     lent: bool = False
-    """Whether the values are the caller's to keep."""
+    """True if the caller may keep the values."""
 
 
 class TrainerSession:
-    """Blocking, for one thread at a time; only `close` may be called from another."""
+    """A blocking session for one thread at a time; only `interrupt` may come from another."""
 
     def __init__(self, connection: AgentConnection) -> None:
         self._connection = connection
         self.world = World(-1, (), ())
-        """The ranks in the order of the agents' ring, which `Call.root` and tables go by."""
+        """The ranks in the order of the agents' ring, as in `Call.root` and in tables."""
         self.order: tuple[TrainerId, ...] | None = None
-        """The order in which the ranks of a group count; None: that of the ring."""
+        """The order of the ranks of a group; None for the order of the ring."""
         self.step = 0
         """`mesh.step` after the next `sync`, for `pmesh status`."""
         self._input: Mapped | None = None
@@ -106,12 +106,12 @@ class TrainerSession:
         self.calls = CallCount()
         self._compression = ""
         self.enters = False
-        """Whether the next op must be the `sync` in which it enters the job, or comes back."""
+        """True if the next op must be the `sync` in which it enters the job, or comes back."""
         self._waiting = Waiting()
         self._ended: str | None = None
 
     def join(self, request: Connect) -> Joined:
-        """Join a job; returns when it begins or if it runs already; raises the agent's error."""
+        """Join a job; return when it begins, or if it runs already. Raises the agent's error."""
         reply = self._exchange(request)
         if isinstance(reply, Joined):
             self.world = reply.world
@@ -134,20 +134,20 @@ class TrainerSession:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """For each rank its place in the ring."""
+        """The place of each rank in the ring."""
         return tuple(self.world.trainers.index(trainer) for trainer in self.ranks.trainers)
 
     def input_values(self, dtype: str, count: int, *, room_bytes: int) -> Values:
-        """Shared memory to put an op's values in.
+        """Return shared memory for an op's values.
 
-        It is used again, also across ops, but never after a broadcast's root has sent from it: that
-        input is the retained result which others may still fetch (O2). It is left to the agent,
-        which alone learns when nobody will, and which recycles it for a later request.
+        It is reused, also across ops, but not after a broadcast's root has sent from it: that input
+        is the retained result, which others may still fetch (O2). Then it is left to the agent,
+        which knows when no rank will fetch it any more, and uses it for a later request.
 
         Args:
             dtype: one of WIRE_DTYPES.
-            count: how many values.
-            room_bytes: what later ops of the same call need, so that it is asked for once.
+            count: the number of values.
+            room_bytes: the most that later ops of the same call need, to request memory only once.
         """
         if count == 0:
             return np.empty(0, WIRE_DTYPES[dtype])
@@ -158,11 +158,11 @@ class TrainerSession:
         if self._input is None:
             self._input = self._want_arena(max(nbytes, room_bytes))
             self._input_retained = False
-        with self._unless_it_fails():
+        with self._end_on_error():
             return values_in(self._input, dtype, count)
 
     def empty(self, dtype: str, count: int) -> Values:
-        """Flat values for the user to fill, and to reduce where they lie; dropped when they are.
+        """Return flat values for the user to fill, in an arena that is dropped with the last view.
 
         Raises:
             UsageError: the agent has no room for them.
@@ -170,17 +170,17 @@ class TrainerSession:
         if count == 0:
             return np.empty(0, WIRE_DTYPES[dtype])
         arena = self._want_arena(count * WIRE_DTYPES[dtype].itemsize, lasting=True)
-        with self._unless_it_fails():
+        with self._end_on_error():
             return self._users.input(arena, values_in(arena, dtype, count))
 
     def region_of(self, values: Values, wire: str) -> Region | None:
-        """Where an op can read these values without a copy; None: nowhere."""
+        """Return where an op can read these values without a copy; None if it can't."""
         return self._users.region_of(values, wire)
 
     def prepare_ahead(self, nbytes: int) -> None:
-        """Ask for memory for `values_ahead`, as no op runs yet."""
+        """Ask for the memory of `values_ahead`, before an op runs."""
         if nbytes and self._input_retained and self._input is not None:
-            number, self._input = self._input.number, None  # or it would become the next one ahead
+            number, self._input = self._input.number, None  # else it becomes `_ahead` after the op
             self._drop_arena(number)
         if self._ahead is not None and self._ahead.nbytes < nbytes:
             number, self._ahead = self._ahead.number, None
@@ -189,14 +189,14 @@ class TrainerSession:
             self._ahead = self._want_arena(nbytes)
 
     def values_ahead(self, dtype: str, count: int) -> Values:
-        """While an op runs, shared memory for the next one's values; if this one succeeds."""
-        with self._unless_it_fails():
+        """Return memory for the next op's values while an op runs; used if that succeeds."""
+        with self._end_on_error():
             values = values_in(self._ahead, dtype, count)
         self._ahead_is_filled = True
         return values
 
     def residuals(self, count: int) -> Residuals:
-        """Two arenas, zeroed, for what compressed all-reduces of `count` values round away.
+        """Return two zeroed arenas for what compressed all-reduces of `count` values round away.
 
         Raises:
             UsageError: the agent has no room for them.
@@ -212,11 +212,11 @@ class TrainerSession:
         return made
 
     def has(self, residuals: Residuals) -> bool:
-        """Whether they are this session's, and have not been dropped."""
+        """Return True if the residuals are this session's, and have not been dropped."""
         return residuals in self._residuals
 
     def drop(self, residuals: Residuals) -> None:
-        """Give their arenas back; nothing happens if they are not this session's."""
+        """Give the arenas of residuals back; do nothing if they are not this session's."""
         if not self.has(residuals):
             return
         self._residuals.remove(residuals)
@@ -238,20 +238,21 @@ class TrainerSession:
         region: Region | None = None,
         borrows: bool = False,
     ) -> Done:
-        """Run one op, on the values that `input_values` was filled with if it has any here.
+        """Run one op. If this rank gives values, they are those in `input_values`.
 
-        If the `meanwhile` of the op before has filled `values_ahead`, then on those. What it raises
-        ends the session: it is for work that can't fail. With a `region`, on the values there;
-        not for a broadcast's root. With `borrows` the result may be the caller's to keep.
+        They are those in `values_ahead` if the `meanwhile` of the op before has filled it. With a
+        `region` they are the values there; a broadcast's root can't have one. `meanwhile` runs
+        during the op; it must not fail, as an error in it ends the session. With `borrows` the
+        caller may keep the result if it is `lent`. For the other arguments see `StartOp`.
 
-        A `sync` takes the trainer into the job, or back, if it is not in it (O6). For the arguments
-        see `StartOp`; of a compressed all-reduce the residuals are added to the values, and become
-        what it has rounded away here, but only if it succeeds (O9).
+        If the trainer is not in the job, a `sync` enters it, or comes back to it (O6). A compressed
+        all-reduce adds the residuals to the values. If it succeeds, what it has rounded away here
+        is the new residual (O9).
 
         Raises:
             ValueError: the residuals are another session's, or not as many as the values.
-            PmeshError: the op failed, with the same error at all ranks, and the session goes on;
-                or AgentStopped, and it does not.
+            PmeshError: the op failed, with the same error on all ranks; the session continues. Or
+                it is AgentStopped, and the session has ended.
         """
         enters = self.enters and call.kind == "sync"
         number = OpNumber(ENTERS) if enters else self.next_op
@@ -290,10 +291,10 @@ class TrainerSession:
                     self._input, self._ahead = self._ahead, self._input
                 if residuals is not None and self.world.rank >= 0:
                     residuals.swap()  # O9: also if the result was fetched
-                # A table has a row for each rank there is now; a root counts by its rank before.
+                # A table has a row for each rank after the op; a root has its rank from before it.
                 gets = (self._extent(request) if KINDS[call.kind].row else before).gets
                 arena = source if is_root else self._outputs.get(output)
-                with self._unless_it_fails():
+                with self._end_on_error():
                     values = values_in(arena, dtype, gets)
                     if reply.lent and arena is not None:
                         values = self._users.result(arena, values)
@@ -310,7 +311,7 @@ class TrainerSession:
         """Send the text on compression for `pmesh status`, if it has changed."""
         if text != self._compression:
             self.check_open()
-            with self._unless_it_fails():
+            with self._end_on_error():
                 self._connection.send(Compresses(text[:MAX_COMPRESSION_TEXT]))
             self._compression = text
 
@@ -323,20 +324,20 @@ class TrainerSession:
 
     def _zeros(self, count: int) -> Kept:
         arena = self._want_arena(count * _RESIDUAL_BYTES, lasting=True) if count else None
-        with self._unless_it_fails():
+        with self._end_on_error():
             values = values_in(arena, "float32", count)
-        values.fill(0)  # the agent gives out arenas again as they are
+        values.fill(0)  # the agent does not clear an arena before it grants it again
         return Kept(-1 if arena is None else arena.number, cast("Float32s", values))
 
     def _want_arena(self, nbytes: int, *, lasting: bool = False) -> Mapped:
         reply = self._exchange(WantArena(nbytes, lasting))
         if not isinstance(reply, ArenaGranted):
             raise self._answer_error(reply)
-        with self._unless_it_fails():
+        with self._end_on_error():
             return self._connection.map_arena(reply)
 
     def _move_input(self, number: int) -> int:
-        """Move the op's values to another arena; returns its number."""
+        """Move the op's values to another arena; return its number."""
         old, self._input = self._input, None
         if old is None or old.number != number:
             raise ProtocolError(f"arena {number} is no input of the agent's to take back")
@@ -345,25 +346,25 @@ class TrainerSession:
         return new.number
 
     def _drop_arena(self, number: int) -> None:
-        with self._unless_it_fails():
+        with self._end_on_error():
             self._connection.send(DropArena(number))
 
     def _extent(self, request: StartOp) -> Extent:
         return extent_of(request, rank=self.world.rank, size=len(self.world.trainers))
 
     def _op_has_ended(self, reply: OpDone | OpFailed, *, consumed: bool) -> None:
-        if reply.op >= 0:  # else it has not entered yet
+        if reply.op >= 0:  # otherwise the trainer has not entered yet
             self.next_op = OpNumber(reply.op + consumed)
             self.enters = False
         self.world = reply.world or self.world
 
     def check_open(self) -> None:
-        """Raises MeshClosed, with the reason, if the session has ended."""
+        """Raise MeshClosed, with the reason, if the session has ended."""
         if self._ended is not None:
             raise mesh_ended(self._ended)
 
     def leave(self) -> None:
-        """End on purpose, without a wait: the others see that this rank has left the job."""
+        """End on purpose, without waiting: the others see that this rank has left the job."""
         if self._ended is None:
             self._connection.send_last(Leave())
             self.end("it was closed")
@@ -378,20 +379,20 @@ class TrainerSession:
         self._users = UsersArrays()
 
     def interrupt(self, reason: str) -> None:
-        """Make the call of another thread raise MeshClosed."""
+        """Make the call in another thread raise MeshClosed."""
         self._ended = self._ended or reason
         self._connection.interrupt()
 
     def end_if_interrupted(self) -> None:
-        """After a call: close what `interrupt` had to leave open."""
+        """Close, after a call, what `interrupt` had to leave open."""
         if self._ended is not None:
             self.end(self._ended)
 
     def _exchange(self, request: Request, meanwhile: Callable[[], None] | None = None) -> Reply:
-        """Send a request and wait for the reply that ends it."""
+        """Send a request; return the reply that ends it, and handle all replies before."""
         due_s = FIRST_ANSWER_S if isinstance(request, Connect) else ANSWER_S
         self.check_open()
-        with self._unless_it_fails():
+        with self._end_on_error():
             dropped = [DropArena(number) for number in self._users.take_dropped()]
             self._connection.send(*dropped, request)
             if meanwhile is not None:
@@ -408,7 +409,8 @@ class TrainerSession:
                     case ArenaGone(arena) if (
                         isinstance(request, StartOp) and arena == request.arena
                     ):
-                        # The group has rested: the agent does not begin the op before it has this.
+                        # The agent took the arena back while the group was idle, and waits for
+                        # another one before it begins the op.
                         moved = self._move_input(arena)
                         request = msgspec.structs.replace(request, arena=moved)
                         self._connection.send(request)
@@ -419,8 +421,8 @@ class TrainerSession:
                         return reply
 
     @contextmanager
-    def _unless_it_fails(self) -> Generator[None]:
-        """Whatever is raised inside, also a KeyboardInterrupt, ends the session."""
+    def _end_on_error(self) -> Generator[None]:
+        """End the session if anything is raised inside, also a KeyboardInterrupt."""
         try:
             yield
         except BaseException as e:
@@ -443,13 +445,14 @@ class TrainerSession:
 def exchange_rows(
     session: TrainerSession, row: Sequence[int], call: Call, *, timeout_s: float
 ) -> tuple[list[list[int]], Done]:
-    """Give all ranks a row of integers; returns theirs, in the order of the ring.
+    """Give all ranks a row of integers; return the rows of all, in the order of the ring.
 
     Args:
         session: runs the op.
         row: int64, as many on each rank.
-        call: an `exchange` or `sync` of one such row. Its `tree` says what the row is for: a rank
-            that calls something else fails here (I5), not in a later op that some might not reach.
+        call: an `exchange` or `sync` of one such row. Its `tree` names the purpose of the row, so
+            that a rank that calls something else fails here (I5), and not in a later op that some
+            ranks might not reach.
         timeout_s: for the op.
     """
     session.input_values("int64", len(row), room_bytes=0)[:] = row
@@ -458,10 +461,10 @@ def exchange_rows(
 
 
 class Waiting:
-    """What a person reads while a call waits.
+    """The messages to the user while a call waits.
 
-    While its job has not begun, what the agent says each second: a line whenever that changes, and
-    on a terminal a count of the seconds. Later a line every 10 s.
+    Until the job begins, the agent reports every second what it waits for. Each change is logged,
+    and a terminal shows a count of the seconds. Later a line is logged every 10 s.
     """
 
     def __init__(self) -> None:
@@ -469,7 +472,7 @@ class Waiting:
         self._counts = False
 
     def note(self, waiting: StillWaiting) -> None:
-        """Log it, or count."""
+        """Log a report, or count the seconds if it is the same as before."""
         if waiting.op >= 0:
             on = "; ".join(waiting.on)
             what = f" for op {waiting.op} for {waiting.waited_s:.0f} s; {on}"
@@ -483,7 +486,7 @@ class Waiting:
         _logger.warning("waiting%s", what)
 
     def end(self) -> None:
-        """The call goes on: end the line of the count, if there is one."""
+        """End the line of the count, if there is one, as the call no longer waits."""
         self._facts = ()
         if self._counts:
             self._counts = False

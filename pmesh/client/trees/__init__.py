@@ -1,1 +1,1 @@
-"""Arrays of any library, in nested containers."""
+"""Trees: arrays of any library in nested containers."""

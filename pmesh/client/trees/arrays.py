@@ -1,6 +1,6 @@
-"""Trees of arrays: taken apart in an order that all ranks share, each array as numpy sees it.
+"""Trees of arrays: they are taken apart in the same order on all ranks, for numpy.
 
-float16 and bfloat16 travel, and are added, as float32. bfloat16 is unknown to numpy: here it is a
+float16 and bfloat16 are sent and added as float32. numpy does not know bfloat16: here it is a
 uint16 with the same bits.
 """
 
@@ -22,27 +22,27 @@ from pmesh.errors import UnsupportedArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tree:
-    """A tree's leaves with their paths, such as `layers.0.weight`, and the way back."""
+    """A tree's leaves, their paths, such as `layers.0.weight`, and a function that rebuilds it."""
 
     paths: tuple[str, ...]
     leaves: tuple[object, ...]
     rebuild: Callable[[Sequence[object]], object]
-    """The same tree with other leaves, given in the same order."""
+    """Returns the same tree with other leaves, given in the same order."""
     source: object
-    """What was taken apart."""
+    """The object that was taken apart."""
 
     @property
     def is_bare(self) -> bool:
-        """Whether it is no container but one leaf."""
+        """True if it is one leaf, without a container."""
         return self.paths == ("",)
 
 
 def flatten(x: object, *, with_none: bool = False) -> Tree:
-    """Take a tree apart; an array, and whatever else is no container, is its own only leaf.
+    """Take a tree apart. Anything that is not a container, such as an array, is a leaf.
 
-    None, as for a parameter without a gradient, is a container of nothing, or `with_none` a leaf.
-    Dicts are walked in the order of their keys as text, not of insertion, which may differ between
-    ranks. Containers keep their types: named tuples, OrderedDicts with their attributes, and so on.
+    None, as for a parameter without a gradient, is an empty container; `with_none` it is a leaf.
+    Dicts are walked in the order of their keys as text, since the order of insertion may differ
+    between ranks. Containers keep their types: named tuples, OrderedDicts with their attributes.
 
     >>> tree = flatten({"b": [1, 2], "a": (3,)})
     >>> tree.paths, tree.leaves
@@ -64,12 +64,12 @@ def flatten(x: object, *, with_none: bool = False) -> Tree:
 
 
 def digest(lines: Sequence[str]) -> str:
-    """Eight characters that differ where the lines do."""
+    """Return eight characters that are the same only for the same lines."""
     return hashlib.sha3_256("\n".join(lines).encode(errors="replace")).hexdigest()[:8]
 
 
 def _items(x: object, *, with_none: bool) -> list[tuple[Any, object]] | None:
-    """Key and child of each entry, in the order that all ranks share; None for a leaf."""
+    """Return each key and child, in the same order on all ranks; None for a leaf."""
     if isinstance(x, dict):
         entries = cast("dict[Any, object]", x).items()
         return sorted(entries, key=lambda entry: (str(entry[0]), type(entry[0]).__name__))
@@ -96,7 +96,7 @@ def _rebuild(x: object, leaves: Iterator[object], *, with_none: bool) -> object:
     children = {key: _rebuild(child, leaves, with_none=with_none) for key, child in items}
     if isinstance(x, tuple):
         kind = cast("type[Any]", type(cast("object", x)))
-        make = getattr(kind, "_make", kind)  # a named tuple's own way
+        make = getattr(kind, "_make", kind)  # the constructor of a named tuple
         return make(children.values())
     container = copy.copy(cast("dict[Any, object]", x))  # keeps its type, attributes and order
     for key, child in children.items():
@@ -123,7 +123,7 @@ WIRE_OF = MappingProxyType(
         "bool": "bool",
     }
 )
-"""What each dtype travels as."""
+"""The dtype in which each dtype is sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,31 +134,31 @@ class Leaf:
     values: Values
     """A view of it, never written (I8); of the dtype, in any byte order, or bfloat16's bits."""
     rebuild: Callable[[Values], object]
-    """An array like the user's, from native values of the same dtype and shape."""
+    """Makes an array like the user's from native values of the same dtype and shape."""
     rebuild_copies: bool = False
-    """Whether `rebuild` leaves alone what it is given, so that it may be an arena."""
+    """True if `rebuild` copies its argument, which then may lie in an arena."""
     target: "Values | None" = None
-    """What `rebuild` writes to, if it is of the dtype that travels."""
+    """The memory that `rebuild` writes to, if it has the dtype that is sent."""
     takes_read_only: bool = False
-    """Whether the array may be one that can't be written to."""
+    """True if the result may be a read-only array."""
     bits_of: str = ""
-    """The user's dtype, where `dtype` is only of the same size: then the values are its bits."""
+    """The user's dtype, if `dtype` only has the same size: then the values are its bits."""
 
     @property
     def users_dtype(self) -> str:
-        """What the user's array is of."""
+        """The dtype of the user's array."""
         return self.bits_of or self.dtype
 
     @property
     def wire(self) -> str:
-        """The dtype that travels."""
+        """The dtype that is sent."""
         return WIRE_OF[self.dtype]
 
     def fill(self, region: Values, weight: float | None = None) -> None:
-        """Put the values, each times the weight if there is one, into a region of an arena.
+        """Write the values, multiplied by the weight if there is one, into a region of an arena.
 
-        A weight of 0 says that there is nothing to count: then the values are not looked at, since
-        a mean over no samples is NaN.
+        With a weight of 0 it writes zeros and does not read the values, since a mean over no
+        samples is NaN.
         """
         shaped = region.reshape(self.values.shape)
         if weight == 0:
@@ -173,16 +173,16 @@ class Leaf:
             _multiply(self.values, weight, shaped)
 
     def may_keep(self, dtype: "np.dtype[Any]") -> bool:
-        """Whether the array that `of` makes of values of this dtype has them as its memory."""
+        """Return True if `of` makes an array that keeps values of this dtype as its memory."""
         return not self.rebuild_copies and self.dtype == _name_of(dtype)
 
     def of(self, values: Values) -> object:
-        """An array like the user's with these values, which become its memory if they can.
+        """Return an array like the user's with these values, which become its memory if they can.
 
-        Rounds to the nearest, ties to even; what is too large for the dtype becomes infinite.
+        Rounds to nearest, ties to even; a value that is too large for the dtype becomes infinite.
 
         Args:
-            values: flat, of the dtype that travels.
+            values: flat, of the dtype that is sent.
         """
         shaped = values.reshape(self.values.shape)
         if self.dtype == "bfloat16":
@@ -191,19 +191,19 @@ class Leaf:
             return self.rebuild(shaped.astype(self.dtype, casting="same_kind", copy=False))
 
     def quotient(self, values: Values, divisor: float) -> object:
-        """The same with the quotients of these values; straight into the array that is there."""
+        """Return an array with the quotients, which are written into `target` if there is one."""
         if self.target is None:
             return self.of(divided(values, divisor))
         divided(values.reshape(self.values.shape), divisor, out=self.target)
         return self.rebuild(self.target)
 
     def like(self, region: Values) -> object:
-        """The same, which shares no memory with the region."""
+        """Return an array like the user's that shares no memory with the region."""
         return self.of(region.copy() if self.may_keep(region.dtype) else region)
 
 
 def divided(values: Values, divisor: float, *, out: "Values | None" = None) -> Values:
-    """The quotients, in `out` or in fresh memory; 0 / 0 is NaN."""
+    """Return the quotients, in `out` or in fresh memory; 0 / 0 is NaN."""
     quotients = np.empty(values.shape, values.dtype) if out is None else out
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         for part, into in zip(parts_of(values), parts_of(quotients), strict=True):
@@ -212,7 +212,7 @@ def divided(values: Values, divisor: float, *, out: "Values | None" = None) -> V
 
 
 def insertion_order(tree: Tree) -> tuple[int, ...]:
-    """The indices of its leaves in the order in which its dicts were filled.
+    """Return the indices of the leaves in the order in which the dicts were filled.
 
     >>> tree = flatten({"model": {"b": 1, "a": 2}, "lm_head": 3})
     >>> [tree.paths[index] for index in insertion_order(tree)]
@@ -238,15 +238,15 @@ def _inserted(x: object, path: str) -> Iterator[str]:
 def describe(
     tree: Tree, indices: Iterable[int] | None = None, *, lazily: bool = False
 ) -> list[Leaf]:
-    """The tree's arrays; MLX arrays among them are evaluated, all in one go.
+    """Return the tree's arrays; those of MLX are evaluated, all at once.
 
     Args:
-        tree: the user's.
-        indices: of the leaves to describe; None: of all.
-        lazily: evaluate none; the values of MLX's arrays have the right shapes and mean nothing.
+        tree: the user's tree.
+        indices: the indices of the leaves to describe; None for all.
+        lazily: evaluate none; the values of MLX's arrays then have their shapes and are arbitrary.
 
     Raises:
-        UnsupportedArray: a leaf is no array, or of a dtype that does not travel.
+        UnsupportedArray: a leaf is not an array, or its dtype is not supported.
     """
     chosen = range(len(tree.leaves)) if indices is None else tuple(indices)
     if not lazily:
@@ -272,7 +272,7 @@ def _describe(x: object, path: str, *, lazily: bool) -> Leaf:
 
 
 def no_array(x: object, where: str) -> UnsupportedArray:
-    """The error for what is no array, with what to pass instead."""
+    """Return the error for a leaf that is not an array, with what to pass instead."""
     kind = type(x).__name__
     hint = ""
     if isinstance(x, bool | int | float):
@@ -285,7 +285,7 @@ def no_array(x: object, where: str) -> UnsupportedArray:
 
 
 def check_dtype(dtype: str, where: str) -> None:
-    """Raises UnsupportedArray, saying what is supported, unless the dtype is."""
+    """Raise UnsupportedArray, with the supported dtypes, unless the dtype is one of them."""
     if dtype not in WIRE_OF:
         raise UnsupportedArray(f"{where}{dtype} is not supported; use {', '.join(WIRE_OF)}")
 
@@ -308,13 +308,13 @@ def _numpy_leaf(x: "Values | np.generic", where: str) -> Leaf:
     return Leaf(dtype=name, values=values, rebuild=rebuild, takes_read_only=True)
 
 
-@lru_cache(maxsize=64)  # numpy puts the name together anew each time, slowly
+@lru_cache(maxsize=64)  # numpy builds the name each time, which is slow
 def _name_of(dtype: "np.dtype[Any]") -> str:
     return dtype.name
 
 
 def evaluate_mlx(leaves: Sequence[object]) -> None:
-    """Compute the MLX arrays among these, all in one go."""
+    """Compute the MLX arrays among these, all at once."""
     found = [x for x in leaves if is_mlx(x)]
     if found:
         from pmesh.client.trees import mlx  # noqa: PLC0415 - MLX is there, as the user has arrays of it
@@ -323,12 +323,12 @@ def evaluate_mlx(leaves: Sequence[object]) -> None:
 
 
 def is_mlx(x: object) -> bool:
-    """Whether x is an MLX array."""
+    """Return True if x is an MLX array."""
     return is_of("mlx.core", "array", x)
 
 
 def is_of(module: str, name: str, x: object) -> bool:
-    """Whether x is of that class, without importing its library for those who don't use it."""
+    """Return True if x is of that class; the library is not imported if nobody has."""
     kind = getattr(sys.modules.get(module), name, None)
     return isinstance(kind, type) and isinstance(x, kind)
 
@@ -340,9 +340,9 @@ def _multiply(values: Values, weight: float, into: Values) -> None:
 
 
 def _bfloat16_bits(values: Values) -> Values:
-    """float32 as bfloat16, rounded to nearest, ties to even; NaN stays NaN."""
+    """Return float32 as bfloat16, rounded to nearest, ties to even; NaN stays NaN."""
     bits = np.ascontiguousarray(values).view(np.uint32)  # with at least one dimension
     rounded = (bits + ((bits >> 16) & 1) + 0x7FFF) >> 16
-    quiet = (bits >> 16) | 0x0040  # rounding would carry a NaN's low bits into infinity
+    quiet = (bits >> 16) | 0x0040  # rounding could turn a NaN into infinity
     chosen = np.where(np.isnan(values), quiet, rounded)
     return chosen.astype(np.uint16).reshape(values.shape)

@@ -1,4 +1,4 @@
-"""MLX arrays; the only file that knows MLX, imported when the user has an array of it."""
+"""MLX arrays. Only this module uses MLX; it is imported when the user has an array of it."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -13,14 +13,14 @@ from pmesh.errors import ProtocolError
 
 
 def evaluate(arrays: Sequence[object]) -> None:
-    """Compute all of them at once, in this thread: MLX's streams belong to threads."""
+    """Compute all arrays at once, in this thread, as MLX's streams belong to threads."""
     mx.eval(*arrays)  # pyright: ignore[reportUnknownMemberType] - its stub leaves *args bare
 
 
 def describe(x: object, where: str, *, lazily: bool = False) -> Leaf:
-    """An evaluated array as numpy sees it, without a copy: its memory is shared with the CPU.
+    """Return an evaluated array as numpy sees it, without a copy, as the CPU shares its memory.
 
-    With `lazily` it need not be evaluated: the leaf's values have its shape and mean nothing.
+    With `lazily` it need not be evaluated: the leaf's values have its shape and are arbitrary.
     """
     array = cast("mx.array", x)
     dtype = str(array.dtype).removeprefix("mlx.core.")
@@ -42,10 +42,10 @@ def describe(x: object, where: str, *, lazily: bool = False) -> Leaf:
 
 
 def to_raw(x: object, where: str) -> RawArray:
-    """An evaluated array as its bytes."""
-    del where  # there is none that has no bytes
+    """Return the bytes of an evaluated array."""
+    del where  # no array raises an error
     array = cast("mx.array", x)
-    # A view in any case: `x += 1` frees or overwrites the memory of x, unless another array has it.
+    # Always a view: `x += 1` frees or overwrites the memory of x unless another array shares it.
     viewed = array.view(mx.uint16 if array.dtype == mx.bfloat16 else array.dtype)
     values = np.ascontiguousarray(cast("Values", np.array(viewed, copy=False))).reshape(-1)
     return RawArray(
@@ -57,8 +57,8 @@ def to_raw(x: object, where: str) -> RawArray:
 
 
 def from_raw(dtype: str, shape: tuple[int, ...], data: Values, like: object) -> mx.array:
-    """An array of a copy of these bytes; ProtocolError if none is like that."""
-    del like  # its memory is everyone's
+    """Return an array of a copy of these bytes; raise ProtocolError if MLX can't have it."""
+    del like  # MLX arrays have no device
     found = getattr(mx, "bool_" if dtype == "bool" else dtype, None)
     if not isinstance(found, mx.Dtype):
         raise ProtocolError(f"no MLX array has the dtype {dtype!r}")

@@ -1,4 +1,4 @@
-"""Arrays of any library as raw bytes, and back: nothing is converted, every dtype survives."""
+"""Arrays of any library as raw bytes, and back. Nothing is converted: every dtype is preserved."""
 
 import importlib
 import math
@@ -14,26 +14,26 @@ from pmesh.core.ops.reductions import Values
 from pmesh.errors import ProtocolError, UnsupportedArray, UsageError
 
 _ADAPTERS = {"mlx": "pmesh.client.trees.mlx", "torch": "pmesh.client.trees.torch"}
-_NOTATION = re.compile(r"[<>|][biufcmMSUV]\d{1,9}(\[\d{0,9}[a-zA-Z]{1,2}\])?")  # but no objects
+_NOTATION = re.compile(r"[<>|][biufcmMSUV]\d{1,9}(\[\d{0,9}[a-zA-Z]{1,2}\])?")  # no objects
 _BITS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64", 16: "complex128"}
-_EXTENSION = "ml_dtypes"  # where numpy has bfloat16 and its like from
+_EXTENSION = "ml_dtypes"  # the package that gives numpy bfloat16 and similar dtypes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawArray:
-    """An array of the user's as the bytes that it consists of."""
+    """An array of the user's as its bytes."""
 
     library: str
     """numpy, scalar (numpy's), mlx or torch."""
     dtype: str
-    """What that library calls it."""
+    """The library's name of the dtype."""
     shape: tuple[int, ...]
     data: Values
-    """Flat uint8; a view of the array's memory where it lies there in one piece."""
+    """Flat uint8; a view of the array's memory if that is in one piece."""
 
     @property
     def plain_dtype(self) -> str | None:
-        """As numpy names it, whatever the library; None unless it is of native numbers."""
+        """Numpy's name of the dtype, whatever the library; None unless it is of native numbers."""
         if self.library in _ADAPTERS or not self.dtype.startswith(("<", ">", "|")):
             return self.dtype
         return _plain_name(self.dtype)
@@ -54,7 +54,7 @@ class _Adapter(Protocol):
 
 
 def library_of(x: object) -> str | None:
-    """Whose array x is: numpy, mlx or torch; None if it is none."""
+    """Return the library of x: numpy, mlx or torch; None if x is not an array."""
     if isinstance(x, np.ndarray | np.generic):
         return "numpy"
     if is_of("mlx.core", "array", x):
@@ -63,9 +63,9 @@ def library_of(x: object) -> str | None:
 
 
 def to_raw(x: object, where: str) -> RawArray | None:
-    """The array's bytes; None if x is no array.
+    """Return the array's bytes; None if x is not an array.
 
-    MLX arrays must have been evaluated. Raises UnsupportedArray for what is more than its bytes.
+    MLX arrays must have been evaluated. Raises UnsupportedArray if x is more than its bytes.
     """
     library = library_of(x)
     if library is None:
@@ -76,10 +76,10 @@ def to_raw(x: object, where: str) -> RawArray | None:
 
 
 def describe_bits(tree: Tree) -> list[Leaf]:
-    """The tree's arrays as integers of their size, for calls that only move them.
+    """Return the tree's arrays as integers of the same size, for calls that only move them.
 
     Raises:
-        UnsupportedArray: a leaf is no array of numbers.
+        UnsupportedArray: a leaf is not an array of numbers.
     """
     evaluate_mlx(tree.leaves)
     return [_bits(x, path) for path, x in zip(tree.paths, tree.leaves, strict=True)]
@@ -112,7 +112,7 @@ def _bits(x: object, path: str) -> Leaf:
 
 
 def _swapped_dtype(x: object) -> "np.dtype[Any] | None":
-    """That of a numpy array in the other byte order."""
+    """Return the dtype of a numpy array in the other byte order; None for any other x."""
     if not isinstance(x, np.ndarray):
         return None
     dtype = cast("Values", x).dtype
@@ -122,17 +122,17 @@ def _swapped_dtype(x: object) -> "np.dtype[Any] | None":
 def from_raw(
     library: str, dtype: str, shape: tuple[int, ...], data: Values, *, like: object
 ) -> object:
-    """An array of these bytes, which it may keep as its memory.
+    """Return an array of these bytes, which it may keep as its memory.
 
     Args:
         library: as in `RawArray`.
-        dtype: as `RawArray` has it.
-        shape: as `RawArray` has it.
+        dtype: as in `RawArray`.
+        shape: as in `RawArray`.
         data: flat uint8, writable, its start aligned for every dtype.
-        like: what the user has in its place; a torch tensor goes to the same device.
+        like: the user's value that it replaces; a torch tensor goes to the same device.
 
     Raises:
-        ProtocolError: no array is like that.
+        ProtocolError: the library, dtype, shape or size is invalid.
         UsageError: the library is not installed here.
     """
     if library in ("numpy", "scalar"):
@@ -150,7 +150,7 @@ def from_raw(
 
 
 def check_size(data: Values, itemsize: int, shape: tuple[int, ...]) -> None:
-    """Raises ProtocolError unless the bytes are as many as the array has."""
+    """Raise ProtocolError unless the size of the data is that of the array."""
     if min(shape, default=0) < 0 or math.prod(shape) * itemsize != data.size:
         raise ProtocolError(f"{data.size} bytes for values of {itemsize} in the shape {shape}")
 
@@ -174,7 +174,7 @@ def _numpy_to_raw(x: "Values | np.generic", where: str) -> RawArray:
     return RawArray(library=library, dtype=name, shape=x.shape, data=data)
 
 
-@lru_cache(maxsize=64)  # numpy puts a name together anew each time, slowly
+@lru_cache(maxsize=64)  # numpy builds a name each time, which is slow
 def _name_of(dtype: "np.dtype[Any]") -> str | None:
     named = (name for name in (dtype.str, dtype.name) if _dtype_named(name) == dtype)
     return next(named, None)
@@ -189,7 +189,7 @@ def _numpy_from_raw(dtype: str, shape: tuple[int, ...], data: Values) -> Values:
 
 
 def _dtype_named(name: str) -> "np.dtype[np.generic] | None":
-    """By numpy's own notation, which has the byte order in it, or from the extension."""
+    """Return the dtype for numpy's notation, with the byte order, or for a name of ml_dtypes."""
     try:
         if _NOTATION.fullmatch(name):
             return np.dtype(name)
@@ -199,4 +199,4 @@ def _dtype_named(name: str) -> "np.dtype[np.generic] | None":
         dtype: np.dtype[np.generic] = np.dtype(found)
     except (ImportError, TypeError, ValueError):
         return None
-    return None if dtype.hasobject else dtype  # as of every class that is no dtype's
+    return None if dtype.hasobject else dtype  # a class that is no dtype becomes `object`

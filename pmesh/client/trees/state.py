@@ -1,7 +1,8 @@
-"""A training state as one run of bytes, and back.
+"""A training state as one sequence of bytes, and back.
 
-First a header: the tree's structure, its plain values, and each array's library, dtype and shape;
-then every array's memory, aligned. Two states are the same if their bytes are.
+The bytes begin with a header: the tree's structure, its plain values, and the library, dtype and
+shape of each array. Then comes the memory of each array, aligned. Two states are equal if their
+bytes are.
 """
 
 import copy
@@ -38,10 +39,10 @@ class _Bytes(_Node, frozen=True, tag="bytes"):
 
 
 class _LargeInteger(_Node, frozen=True, tag="integer"):
-    """Beyond the 64 bits of msgpack, as the state of numpy's PCG64 is."""
+    """An integer beyond the 64 bits of msgpack, as in the state of numpy's PCG64."""
 
     digits: str
-    """Hexadecimal."""
+    """The number, hexadecimal."""
 
 
 class _Array(_Node, frozen=True, tag="array"):
@@ -52,7 +53,7 @@ class _Array(_Node, frozen=True, tag="array"):
 
 
 class _Dict(_Node, frozen=True, tag="dict"):
-    """In the order of insertion: sums over it depend on the order, so it is part of the state."""
+    """A dict in its order of insertion, which is part of the state: sums over it depend on it."""
 
     keys: "tuple[_Scalar, ...]"
     children: "tuple[_Tree, ...]"
@@ -74,18 +75,18 @@ _decoder: msgspec.msgpack.Decoder[_Tree] = msgspec.msgpack.Decoder(_Tree)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """A state as bytes that lie where the user's arrays have them."""
+    """A state as bytes, in place in the user's arrays."""
 
     pieces: tuple[Values, ...]
     """Flat uint8; together they are the bytes of the state."""
     starts: tuple[int, ...]
-    """Of each piece among them."""
+    """The position of each piece in the bytes."""
     nbytes: int
     digest: tuple[int, int]
-    """Of all bytes, as two int64."""
+    """The hash of all bytes, as two int64."""
 
     def copy_to(self, region: Values, start: int) -> None:
-        """Copy the bytes from `start` on into a region (flat uint8), to its end or theirs."""
+        """Copy the bytes from `start` on into a region (flat uint8), until one of them ends."""
         stop = start + region.size
         touched = slice(bisect_right(self.starts, start) - 1, bisect_left(self.starts, stop))
         for position, piece in zip(self.starts[touched], self.pieces[touched], strict=True):
@@ -100,17 +101,17 @@ class Described:
     header: bytes
     """The structure and the plain values."""
     paths: tuple[str, ...]
-    """Of each array, such as `layers.0.weight`; two may be equal."""
+    """The path of each array, such as `layers.0.weight`; two may be equal."""
     arrays: tuple[RawArray, ...]
     """Views of the user's arrays."""
 
 
 def describe(state: object) -> Described:
-    """Take a state apart, without a copy of arrays that lie in one piece.
+    """Take a state apart, without copying arrays that lie in one piece.
 
     Raises:
         UnsupportedArray: it holds something else than dicts, lists, tuples, arrays and plain
-            values; the path is named.
+            values; the error names the path.
     """
     evaluate_mlx(flatten(state).leaves)
     found: list[tuple[str, RawArray]] = []
@@ -127,7 +128,7 @@ def describe(state: object) -> Described:
 
 
 def pack(state: object) -> Packed:
-    """The state's bytes; raises as `describe` does."""
+    """Return the bytes of the state; raises as `describe` does."""
     described = describe(state)
     header, arrays = described.header, described.arrays
     prefixed = len(header).to_bytes(_LENGTH_BYTES, "little") + header
@@ -144,22 +145,22 @@ def pack(state: object) -> Packed:
 
 
 def digest_of(hasher: xxhash.xxh3_128) -> tuple[int, int]:
-    """What has been hashed, as two int64: it travels in a `sync`."""
+    """Return the hash as two int64, which a `sync` sends."""
     digest = hasher.digest()
     first, second = (int.from_bytes(half, "big", signed=True) for half in (digest[:8], digest[8:]))
     return first, second
 
 
 def unpack_untrusted(data: Values, own: object) -> object:
-    """The state that these bytes are; its arrays may keep `data` as their memory.
+    """Return the state of these bytes; its arrays may keep `data` as their memory.
 
     Args:
         data: flat uint8, writable, aligned.
-        own: what the user has passed. Where a dict, list or tuple in it is of a class of its own,
-            such as a named tuple, the one in the same place becomes of that class.
+        own: the user's own state. If a dict, list or tuple in it has a class of its own, such as a
+            named tuple, the one in the same place gets that class.
 
     Raises:
-        ProtocolError: no state has these bytes.
+        ProtocolError: the bytes are not a state.
         UsageError: it holds arrays of a library that is not installed here.
     """
     length = int.from_bytes(data[:_LENGTH_BYTES].tobytes(), "little")
@@ -167,21 +168,21 @@ def unpack_untrusted(data: Values, own: object) -> object:
     try:
         tree = _decoder.decode(data[_LENGTH_BYTES:end].tobytes())
         position = end + -end % ALIGNMENT_BYTES
-        return _Builder(_behind(data, position)).build(tree, own)
+        return _Builder(_taker(data, position)).build(tree, own)
     except _NO_STATE as e:
         raise ProtocolError(f"not a state: {e}") from e
 
 
 def rebuild_untrusted(header: bytes, arrays: Iterable[Values], own: object) -> object:
-    """The state of which `describe` has made this header and these arrays.
+    """Return the state that `describe` has taken apart into this header and these arrays.
 
     Args:
         header: as in `Described`.
-        arrays: the bytes of each array, as `unpack_untrusted` wants them; they may be kept.
+        arrays: the bytes of each array, as for `unpack_untrusted`; they may be kept.
         own: as for `unpack_untrusted`.
 
     Raises:
-        ProtocolError: no state has these parts.
+        ProtocolError: the parts are not those of a state.
         UsageError: it holds arrays of a library that is not installed here.
     """
     given = iter(arrays)
@@ -194,8 +195,8 @@ def rebuild_untrusted(header: bytes, arrays: Iterable[Values], own: object) -> o
 _NO_STATE = (msgspec.MsgspecError, ValueError, TypeError, RecursionError)
 
 
-def _behind(data: Values, position: int) -> Callable[[int], Values]:
-    """What returns the next array of so many bytes, from a position on."""
+def _taker(data: Values, position: int) -> Callable[[int], Values]:
+    """Return a function that takes the next array, of so many bytes, from the data."""
 
     def take(nbytes: int) -> Values:
         nonlocal position
@@ -241,7 +242,7 @@ def _describe_plain(x: object, where: str) -> _Scalar:
 
 
 class _Builder:
-    """Makes a tree of a header and of arrays, which it takes in their order."""
+    """Builds a tree from a header and the arrays, which it takes in order."""
 
     def __init__(self, take: Callable[[int], Values]) -> None:
         self._take = take
@@ -295,7 +296,7 @@ class _Builder:
         kind = cast("type[Any]", type(template))
         if kind is tuple or len(template) != len(built):
             return tuple(built)
-        return getattr(kind, "_make", kind)(built)  # a named tuple's own way
+        return getattr(kind, "_make", kind)(built)  # the constructor of a named tuple
 
     def _in_order(self, children: tuple[_Tree, ...], own: Sequence[object]) -> list[object]:
         return [

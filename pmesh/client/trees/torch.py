@@ -1,6 +1,6 @@
-"""torch tensors; the only file that knows torch, imported when the user has one.
+"""torch tensors. Only this module uses torch; it is imported when the user has a tensor.
 
-torch is optional and may not be installed where this is checked, so it has no types here.
+torch is optional and may not be installed where types are checked, so it has no types here.
 """
 
 import importlib
@@ -17,9 +17,9 @@ torch: Any = importlib.import_module("torch")
 
 
 def describe(x: Any, where: str) -> Leaf:  # noqa: ANN401 - a torch.Tensor
-    """A tensor on any device as numpy sees it; on the CPU without a copy.
+    """Return a tensor on any device as numpy sees it; on the CPU without a copy.
 
-    The result is a plain tensor on the same device, outside of autograd, also for a Parameter.
+    `rebuild` makes a plain tensor on the same device, outside of autograd, also for a Parameter.
     """
     _check_dense(x, where)
     dtype = str(x.dtype).removeprefix("torch.")
@@ -36,7 +36,7 @@ def describe(x: Any, where: str) -> Leaf:  # noqa: ANN401 - a torch.Tensor
 
 
 def to_raw(x: Any, where: str) -> RawArray:  # noqa: ANN401 - a torch.Tensor
-    """A tensor on any device as its bytes."""
+    """Return the bytes of a tensor on any device."""
     _check_dense(x, where)
     flat = x.detach().to("cpu").resolve_neg().resolve_conj().contiguous().reshape(-1)
     return RawArray(
@@ -48,9 +48,9 @@ def to_raw(x: Any, where: str) -> RawArray:  # noqa: ANN401 - a torch.Tensor
 
 
 def from_raw(dtype: str, shape: tuple[int, ...], data: Values, like: Any) -> object:  # noqa: ANN401
-    """A tensor on the device of `like`, if that is one too; ProtocolError if none is like that.
+    """Return a tensor on the device of `like`, if that is one; on the CPU its memory is `data`.
 
-    On the CPU its memory is `data`.
+    Raises ProtocolError if torch has no such dtype, or the sizes do not fit.
     """
     found: Any = getattr(torch, dtype, None)
     if not isinstance(found, torch.dtype):
@@ -64,9 +64,9 @@ def from_raw(dtype: str, shape: tuple[int, ...], data: Values, like: Any) -> obj
 
 
 class _Memory:
-    """The memory of a tensor on the CPU for numpy, which keeps the tensor alive.
+    """The memory of a tensor on the CPU, for numpy; it keeps the tensor alive.
 
-    Not `Tensor.numpy`: that fixes the size of the storage for ever, and FSDP resizes it.
+    `Tensor.numpy` would fix the size of the storage forever, but FSDP resizes it.
     """
 
     def __init__(self, tensor: Any, dtype: "np.dtype[Any]") -> None:  # noqa: ANN401 - a torch.Tensor

@@ -201,7 +201,7 @@ def test_ranks_that_do_not_fit_together_hear_of_it_alike_and_stay_in_step(
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda m: m.all_gather(np.array(1)), pmesh.UsageError, "stacked=True can"),
+        (lambda m: m.all_gather(np.array(1)), pmesh.UsageError, "pass stacked=True"),
         (lambda m: m.all_gather(1.5), pmesh.UnsupportedArray, "a float is not an array"),
         (lambda m: m.all_gather([ONE]), pmesh.UnsupportedArray, "a list is not an array"),
         (lambda m: m.all_gather(np.array(["a"])), pmesh.UnsupportedArray, "arrays of numbers"),
