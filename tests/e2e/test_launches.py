@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pmesh.cli.launches import allow_run
 from tests.e2e.harness import TIMEOUT_S, Agent, Fleet, Running
 from tools.lab.net import NetLab
 
@@ -25,8 +26,7 @@ def ring(fleet: Fleet) -> list[Agent]:
     """Three machines; all allow every member to run commands."""
     agents = fleet.start_ring("mac-1", "mac-2", "mac-3")
     for agent in agents:
-        allowed = fleet.pmesh("allow", "run", "--as-root", home=agent.home)
-        assert allowed.returncode == 0, allowed.stderr
+        allow_run(agent.home, (), as_root=True, no=False)  # as 'pmesh allow run --as-root' does
     return agents
 
 
@@ -94,7 +94,7 @@ def test_the_number_before_a_line_is_the_rank_that_its_script_has_just_then(
 def test_a_machine_that_has_not_allowed_it_is_named_and_nothing_starts(
     fleet: Fleet, ring: list[Agent], tmp_path: Path
 ) -> None:
-    fleet.pmesh("allow", "run", "--no", home=ring[2].home)
+    allow_run(ring[2].home, (), as_root=False, no=True)
     done = fleet.pmesh(
         "run", "--on", "all", "--", "touch", str(tmp_path / "ran"), home=ring[0].home
     )
@@ -347,7 +347,7 @@ def test_machines_of_a_network_find_each_other_s_addresses(
     agents = [fleet.start_agent(name, host=host) for name, host in hosts.items()]
     fleet.await_view(*agents)
     for agent in agents:
-        fleet.pmesh("allow", "run", "--as-root", home=agent.home)
+        allow_run(agent.home, (), as_root=True, no=False)
     script = tmp_path / "train.py"
     script.write_text(source)
     options = ("--on", "all", "--engine", engine, "--restarts", "0")
@@ -458,7 +458,7 @@ def test_another_version_of_the_script_is_named_and_nothing_starts(
         (home / "project" / "train.py").write_text(f"print({home.name!r})")
     other = fleet.start_agent("mac-4", "--no-mdns", "--peer", ring[0].address, HOME=str(there))
     fleet.await_view(*ring, other)
-    fleet.pmesh("allow", "run", "--as-root", home=other.home)
+    allow_run(other.home, (), as_root=True, no=False)
     options = ("--on", "mac-1,mac-4", "--cwd", str(here / "project"))
     started = fleet.start_command(
         "run", *options, "--", "train.py", home=ring[0].home, HOME=str(here)

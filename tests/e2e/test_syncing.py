@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pmesh.cli.launches import allow_run
 from tests.e2e.harness import TIMEOUT_S, Agent, Fleet
 from tools.lab.net import NetLab
 
@@ -51,8 +52,7 @@ def machines(fleet: Fleet, make_lab: Callable[[int], NetLab]) -> list[Agent]:
         agents.append(fleet.start_agent(name, host=host, HOME=str(own)))
     fleet.await_view(*agents)
     for agent in agents:
-        allowed = fleet.pmesh("allow", "run", "--as-root", home=agent.home)
-        assert allowed.returncode == 0, allowed.stderr
+        allow_run(agent.home, (), as_root=True, no=False)  # as 'pmesh allow run --as-root' does
     return agents
 
 
@@ -126,7 +126,7 @@ def test_what_forbids_a_start_is_named_and_nothing_starts_or_stays(
     done = run(fleet, machines[0], project, "--", "train.py")
     assert "'data' is a link to '/mnt/data', outside of the directory" in done.stderr
     (project / "data").unlink()
-    fleet.pmesh("allow", "run", "--no", home=machines[2].home)
+    allow_run(machines[2].home, (), as_root=False, no=True)
     done = run(fleet, machines[0], project, "--", "touch", str(project / "ran"))
     assert done.returncode == 1
     assert done.stderr == (
@@ -190,7 +190,7 @@ def test_a_disk_without_room_for_the_files_is_named_and_nothing_starts(
 ) -> None:
     ring = fleet.start_ring("mac-1", "mac-2")
     for agent in ring:
-        fleet.pmesh("allow", "run", "--as-root", home=agent.home)
+        allow_run(agent.home, (), as_root=True, no=False)
     (project / "weights").write_bytes(os.urandom(2 << 20))
     done = run(fleet, ring[0], project, "--", "touch", str(project / "ran"))
     assert done.returncode == 1
@@ -208,7 +208,7 @@ def test_a_full_disk_under_the_output_is_named_and_the_ranks_go_on(
 ) -> None:
     ring = fleet.start_ring("mac-1", "mac-2")
     for agent in ring:
-        fleet.pmesh("allow", "run", "--as-root", home=agent.home)
+        allow_run(agent.home, (), as_root=True, no=False)
     with (small_disk / "filler").open("wb", buffering=0) as file:
         try:
             while True:
@@ -242,7 +242,7 @@ def slow_line(fleet: Fleet, make_lab: Callable[[int], NetLab]) -> list[Agent]:
     agents = [fleet.start_agent(f"mac-{host.number}", host=host) for host in lab.hosts]
     fleet.await_view(*agents)
     for agent in agents:
-        fleet.pmesh("allow", "run", "--as-root", home=agent.home)
+        allow_run(agent.home, (), as_root=True, no=False)
     return agents
 
 
