@@ -9,8 +9,8 @@ from collections import deque
 from typing import Final
 
 MEMORY_S: Final = 10.0
-"""What happened so long ago counts a third: the time of a step may vary, as with a validation."""
-_KEPT: Final = 3  # changes that are kept however old: steps may take minutes
+"""What happened this long ago counts a third: steps take different times, as with a validation."""
+_KEPT: Final = 3  # as many changes are kept however old they are: steps may take minutes
 
 
 class OwnTime:
@@ -58,7 +58,7 @@ class Speed:
     def note(self, count: int, now: float) -> None:
         """The count has this value now."""
         changes = self._changes
-        if changes and count < changes[-1][1]:  # another history is kept, or a job begins anew
+        if changes and count < changes[-1][1]:  # another history has won, or the job begins again
             changes.clear()
         if not changes or count > changes[-1][1]:
             changes.append((now, count))
