@@ -28,7 +28,7 @@ _TAKEN = (
     errno.EEXIST,
     errno.ENOTDIR,
     errno.ELOOP,
-)  # by a file or a link of what counts as its name
+)  # a file or a link already has the name, or one that the disk takes for it
 
 
 def copy_path(home: Path, launch: PathName, tree: TreeName) -> Path:
