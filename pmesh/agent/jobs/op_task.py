@@ -48,7 +48,7 @@ BEAT_EVERY_OPS = 8  # unstable ops: after so many, a heartbeat with our progress
 RANKS_POLL_S = 0.1  # while there are too few ranks: half a heartbeat
 
 _CODED_DTYPE = "float32"
-_MOST_RANKS = 1024  # that a job can wait for: newcomers may make a sync's table longer
+_MOST_RANKS = 1024  # as many as a job can wait for; newcomers may make a sync's table longer
 
 Reply: TypeAlias = tuple[OpDone | OpFailed, Arena | None]
 """The reply, and the output arena that it names, which stays until the next op has ended."""

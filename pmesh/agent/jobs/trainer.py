@@ -459,7 +459,7 @@ class _Trainer:
             await self._arenas.rest()
 
     def _look_at(self, rank: LocalRank, process: TrainerProcess) -> None:
-        """Report if the trainer's process was stopped or runs again; in the end it is lost."""
+        """Report that the trainer's process is stopped or runs again; after a long stop, a loss."""
         stopped_s = process.stopped_for_s(trio.current_time())
         if rank.stopped != (stopped_s is not None):
             rank.stopped = stopped_s is not None

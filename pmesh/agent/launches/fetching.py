@@ -1,4 +1,4 @@
-"""Fetches what ranks have written into their copies to the machine that started the launch.
+"""Brings what ranks have written into their copies to the machine that started the launch.
 
 `pmesh run --sync` sends a directory out; this brings back what is new. A machine gives it only to
 the node for which it made the copy, while that node may still run commands there. Links are never

@@ -136,7 +136,7 @@ class PartHere:
         return "over" if self.is_over else "ending" if self.state.ends else "running"
 
     async def run(self) -> None:
-        """Pass time and send the output, until all has ended and the starter has read it."""
+        """Act on deadlines and send the output, until all has ended and the starter has read it."""
         with self._scope:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._send_output)
@@ -180,12 +180,12 @@ class PartHere:
             self._tell()
 
     def give_up(self, generation: int, rank: int) -> None:
-        """Don't start a rank that fails again; the starter has decided it."""
+        """Stop restarting a rank that fails, as the starter has decided."""
         if generation == self.state.generation:
             self._apply(decide.give_up(self.state, rank))
 
     def rank_is(self, session: int, number: int) -> None:
-        """Note the rank of its job by which the program of this session now knows itself."""
+        """Note the rank that the program of this session now has in its job."""
         for rank, child in self._children.items():
             if child.session == session:
                 self._numbers[rank] = number

@@ -17,7 +17,7 @@ class Permission(msgspec.Struct, frozen=True, kw_only=True):
     everyone: bool = False
     """Whether every member of the mesh may run commands."""
     members: tuple[str, ...] = ()
-    """Else these may: node ids as text. A member chooses its name, but not its node id."""
+    """Otherwise only these may, by node id as text: a member chooses its name, but not its id."""
     as_root: bool = False
     """Whether commands may run as root, if the agent does."""
 

@@ -18,7 +18,7 @@ from pmesh.ids import OpNumber, TrainerId
 
 MAX_UNSTABLE_OPS = 32  # half of the arenas of a session; with more, the next op waits (O2)
 MAX_UNSTABLE_BYTES = 256 * 1024 * 1024  # the same; but one result of any size may be retained
-LANE_GRACE_S = 1.0  # a lost machine's lane breaks before its link, which tells the better reason
+LANE_GRACE_S = 1.0  # a lane of a lost machine breaks before its link: wait for the link's reason
 LANE_ATTEMPTS = 3  # an op that breaks its lanes thrice fails
 ASK_AGAIN_S = 1.0  # five heartbeats: by then the request for a result, or the link, is lost
 FOREVER_S = 1e9  # a timeout may be infinite, which no clock can wait for
@@ -173,7 +173,7 @@ def begin_attempt(rank: RankState[Any], op: OpState, now: float) -> None:
 
 
 def differs(rank: RankState[Any], op: OpNumber, why: str) -> Verdict:
-    """O8: return the verdict for an op as which another rank has called something else."""
+    """O8: return the verdict when another rank has called something else as this op."""
     return Verdict("OpMismatch", f"op {op} of job {rank.roster.job!r}: {why}", (rank.id,))
 
 

@@ -254,7 +254,7 @@ class JobsState(Generic[AnyWaiting, AnyRank]):
             self._report_absent(roster, trainer)
             return None
         rank = self._make_rank(roster, trainer, waiter)
-        if self._stall_guard:  # V8: the view in which it begins came during our sleep, too
+        if self._stall_guard:  # V8: the view in which it begins may be outdated, too
             rank.fence("own stall")
         self.ranks.append(rank)
         waiter.rank = rank

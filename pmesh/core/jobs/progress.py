@@ -71,7 +71,7 @@ class Progress:
         )
 
     def stopped(self, rank: RankState[Any], op: OpNumber) -> frozenset[TrainerId]:
-        """Return the ranks for which an op waits because their processes have been stopped."""
+        """Return the ranks that an op waits for and whose processes have been stopped."""
         return frozenset(
             other
             for other in self.late(rank, op)

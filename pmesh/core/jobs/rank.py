@@ -221,7 +221,7 @@ class RankState(Generic[R]):
         return released
 
     def _has_returned(self, op: OpNumber) -> bool:
-        """Return whether the trainer took the op, which fails, for a success; if stable, it did."""
+        """Return whether the trainer took this failed op for a success; it did if it is stable."""
         if op < self.trainer.enters or op in self._failed:
             return False
         report = self.ledger.ops.get(op)
@@ -297,7 +297,7 @@ class RankState(Generic[R]):
         self.ledger = ledgers.fail(self.ledger, outcome)
 
     def stabilize(self, mark: int) -> tuple[R, ...]:
-        """Give up the results up to op `mark`: every rank has ended these ops."""
+        """Return the results up to op `mark`, to be released: every rank has ended these ops."""
         if self.running is not None:  # a view may have failed it before its trainer knows
             mark = min(mark, self.running - 1)
         if (

@@ -81,8 +81,8 @@ def islands_of(edges: Edges) -> Islands:
     """Return the runs of ranks between which all edges are ISLAND_FACTOR times faster.
 
     The time of one full record is compared with that of the ring's slowest edge. Islands, and the
-    ranks of each, are in ring order; one may hold the last ranks and the first. The result is ()
-    unless there are two islands, one of them with two ranks: else the ring is an ordinary one.
+    ranks of each, are in ring order; one may hold the last ranks and the first. Without at least
+    two islands, one of which has at least two ranks, the ring is an ordinary one: the result is ().
     """
     size, times = len(edges), _times_along(edges)
     slowest = max(times, default=0)

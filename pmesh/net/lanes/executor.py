@@ -333,7 +333,7 @@ class Pipeline:
         self._threads: _Threads | None = None
 
     def note_progress(self) -> None:
-        """Make the stages that wait for PROGRESS check again; any stage that gets further calls."""
+        """Make stages that wait for PROGRESS check again; a stage that gets further calls this."""
         if self._threads is None:
             self._waiting.unpark_all()
         else:

@@ -389,7 +389,7 @@ class MultipathLane(Lane):
                 for subflow in list(self._subflows.values()):
                     with self._losing(subflow):
                         self._write(subflow, now)
-                for subflow in self._subflows.values():  # others take over what a lost one had
+                for subflow in self._subflows.values():  # others may have got what a lost one had
                     self._show_interest(subflow)
                 self._set_wake(outside)
 

@@ -18,7 +18,7 @@ from pmesh.core.wire.records import Preamble, encode_preamble, subflow_key
 from pmesh.net.lanes.lane import WAKE_UP_BYTES, Lane
 
 _LOCAL_BUFFER_BYTES = 1024 * 1024  # macOS gives a socket pair 8 KiB: 64 switches a segment
-_SAME_MACHINE_BUFFER_BYTES = 512 * 1024  # a segment, in pages that a core still has next time
+_SAME_MACHINE_BUFFER_BYTES = 512 * 1024  # one segment, whose pages stay in a core's cache
 
 
 async def dial_lane(
@@ -106,7 +106,7 @@ def local_lanes(offer: OfferLane, *, peers: tuple[str, str]) -> tuple[Lane, Lane
 
 def _lane_over(stream: trio.SocketStream, offer: OfferLane, *, sending: bool, peer: str) -> Lane:
     # Not trio's socket, whose calls always yield: `post` must send without giving up its turn.
-    family = stream.socket.family  # macOS does not tell it from the descriptor of a reset socket
+    family = stream.socket.family  # macOS can't look it up for the descriptor of a reset socket
     sock = socket.socket(family, socket.SOCK_STREAM, fileno=stream.socket.detach())
     if not _is_within_one_machine(sock):
         # Between machines the system's own send buffer is better: it grows with the data under way.
