@@ -269,7 +269,7 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
         self.membership.reevaluate()
 
     def beat(self) -> None:
-        """Send the others how far our ranks have come."""
+        """Send the others at once how far our ranks have come."""
         self.stabilize()
         self.membership.beat()
 

@@ -86,25 +86,25 @@ class LocalRank(RankState[Result]):
     # --- what the views decide, and the op task waits for
 
     def fence(self, why: Fence) -> None:
-        """Note also since when the running op stands still."""
+        """Also note since when the running op stands still."""
         super().fence(why)
         if self.running is not None and self.halted_since is None:
             self.halted_since = max(self.lanes.moved_at, self.busy_since or 0.0)
 
     def lift(self, fence: Fence) -> None:
-        """Wake also the tasks that wait for it."""
+        """Also wake the tasks that wait for it."""
         super().lift(fence)
         self._wake()
 
     def learn(self, known: Collection[KnownPrimary]) -> None:
-        """Wake also the tasks that wait for a quorum."""
+        """Also wake the tasks that wait for a quorum."""
         before = self.may_run
         super().learn(known)
         if self.may_run and not before:
             self._wake()
 
     def follow(self, roster: Roster) -> bool:
-        """End also the attempt if the number has changed; `lanes.begin` opens the next lanes."""
+        """Also end the attempt if the number has changed; `lanes.begin` opens the next lanes."""
         renumbered = super().follow(roster)
         if renumbered:
             self.costs = RingCosts()
@@ -134,7 +134,7 @@ class LocalRank(RankState[Result]):
         return self.lanes.peers()
 
     def end(self, verdict: Verdict) -> tuple[Result, ...]:
-        """End also the attempt, and free the memory of results."""
+        """Also end the attempt, and free the memory of results."""
         self._stop_attempt()
         self.lanes.close()
         released = super().end(verdict)
@@ -143,12 +143,12 @@ class LocalRank(RankState[Result]):
         return released
 
     def start(self, op: OpNumber, call: Call) -> None:
-        """Note also that nothing has interrupted the op yet."""
+        """Also note that nothing has interrupted the op yet."""
         super().start(op, call)
         self.halted_since = None
 
     def stabilize(self, mark: int) -> tuple[Result, ...]:
-        """Free also the memory of the results, and wake the task that waits for room."""
+        """Also free the memory of the results, and wake the task that waits for room."""
         before = self.ledger.stable
         released = super().stabilize(mark)
         self._release(released)

@@ -128,7 +128,7 @@ def _check_module(
 
 
 def _module_in(arguments: Sequence[str]) -> str:
-    """The module that Python would run; "" if it would run something else."""
+    """Return the module that Python would run; "" if it would run something else."""
     words = iter(arguments)
     for word in words:
         if word == "-m":

@@ -29,16 +29,16 @@ class CallCount:
         """How many ops had been called when the current call began."""
 
     def begin(self) -> None:
-        """The program makes a call."""
+        """Note that the program makes a call."""
         self.made += 1
         self._ops_before = self.ops
 
     def op_called(self) -> None:
-        """The call runs one more op."""
+        """Note that the call runs one more op."""
         self.ops += 1
 
     def compared(self, most: int) -> None:
-        """The counts of all ranks have been compared; the highest is `most`."""
+        """Note that all ranks have compared their counts; the highest is `most`."""
         self.doubtful, self._ops_before = False, self.ops
         self._resumes_at = most
 
@@ -53,12 +53,12 @@ class CallCount:
         )
 
     def failed(self) -> None:
-        """The call has ended with an error."""
+        """Note that the call has ended with an error."""
         if self.ops > self._ops_before:
             self.doubtful = True  # another rank may have seen it end well, or in another call
         elif not self.why_skipped():
             self.made -= 1  # no other rank knows of this call
 
     def synced(self) -> None:
-        """All ranks have made the same call, a `sync`, and newcomers with them."""
+        """Begin to count anew: all ranks, and newcomers, have made the same call, a `sync`."""
         self.made, self._resumes_at, self.doubtful = 0, 0, False

@@ -22,12 +22,12 @@ class OwnTime:
         self._calls = False
 
     def begin_call(self, now: float) -> None:
-        """The trainer has made a call."""
+        """Note that the trainer has made a call."""
         self._pass(now)
         self._calls = True
 
     def end_call(self, now: float) -> None:
-        """The call returns."""
+        """Note that the call returns."""
         self._pass(now)
         self._calls = False
 
@@ -56,7 +56,7 @@ class Speed:
         self._changes: deque[tuple[float, int]] = deque()
 
     def note(self, count: int, now: float) -> None:
-        """The count has this value now."""
+        """Note that the count has this value now."""
         changes = self._changes
         if changes and count < changes[-1][1]:  # another history has won, or the job begins again
             changes.clear()

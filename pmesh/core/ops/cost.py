@@ -177,7 +177,7 @@ def _tree_ns(edges: Edges, nbytes: int) -> int:
 
 
 def _centralized_ns(edges: Edges, nbytes: int) -> int:
-    """The root receives all, then sends all."""
+    """Predict that the root receives all, then sends all."""
     others = range(1, len(edges))
     used = [*(edges[rank][0] for rank in others), *(edges[0][rank] for rank in others)]
     each_way = len(others) * nbytes
@@ -199,7 +199,7 @@ def _chain_ns(edges: Edges, nbytes: int) -> int:
 
 
 def _direct_ns(edges: Edges, nbytes: int) -> int:
-    """All edges are used at once, by records that are passed on as they arrive."""
+    """Predict that all edges are used at once, by records that are passed on as they arrive."""
     size = len(edges)
     used = [edges[a][b] for a in range(size) for b in range(size) if a != b]
     each_step = -(-nbytes // size) * (size - 1)
