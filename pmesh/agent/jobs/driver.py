@@ -1,6 +1,6 @@
-"""All jobs of one agent: carries out what `pmesh.core.jobs.jobs` says, with lanes and memory.
+"""The driver of an agent's jobs: it carries out what `pmesh.core.jobs.jobs` decides.
 
-It follows the views (`pmesh.agent.mesh.membership.Follower`), and gives the ops what they need.
+It follows the views (`pmesh.agent.mesh.membership.Follower`), and gives ops lanes and memory.
 """
 
 from collections.abc import Collection, Iterable
@@ -45,7 +45,7 @@ class JobSpeed:
         self.steps, self.ops = Speed(), Speed()
 
     def note(self, marks: Collection[RankProgress], now: float) -> None:
-        """Its ranks are known to have come so far."""
+        """Note how far the job's ranks are known to have come."""
         self.steps.note(max((mark.step for mark in marks), default=0), now)
         self.ops.note(max((mark.completed for mark in marks), default=-1), now)
 
@@ -71,13 +71,13 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
         self.exits = ProcessExits()
         self.results = ResultServer(tasks, self.ranks, self)
         self.speeds: dict[tuple[JobName, Epoch], JobSpeed] = {}
-        """Of the jobs of the view, whether they have ranks here or not."""
+        """The speed of each job of the view, whether it has ranks here or not."""
         self._ended_traffic = (0, 0)
 
     # --- trainers come and go (`pmesh.agent.jobs.trainer`)
 
     def enlist(self, request: Connect, arenas: SessionArenas) -> WaitingTrainer:
-        """A trainer waits for its job to begin, or to enter it."""
+        """Add a trainer that waits for its job to begin, or to enter it."""
         waiter = WaitingTrainer(
             job=JobName(request.job),
             wait_for=request.wait_for,
@@ -91,33 +91,33 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
         return waiter
 
     def withdraw(self, waiter: WaitingTrainer) -> None:
-        """The trainer no longer waits; if the job begins all the same, its rank is lost."""
+        """Remove a trainer that waits no longer; if its job has begun, its rank is lost."""
         self.waiters.pop(waiter.slot, None)
         if waiter.rank is not None:
             self.depart(waiter.rank, "is lost: its trainer left")
         self.reevaluate()
 
     def depart(self, rank: LocalRank, why: str) -> None:
-        """The trainer is gone, or has been stopped for too long: the others go on without it."""
+        """Note that a trainer is gone, or was stopped for too long: its job goes on without it."""
         if self.leave(rank, why, trio.current_time()):
             self._report_losses([rank])
 
     def waiting_for(self, job: JobName) -> dict[Member, int]:
-        """How many trainers wait for the job at each member of the view."""
+        """Return how many trainers wait for the job at each member of the view."""
         return self.waiting_at(self.membership.state, job)
 
     def has_no_room_for(self, waiter: WaitingTrainer) -> bool:
-        """Whether a trainer waits here for which the view has no room."""
+        """Return whether the view has no room for a trainer that waits here."""
         return self.lacks_room(self.membership.state, waiter, trio.current_time())
 
     # --- what the agreement reads and decides
 
     def facts(self) -> Facts:
-        """What the local jobs want and have."""
+        """Return what the local jobs want and have."""
         return self.known(self.membership.state, trio.current_time())
 
     def install(self, view: View) -> None:
-        """The view is in force: jobs begin, go on under another number, or are over."""
+        """Follow a view that is in force: jobs begin, go on under another number, or end."""
         installed = self.follow(self.membership.state, view, trio.current_time())
         for rank in installed.ended:
             self._forget(rank)
@@ -131,17 +131,17 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
         self.results.answer_early()
 
     def lost(self, member: Member) -> None:
-        """A peer is gone, and with it all that waits for it to be in a view with us."""
+        """Drop all that a peer has asked for and that waits here: the peer is gone."""
         self.results.forget(member)
         self.rendezvous.lose(member)
 
     def awaits_lane(self, edge: LaneKey) -> bool:
-        """Whether an edge leads to one of our ranks, under its present roster."""
+        """Return whether a lane leads to a local rank, under that rank's current roster."""
         ends = (rank for rank in self.ranks if rank.id == edge.receiver)
         return any(rank.lanes.edge(edge.sender, rank.id, edge.op) == edge for rank in ends)
 
     def marked(self, member: Member, heartbeat: Heartbeat) -> None:
-        """A peer has reported how far its ranks have come, and what it has installed."""
+        """Note what a peer's heartbeat says of its ranks, and which views it has installed."""
         heard = self.hear(self.membership.state, member, heartbeat)
         for mark in heard.stops:
             self.note_stop(mark)
@@ -149,7 +149,7 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
             self.reevaluate()
 
     def note_stop(self, mark: RankProgress) -> None:
-        """A trainer's process has been stopped, here or elsewhere, or runs again."""
+        """Record that a trainer's process, here or elsewhere, was stopped or runs again."""
         roster = self.membership.view.roster_of(mark.job)
         if roster is None:
             return
@@ -161,7 +161,7 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
             self.event_log.note("trainer continued", f"{name} runs again", job=mark.job)
 
     def poll(self) -> None:
-        """With each heartbeat: check what no message reports."""
+        """Check, with each heartbeat, what no message reports."""
         for rank in self.ranks:
             rank.lanes.note_traffic()
             self._note_bandwidths(rank)
@@ -193,13 +193,13 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
                 self.membership.probing.note(trainer.member, hosts, mbit_s)
 
     def _patience_s(self, rank: LocalRank) -> float:
-        """How long the peer at the slower of the two edges may be silent before it is gone."""
+        """Return how long the neighbour on the slower link may be silent before it is gone."""
         peers = () if rank.rank is None else rank.neighbours()
         known = [h for peer in peers if (h := self.membership.health_of(peer.member.node))]
         return max((h.gone_after_s for h in known), default=WIRED.gone_after_s)
 
     def _report_losses(self, ranks: Iterable[LocalRank]) -> None:
-        """Note all before the leader is asked: its view may come at once."""
+        """Record all losses before the leader is asked, whose view may come at once."""
         leaving = [
             (r.roster.job, r.view_request.verdict) for r in ranks if r.view_request is not None
         ]
@@ -210,7 +210,7 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
             self.reevaluate()
 
     def _forget(self, rank: LocalRank) -> None:
-        """It is no longer among ours."""
+        """Clean up after a rank that has ended here."""
         self._ended_traffic = sum_of(self._ended_traffic, rank.lanes.traffic)
         if all(other.roster.job != rank.roster.job for other in self.ranks):
             self.rendezvous.forget(rank.roster.job, below=rank.roster.number + 1)
@@ -218,7 +218,7 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
     # --- a group rests
 
     def rest(self, rank: LocalRank) -> None:
-        """Ask the receivers of its lanes to close them until its next op."""
+        """Ask the receivers of a rank's lanes to close them until its next op."""
         roster = rank.roster
         for receiver in rank.lanes.ask_to_rest(self.rendezvous):
             trainer = roster.trainer(receiver)
@@ -229,7 +229,7 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
                 )
 
     def rest_lane(self, member: Member, message: RestLane) -> None:
-        """A lane's sender asks to close it, or its receiver has answered."""
+        """Answer a lane's sender, which asks to close it, or take the receiver's answer."""
         if message.agreed is None:
             rank = self._end_of_lane(member, message, message.receiver, message.sender)
             agreed = (
@@ -248,7 +248,7 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
     def _end_of_lane(
         self, member: Member, message: RestLane, own: TrainerId, peer: TrainerId
     ) -> LocalRank | None:
-        """Our rank at a lane's end, if the other end is that member's."""
+        """Return the local rank at one end of a lane, if the other end is at that member."""
         run = message.job, message.born, message.number
         for rank in self.ranks:
             roster, trainer = rank.roster, rank.roster.trainer(peer)
@@ -265,29 +265,29 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
     # --- what surrounds an op
 
     def reevaluate(self) -> None:
-        """A fact has changed."""
+        """Tell the agreement that a fact has changed."""
         self.membership.reevaluate()
 
     def beat(self) -> None:
-        """Send the others how far our ranks have come."""
+        """Send the others at once how far our ranks have come."""
         self.stabilize()
         self.membership.beat()
 
     def ask(self, member: Member, message: AskResult) -> None:
-        """Send on the link to the member."""
+        """Send the member a request for a result."""
         self.membership.send(member, message)
 
     def round_trips_s(self, members: Iterable[Member]) -> dict[Member, float]:
-        """The least ones, to those of these that have been measured."""
+        """Return the least round trip to each of these members that has been measured."""
         return self.membership.round_trips_s(members)
 
     def newcomers(self, rank: LocalRank) -> int:
-        """How many trainers wait to enter the job."""
+        """Return how many trainers wait to enter the job."""
         now = trio.current_time()
         return self.newcomers_to(self.membership.state, rank.roster.job, now)
 
     def runs_without_sync(self, job: JobName) -> bool:
-        """O6: the job has begun to run ops, and has never called `sync`: nobody can enter it."""
+        """O6: return whether the job runs ops but has never called `sync`, so none can enter it."""
         roster = self.membership.view.roster_of(job)
         return roster is not None and self.progress.show_no_sync(roster)
 
@@ -300,7 +300,7 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
         return total
 
     def close(self) -> None:
-        """The agent ends: so do all lanes."""
+        """Close all lanes, as the agent ends."""
         for rank in self.ranks:
             rank.lanes.close()
         self.rendezvous.close()

@@ -1,7 +1,7 @@
-"""Runs one op of one rank: try, wait for the leader where it is stuck, try again, or fetch.
+"""Runs one op of one rank, from the request to the reply.
 
-A straight line from the request to the reply; what comes next is decided in
-`pmesh.core.jobs.attempt`.
+`pmesh.core.jobs.attempt` decides what comes next: an attempt, a wait for a view, another attempt,
+or a fetch of the result.
 """
 
 from dataclasses import dataclass, replace
@@ -44,14 +44,14 @@ from pmesh.net.lanes.ring import RingPosition, Tensors, all_reduce_coded
 from pmesh.net.local.arenas import Arena
 
 NOTHING = Result(arena=None, nbytes=0)
-BEAT_EVERY_OPS = 8  # unstable ones: a heartbeat with our progress goes ahead of time
+BEAT_EVERY_OPS = 8  # unstable ops: after so many, a heartbeat with our progress goes early
 RANKS_POLL_S = 0.1  # while there are too few ranks: half a heartbeat
 
 _CODED_DTYPE = "float32"
-_MOST_RANKS = 1024  # that a job can wait for: newcomers may make a sync's table longer
+_MOST_RANKS = 1024  # as many as a job can wait for; newcomers may make a sync's table longer
 
 Reply: TypeAlias = tuple[OpDone | OpFailed, Arena | None]
-"""The reply, and the output arena that it names; it stays until the next op has ended."""
+"""The reply, and the output arena that it names, which stays until the next op has ended."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,16 +62,16 @@ class Op(OpState):
     source: Result | None
     result: Result
     codec: Codec | None = None
-    """Of a compressed all-reduce."""
+    """The codec of a compressed all-reduce."""
     residual: Result | None = None
     residual_out: Result | None = None
     clipped: int = 0
-    """By the codec, in the last attempt."""
+    """How many values the codec has clipped in the last attempt."""
     attempts: int = 0
 
     @property
     def kind(self) -> str:
-        """What is called."""
+        """The kind of the op."""
         return self.call.kind
 
     @property
@@ -81,7 +81,7 @@ class Op(OpState):
 
     @property
     def row_bytes(self) -> int:
-        """Of a table: what each rank gives."""
+        """The bytes that each rank gives to a table."""
         return self.request.count * WIRE_DTYPES[self.request.wire_dtype].itemsize
 
     @property
@@ -91,7 +91,7 @@ class Op(OpState):
 
 
 async def run_op(rank: LocalRank, request: StartOp, jobs: Jobs) -> Reply:
-    """Run the op to its end, the same at all ranks.
+    """Run the op to its end, which is the same at all ranks.
 
     Raises:
         ProtocolError: no pmesh client would send this request.
@@ -131,7 +131,7 @@ def _doomed(request: StartOp, verdict: Verdict) -> Op:
 
 
 async def _attempt(rank: LocalRank, op: Op, jobs: Jobs) -> Reply:
-    """One try. Whatever can't go on waits here for the view change that cancels it."""
+    """Make one attempt. If it can't go on, it waits here for a view change that cancels it."""
     try:
         while True:
             step = attempts.next_step(
@@ -214,7 +214,7 @@ def _deliver(rank: LocalRank, op: Op, jobs: Jobs) -> Reply:
 
 
 def _note_halt(rank: LocalRank, op: Op, jobs: Jobs) -> None:
-    """An op has ended that a view change had interrupted."""
+    """Record how long an op stood still that a view change had interrupted."""
     since, rank.halted_since = rank.halted_since, None
     halted_s = trio.current_time() - (since or 0.0)
     jobs.event_log.note(
@@ -240,7 +240,7 @@ def _ranks(count: int) -> str:
 
 
 async def _fetch(rank: LocalRank, op: Op, outcome: OpOutcome, jobs: Jobs) -> None:
-    """O2: the op has been completed by others."""
+    """O2: fetch the result of an op that others have completed."""
     op.contributors, op.holds = outcome.contributors, op.gets
     if op.result.is_input or not op.gets:
         return  # a broadcast's root had the result all along, and I8: its input is never written
@@ -256,7 +256,7 @@ async def _fetch(rank: LocalRank, op: Op, outcome: OpOutcome, jobs: Jobs) -> Non
 
 
 def check_request(rank: LocalRank, request: StartOp) -> None:
-    """Refuse what no client of ours sends: a trainer must not be able to end its agent.
+    """Refuse a request that no pmesh client sends: a trainer must not be able to end its agent.
 
     Raises:
         ProtocolError: it is such a request.
@@ -289,7 +289,7 @@ def _fits(rank: LocalRank, request: StartOp) -> bool:
 
 
 def _check_coding(request: StartOp) -> None:
-    """Raises ValueError if what is asked of the ring's codec, or without one, has no meaning."""
+    """Raise ValueError if the request does not fit the ring's codec, or the lack of one."""
     call, name = request.call, ring_codec_name(request.call.compression)
     arenas = [a for a in (request.arena, request.residual, request.residual_out) if a >= 0]
     if len(set(arenas)) < len(arenas):
@@ -313,7 +313,7 @@ def _extent(rank: LocalRank, request: StartOp) -> Extent:
 
 
 async def lay_out(rank: LocalRank, request: StartOp) -> Op:
-    """Find the input region, and a free output region where the op has one.
+    """Find the input region, and a free output region if the op has one.
 
     Raises:
         ProtocolError: the request names no input where it should, or one where it should not.
@@ -358,7 +358,7 @@ async def lay_out(rank: LocalRank, request: StartOp) -> Op:
 
 
 def _hold(rank: LocalRank, number: int, nbytes: int, offset: int = 0) -> Result | None:
-    """An input region; None if the request names none."""
+    """Return an input region; None if the request names none."""
     if number < 0:
         return None
     arena = rank.arenas.inputs.hold(number, nbytes, offset=offset)
@@ -366,7 +366,7 @@ def _hold(rank: LocalRank, number: int, nbytes: int, offset: int = 0) -> Result 
 
 
 def let_go(rank: LocalRank, op: Op, *, keep: Result | None) -> None:
-    """Give the op's regions back, but for the one that holds its result."""
+    """Release the op's regions, except `keep`, which holds its result."""
     regions = [op.result, op.residual, op.residual_out]
     if op.source is not op.result:
         regions.append(op.source)
@@ -379,12 +379,12 @@ def let_go(rank: LocalRank, op: Op, *, keep: Result | None) -> None:
 
 
 async def run_on_network(rank: LocalRank, op: Op, jobs: Jobs) -> None:
-    """One attempt at the op, in the present roster.
+    """Run the op once, among the ranks of the current roster.
 
     Args:
-        rank: ours.
-        op: laid out.
-        jobs: the rest of the agent.
+        rank: the local rank that runs it.
+        op: the op, as `lay_out` has made it.
+        jobs: the jobs of the agent.
 
     Raises:
         CallsDiffer: another rank called something else.
@@ -419,7 +419,7 @@ async def run_on_network(rank: LocalRank, op: Op, jobs: Jobs) -> None:
         op.result = replace(op.result, nbytes=rank.size * op.row_bytes)
     await run_on_lanes(rank, op, KINDS[op.kind].plan(here), rendezvous)
     if op.kind == "reduce":
-        # Nobody has ended it before the root has, so that it can run again among others.
+        # No rank ends the op before the root has, so that it can run again among others.
         op.holds = root == rank.rank
         await rank.ring(rendezvous)
         news = plan_broadcast(**here.at, root=here.root, nbytes=0)
@@ -427,7 +427,7 @@ async def run_on_network(rank: LocalRank, op: Op, jobs: Jobs) -> None:
 
 
 def _reach(rank: LocalRank, op: Op, root: Rank) -> int:
-    """How far along the ring from the root somebody lacks what it has."""
+    """Return how far along the ring from the root the furthest receiver is."""
     places = [rank.roster.rank_of(receiver) for receiver in op.receivers]
     return max(((place - root) % rank.size for place in places if place is not None), default=0)
 
@@ -473,7 +473,7 @@ def _float32s(memory: memoryview) -> Float32s:
 
 
 def _leaves_the_choice(rank: LocalRank, op: Op) -> bool:
-    """Whether the ranks are to find out what is quickest; of two ranks, each way is the same."""
+    """Return whether the ranks must measure their edges; for two, all strategies are alike."""
     chosen = op.request.call.strategy
     asks = op.kind in {"all_reduce", "barrier"} and chosen in {"", "hierarchical", "chain"}
     due = op.codec is None and rank.costs.is_due(op.number)
@@ -485,7 +485,7 @@ def _source_of(op: Op) -> memoryview:
 
 
 def _table_of(rank: LocalRank, op: Op) -> memoryview:
-    """A row for each rank, all zeros but our own: their sum is what each rank has given."""
+    """Return a table with our row and zeros; the sum of all tables has the rows of all ranks."""
     table, place = bytearray(rank.size * op.row_bytes), rank.rank or 0
     table[place * op.row_bytes : (place + 1) * op.row_bytes] = _source_of(op)
     return memoryview(table).toreadonly()

@@ -1,4 +1,4 @@
-"""One rank that lives on this machine: what its op waits for, its lanes, its results' memory."""
+"""One local rank: the events that its op waits for, its lanes, the memory of its results."""
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -18,19 +18,19 @@ from pmesh.net.lanes.ring import RingPosition
 from pmesh.net.local.arena_pools import SessionArenas
 from pmesh.net.local.arenas import Arena
 
-MEASURED_BYTES = 1024 * 1024  # of a lane: 8 ms at 1 Gbit/s
-MAX_LOSSES = 64  # told to a trainer at its next call, which may be hours away
+MEASURED_BYTES = 1024 * 1024  # that a lane must bring to be measured: 8 ms at 1 Gbit/s
+MAX_LOSSES = 64  # that are kept until a trainer's next call, which may be hours away
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What an op has left in shared memory: the agent's until the op is stable (O2)."""
+    """An op's result in shared memory, which the agent keeps until the op is stable (O2)."""
 
     arena: Arena | None
     """None when there are no values."""
     nbytes: int
     is_input: bool = False
-    """It is the trainer's own input: a broadcast's root."""
+    """Whether it is the trainer's own input, as at a broadcast's root."""
     offset: int = 0
     """Where in the arena it begins."""
 
@@ -43,7 +43,7 @@ class Result:
 
 
 class LocalRank(RankState[Result]):
-    """A trainer of a job, connected here. Its op task runs ops, the views steer it."""
+    """A trainer of a job that is connected to this agent."""
 
     def __init__(
         self, roster: Roster, trainer: Trainer, arenas: SessionArenas, program: str
@@ -54,57 +54,57 @@ class LocalRank(RankState[Result]):
         self.compression: str | None = None
         """How its values are compressed, as its trainer says."""
         self.pid = -1
-        """Of the trainer's process, once its session knows this rank."""
+        """The id of the trainer's process, once its session knows this rank."""
         self.busy_since: float | None = None
-        """Since when the op that runs has been running."""
+        """When the running op began; None while none runs."""
         self.idle_since = trio.current_time()
-        """Since when no op runs, while none does."""
+        """When the last op ended, or the rank began."""
         self.halted_since: float | None = None
-        """Since when the op under way has not gone on, once a view change interrupts it."""
+        """Since when the running op has stood still, if a view change has interrupted it."""
         self.released = trio.Event()
-        """The job is over for this trainer, so nobody will ask for its results."""
+        """Set once the job is over for this trainer: no rank will ask for its results."""
         self.lanes = RankLanes(trainer.id, roster)
         self.costs = RingCosts()
         self.serving: set[trio.CancelScope] = set()
-        """What sends results to other ranks: it must end before the result's memory is reused."""
+        """The tasks that send results, which must end before the results' memory is reused."""
         self.own_time = OwnTime()
         self.losses: list[str] = []
-        """What its trainer has not been told yet of ranks that are not there any more."""
+        """What the trainer must still be told about ranks that are gone."""
         self._changed = trio.Event()
         self._attempt: trio.CancelScope | None = None
 
     @property
     def is_stable(self) -> bool:
-        """Whether every rank is known to have ended all that this one has started (O2)."""
+        """Whether every rank is known to have ended all ops that this one has started (O2)."""
         return self.ledger.stable >= self.ledger.started
 
     @property
     def retained_bytes(self) -> int:
-        """What results that are not yet stable hold."""
+        """The bytes of the results that are not yet stable."""
         return sum(result.nbytes for result in self.results.values())
 
     # --- what the views decide, and the op task waits for
 
     def fence(self, why: Fence) -> None:
-        """Note also since when the op under way stands still."""
+        """Also note since when the running op stands still."""
         super().fence(why)
         if self.running is not None and self.halted_since is None:
             self.halted_since = max(self.lanes.moved_at, self.busy_since or 0.0)
 
     def lift(self, fence: Fence) -> None:
-        """Wake who waits for it."""
+        """Also wake the tasks that wait for it."""
         super().lift(fence)
         self._wake()
 
     def learn(self, known: Collection[KnownPrimary]) -> None:
-        """Wake who waits for a quorum."""
+        """Also wake the tasks that wait for a quorum."""
         before = self.may_run
         super().learn(known)
         if self.may_run and not before:
             self._wake()
 
     def follow(self, roster: Roster) -> bool:
-        """Under another number the attempt is over; `lanes.begin` opens the next one's lanes."""
+        """Also end the attempt if the number has changed; `lanes.begin` opens the next lanes."""
         renumbered = super().follow(roster)
         if renumbered:
             self.costs = RingCosts()
@@ -117,7 +117,7 @@ class LocalRank(RankState[Result]):
     def note_losses(self) -> None:
         """Keep for the trainer what its new roster says of ranks that are lost or have left.
 
-        Where a loss raises, the error of the next op says it.
+        If the job raises on a loss, the error of the next op says it.
         """
         if self.roster.terms.on_loss == "raise":
             return
@@ -130,11 +130,11 @@ class LocalRank(RankState[Result]):
         del self.losses[:-MAX_LOSSES]
 
     def open_lanes(self) -> tuple[tuple[TrainerId, ...], tuple[TrainerId, ...]]:
-        """Return to whom and from whom a lane is open."""
+        """Return the ranks to which, and from which, a lane is open."""
         return self.lanes.peers()
 
     def end(self, verdict: Verdict) -> tuple[Result, ...]:
-        """The attempt is over, and the memory of results free."""
+        """Also end the attempt, and free the memory of results."""
         self._stop_attempt()
         self.lanes.close()
         released = super().end(verdict)
@@ -143,12 +143,12 @@ class LocalRank(RankState[Result]):
         return released
 
     def start(self, op: OpNumber, call: Call) -> None:
-        """It has not been interrupted yet."""
+        """Also note that nothing has interrupted the op yet."""
         super().start(op, call)
         self.halted_since = None
 
     def stabilize(self, mark: int) -> tuple[Result, ...]:
-        """The memory of their results is free; wake who waits for room."""
+        """Also free the memory of the results, and wake the task that waits for room."""
         before = self.ledger.stable
         released = super().stabilize(mark)
         self._release(released)
@@ -157,7 +157,7 @@ class LocalRank(RankState[Result]):
         return released
 
     def attempt(self) -> trio.CancelScope:
-        """The scope of one try at an op; the next view change that resolves ops cancels it."""
+        """Return the scope of one attempt; the next view change that resolves ops cancels it."""
         self._attempt = trio.CancelScope()
         return self._attempt
 
@@ -170,9 +170,9 @@ class LocalRank(RankState[Result]):
         await trio.lowlevel.checkpoint_if_cancelled()
 
     async def quorum(self) -> None:
-        """V10: wait until this side has a majority, and that is known to have installed the roster.
+        """V10: wait until this side has a majority that is known to have installed the roster.
 
-        Returns at once where nobody asks for one.
+        Returns at once if the job needs none.
         """
         while not self.may_run:
             await self.changed()
@@ -180,7 +180,7 @@ class LocalRank(RankState[Result]):
     async def unfenced(self) -> None:
         """Wait until a completion may be delivered. Returns at once while there is no fence.
 
-        An attempt that a view has cancelled does not go on, also if it was about to run already.
+        An attempt that a view has cancelled does not go on, even if it was about to run.
         """
         while self.fences:
             await self.changed()
@@ -199,14 +199,14 @@ class LocalRank(RankState[Result]):
     # --- the memory of results
 
     def let_go(self, result: Result) -> None:
-        """Give the result's arena back."""
+        """Release the result's arena."""
         if result.arena is not None and result.is_input:
             self.arenas.inputs.release(result.arena)
         elif result.arena is not None:
             self.arenas.outputs.release(result.arena)
 
     def give_up_results(self) -> None:
-        """The session's memory goes: nobody can be served from it any more."""
+        """Forget the results, as the session's memory goes."""
         self.results.clear()
 
     def _release(self, results: Iterable[Result]) -> None:
@@ -216,7 +216,7 @@ class LocalRank(RankState[Result]):
     # --- lanes
 
     async def ring(self, rendezvous: LaneRendezvous) -> RingPosition:
-        """This rank's place in the ring, as soon as both its lanes are open."""
+        """Return this rank's place in the ring, as soon as both its lanes are open."""
         roster, rank = self.roster, self.rank
         if rank is None:  # V2: the view without us is about to end the attempt
             await trio.sleep_forever()
@@ -235,10 +235,10 @@ class LocalRank(RankState[Result]):
 
 
 class RankLanes:
-    """A lane for each direction and each other rank that this one exchanges tensors with.
+    """One rank's lanes: one for each direction and each rank with which it exchanges tensors.
 
-    Those of the ring are opened as soon as a view is installed, the others when an op needs them.
-    All live as long as the roster's number, and longer where the next roster keeps them (V4).
+    The lanes of the ring are opened as soon as a view is installed, others when an op needs them.
+    All live as long as the roster's number, and longer if the next roster keeps them (V4).
     """
 
     def __init__(self, me: TrainerId, roster: Roster) -> None:
@@ -249,14 +249,14 @@ class RankLanes:
         self._paces: dict[LaneEnd, dict[tuple[str, str], Pace]] = {}
         """`Lane.paces` as they were at the last measurement of each connection."""
         self._asked: dict[TrainerId, trio.Event] = {}
-        """Receivers that are to answer whether the lane to them may rest."""
+        """The receivers that have not yet answered whether the lane to them may be closed."""
         self._carrying: set[Lane] = set()
-        """Lanes that bring or take results."""
+        """The lanes that carry retained results."""
         self.ended_traffic = (0, 0)
         self._moved = (0, 0), 0.0
 
     def begin(self, roster: Roster, rendezvous: LaneRendezvous) -> None:
-        """A roster is in force: the lane to the next rank is opened, the previous offers ours."""
+        """Offer the lane to the next rank of a roster in force; the previous rank offers ours."""
         self._roster = roster
         rendezvous.forget(roster.job, below=roster.number)
         rank = roster.rank_of(self._me)
@@ -264,7 +264,7 @@ class RankLanes:
             self._offer(roster.ids[(rank + 1) % len(roster.ids)], rendezvous)
 
     def edge(self, sender: TrainerId, receiver: TrainerId, op: int = -1) -> LaneKey:
-        """The name of a lane under the current number."""
+        """Return the key of a lane under the current roster number."""
         roster, trainer = self._roster, self._roster.trainer(sender)
         host = None if trainer is None else trainer.member
         return LaneKey(roster.job, roster.born, roster.number, host, sender, receiver, op)
@@ -272,7 +272,7 @@ class RankLanes:
     async def open(
         self, to: Iterable[TrainerId], from_: Iterable[TrainerId], rendezvous: LaneRendezvous
     ) -> tuple[dict[TrainerId, Lane], dict[TrainerId, Lane]]:
-        """The lanes to and from these ranks, as soon as all are there.
+        """Return the lanes to and from these ranks, as soon as all are open.
 
         Raises:
             LaneBroken: one can't be opened, or the roster is over.
@@ -293,20 +293,20 @@ class RankLanes:
         )
 
     def all_open(self) -> tuple[Lane, ...]:
-        """The lanes of the present roster, those that send first."""
+        """Return the lanes of the current roster, first those that send."""
         ends = sorted(self._open, key=lambda end: not end.sending)
         return tuple(self._open[end] for end in ends)
 
     def peers(self) -> tuple[tuple[TrainerId, ...], tuple[TrainerId, ...]]:
-        """Return to whom and from whom a lane is open that is not about to rest."""
+        """Return the ranks to which, and from which, a lane is open and not about to be closed."""
         ends = [end for end, lane in self._open.items() if not lane.is_closed]
         to = {end.edge.receiver for end in ends if end.sending} - self._asked.keys()
         return tuple(sorted(to)), tuple(sorted(end.edge.sender for end in ends if not end.sending))
 
     def measure_mbit_s(self) -> Iterator[tuple[TrainerId, tuple[str, str], float]]:
-        """Yield how fast data have come since the last call, where they were enough to say.
+        """Yield how fast data have come since the last call, if they were enough to measure.
 
-        For each connection: who has sent them, between which addresses (ours first), and Mbit/s.
+        Each item is the sender, the two addresses of the connection (ours first), and Mbit/s.
         """
         for end, lane in self._open.items():
             if end.sending:
@@ -322,8 +322,8 @@ class RankLanes:
     def follow(self, roster: Roster) -> None:
         """Another roster is in force: close the lanes, except those that it keeps (V4).
 
-        What is late on these has a lower number, and is dropped. They stay as fast as they were,
-        and nobody waits for new ones.
+        A late record on these has a lower roster number, and is dropped. These lanes stay as fast
+        as they were, and no rank waits for new ones.
         """
         kept, paces = dict[LaneEnd, Lane](), self._paces
         for end, lane in list(self._open.items()):
@@ -340,7 +340,7 @@ class RankLanes:
                 self._offered.add(end.edge.receiver)
 
     def close(self) -> None:
-        """Their roster is over, or one of them broke."""
+        """Close all lanes: their roster is over, or one of them broke."""
         for lane in self.all_open():
             self.count(lane)
             lane.close()
@@ -352,10 +352,10 @@ class RankLanes:
         self._asked.clear()
 
     def ask_to_rest(self, rendezvous: LaneRendezvous) -> tuple[TrainerId, ...]:
-        """The receivers that are to be asked whether the lanes to them may rest.
+        """Return the receivers to ask whether the lanes to them may be closed.
 
-        Only a sender knows that nothing is under way, and only the receiver that it does not wait
-        for the next op already. Until `answered` no op uses these lanes.
+        Only the sender knows that no record is under way, and only the receiver whether it already
+        waits for the next op. Until `answered` no op uses these lanes.
         """
         ends = {peer: self._end_to(peer) for peer in self._offered - self._asked.keys()}
         is_open = [p for p, end in ends.items() if end in self._open or rendezvous.holds(end)]
@@ -363,7 +363,7 @@ class RankLanes:
         return tuple(is_open)
 
     def answered(self, receiver: TrainerId, *, agreed: bool, rendezvous: LaneRendezvous) -> None:
-        """The receiver has closed its end of the lane from here if it agrees."""
+        """Close the lane to a receiver if it agreed: then it has closed its end of the lane."""
         asked = self._asked.pop(receiver, None)
         if asked is None:
             return
@@ -373,7 +373,7 @@ class RankLanes:
         asked.set()
 
     def agree_to_rest(self, sender: TrainerId, rendezvous: LaneRendezvous) -> bool:
-        """Close the lane from this sender until it is needed again; False if it is not open."""
+        """Close the lane from a sender until it is needed again; return False if it isn't open."""
         return self._close_end(LaneEnd(self.edge(sender, self._me), sending=False), rendezvous)
 
     def _close_end(self, end: LaneEnd, rendezvous: LaneRendezvous) -> bool:
@@ -387,27 +387,27 @@ class RankLanes:
         return LaneEnd(self.edge(self._me, receiver), sending=True)
 
     def carry(self, lane: Lane) -> None:
-        """A result travels on this lane: what it moves is progress, until `count`."""
+        """Count what a lane with a result moves as progress, until `count` ends it."""
         self._carrying.add(lane)
 
     def count(self, lane: Lane) -> None:
-        """Add a lane that ends to this rank's traffic."""
+        """Add the bytes of a lane that ends to this rank's traffic."""
         self._carrying.discard(lane)
         self.ended_traffic = sum_of(self.ended_traffic, (lane.bytes_sent, lane.bytes_received))
 
     def note_traffic(self) -> None:
-        """Note when something was last seen to move: since then the ring has stood still."""
+        """Note the time if bytes have moved: since then the ring has stood still."""
         if self.traffic != self._moved[0]:
             self._moved = self.traffic, trio.current_time()
 
     @property
     def moved_at(self) -> float:
-        """When something was last seen to have moved."""
+        """When bytes were last seen to have moved."""
         return self._moved[1]
 
     @property
     def traffic(self) -> tuple[int, int]:
-        """Bytes of tensor data sent and received at the sockets, headers in."""
+        """Bytes of tensor data sent and received at the sockets, with headers."""
         sent, received = self.ended_traffic
         lanes = [*self._carrying, *self.all_open()]
         return (
@@ -423,5 +423,5 @@ class RankLanes:
 
 
 def sum_of(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
-    """Traffic, sent and received, of both."""
+    """Add up two counts of bytes sent and received."""
     return one[0] + other[0], one[1] + other[1]

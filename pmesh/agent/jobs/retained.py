@@ -1,4 +1,4 @@
-"""O2: a rank that missed the end of an op takes its result from one that did not."""
+"""O2: a rank that missed the end of an op fetches the result from a rank that retains it."""
 
 import itertools
 from typing import TYPE_CHECKING
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from pmesh.agent.jobs.driver import Jobs
 
 COPIED_BYTES = 1024 * 1024  # at once: some 0.1 ms, so that the event loop stays responsive
-MAX_EARLY = 64  # of one peer: a few jobs and ranks; who asks more asks again
+MAX_EARLY = 64  # requests of one peer, for a few jobs and ranks; it repeats those beyond
 
 
 async def fetch_result(
     rank: LocalRank, call: Call, target: memoryview, outcome: OpOutcome, jobs: "Jobs"
 ) -> None:
-    """Take the result of an op that others have completed from one of them.
+    """Fetch the result of an op from one of the ranks that have completed it.
 
     Raises:
         CallsDiffer: what they have completed is another call.
@@ -55,7 +55,7 @@ async def fetch_result(
 
 
 async def _ask_for_lane(rank: LocalRank, outcome: OpOutcome, jobs: "Jobs") -> Lane:
-    """Ask one holder after the other: one may be gone, or have let go of it."""
+    """Ask one holder after the other: one may be gone, or may have released the result."""
     holders = itertools.cycle(outcome.holders)
     while True:
         holder = next(holders)
@@ -69,7 +69,7 @@ async def _ask_for_lane(rank: LocalRank, outcome: OpOutcome, jobs: "Jobs") -> La
 
 
 async def _copy(near: LocalRank, op: OpNumber, call: Call, target: memoryview) -> None:
-    """The result of a rank on this machine."""
+    """Copy the result of a rank on this machine."""
     retained, report = near.results.get(op), near.ledger.ops.get(op)
     if report is not None and report.call != call:
         raise CallsDiffer(op, repr(near))
@@ -119,10 +119,10 @@ async def _send_result(
 
 
 class ResultServer:
-    """Answers those who ask for results that are retained here."""
+    """Sends the results that are retained here to the ranks that ask for them."""
 
     def __init__(self, tasks: Tasks, ranks: list[LocalRank], jobs: "Jobs") -> None:
-        """`ranks` are the local ones, a list that its owner changes."""
+        """`ranks` is the list of local ranks, which its owner changes."""
         self._tasks = tasks
         self._ranks = ranks
         self._jobs = jobs
@@ -130,7 +130,7 @@ class ResultServer:
         self._early: dict[Member, dict[AskResult, None]] = {}
 
     def answer(self, member: Member, ask: AskResult) -> None:
-        """A peer's rank asks (O2); of a view that is not installed here yet, answered by then."""
+        """Answer a peer's rank (O2), perhaps only once the view that it names is installed."""
         for rank in self._ranks:
             same_job = (rank.roster.job, rank.roster.born) == (ask.job, ask.born)
             if not same_job or rank.id != ask.holder:
@@ -141,20 +141,20 @@ class ResultServer:
                 if len(early) < MAX_EARLY:
                     early[ask] = None
             elif asker is None or asker.member != member:
-                continue  # only who lacks a result may have it sent
-            elif ask not in self._serving:  # they ask again if it takes long
+                continue  # only the rank that lacks a result may have it sent
+            elif ask not in self._serving:  # a rank asks again if it takes long
                 self._serving.add(ask)
                 self._tasks.start_soon(self._serve, rank, ask)
 
     def answer_early(self) -> None:
-        """A view has been installed."""
+        """Answer the requests that came before the view that is now installed."""
         early, self._early = self._early, {}
         for member, asks in early.items():
             for ask in asks:
                 self.answer(member, ask)
 
     def forget(self, member: Member) -> None:
-        """A peer is gone."""
+        """Drop the early requests of a peer that is gone."""
         self._early.pop(member, None)
 
     async def _serve(self, rank: LocalRank, ask: AskResult) -> None:

@@ -49,7 +49,7 @@ from pmesh.net.local.sessions import ENDS_OF_A_SESSION, Session, refuse, report_
 
 
 class Compiler:
-    """Compiles for one session; its nursery is that of the session, and may be cancelled."""
+    """Compiles codecs for one session, in the session's nursery, which may be cancelled."""
 
     def __init__(self, nursery: trio.Nursery, contain: Contain) -> None:
         self._nursery = nursery
@@ -57,24 +57,24 @@ class Compiler:
         self._asked: set[str] = set()
 
     def want(self, codec: str) -> None:
-        """An op has been called that uses the codec of that name, and more will."""
+        """Compile the codec of this name: an op has used it, and more will."""
         if codec in self._asked:
             return
         self._asked.add(codec)
         try:
             prepare = codec_of(codec).prepare
         except ValueError:
-            return  # an earlier op's failure was reported instead; called again, it is refused
+            return  # the call got an earlier op's failure as its answer; the next one is refused
         self._nursery.start_soon(self._compile, codec, prepare)
 
     async def _compile(self, codec: str, prepare: Callable[[], bool]) -> None:
         with self._contain(f"the compilation of {codec}"):  # ops do without it
-            # It takes seconds: nobody who leaves, or ends the agent, waits for it.
+            # It takes seconds: a trainer that leaves, or an agent that ends, doesn't wait for it.
             await trio.to_thread.run_sync(prepare, abandon_on_cancel=True)
 
 
 POLL_S = 0.02  # while a trainer waits for its job
-WATCH_S = 0.5  # once it has one: each check costs 0.3 ms, and its end is reported without any
+WATCH_S = 0.5  # while it has one: a check costs 0.3 ms, and the process's end needs no check
 SAY_OF_JOB_EVERY_S = 1.0  # a person waits, and starts the others meanwhile
 MOST_UNLINKED = 3
 MOST_WISHES = 4  # of one machine, which may say that it has 128 trainers
@@ -97,18 +97,18 @@ async def serve_trainer(
     op_completed: Callable[[bool], None] = lambda _: None,
     rank_is: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """A trainer's session: it waits for its job, then runs ops until it leaves.
+    """Serve a trainer's session: it waits for its job, then runs ops until it leaves.
 
     Args:
-        session: with the program.
-        request: its first.
-        jobs: of this agent.
-        share: of shared memory, its program's.
-        contain: for what nobody foresaw.
-        compression: of gradients, where the trainer does not say it; empty: none.
-        unlinked: says for each agent that was found and is not linked why.
+        session: the session with the program.
+        request: its first request.
+        jobs: the jobs of this agent.
+        share: the program's share of shared memory.
+        contain: contains errors that nobody foresaw.
+        compression: of gradients, if the trainer does not set it; empty for none.
+        unlinked: returns why agents that were found are not linked, one text for each.
         op_completed: called after the first op, and after the first `sync`, with True.
-        rank_is: called with the trainer's rank before it learns that from a reply.
+        rank_is: called with the trainer's rank before a reply tells it to the trainer.
     """
     arenas = SessionArenas(share)
     trainer = _Trainer(
@@ -179,10 +179,10 @@ class _Trainer:
         """Whether a request is being served."""
 
     async def join(self) -> bool:
-        """Wait until the job begins, unless it runs; False if the trainer was refused or has gone.
+        """Wait until the job begins, unless it runs; return False if the trainer can't go on.
 
-        A job that runs is entered later, in a `sync`, so that nobody waits while its state is
-        being set up (O6).
+        A trainer enters a running job later, in a `sync`, so that no rank waits while the trainer
+        sets up its state (O6).
         """
         deadline = trio.current_time() + min(PREDECESSOR_S, self._request.timeout_s)
         while self._rank is None:
@@ -196,14 +196,14 @@ class _Trainer:
             elif trio.current_time() >= deadline:
                 refusal = Verdict("JobRunning", _never_syncs(self._job))
             else:
-                await trio.sleep(POLL_S)  # one that ends just now makes way for the next run
+                await trio.sleep(POLL_S)  # a job that is just ending makes way for the next run
             if refusal is not None:
                 await self._session.send(Refused(refusal))
                 return False
         return True
 
     async def serve(self, compression: str) -> None:
-        """Ops one after the other, in a straight line; then results are kept until nobody asks."""
+        """Serve requests one after the other; then keep results until no rank needs them."""
         why, garbage, bugs = "is lost: its trainer died", list[BaseException](), list[str]()
         what = f"a trainer of job {self._job!r}"
         try:
@@ -241,10 +241,10 @@ class _Trainer:
         return self._jobs.membership.view.roster_of(self._job) is not None
 
     async def _enlist(self, timeout_s: float, *, begins: bool) -> Verdict | None:
-        """Wait for a rank; the reason if there is none in time.
+        """Wait for a rank; return the reason if there is none in time.
 
-        Who wants to begin the job has none either if that turns out to run: on machines that this
-        one has met only now.
+        A trainer that wants to begin the job gets no rank either if the job turns out to run, on
+        machines that this one has met only now.
         """
         waiter = self._jobs.enlist(self._request, self._arenas)
         try:
@@ -254,7 +254,7 @@ class _Trainer:
             raise
         self._rank = waiter.rank
         if self._rank is None:
-            self._jobs.withdraw(waiter)  # first: while we report that, the job might begin with it
+            self._jobs.withdraw(waiter)  # before the refusal is sent: the job might begin meanwhile
         else:
             self._rank.pid = self._session.pid
         return refusal
@@ -263,7 +263,7 @@ class _Trainer:
         self, waiter: WaitingTrainer, timeout_s: float, *, begins: bool
     ) -> Verdict | None:
         began, said = trio.current_time(), 0
-        deadline = began + timeout_s  # a sum: what is left may be too little to make a difference
+        deadline = began + timeout_s  # one sum: a tiny rest, added to the clock, may change nothing
         while waiter.rank is None and not self._session.trainer_gone():
             now = trio.current_time()
             if now >= deadline:
@@ -289,7 +289,7 @@ class _Trainer:
         return "; ".join([f"{count} after {timeout_s:g} s", *others])
 
     def _describe_wait(self, waiter: WaitingTrainer) -> Iterator[str]:
-        """Say who is there, who is not, and what others wait for."""
+        """Yield which machines have a trainer, which have none, and what others wait for."""
         if self._job_runs():
             yield f"job {waiter.job!r} runs; this trainer enters in its next mesh.sync()"
             return
@@ -311,14 +311,14 @@ class _Trainer:
             yield from itertools.islice(_other_wishes(name_of(seat), others, waiter), MOST_WISHES)
 
     def _broken_group(self) -> Verdict | None:
-        """Why the group that the trainer makes can't come together any more."""
+        """Return why the trainer's group can't come together any more; None if it can."""
         group = self._request.group_of
         if group is None:
             return None
         of_this = (r for r in self._jobs.ranks if r.roster.job == group.job)
         rank = next((r for r in of_this if r.id == group.trainer), None)
         if rank is not None and rank.late_failure is not None:
-            return rank.late_failure.verdict  # others have it already, and don't come
+            return rank.late_failure.verdict  # the others know this failure already, and don't come
         roster = self._jobs.membership.view.roster_of(group.job)
         gone = set(group.members).difference(() if roster is None else roster.ids)
         if not gone:
@@ -358,7 +358,7 @@ class _Trainer:
         if request.op == ENTERS:
             if request.call.kind != "sync":
                 raise ProtocolError(f"a trainer enters by {request.call}")
-            refusal = await self._come_in(request.timeout_s)
+            refusal = await self._enter_job(request.timeout_s)
             if self._rank is None:
                 await self._session.send(OpFailed(OpNumber(ENTERS), refusal or _not_in(self._job)))
                 return
@@ -368,14 +368,14 @@ class _Trainer:
             raise ProtocolError("an op before the sync in which the trainer enters its job")
         await self._run(self._rank, request)
 
-    async def _come_in(self, timeout_s: float) -> Verdict | None:
-        """O6: get a rank, unless the view has given us one already; for a new history, another."""
+    async def _enter_job(self, timeout_s: float) -> Verdict | None:
+        """O6: get a rank, unless there is one whose history the job still has."""
         if self._rank is not None and self._rank.superseded is None:
             return None
-        self._rank = None  # what it has left behind serves on, until nobody asks
+        self._rank = None  # the old rank serves its results until no other needs them
         refusal = await self._enlist(timeout_s, begins=False)
         if self._rank is not None:
-            self._rank.world = ()  # it learns who is in the job when the sync returns (O5)
+            self._rank.world = ()  # the trainer learns the ranks when the sync returns (O5)
         return refusal
 
     async def _run(self, rank: LocalRank, request: StartOp) -> None:
@@ -402,7 +402,7 @@ class _Trainer:
         await self._session.send(reply)
 
     def _tell_rank(self, world: World) -> None:
-        """Of a group the ranks have other numbers, and nobody counts by them."""
+        """Report the trainer's rank in its job; the ranks of a group are not reported."""
         if world.rank >= 0 and self._request.group_of is None:
             self._rank_is(world.rank)
 
@@ -414,14 +414,14 @@ class _Trainer:
             return World(-1, (), ())
         return World(-1, roster.ids, tuple(map(roster.name_of, roster.trainers)))
 
-    # --- what the op's own straight line can't see while it waits for the network
+    # --- what an op can't notice while it waits for the network
 
     async def _await_end(self, scope: trio.CancelScope) -> None:
-        """The process ends: the others hear of it at once, also if a child keeps its connection."""
-        with contextlib.suppress(OSError):  # then `_watch` sees it
+        """End the session when its process ends, even if a child holds the connection open."""
+        with contextlib.suppress(OSError):  # then `_watch` notices it
             await self._jobs.exits.wait(self._session.pid)
             if self._rank is None or self._rank.busy_since is None:
-                await trio.sleep(WATCH_S)  # its last words are read first: perhaps it has left
+                await trio.sleep(WATCH_S)  # its last requests are read first: it may have left
             scope.cancel()
 
     async def _watch(self, scope: trio.CancelScope) -> None:
@@ -447,10 +447,10 @@ class _Trainer:
             stopped = self._jobs.progress.stopped(rank, OpNumber(rank.ledger.started))
             if not stopped <= known or waited_s >= said * SAY_EVERY_S:
                 said = math.floor(waited_s / SAY_EVERY_S) + 1
-                await self._say_on_whom(rank, waited_s)
+                await self._report_wait(rank, waited_s)
 
     async def _rest(self, rank: LocalRank) -> None:
-        """Close the lanes and the memory of a group that has not called for long."""
+        """Close the lanes and the memory of a group that has made no call for long."""
         idle_s = trio.current_time() - rank.idle_since
         if self._serves:  # a reply may still name the memory of its result
             return
@@ -459,7 +459,7 @@ class _Trainer:
             await self._arenas.rest()
 
     def _look_at(self, rank: LocalRank, process: TrainerProcess) -> None:
-        """Whether the trainer's process has been stopped; for how long the others bear it."""
+        """Report that the trainer's process is stopped or runs again; after a long stop, a loss."""
         stopped_s = process.stopped_for_s(trio.current_time())
         if rank.stopped != (stopped_s is not None):
             rank.stopped = stopped_s is not None
@@ -469,14 +469,14 @@ class _Trainer:
         if stopped_s is not None and stopped_s >= patience_s:
             self._jobs.depart(rank, f"is lost: its trainer has been stopped for {patience_s:g} s")
 
-    async def _say_on_whom(self, rank: LocalRank, waited_s: float) -> None:
+    async def _report_wait(self, rank: LocalRank, waited_s: float) -> None:
         op = OpNumber(rank.ledger.started)
         what = self._jobs.progress.describe_wait(rank, op, self._jobs.newcomers(rank))
         await self._session.send(StillWaiting(op, waited_s, (what,)))
 
 
 def _other_wishes(name: str, others: Iterable[Waiting], waiter: WaitingTrainer) -> Iterator[str]:
-    """Say for what else the trainers of a machine wait."""
+    """Yield what else the trainers of a machine wait for."""
     for other in others:
         if other.job != waiter.job:
             yield f"{name} waits in job {other.job!r}"

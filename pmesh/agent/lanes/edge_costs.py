@@ -1,17 +1,16 @@
-"""What the edges between a job's ranks cost, measured, and the same table at all ranks.
+"""Measures what the edges between a job's ranks cost, and gives all ranks the same table.
 
-The first all-reduce of a roster with more than two ranks, if it leaves the choice to us, begins
-with an agreement, and now and then a later one does: each rank adds how fast the edge to the next
-one is, if that one has reported it in its heartbeat, or sends a probe by which the next finds out;
-then the tables of all are added up.
-What this one probe finds is for this table only: the first op is a busy time. It takes
-two turns of the ring and 256 KiB an edge, so 20 ms at 100 Mbit/s, and no op is under way meanwhile.
+The ranks make the table in the first all-reduce of a roster with more than two ranks that leaves
+the strategy to pmesh, and again in some later ones. Each rank notes how fast the edge to the next
+rank is, if that one has reported it in its heartbeat; else it sends a probe, from which the next
+rank measures it. Then the tables of all ranks are added up. A probe counts for this table only, as
+the first op is a busy time. All this takes two turns of the ring and 256 KiB for each edge, so
+20 ms at 100 Mbit/s, and no op runs meanwhile.
 
-An edge over which another machine forwards (V5) is not probed. Nothing else would be on its way
-then, and the edge would seem as fast as those that it consists of, and whose bandwidth it shares.
-Nor is one between two ranks of one machine, which would show only what else their agent was doing:
-it has one cost, so that all the ranks of a machine are a ring, whose sums have the same bits in
-each run.
+An edge over which another machine forwards (V5) is not probed. With nothing else under way it would
+seem as fast as the edges of which it consists, and whose bandwidth it shares. An edge between two
+ranks of one machine is not probed either, as that would only show what else their agent does. Its
+cost is fixed, so the ranks of a machine form a ring, whose sums have the same bits in each run.
 """
 
 from collections.abc import Mapping
@@ -28,16 +27,16 @@ from pmesh.ids import Member
 from pmesh.net.lanes.lane import CallsDiffer
 from pmesh.net.lanes.ring import RingPosition, all_reduce
 
-PROBE_BYTES = 256 * 1024  # 2 ms at 1 Gbit/s: some times what a busy machine is late
+PROBE_BYTES = 256 * 1024  # 2 ms at 1 Gbit/s: several times the delay of a busy machine
 PS_OF_MBIT_S = 8_000_000  # picoseconds for a byte at 1 Mbit/s
-RELAYED_PS = 1000 * PS_OF_MBIT_S  # no edge that a strategy can do without is worth forwarding for
-LOCAL_PS = 500  # 16 Gbit/s: as the faster of such probes, which took 300 to 3,000
+RELAYED_PS = 1000 * PS_OF_MBIT_S  # so slow that a strategy uses a forwarded edge only if it must
+LOCAL_PS = 500  # 16 Gbit/s: as the faster ones of such probes, which took 300 to 3,000
 AGAIN_AFTER = 8  # ops; then nine times as many
 _WORD_BYTES = 8
 
 
 class Bandwidths(Protocol):
-    """What an agent knows of its edges: `pmesh.agent.mesh.membership`."""
+    """What an agent knows of its edges (`pmesh.agent.mesh.membership`)."""
 
     def reported_mbit_s(self, member: Member) -> int:
         """Return the bandwidth to a member; 0 while it is unknown."""
@@ -51,8 +50,8 @@ class Bandwidths(Protocol):
 class RingCosts:
     """The table that all ranks of a roster share; before they have one, they use the ring.
 
-    The first one is made in a busy time, and of edges that are not known yet from one probe each.
-    So they make it again, ever more seldom: after 8 ops, 80, 728 and so on.
+    The first table is made in a busy time, with one probe for each edge that is not known yet. So
+    the ranks make it again, ever more rarely: after 8 ops, 80, 728 and so on.
     """
 
     def __init__(self) -> None:
@@ -60,7 +59,7 @@ class RingCosts:
         self._first = self._due = 0
 
     def is_due(self, op: int) -> bool:
-        """Whether the ranks make the table in this op: the same at all, as they number alike."""
+        """Return whether the ranks make the table in this op; all ranks decide alike."""
         return op >= self._due
 
     def agreed(self, edges: Edges, op: int) -> None:
@@ -77,13 +76,13 @@ async def agree_on_costs(
     round_trips_s: Mapping[Member, float],
     known: Bandwidths,
 ) -> Edges:
-    """What each edge costs; the same at every rank, because all call this as part of one op.
+    """Return what each edge costs, the same at every rank: all ranks call this in the same op.
 
     Args:
-        ring: where this rank stands, among at least two.
-        header: of the op's records.
-        members: whose each rank is, in ring order.
-        round_trips_s: the least to other members, where it has been measured.
+        ring: this rank's place in the ring, which has at least two ranks.
+        header: the header of the op's records.
+        members: the member of each rank, in ring order.
+        round_trips_s: the least round trip to each other member that has been measured.
         known: what is known of bandwidths.
 
     Raises:
@@ -118,9 +117,9 @@ async def agree_on_costs(
 
 
 def _edges_of(table: Values) -> Edges:
-    """An edge was measured in the ring's direction; the other one is as fast.
+    """Return the costs from a table; an edge is measured one way, and counts as fast the other way.
 
-    Edges across the ring were not measured: they are as slow as the slowest direct one along it.
+    Edges across the ring are not measured: they count as slow as the slowest direct one along it.
     """
     alphas_ns, betas_ps = table[:, :, 0], table[:, :, 1]
     betas_ps = np.where(betas_ps, betas_ps, betas_ps.T)
@@ -133,7 +132,7 @@ def _edges_of(table: Values) -> Edges:
 
 
 async def _probe(ring: RingPosition, header: RecordHeader, *, sends: bool) -> int:
-    """How many picoseconds a byte from the previous rank takes; 0 if that one knows it."""
+    """Return how many picoseconds a byte from the previous rank takes; 0 if that rank knows it."""
     to_next, from_previous = ring.to_next, ring.from_previous
     assert to_next is not None  # noqa: S101 - there are at least two ranks
     assert from_previous is not None  # noqa: S101 - as above
@@ -146,7 +145,7 @@ async def _probe(ring: RingPosition, header: RecordHeader, *, sends: bool) -> in
             await to_next.send(announced, nbytes.to_bytes(_WORD_BYTES, "big"))
             if sends:
                 await to_next.send(header._replace(body_bytes=nbytes, segment=1), bytes(nbytes))
-        except (LaneBroken, CallsDiffer) as e:  # one plain error, where a nursery makes a group
+        except (LaneBroken, CallsDiffer) as e:  # a plain error; a nursery would raise a group
             failures.append(e)
 
     async def receive() -> int:

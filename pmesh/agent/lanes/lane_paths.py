@@ -1,8 +1,8 @@
-"""Keeps open lanes on the paths that there are.
+"""Keeps open lanes on all paths that exist.
 
-A lane over several connections gets one on each path that brings enough, and a new one when such a
-path comes; whoever dialled the lane dials them, each with an index of its own. A lane of one
-connection is broken when a second such path comes: the op runs again over a lane of several.
+A lane of several connections gets one on each path that is fast enough, and another when such a
+path appears. The side that dialled the lane dials them, each with an index of its own. A lane of
+one connection is broken when a second such path appears: its op runs again over a lane of several.
 """
 
 import contextlib
@@ -24,9 +24,9 @@ from pmesh.net.lanes.lane import Lane
 from pmesh.net.lanes.multipath import Carrier, Facts, MultipathLane
 from pmesh.net.lanes.opening import dial_lane, welcome_lane
 
-LOOK_S = 0.25  # for paths that have come: 50 us a look, while a lane is open
+LOOK_S = 0.25  # between two looks for new paths, of 50 us each, while a lane is open
 RETRY_S = 2.0  # before a path over which no connection came up is tried again
-WIDEN_EVERY_S = 60.0  # at most so often a lane is broken for a second path
+WIDEN_EVERY_S = 60.0  # a lane to a member is broken for a second path at most this often
 
 Hosts = tuple[AbstractSet[str], AbstractSet[str]]
 
@@ -53,15 +53,15 @@ class LanePaths:
         self._widened: dict[Member, float] = {}
 
     def __contains__(self, lane: bytes) -> bool:
-        """Whether this is the id of an open lane of several connections."""
+        """Return whether this is the id of an open lane of several connections."""
         return lane in self._several
 
     def is_worth_several(self, member: Member) -> bool:
-        """Whether a lane to this member gets several connections."""
+        """Return whether a lane to this member gets several connections."""
         return len(self._reach.paths_to(member)) > 1
 
     def begin(self, first: Lane, offer: OfferLane, member: Member) -> Lane:
-        """Return the lane of an offer, of which a connection has been opened.
+        """Return the lane of an offer, given its first connection.
 
         Raises:
             LaneBroken: The system has no descriptor left for it. The connection is closed.
@@ -79,7 +79,7 @@ class LanePaths:
     async def welcome(
         self, stream: trio.SocketStream, preamble: Preamble, authenticated: Callable[[], None]
     ) -> None:
-        """Take a connection more through the door; LaneBroken if its lane can't use it."""
+        """Add a connection from the door to its lane; raise LaneBroken if that can't use it."""
         several = self._several.get(preamble.lane)
         if several is None or several.lane.has_used(preamble.connection):
             raise LaneBroken("a connection names a lane that does not await it")
@@ -97,9 +97,9 @@ class LanePaths:
     def lose(
         self, ours: AbstractSet[str], theirs: AbstractSet[str], *, outranked: bool = False
     ) -> None:
-        """The path between these addresses has failed: no lane shall wait for it any longer.
+        """Take all lanes off the path between these addresses, which has failed.
 
-        If it was `outranked`, only lanes of one connection leave it, for a better one.
+        If it was `outranked` by a better path, only lanes of one connection leave it.
         """
         for lane in list(self._lanes):
             if not lane.runs_between(ours, theirs):
@@ -110,11 +110,11 @@ class LanePaths:
                 lane.drop(ours, theirs)
 
     def forget(self, member: Member) -> None:
-        """The peer is gone."""
+        """Forget a peer that is gone."""
         self._widened.pop(member, None)
 
     def carries(self, ours: AbstractSet[str], theirs: AbstractSet[str]) -> bool:
-        """Whether an open lane has a connection on the path between these addresses."""
+        """Return whether an open lane has a connection on the path between these addresses."""
         return any(lane.runs_between(ours, theirs) for lane in self._lanes if not lane.is_closed)
 
     def _facts_of(self, connection: Lane, member: Member) -> Facts:
@@ -122,7 +122,7 @@ class LanePaths:
         return next((c.facts for c in known if connection.runs_between(*c.hosts)), Facts())
 
     async def _widen(self, lane: Lane, member: Member) -> None:
-        """Break a lane once when a second path is there; it is opened again over both."""
+        """Break a lane when a second path is there, so that it is opened again over both."""
         while not lane.is_closed:
             await trio.sleep(LOOK_S)
             now = trio.current_time()
@@ -161,7 +161,7 @@ class LanePaths:
             known = [other.hosts for other in self._reach.paths_to(several.member)]
             if connection.runs_between(*carrier.hosts) and carrier.hosts in known:
                 several.lane.join(connection, index, carrier.facts)
-            else:  # the system has taken another way, or the path has failed meanwhile
+            else:  # the system has taken another route, or the path has failed meanwhile
                 connection.close()
         except NetworkError as e:
             self._reach.complain(several.member, e)

@@ -1,11 +1,11 @@
-"""Brings lanes about: offers over links, connections through the door or dialled, one result.
+"""Opens the lanes of an agent: it sends and accepts offers, dials or welcomes, and hands lanes out.
 
-A lane is known at both ends by its `Edge`. Who sends the tensors offers; who dialled the link dials
-the lane too, since that direction is known to pass firewalls. Whoever waits for it takes it by its
-end.
+Both ends know a lane by its `LaneKey`. The rank that sends the tensors offers the lane. The agent
+that dialled the link dials the lane, too, since that direction is known to pass firewalls. The rank
+that needs the lane takes it by its `LaneEnd`.
 
-An offer may come before the taker has installed the roster (V4: early is not late). It then waits,
-and nothing is opened for it. So a peer that has no rank in a job can cause no connection.
+An offer may come before its receiver has installed the roster (V4: early is not late). It then
+waits, and no connection is opened. So a peer that has no rank in a job can cause no connection.
 """
 
 from collections.abc import Awaitable, Callable
@@ -27,13 +27,13 @@ from pmesh.net.lanes.lane import Lane, PathLost
 from pmesh.net.lanes.opening import dial_lane, local_lanes, welcome_lane
 from pmesh.net.links.interfaces import local_address_of, remote_address_of
 
-ATTEMPTS = 3  # a connection that fails thrice in a row is for the leader to judge
+ATTEMPTS = 3  # if a connection fails thrice in a row, the leader decides
 RETRY_S = 0.2
 ATTEMPT_S = 5.0  # as long as a connection may take to authenticate
 MAX_EARLY = 64  # offers of one peer, 1 KiB each: from eight ranks to each of eight
-EARLY_S = 10.0  # before a roster: longer than all attempts of who offers
+EARLY_S = 10.0  # an offer waits for its roster: longer than all attempts of its sender
 OFFER_PATIENCE_S = 4.0  # a connection may precede its offer, or our roster; the door gives 5 s
-UNTAKEN_S = 10.0  # a result or message was asked for; who asked has given up long before
+UNTAKEN_S = 10.0  # for results and messages: the rank that asked has given up long before
 MAX_BESIDE = 4  # between two ranks: a result, messages, and for each the one that replaces it
 MAX_JOBS_OVER = 1024  # names of jobs that programs here have chosen
 RING = -1  # the `op` of lanes that ops use
@@ -41,22 +41,22 @@ _KEY_BYTES = 32
 
 
 class LaneKey(NamedTuple):
-    """What a lane is for: the data of a roster from one trainer to another."""
+    """Names a lane by what it is for: the data of a roster from one trainer to another."""
 
     job: JobName
     born: Epoch
     number: int
     host: Member | None
-    """The sender's agent, which alone may offer it (V4): two views may each settle a roster under
-    one number, and give one trainer's number to two trainers. None: the roster has no such one."""
+    """The sender's agent, which alone may offer the lane (V4): two views may each make a roster of
+    one number, and give one id to two trainers. None if the roster does not have the sender."""
     sender: TrainerId
     receiver: TrainerId
     op: int = RING
-    """-1: the ring; the retained result of this op (O2); below -1: messages (O4)."""
+    """-1: for ops; from 0 on: for the retained result of this op (O2); below -1: messages (O4)."""
 
 
 class LaneEnd(NamedTuple):
-    """One of an edge's two ends; both may be of one agent."""
+    """One of a lane's two ends; both may be at one agent."""
 
     edge: LaneKey
     sending: bool
@@ -64,7 +64,7 @@ class LaneEnd(NamedTuple):
 
 @dataclass(slots=True)
 class _LaneSlot:
-    """Where one end's lane appears."""
+    """The place in which one end's lane appears."""
 
     lane: Lane | None = None
     failure: LaneBroken | None = None
@@ -72,7 +72,7 @@ class _LaneSlot:
 
 
 class _Early(NamedTuple):
-    """An offer for a roster that is not installed here."""
+    """An offer for a roster that is not installed here yet."""
 
     offer: OfferLane
     until: float
@@ -80,7 +80,7 @@ class _Early(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Expected:
-    """A lane that somebody else dials."""
+    """A lane that the peer dials."""
 
     end: LaneEnd
     offer: OfferLane
@@ -93,9 +93,9 @@ class LaneRendezvous:
     Args:
         me: This agent.
         reach: Its links.
-        tasks: For what opens lanes, and keeps them.
+        tasks: Runs what opens lanes, and keeps them.
         entropy: Returns random bytes.
-        awaits: Whether an edge leads to a rank here, under its present roster.
+        awaits: Returns whether a lane leads to a rank here, under its current roster.
     """
 
     def __init__(
@@ -115,23 +115,21 @@ class LaneRendezvous:
         self._places: dict[LaneEnd, _LaneSlot] = {}
         self._expected: dict[bytes, _Expected] = {}
         self._openings: dict[LaneEnd, trio.CancelScope] = {}
-        """What opens the lane of an end. If a peer offers it, it also keeps it until it is taken:
-        one for each pair of ranks, and MAX_BESIDE more."""
+        """The tasks that open the lane of an end. If a peer offers it, its task also keeps it until
+        it is taken: there is one for each pair of ranks, and MAX_BESIDE more."""
         self._early: dict[Member, dict[LaneEnd, _Early]] = {}
         self._news = trio.Event()
-        self.splices = Splices(
-            me, reach, tasks, entropy, awaits=self._tell_news, welcome=self.welcome
-        )
+        self.splices = Splices(me, reach, tasks, entropy, awaits=self._notify, welcome=self.welcome)
         self.paths = LanePaths(reach, tasks)
-        self._over: dict[JobName, int] = {}  # every roster below this number
+        self._over: dict[JobName, int] = {}  # all rosters below this number
         self._given_up: dict[LaneEnd, int] = {}
-        """By a pair of ranks (its end, as of op 0), the last of its lanes for messages that nobody
-        wants any more; nor those before it."""
+        """For each pair of ranks (an end with op 0), the last lane for messages that was given up,
+        as were all before it."""
         self._opening: dict[trio.CancelScope, tuple[str, str]] = {}
         """The connections that do not yet carry a lane, with the addresses of their two ends."""
 
     def offer(self, edge: LaneKey, to: Member) -> None:
-        """Open an edge whose sending end is ours; `take` gives it."""
+        """Open a lane whose sending end is here; `take` returns it."""
         if to == self._me:
             self._join_locally(edge)
         else:
@@ -139,24 +137,24 @@ class LaneRendezvous:
             self._tasks.start_soon(self._keep_offering, end, to, self._begin_opening(end))
 
     def accept(self, member: Member, offer: OfferLane | Splice) -> None:
-        """A peer offers the receiving end of an edge."""
+        """Accept a peer's offer of a lane whose receiving end is here."""
         if isinstance(offer, Splice):
             self.splices.accept(member, offer)
             return
         end = LaneEnd(_edge_of(offer, member), sending=False)
         if self._is_over(end):
-            return  # on its way while a view was installed here
+            return  # a view was installed here while the offer was on its way
         if self._awaits_edge(end.edge):
             self._open_offered(end, offer, member)
             return
         now, early = trio.current_time(), self._early.setdefault(member, {})
         for late in [other for other, kept in early.items() if kept.until <= now]:
             del early[late]
-        if end in early or len(early) < MAX_EARLY:  # who offers it in vain does so again
+        if end in early or len(early) < MAX_EARLY:  # a peer offers again if nothing happens
             early[end] = _Early(offer, now + EARLY_S)
 
     def _open_early(self) -> None:
-        """A roster is installed: open what was offered for it."""
+        """Open the lanes that were offered before their roster was installed."""
         now = trio.current_time()
         for member, early in self._early.items():
             for end, (offer, until) in list(early.items()):
@@ -174,14 +172,14 @@ class LaneRendezvous:
         self._tasks.start_soon(self._receive, end, offer, member, scope)
 
     def _begin_opening(self, end: LaneEnd) -> trio.CancelScope:
-        """Return the scope of what opens an end; an earlier attempt makes way."""
+        """Return the scope of a new attempt to open an end, and cancel an earlier one."""
         if end in self._openings:
             self._openings[end].cancel()
         scope = self._openings[end] = trio.CancelScope()
         return scope
 
     def _make_room(self, end: LaneEnd) -> None:
-        """Of the lanes between two ranks that ops don't use, the oldest makes way."""
+        """Cancel the oldest lanes between two ranks that ops don't use, beyond MAX_BESIDE."""
         beside = [
             other
             for other in self._openings
@@ -193,7 +191,7 @@ class LaneRendezvous:
     async def _receive(
         self, end: LaneEnd, offer: OfferLane, member: Member, scope: trio.CancelScope
     ) -> None:
-        """Open what a peer has offered, and keep it until somebody takes it."""
+        """Open the lane that a peer has offered, and keep it until it is taken."""
         try:
             with scope:
                 if offer.dial:
@@ -214,7 +212,7 @@ class LaneRendezvous:
             del self._openings[end]
 
     def lose(self, member: Member) -> None:
-        """The link with a peer has ended: so does what it has caused, unless an op uses it."""
+        """End what a peer has caused, except lanes that ops use: the link with it has ended."""
         self._early.pop(member, None)
         for end, scope in self._openings.items():
             if end.edge.host == member and not end.sending:
@@ -225,9 +223,9 @@ class LaneRendezvous:
     async def welcome(
         self, stream: trio.SocketStream, first_bytes: bytes, authenticated: Callable[[], None]
     ) -> None:
-        """A connection through the door that names a lane; LaneBroken if nobody has offered it.
+        """Take a connection from the door, which names a lane.
 
-        ProtocolError if its first bytes are no preamble.
+        Raises LaneBroken if nobody has offered the lane, ProtocolError for a wrong preamble.
         """
         preamble = decode_preamble_untrusted(first_bytes)
         lane, index = preamble
@@ -238,7 +236,7 @@ class LaneRendezvous:
             await self.paths.welcome(stream, preamble, authenticated)
             return
         expected = self._expected.get(lane)
-        if expected is None and lane in self.splices:  # a ticket must not be another's lane
+        if expected is None and lane in self.splices:  # lanes first: a ticket must not hide one
             authenticated()
             self.splices.arrive(lane, stream)
             return
@@ -251,8 +249,8 @@ class LaneRendezvous:
         except NetworkError:
             opened.close()
             raise
-        # Not before: the lane's id was in clear, and whoever overheard it must not use it up.
-        if self._expected.pop(lane, None) is None:  # a second one, which was recorded
+        # Not before: the lane's id was in clear, and an eavesdropper must not use it up.
+        if self._expected.pop(lane, None) is None:  # a second connection, which replays the first
             opened.close()
             return
         self._begin(expected.end, opened, expected.offer, expected.member)
@@ -271,7 +269,7 @@ class LaneRendezvous:
         return lane in self._expected or lane in self.splices
 
     async def take(self, end: LaneEnd) -> Lane:
-        """The lane of one of our ends, as soon as it is open.
+        """Return the lane of one of our ends, as soon as it is open.
 
         Raises:
             LaneBroken: it could not be opened in three attempts, or its roster is over.
@@ -289,25 +287,25 @@ class LaneRendezvous:
         return lane
 
     def holds(self, end: LaneEnd) -> bool:
-        """Whether the lane of this end is open, and nobody has taken it."""
+        """Return whether the lane of this end is open, and nobody has taken it."""
         place = self._places.get(end)
         return place is not None and place.lane is not None
 
     def withdraw(self, end: LaneEnd) -> Lane | None:
-        """The lane of this end, if it is open and nobody has taken it."""
+        """Take back and return the lane of this end, if it is open and nobody has taken it."""
         if not self.holds(end):
             return None
         self._stop_opening(end)
         return self._places.pop(end).lane
 
     def give_up(self, end: LaneEnd) -> None:
-        """Nobody wants this lane for messages any more, nor those of the pair before it."""
+        """Drop this lane for messages, and all earlier ones of the same pair of ranks."""
         if not self._is_over(end):
             self._given_up[_pair_of(end)] = end.edge.op
             self._drop(end)
 
     def forget(self, job: JobName, *, below: int) -> None:
-        """The job's rosters below this number are over, with their lanes; others may be new."""
+        """End the job's rosters below this number, with their lanes; open those of newer ones."""
         self._over[job] = max(below, self._over.pop(job, below))
         if len(self._over) > MAX_JOBS_OVER:
             del self._over[next(iter(self._over))]
@@ -315,9 +313,9 @@ class LaneRendezvous:
             if self._is_over(end):
                 self._drop(end)
         given_up = self._given_up.items()
-        self._given_up = {end: op for end, op in given_up if not self._is_of_the_past(end)}
+        self._given_up = {end: op for end, op in given_up if not self._is_outdated(end)}
         self._open_early()
-        self._tell_news()
+        self._notify()
 
     def _drop(self, end: LaneEnd) -> None:
         self._stop_opening(end)
@@ -332,14 +330,14 @@ class LaneRendezvous:
     def lose_path(
         self, ours: AbstractSet[str], theirs: AbstractSet[str], *, outranked: bool = False
     ) -> None:
-        """As `LanePaths.lose`; what is being opened over the path is opened over another one."""
+        """Take lanes off a path, as `LanePaths.lose`; open those in progress over another one."""
         self.paths.lose(ours, theirs, outranked=outranked)
         for scope, (here, there) in self._opening.items():
             if here in ours and there in theirs:
                 scope.cancel()
 
     async def _open(self, stream: trio.SocketStream, opening: Awaitable[Lane]) -> Lane:
-        """Await what opens a lane over a connection; PathLost if its path fails meanwhile."""
+        """Return the lane that `opening` opens; raise PathLost if its path fails meanwhile."""
         ends = local_address_of(stream), remote_address_of(stream)
         here, there = (end.host.partition("%")[0] for end in ends)
         lane: Lane | None = None
@@ -356,16 +354,14 @@ class LaneRendezvous:
         raise PathLost(f"the path to {there} has failed")
 
     def close(self) -> None:
-        """Close what nobody has taken."""
+        """Close the lanes that nobody has taken."""
         for place in self._places.values():
             _give_up(place, LaneBroken("the agent ends"))
 
     def _is_over(self, end: LaneEnd) -> bool:
-        return (
-            self._is_of_the_past(end) or self._given_up.get(_pair_of(end), 0) <= end.edge.op < RING
-        )
+        return self._is_outdated(end) or self._given_up.get(_pair_of(end), 0) <= end.edge.op < RING
 
-    def _is_of_the_past(self, end: LaneEnd) -> bool:
+    def _is_outdated(self, end: LaneEnd) -> bool:
         return end.edge.number < self._over.get(end.edge.job, 0)
 
     def _place(self, end: LaneEnd) -> _LaneSlot:
@@ -377,16 +373,16 @@ class LaneRendezvous:
             return
         place = self._place(end)
         if place.lane is not None:
-            place.lane.close()  # an earlier attempt, of which the other side has heard no end
+            place.lane.close()  # of an earlier attempt, which the other side has repeated
         place.lane = lane
-        self._tell_news()
+        self._notify()
         place.filled.set()
 
     def _expect(self, end: LaneEnd, offer: OfferLane, member: Member) -> None:
         self._expected[offer.lane] = _Expected(end, offer, member)
-        self._tell_news()
+        self._notify()
 
-    def _tell_news(self) -> None:
+    def _notify(self) -> None:
         self._news.set()
         self._news = trio.Event()
 
@@ -395,7 +391,7 @@ class LaneRendezvous:
         names = f"trainer {edge.receiver} ({me})", f"trainer {edge.sender} ({me})"
         try:
             sending, receiving = local_lanes(self._make_offer(edge, dial=False), peers=names)
-        except OSError as e:  # no descriptor is left: a matter for all ranks, not for this agent
+        except OSError as e:  # no descriptor is left: the op must fail, and not this agent
             failure = LaneBroken(f"no data connection within {me}: {e.strerror}")
             _give_up(self._place(LaneEnd(edge, sending=True)), failure)
             return
@@ -403,7 +399,7 @@ class LaneRendezvous:
         self._fill(LaneEnd(edge, sending=False), receiving)
 
     async def _keep_offering(self, end: LaneEnd, to: Member, scope: trio.CancelScope) -> None:
-        """Offer, again if it fails, until the lane is open, given up or forgotten."""
+        """Offer a lane, again if that fails, until it is open, given up or forgotten."""
         try:
             with scope:
                 await self._offer_again(end, to)
@@ -412,7 +408,7 @@ class LaneRendezvous:
 
     async def _offer_again(self, end: LaneEnd, to: Member) -> None:
         if self._is_over(end):
-            return  # before this task has had its first turn
+            return  # the roster has ended before this task has run
         edge, place = end.edge, self._place(end)
         for _ in range(ATTEMPTS):
             several = edge.op == RING and self.paths.is_worth_several(to)
@@ -440,7 +436,7 @@ class LaneRendezvous:
             self._expected.pop(offer.lane, None)
 
     async def _dial(self, end: LaneEnd, offer: OfferLane, member: Member) -> None:
-        """Dial the lane of an offer; whoever offered it tries again if that fails."""
+        """Dial the lane of an offer; the side that offered it tries again if that fails."""
         try:
             lane = await self._dialled(offer, member)
         except NetworkError as e:
@@ -449,7 +445,7 @@ class LaneRendezvous:
             self._begin(end, lane, offer, member)
 
     async def _dialled(self, offer: OfferLane, member: Member) -> Lane:
-        """Dial again over the next path for each that fails meanwhile: greetings are all alike."""
+        """Dial, again over the next path for each that fails: all get the very same greeting."""
         while True:
             stream, name = await self.splices.dial(member), self._reach.name_of(member)
             with suppress(PathLost):
@@ -478,12 +474,12 @@ def _edge_of(offer: OfferLane, host: Member) -> LaneKey:
 
 
 def _pair_of(end: LaneEnd) -> LaneEnd:
-    """The same for all lanes from one rank to another."""
+    """Return an end that is the same for all lanes from one rank to another."""
     return LaneEnd(end.edge._replace(op=0), end.sending)
 
 
 def _give_up(place: _LaneSlot, failure: LaneBroken) -> None:
-    """Nobody shall get this lane; whoever waits for it gets the reason."""
+    """Close the lane in this place; a task that waits for it gets the failure."""
     if place.lane is not None:
         place.lane.close()
     place.lane, place.failure = None, failure

@@ -1,4 +1,4 @@
-"""Connections that a third agent continues, for lanes between two that can't reach each other (V5).
+"""Connections that a third agent relays, for lanes between two that can't reach each other (V5).
 
 A                            B                            C
 │ Splice: a ticket, to C ───▶│
@@ -6,8 +6,8 @@ A                            B                            C
 │                            │◀─── preamble: that ticket  │
 │ preamble: the lane's id, and all that follows ─────────▶│
 
-Each of the two legs is dialled by who has dialled the link between its ends, since that direction
-is known to pass firewalls; where B has dialled the link to C, its leg needs no ticket.
+Each of the two legs is dialled by the agent that has dialled the link between its ends, since that
+direction is known to pass firewalls. If B has dialled the link to C, their leg needs no ticket.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ from pmesh.ids import Member
 from pmesh.net.lanes.multipath import Carrier
 
 MAX_SPLICES = 16  # that one peer has asked for; each costs two descriptors and 256 KiB
-MAX_ALL_SPLICES = 64  # of all peers: a house in which every second pair needs a third
-MAX_DIALS = 4  # at once as one peer asks, with up to four descriptors each
+MAX_ALL_SPLICES = 64  # of all peers: enough if every second pair in a house needs a relay
+MAX_DIALS = 4  # at once for one peer, with up to four descriptors each
 IDLE_S = 60.0  # a rank that computes for longer gets another connection for its next op
 SPLICED_BYTES = 128 * 1024  # copied at once: 40 us, so that the event loop stays responsive
 ARRIVAL_S = 5.0  # as long as a connection may take to authenticate
@@ -44,7 +44,7 @@ class Reach(Protocol):
         ...
 
     def we_dialled(self, member: Member) -> bool:
-        """Whether the link to the member was dialled from here."""
+        """Return whether the link to the member was dialled from here."""
         ...
 
     def relay_of(self, member: Member) -> Member | None:
@@ -56,11 +56,11 @@ class Reach(Protocol):
         ...
 
     async def dial_member(self, member: Member) -> trio.SocketStream:
-        """A new connection to the member's door; NetworkError if there is none."""
+        """Open a connection to the member's door; raise NetworkError if that fails."""
         ...
 
     def name_of(self, member: Member) -> str:
-        """What the user calls the member's machine."""
+        """Return the user's name for the member's machine."""
         ...
 
     def complain(self, member: Member, error: NetworkError) -> None:
@@ -69,14 +69,14 @@ class Reach(Protocol):
 
 
 class Splices:
-    """The connections that one agent continues for others, and that others continue for it.
+    """The connections that one agent relays for others, and that others relay for it.
 
     Args:
         me: This agent.
         reach: Its links.
-        tasks: For the connections that it continues.
+        tasks: Runs the connections that it relays.
         entropy: Returns random bytes.
-        awaits: Is called when another ticket is awaited.
+        awaits: Called when another ticket is awaited.
         welcome: Takes a connection that names a lane, as if it had come through the door.
     """
 
@@ -98,7 +98,7 @@ class Splices:
         self._welcome = welcome
         self._awaited: dict[bytes, trio.MemorySendChannel[trio.SocketStream]] = {}
         self._under_way: dict[trio.CancelScope, tuple[Member, Member]] = {}
-        """What this agent does for others: who has asked for it, and where it leads."""
+        """The connections that this agent relays: who has asked for each, and where it leads."""
         self._turns: dict[Member, trio.CapacityLimiter] = {}
 
     def __contains__(self, ticket: bytes) -> bool:
@@ -116,13 +116,13 @@ class Splices:
         return await self._connect(relay, member)
 
     async def _connect(self, peer: Member, to: Member) -> trio.SocketStream:
-        """Open a connection that a peer continues to a member, which may be the peer itself."""
+        """Open a connection that a peer relays to a member, which may be the peer itself."""
         ticket, dials = self._entropy(LANE_ID_BYTES), self._reach.we_dialled(peer)
         self._reach.send(peer, Splice(ticket, to, dial=not dials))
         return await (self._dial(peer, ticket) if dials else self._arrival(ticket))
 
     def turns_of(self, member: Member) -> trio.CapacityLimiter:
-        """Return what limits the dials that a peer has asked for."""
+        """Return the limiter of the dials that a peer has asked for."""
         return self._turns.setdefault(member, trio.CapacityLimiter(MAX_DIALS))
 
     def accept(self, member: Member, splice: Splice) -> None:
@@ -134,7 +134,7 @@ class Splices:
             self._tasks.start_soon(self._run, member, splice, scope)
 
     def lose(self, member: Member) -> None:
-        """The link with a peer has ended: nothing is continued for it, or to it."""
+        """Relay nothing more for a peer, or to it: the link with it has ended."""
         self._turns.pop(member, None)
         for scope, ends in self._under_way.items():
             if member in ends:
@@ -164,7 +164,7 @@ class Splices:
             return await self._dial(by, splice.ticket)
 
     async def _continue(self, by: Member, stream: trio.SocketStream, to: Member) -> None:
-        """Copy both ways, until it is idle; what is copied is sealed between the two ends."""
+        """Copy both ways until the connection is idle; the data are sealed from end to end."""
         if self._reach.we_dialled(to):
             async with self.turns_of(by):
                 onward = await self._reach.dial_member(to)

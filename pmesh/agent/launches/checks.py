@@ -45,7 +45,7 @@ def check_command(command: Command, inherited: Mapping[str, str]) -> Found:
     except (
         OSError,
         RuntimeError,
-    ) as e:  # a path that may not be looked at; a user who is not there
+    ) as e:  # a path that the agent may not read; a user that does not exist
         raise UsageError(f"it can't look for the command's files: {e}") from e
 
 
@@ -128,7 +128,7 @@ def _check_module(
 
 
 def _module_in(arguments: Sequence[str]) -> str:
-    """The module that Python would run; "" if it would run something else."""
+    """Return the module that Python would run; "" if it would run something else."""
     words = iter(arguments)
     for word in words:
         if word == "-m":

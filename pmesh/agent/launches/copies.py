@@ -28,7 +28,7 @@ _TAKEN = (
     errno.EEXIST,
     errno.ENOTDIR,
     errno.ELOOP,
-)  # by a file or a link of what counts as its name
+)  # a file or a link already has the name, or one that the disk takes for it
 
 
 def copy_path(home: Path, launch: PathName, tree: TreeName) -> Path:
@@ -115,7 +115,7 @@ class Copies:
                 _record_of(path).unlink(missing_ok=True)
 
     def clean(self) -> None:
-        """Remove what an agent that was killed has begun."""
+        """Remove the copies that an agent began before it was killed."""
         for path in self._directory.glob(f"{_BUILDING}*"):
             remove_tree(self._directory, path.name)
 
@@ -126,7 +126,7 @@ def _record_of(copy: Path) -> Path:
 
 @contextlib.contextmanager
 def _directory_in(directory: int, names: Iterable[str]) -> Generator[int]:
-    """Give a directory below an open one, made if there is none; one at a time is open."""
+    """Yield a directory below an open one, made if there is none; only one at a time is open."""
     here = os.dup(directory)
     try:
         for name in names:

@@ -1,7 +1,7 @@
-"""What ranks have written into their copies, on its way to the machine that started the launch.
+"""Brings what ranks have written into their copies to the machine that started the launch.
 
 `pmesh run --sync` sends a directory out; this brings back what is new. A machine gives it only to
-the node that it made the copy for, while that node may still run commands there. Links are never
+the node for which it made the copy, while that node may still run commands there. Links are never
 followed and never sent, nor is anything that has keys.
 """
 
@@ -61,7 +61,7 @@ _REPLACED: Final = "a later question has taken the place of this one; fetch it a
 
 
 def new_files(copy: Path, since_ns: int, store: FileStore | None = None) -> list[FileEntry]:
-    """Return the files of a copy that were written since then; with their contents in a store.
+    """Return the files of a copy that were written since then; store their contents, if asked.
 
     Raises:
         UsageError: There are too many, or one changes while it is read.
@@ -107,13 +107,13 @@ def _is_key(name: str, nbytes: int, here: int) -> bool:
     try:
         with open(os.open(name, _READ, dir_fd=here), "rb") as file:  # noqa: PTH123 - a descriptor
             mesh_key_from_text(file.read(MAX_KEY_BYTES).decode())
-    except (OSError, ValueError):  # it is said later why it can't be read
+    except (OSError, ValueError):  # a later read reports why it fails
         return False
     return True
 
 
 class Fetching:
-    """New files that this agent gives and takes."""
+    """The new files that this agent sends and fetches."""
 
     def __init__(
         self,
@@ -136,9 +136,9 @@ class Fetching:
         self._store = FileStore(home)
         self._copies = Copies(home, self._store)
         self._looking: set[NodeId] = set()
-        """For whom a thread looks at a copy: one question of each at a time."""
+        """The nodes for which a thread looks at a copy: one question of each at a time."""
         self._offers: dict[NodeId, tuple[PathName, int, TreeName, Sequence[Entry]]] = {}
-        """What each node was told last: its launch, its number, and the tree."""
+        """What each node was told last: the launch, the question's number, and the tree."""
         self._pushes: dict[NodeId, Push] = {}
         self._numbers = itertools.count(1)
         self._asked: dict[int, _Asked] = {}
@@ -164,7 +164,7 @@ class Fetching:
                     asked.pull.receive_untrusted(offset, data)
 
     def follow_links(self) -> None:
-        """End what was on its way over a link that has ended."""
+        """End the transfers over links that have ended."""
         for node, push in list(self._pushes.items()):
             if self._link_with(node) is not push.link:
                 push.scope.cancel()
@@ -258,9 +258,9 @@ class Fetching:
         Args:
             launch: One that was started here.
             node: The machine.
-            name: Of the machine.
-            contents: Store them.
-            most_bytes: How much may come.
+            name: The machine's name.
+            contents: Whether to store the contents here.
+            most_bytes: How many bytes may come.
 
         Returns:
             None if it has no copy.
@@ -324,7 +324,7 @@ class Fetching:
 
 
 class _Asked:
-    """A question to one machine, and what comes of it."""
+    """A question to one machine, and its answer."""
 
     def __init__(self, number: int, node: NodeId, link: object | None) -> None:
         self.number = number
@@ -336,7 +336,7 @@ class _Asked:
         self.scope = trio.CancelScope()
 
     def take(self, answer: NewFiles) -> None:
-        """A second answer says that what was offered can't be had."""
+        """Take an answer; a second one says that the offered files can't be had."""
         if self.answered.is_set():
             self.scope.cancel()
         self.answer = answer

@@ -51,8 +51,8 @@ class FileStore:
         """Store what a file holds.
 
         Args:
-            path: Of the file.
-            within: A descriptor of the directory that a relative path begins at.
+            path: The path of the file.
+            within: A descriptor of the directory at which a relative path begins.
 
         Raises:
             OSError: It can't be read, or the disk is full.
@@ -81,7 +81,7 @@ class FileStore:
         return content
 
     def add_bytes(self, data: bytes) -> Content:
-        """Store these. Raises OSError."""
+        """Store these bytes. Raises OSError."""
         content = Content(hashlib.sha256(data).digest(), len(data))
         if not self.has(content):
             with self.new() as new:
@@ -114,13 +114,13 @@ class FileStore:
         return data
 
     def copy_out(self, content: Content, name: str, *, within: int, executable: bool) -> None:
-        """Write a new file with this content, checked. Raises OSError, also if there is one.
+        """Write a new file with this content, checked. Raises OSError, also if the file exists.
 
         Args:
-            content: What it is to hold.
-            name: Of the file.
+            content: The file's content.
+            name: The file's name.
             within: A descriptor of its directory.
-            executable: The user may run it.
+            executable: Whether the user may run it.
         """
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         mode = 0o755 if executable else 0o644
@@ -158,7 +158,7 @@ class FileStore:
                     path.unlink()
 
     def _damaged(self, content: Content) -> OSError:
-        """Remove a content that a lost power, or somebody, has changed."""
+        """Remove a content that a power failure, or somebody, has changed."""
         self.path_of(content).unlink(missing_ok=True)
         return OSError(0, "a stored file was damaged, and is removed; start the command again")
 
@@ -176,7 +176,7 @@ class NewContent:
 
     @property
     def content(self) -> Content:
-        """What was written until now."""
+        """The content that was written so far."""
         return Content(self._hashed.digest(), self._nbytes)
 
     def write(self, data: bytes) -> None:
@@ -230,14 +230,14 @@ class ContentsReceiver:
                 self._new = None
 
     def close(self) -> None:
-        """Remove what has not come whole."""
+        """Remove a content that has not come whole."""
         if self._new is not None:
             self._new.close()
             self._new = None
 
 
 def _read(file: BinaryIO, take: Callable[[bytes], object]) -> Content:
-    """Pass a file on, and return what it was."""
+    """Pass a file's bytes to `take`, and return its content."""
     hashed, nbytes = hashlib.sha256(), 0
     while block := file.read(_BLOCK_BYTES):
         hashed.update(block)

@@ -1,4 +1,4 @@
-"""The ranks of one launch on this machine: their processes, and the way of their output."""
+"""The ranks of one launch on this machine: their processes, and their output."""
 
 import os
 import signal
@@ -35,14 +35,14 @@ from pmesh.paths import COPY_VARIABLE, remove_tree
 WINDOW_BYTES = 8 * MAX_OUTPUT_BYTES  # on the way to the starter: heartbeats must pass, too
 DRAIN_S = 1.0  # a process that has left the group may hold a pipe open for ever
 UNSTARTED_S = 60.0  # the starter begins, or cancels, within seconds
-UNSTARTED_SYNCED_S = 3600.0  # unless others still take files over a slow line
+UNSTARTED_SYNCED_S = 3600.0  # longer with --sync: others may still take files over a slow line
 _FAILED = 1
 _NOT_FOUND = 127  # as in shells
 _READ_BYTES = 64 * 1024
 
 
 class PartHere:
-    """What this machine runs of a launch."""
+    """The part of a launch that this machine runs."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class PartHere:
         self.state = Part(restarts=restarts, grace_s=prepare.terms.grace_s)
         self._unstarted_s = UNSTARTED_S if prepare.command.tree is None else UNSTARTED_SYNCED_S
         self.over = trio.Event()
-        """All ranks have ended, or it was cancelled before they began."""
+        """Set once all ranks have ended, or the launch was cancelled before they began."""
         self._link = link
         self._found = found
         self._home = home
@@ -78,7 +78,7 @@ class PartHere:
         self._numbers: dict[int, int] = {}
         """The `mesh.rank` of each rank whose script has, or had, one."""
         self._reports = list[tuple[int, RankEnded | RankFails]]()
-        """What has been reported, or will be once the output up to an offset was sent."""
+        """The reports, sent or not yet, each with the offset up to which output must go first."""
         self._reported = 0
         self._sent = self._read = spool.end
         self._connected = True
@@ -97,7 +97,7 @@ class PartHere:
 
     @property
     def command(self) -> Command:
-        """As the starter has given it."""
+        """The command, as the starter has given it."""
         return self.prepare.command
 
     @property
@@ -106,7 +106,7 @@ class PartHere:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """How many ranks each machine runs; of the others it is not known."""
+        """How many ranks each machine runs; 1 for the others, of which it is not known."""
         return tuple(
             self.prepare.ranks if seat == self.prepare.seat else 1
             for seat in range(len(self.names))
@@ -130,13 +130,13 @@ class PartHere:
 
     @property
     def phase(self) -> str:
-        """For a person."""
+        """The state of the launch, for a person."""
         if not self.has_begun:
             return "over" if self.is_over else "asking"
         return "over" if self.is_over else "ending" if self.state.ends else "running"
 
     async def run(self) -> None:
-        """Keep time and send the output, until all has ended and the starter has read it."""
+        """Act on deadlines and send the output, until all has ended and the starter has read it."""
         with self._scope:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._send_output)
@@ -146,7 +146,7 @@ class PartHere:
 
     @property
     def _files(self) -> Path:
-        """What the engine wants: below the output, whose directory has a name of ours."""
+        """The directory of the engine's files, within that of the output, which we have named."""
         return self.spool.directory / "files"
 
     def close(self) -> None:
@@ -180,31 +180,31 @@ class PartHere:
             self._tell()
 
     def give_up(self, generation: int, rank: int) -> None:
-        """The starter does not want a rank that fails to be started again."""
+        """Stop restarting a rank that fails, as the starter has decided."""
         if generation == self.state.generation:
             self._apply(decide.give_up(self.state, rank))
 
     def rank_is(self, session: int, number: int) -> None:
-        """The program of this session knows itself by this rank of its job from now on."""
+        """Note the rank that the program of this session now has in its job."""
         for rank, child in self._children.items():
             if child.session == session:
                 self._numbers[rank] = number
 
     def op_completed(self, session: int, *, syncs: bool) -> None:
-        """A program of this session has completed an op; `syncs` if one of them was a `sync`."""
+        """Note that a program of this session has completed an op; `syncs` if one was a `sync`."""
         for rank, child in self._children.items():
             if child.session == session:
                 self._apply(decide.op_completed(self.state, rank, syncs=syncs))
 
     def read_up_to(self, offset: int) -> None:
-        """The starter has stored the output up to here. Raises ProtocolError if it can't have."""
-        if offset > self.spool.end:  # what was sent over a link before this one may be, too
+        """Note up to where the starter has stored output. Raises ProtocolError if it can't have."""
+        if offset > self.spool.end:  # it may be output that was sent over an earlier link
             raise ProtocolError("output was acknowledged that was never sent")
         self._read = max(self._read, offset)
         self._tell()
 
     def follow(self, link: object | None) -> None:
-        """Tell it the present link with the starter; what was on its way over another is lost."""
+        """Use this link with the starter; send again what was on its way over an earlier one."""
         if link is self._link:
             return
         if self._link is not None:
@@ -224,7 +224,7 @@ class PartHere:
             raise ProtocolError("input came before the last one was taken") from None
 
     def _lose_starter(self) -> None:
-        """The link with the starter has ended: so do all ranks, unless they are detached."""
+        """End all ranks, unless they are detached: the link with the starter has ended."""
         self._connected = False
         if not self.prepare.terms.detach and not self.is_over:
             self._append(note(MACHINE, "the starter is lost: all ranks here are ended"))

@@ -15,11 +15,11 @@ class Permission(msgspec.Struct, frozen=True, kw_only=True):
     """What the owner of this machine has allowed; by default nothing."""
 
     everyone: bool = False
-    """Every member of the mesh."""
+    """Whether every member of the mesh may run commands."""
     members: tuple[str, ...] = ()
-    """Else these: node ids as text. A member chooses its name by itself, but not its node id."""
+    """Otherwise only these may, by node id as text: a member chooses its name, but not its id."""
     as_root: bool = False
-    """Also where the agent runs as root."""
+    """Whether commands may run as root, if the agent does."""
 
 
 def load_permission(home: Path) -> Permission:

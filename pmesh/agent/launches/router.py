@@ -68,7 +68,7 @@ KEPT = 20  # launches whose output is kept
 MAX_STARTED = 64  # by programs of this machine at once: each is a terminal, or was detached
 MAX_RUNNING = 16  # parts of launches at once
 MAX_ASKED = 16  # questions of one member at once: each has 256 KiB, and takes a thread
-ENDS_S = 10.0  # the ranks of the last attempt, which a lost link has ended, must be gone
+ENDS_S = 10.0  # for the ranks of the last attempt, which a lost link has ended, to be gone
 AGAIN_S = 60.0  # a member that is refused again and again is no news
 
 _ToPart: TypeAlias = BeginRanks | SignalRanks | GiveUpRank | OutputRead | RankInput
@@ -77,23 +77,23 @@ _Kept = TypeVar("_Kept", StartedHere, PartHere)
 _Key = TypeVar("_Key")
 
 LaunchKey: TypeAlias = tuple[NodeId, str]
-"""The node that has started it, and its id: another node may have chosen the same id."""
+"""The node that has started a launch, and its id: another node may have chosen the same id."""
 
 
 class _Question:
-    """Somebody has asked whether this machine can run a launch, and has no answer yet."""
+    """A member's question whether this machine can run a launch, not yet answered."""
 
     def __init__(self, member: Member, launch: str, link: Link | None) -> None:
         self.member = member
         self.launch = launch
         self.link = link
         self.allowed = False
-        """Only what a member may ask for takes the place of another launch."""
+        """Whether the member may run commands here; only then it counts for MAX_RUNNING."""
         self.scope = trio.CancelScope()
 
 
 class Launches:
-    """What this agent has started, and what it runs."""
+    """The launches that this agent has started, and those that it runs."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class Launches:
         self._linked: dict[NodeId, Link] = {}
         self._refused_at: dict[NodeId, float] = {}
         self.questions: list[_Question] = []
-        """Until the task of each has ended: a thread can't be cancelled."""
+        """A question stays until its task has ended, as a thread can't be cancelled."""
         self.syncing = Syncing(
             home,
             send=self.send,
@@ -144,14 +144,14 @@ class Launches:
             nursery=nursery,
             contain=contain,
         )
-        # Of launches alone, whose number and windows are bounded; sending can't wait.
+        # Unbounded, as sending can't wait; but launches are few, and their windows are bounded.
         self._own, self._own_messages = trio.open_memory_channel[AnyLaunchMessage](math.inf)
 
     # --- messages
 
     async def run(self) -> None:
-        """Deliver what this agent says to itself, and follow the links."""
-        remove_tree(self._home, "launches")  # of an agent before this one
+        """Deliver the messages of this agent to itself, and follow the links."""
+        remove_tree(self._home, "launches")  # the output of an agent before this one
         self.syncing.clean()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._look)
@@ -166,7 +166,7 @@ class Launches:
             self._links()[node].send(message)
 
     def receive(self, member: Member, message: AnyLaunchMessage) -> None:
-        """Take a message of a member; what does not concern its own launches counts nothing."""
+        """Handle a member's message; ignore it if that member has no part in the launch."""
         match message:
             case PrepareLaunch():
                 self._ask(member, message)
@@ -205,14 +205,14 @@ class Launches:
                 part.take_input(message)
 
     def rank_is(self, pid: int, number: int) -> None:
-        """A program has this rank in its job from now on; it may be a rank of a launch."""
+        """Note the rank of a program in its job; the program may be a rank of a launch."""
         with contextlib.suppress(OSError):  # it has just ended
             session = os.getsid(pid)
             for part in self.parts.values():
                 part.rank_is(session, number)
 
     def op_completed(self, pid: int, *, syncs: bool) -> None:
-        """A program has completed an op, which may be that of a rank of a launch."""
+        """Note that a program has completed an op; the program may be a rank of a launch."""
         with contextlib.suppress(OSError):  # it has just ended
             session = os.getsid(pid)
             for part in self.parts.values():
@@ -244,7 +244,7 @@ class Launches:
             self.send(question.member.node, LaunchPrepared(message.launch, sentence(refusal)))
 
     def _withdraw(self, member: Member, launch: str) -> None:
-        """Stop what is done for a question that this member has asked."""
+        """Cancel the work for a question that this member has asked."""
         for question in self.questions:
             if (question.member, question.launch) == (member, launch):
                 question.scope.cancel()
@@ -302,7 +302,7 @@ class Launches:
         return await trio.to_thread.run_sync(check)
 
     async def _why_not(self, member: Member) -> str:
-        """Return why a member may not run commands here, nor have what they have written."""
+        """Return why a member may not run commands here, nor fetch what they have written."""
         if member == self._me:
             return ""
         permission = await trio.to_thread.run_sync(load_permission, self._home)
@@ -405,7 +405,7 @@ class Launches:
         named = self._names.find_each_here(request.on) if request.on else here.keys()
         nodes = [node for node in here if node in named]
         start = nodes.index(self._me.node) if self._me.node in nodes else 0
-        nodes = nodes[start:] + nodes[:start]  # the same ring: rank 0 is where somebody types
+        nodes = nodes[start:] + nodes[:start]  # the same ring, but rank 0 is where somebody types
         counts = (
             spread(request.count, len(nodes)) if request.count else [request.per_node] * len(nodes)
         )
@@ -423,14 +423,14 @@ class Launches:
         ]
 
     async def _look(self) -> None:
-        """Follow the links with all who take part."""
+        """Follow the links with all machines that take part."""
         while True:
             await trio.sleep(LOOK_S)
             with self._contain("the launches of this machine"):
                 self._follow_links()
 
     def _follow_links(self) -> None:
-        """Tell launches which machines are lost and which are back, and the time."""
+        """Tell launches which machines are lost, which are back, and that time has passed."""
         links = dict(self._links())
         before, self._linked = self._linked, links
         for node in {*before, *links}:
@@ -461,7 +461,7 @@ class Launches:
     # --- for people
 
     def copies_of(self, text: str) -> tuple[PathName, Mapping[NodeId, str]]:
-        """Return a launch that was started here, and the names of who may have a copy.
+        """Return a launch that was started here, and the names of machines that may have a copy.
 
         Raises:
             UsageError: Another machine has started it, or it has no copies.
@@ -517,7 +517,7 @@ class Launches:
         return self._me.node if isinstance(launch, StartedHere) else launch.starter.node
 
     def _full_names(self, launch: StartedHere | PartHere) -> tuple[str, str]:
-        """Return what names this launch and no other; the second one for certain."""
+        """Return two names of this launch alone; only the second is certain to be unique."""
         node = self._starter_of(launch)
         return f"{launch.launch}@{self._name_of(node)}", f"{launch.launch}@{short_node(node)}"
 

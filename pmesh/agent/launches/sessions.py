@@ -36,7 +36,7 @@ from pmesh.ids import NodeId, PathName, node_text
 from pmesh.net.local.sessions import Session, refuse
 
 LINES_BYTES = 64 * 1024  # of one message
-SHOWN_AFTER_S = 1.0  # files that are there sooner need no picture
+SHOWN_AFTER_S = 1.0  # if all files arrive sooner, no progress is shown
 SHOWN_EVERY_S = 0.2
 _SIGTERM: SignalNumber = 15
 

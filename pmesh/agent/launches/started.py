@@ -47,7 +47,7 @@ Deliver = Callable[[NodeId, AnyLaunchMessage], None]
 
 
 def read_of(message: RankOutput) -> OutputRead:
-    """Return the answer to output after which more may come."""
+    """Return the acknowledgement of output, after which more may come."""
     return OutputRead(message.launch, message.offset + len(message.data))
 
 
@@ -69,7 +69,7 @@ class StartedHere:
         self.spool = spool
         self.since = trio.current_time()
         self.begun = trio.Event()
-        """All machines have agreed, or it is over."""
+        """Set once all machines have agreed, or the launch is over."""
         self.over = trio.Event()
         self.code: int | None = None
         self.refusal = ""
@@ -95,7 +95,7 @@ class StartedHere:
 
     @property
     def phase(self) -> str:
-        """For a person."""
+        """The state of the launch, for a person."""
         return self.state.phase
 
     @property
@@ -115,7 +115,7 @@ class StartedHere:
         self.spool.close()
 
     def start(self) -> None:
-        """Ask all machines."""
+        """Ask all machines whether they can run their part."""
         self._apply(decide.first_step(self.state, now=trio.current_time()))
 
     def interrupt(self, number: SignalNumber) -> None:
@@ -123,7 +123,7 @@ class StartedHere:
         self._apply(decide.interrupt(self.state, number, now=trio.current_time()))
 
     def pass_time(self) -> None:
-        """Call it often: machines that do not answer are given up, and ranks that hang."""
+        """Give up machines that do not answer, and ranks that hang; call this often."""
         now = trio.current_time()
         self._apply(decide.pass_time(self.state, now=now))
         quiet_s = self.request.terms.hang_timeout_s
@@ -134,7 +134,7 @@ class StartedHere:
     def send_input(self, data: bytes) -> None:
         """Pass input on to rank 0; `input_taken` is set when it may be given more.
 
-        Raises ProtocolError for more than that: the machine of rank 0 would refuse it, and us.
+        Raises ProtocolError for more than that, as the machine of rank 0 would.
         """
         if self._input_ends or not self.input_taken.is_set():
             raise ProtocolError("input before the last one was taken, or after its end")
@@ -145,7 +145,7 @@ class StartedHere:
             self._send(first.node, RankInput(self.launch, data))
 
     def lose(self, member: Member, why: str) -> None:
-        """The link with a machine has ended; detached ranks go on without it."""
+        """Note that the link with a machine has ended; detached ranks go on without it."""
         seat = self.state.seat_of(member.node)
         if seat is None:
             return
@@ -156,7 +156,7 @@ class StartedHere:
             self._apply(decide.machine_lost(self.state, seat.node, why, now=trio.current_time()))
 
     def find(self, member: Member) -> None:
-        """There is a link again with a machine, whose agent may have been restarted."""
+        """Note that there is a link again with a machine, whose agent may have been restarted."""
         node, now = member.node, trio.current_time()
         if self.request.terms.detach:
             if self._lost.get(node, member) == member:
@@ -165,10 +165,10 @@ class StartedHere:
         self._apply(decide.machine_back(self.state, node, now=now))
 
     def receive(self, node: NodeId, message: AnyLaunchMessage) -> None:
-        """Take what a machine says. Raises ProtocolError for what no machine says."""
+        """Handle a machine's message. Raises ProtocolError for one that no machine sends."""
         seat = self.state.seat_of(node)
         if seat is None:
-            return  # it takes no part: its claims count nothing
+            return  # the machine takes no part
         match message:
             case LaunchPrepared():
                 self._take_answer(seat, message)
@@ -204,7 +204,7 @@ class StartedHere:
             self._apply(decide.prepared(self.state, seat.node, why, now=trio.current_time()))
 
     def _stop(self, seat: Seat) -> None:
-        if not (self.state.signal or self.is_over):  # once: nobody can put the end off
+        if not (self.state.signal or self.is_over):  # only once, so that nobody delays the end
             self._note(f"stopped on {seat.name}")
             self.interrupt(_SIGTERM)
 
@@ -223,9 +223,9 @@ class StartedHere:
         return seat is not None and seat.phase == "asked"
 
     def may_ask(self, node: NodeId) -> bool:
-        """Return True if a machine gets the files that it asks for; one that never ends is refused.
+        """Return True if a machine gets the files that it asks for; refuse one that never ends.
 
-        That is no crime: a question from before its link was lost may still be on its way.
+        A late question is no protocol error: its link may have been lost while it was on its way.
         """
         if not self.is_preparing(node):
             return False
@@ -235,14 +235,15 @@ class StartedHere:
         return self._questions[node] <= MAX_QUESTIONS
 
     def refuse(self, node: NodeId, why: str) -> None:
-        """A machine can't get its files from here."""
+        """Note that a machine can't get its files from here."""
         refusal = f"{self.name_of(node)}: {why}"
         self._apply(decide.prepared(self.state, node, refusal, now=trio.current_time()))
 
     def _take_output(self, seat: Seat, message: RankOutput) -> None:
-        """Store what a machine's ranks print; what comes when they can't print is dropped.
+        """Store what a machine's ranks print.
 
-        That is acknowledged, and no crime: the launch may have ended while it was on its way.
+        Output of ranks that can't print is acknowledged and dropped: the launch may have ended
+        while it was on its way.
         """
         node = seat.node
         if not message.data.endswith(b"\n"):
@@ -293,7 +294,7 @@ class StartedHere:
         if begin.group == 0:  # it has rank 0
             self.input_taken.set()
             if self._input_ends:
-                self._send(node, RankInput(self.launch, b""))  # the one before it has had all input
+                self._send(node, RankInput(self.launch, b""))  # an earlier rank 0 has had all input
 
     def _prepare(self, node: NodeId) -> PrepareLaunch:
         seats = self.state.seats
@@ -310,7 +311,7 @@ class StartedHere:
         )
 
     def _parts_of(self, nodes: Sequence[NodeId]) -> Mapping[NodeId, BeginRanks]:
-        """Return what each machine is to begin; ends the launch if two can't reach each other."""
+        """Return what each machine must begin; end the launch if two can't reach each other."""
         if not nodes:
             return {}
         self._heard_at = trio.current_time()

@@ -1,7 +1,7 @@
-"""Files on their way: a machine that is asked to run a launch pulls what it lacks of its directory.
+"""Transfers files: a machine that is asked to run a launch pulls the files that it lacks.
 
 Only a machine that allows the launch asks for files, so nobody else can send any. The starter
-sends what was asked for as fast as it is stored there.
+sends them as fast as that machine stores them.
 """
 
 import itertools
@@ -58,14 +58,14 @@ class Syncing:
         self._store = FileStore(home)
         self._copies = Copies(home, self._store)
         self._pulls: dict[tuple[NodeId, str], _LaunchPull] = {}
-        """By the starter and its launch: another starter may have chosen the same id."""
+        """The pulls, by the starter and its launch: another starter may have chosen the same id."""
         self._pushes: dict[tuple[str, NodeId], _LaunchPush] = {}
         self._numbers = itertools.count(1)
         self._needed: dict[str, frozenset[bytes]] = {}
         """The hashes that a launch may need again, when a machine comes back."""
 
     def clean(self) -> None:
-        """Remove what an agent before this one has begun and not finished."""
+        """Remove the copies that an agent before this one has begun and not finished."""
         self._copies.clean()
 
     def receive_untrusted(
@@ -89,7 +89,7 @@ class Syncing:
                     push.acknowledge_untrusted(number, offset)
 
     def follow_links(self) -> None:
-        """End what was on its way over a link that has ended."""
+        """End the transfers over links that have ended."""
         for key, push in list(self._pushes.items()):
             if push.launch.is_over or self._link_with(key[1]) is not push.link:
                 push.scope.cancel()
@@ -102,7 +102,7 @@ class Syncing:
 
         Raises:
             UsageError: The directory can't be had here; the message says why.
-            ProtocolError: It is none.
+            ProtocolError: What the starter sent is no directory.
         """
         tree = message.command.tree
         if tree is None:
@@ -122,7 +122,7 @@ class Syncing:
         return structs.replace(message.command, cwd=str(path))
 
     async def prune(self, launches: frozenset[str]) -> None:
-        """Remove what was not used for long; these launches may still need their files."""
+        """Remove files that were not used for long; these launches may still need theirs."""
         self._needed = {one: hashes for one, hashes in self._needed.items() if one in launches}
         needed = frozenset(itertools.chain.from_iterable(self._needed.values()))
         await in_thread(self._store.prune, needed)
@@ -219,7 +219,7 @@ class Syncing:
 
 
 class Pull:
-    """What this machine takes of another one for one launch: files come in a stream."""
+    """Files that this machine gets from another one for one launch, in one stream."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -256,7 +256,7 @@ class Pull:
 
 
 class Push:
-    """What this machine sends to another one: the contents that it has asked for."""
+    """Files that this machine sends to another one: the contents that it has asked for."""
 
     def __init__(self, link: object | None, number: int) -> None:
         self.link = link
@@ -271,7 +271,7 @@ class Push:
         self.has_begun = True
 
     async def send_all(self, store: FileStore, send: Callable[[int, bytes], None]) -> None:
-        """Send as fast as it is stored there. Raises OSError if a content can't be read."""
+        """Send as fast as the other one stores. Raises OSError if a content can't be read."""
         while not self.outgoing.is_sent:
             changed, offset = self.changed, self.outgoing.sent
             slices = self.outgoing.take(BATCH_BYTES)
@@ -290,7 +290,7 @@ class Push:
 
 
 class _LaunchPull(Pull):
-    """The same of a starter."""
+    """A pull from the starter of a launch."""
 
     def __init__(self, starter: Member) -> None:
         super().__init__()
@@ -298,7 +298,7 @@ class _LaunchPull(Pull):
 
 
 class _LaunchPush(Push):
-    """The same for a launch that was started here."""
+    """A push for a launch that was started here."""
 
     def __init__(self, launch: StartedHere, link: object | None, number: int) -> None:
         super().__init__(link, number)

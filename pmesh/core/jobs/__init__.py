@@ -1,1 +1,1 @@
-"""What a rank knows of its ops."""
+"""The jobs of an agent, their ranks, and the rules of an op."""

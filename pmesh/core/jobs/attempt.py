@@ -1,7 +1,7 @@
-"""What an op does next, and how it ends: the same for the agent and for the simulation.
+"""The rules of an op: what it does next, and how it ends. Agent and simulation share them.
 
-Nothing here decides that an op has failed. What goes wrong becomes a request for a view change, and
-the view says the same to all ranks (O3).
+Nothing here decides that an op has failed. An error becomes a request for a view change, and the
+view tells all ranks the same outcome (O3).
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from pmesh.core.wire.link import Call
 from pmesh.core.wire.local import World
 from pmesh.ids import OpNumber, TrainerId
 
-MAX_UNSTABLE_OPS = 32  # half of the arenas that a session may have; beyond it a start waits (O2)
-MAX_UNSTABLE_BYTES = 256 * 1024 * 1024  # beyond it too; one op may always be retained, of any size
-LANE_GRACE_S = 1.0  # a lane ends before its machine's link does: wait for the better reason
+MAX_UNSTABLE_OPS = 32  # half of the arenas of a session; with more, the next op waits (O2)
+MAX_UNSTABLE_BYTES = 256 * 1024 * 1024  # the same; but one result of any size may be retained
+LANE_GRACE_S = 1.0  # a lane of a lost machine breaks before its link: wait for the link's reason
 LANE_ATTEMPTS = 3  # an op that breaks its lanes thrice fails
-ASK_AGAIN_S = 1.0  # five heartbeats: the question for a result, or the link, has been lost
+ASK_AGAIN_S = 1.0  # five heartbeats: by then the request for a result, or the link, is lost
 FOREVER_S = 1e9  # a timeout may be infinite, which no clock can wait for
 
 
@@ -33,41 +33,41 @@ class OpState:
     timeout_s: float
     deadline: float = 0.0
     root: TrainerId | None = None
-    """Who it is, whatever its rank becomes (O5)."""
+    """The trainer that is the root; its rank may change while the op runs (O5)."""
     receivers: tuple[TrainerId, ...] = ()
-    """Of a broadcast: who they are, whatever their ranks become (O5)."""
+    """The trainers that get a broadcast; their ranks may change while the op runs (O5)."""
     holds: bool = True
-    """Whether the last attempt has brought the result here, or only the news of it."""
+    """Whether the result is here; False if this rank only knows that it exists elsewhere."""
     contributors: tuple[TrainerId, ...] = ()
-    """Whose values the last attempt has put into the result."""
+    """The trainers whose values the last attempt has put into the result."""
     broken: int = 0
-    """How often its lanes have broken."""
+    """How many attempts have ended with a broken lane."""
     doomed: Verdict | None = None
-    """Why this rank can't run it at all: a matter for all ranks (O3)."""
+    """Why this rank can't run the op at all; a view then decides for all ranks (O3)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """A view has failed the op, or the job is over for this rank: `end_failed`."""
+    """A view has failed the op, or this rank is out of the job; call `end_failed`."""
 
     outcome: OpOutcome
 
 
 @dataclass(frozen=True, slots=True)
 class ReportLate:
-    """The call is answered with the failure of an earlier op: `report_late`."""
+    """Answer the call with the failure of an earlier op; call `report_late`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Ask again once there is room, a quorum, more ranks, or no fence."""
+    """Call `next_step` again once there is room, a quorum, more ranks, or no fence."""
 
     what: Literal["room", "quorum", "ranks", "fence"]
 
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """Nothing more happens until a view has settled it: `RankState.raise_concern`."""
+    """Call `RankState.request_view`, and wait: only a view can settle this."""
 
     verdict: Verdict | None
     op: int
@@ -75,14 +75,14 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """O2: take the result from one of those who have completed the op."""
+    """O2: fetch the result from a rank that has completed the op."""
 
     outcome: OpOutcome
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Run it among the ranks of the present roster."""
+    """Run the op among the ranks of the current roster."""
 
 
 NextStep: TypeAlias = Fail | ReportLate | Wait | RequestView | Fetch | Run
@@ -91,41 +91,41 @@ NextStep: TypeAlias = Fail | ReportLate | Wait | RequestView | Fetch | Run
 def next_step(  # noqa: PLR0911 - the rules, in their order
     rank: RankState[Any], op: OpState, *, newcomers: Callable[[], int], retained_bytes: int
 ) -> NextStep:
-    """What to do with the op that is under way, by all that is known now.
+    """Return what to do next with the running op.
 
     Args:
-        rank: whose op it is.
+        rank: the rank that runs the op.
         op: the op.
-        newcomers: how many trainers wait to enter the job; asked only where it matters.
-        retained_bytes: what results that are not yet stable hold.
+        newcomers: returns how many trainers wait to enter the job; called only if it matters.
+        retained_bytes: bytes of the results that are not yet stable.
     """
     failure, elsewhere = rank.failure_of(op.number), rank.result_elsewhere(op.number)
     if failure is not None:
         return Fail(failure)
     if rank.late_failure is not None and elsewhere is None:
-        # I5: the view that reported it came after this call began, and has taken the call back:
-        # nobody has its result, and nothing of an attempt under the new number has been sent.
+        # I5: the view that reported the failure came after this call began, and took the call back:
+        # no rank has its result, and no attempt under the new number has sent anything.
         return ReportLate()
     if op.doomed is not None:
         return _give_up(rank, op, op.doomed)
     if len(rank.ledger.ops) > MAX_UNSTABLE_OPS or retained_bytes > MAX_UNSTABLE_BYTES:
         return Wait("room")  # O2: unstable ops are bounded in number and bytes
     if not rank.may_run:
-        return Wait("quorum")  # V10: also for what others had completed while all were together
+        return Wait("quorum")  # V10: also before it fetches what others completed
     if elsewhere is not None:
         return Fetch(elsewhere)
     if rank.is_short_of_ranks(0) and rank.is_short_of_ranks(newcomers()):
         return Wait("ranks")
     if op.call.kind == "sync" and newcomers():
-        return RequestView(None, op.number)  # O6: they enter by a view; it runs again with them
+        return RequestView(None, op.number)  # O6: a view lets them in; the sync runs with them
     if rank.fences:
-        return Wait("fence")  # V3: our flush answer did not name this op, so nothing leaves
+        return Wait("fence")  # V3: our flush answer did not name this op, so it may send nothing
     verdict = _without_root(rank, op) or _without_some(rank, op)
     return Run() if verdict is None else RequestView(verdict, op.number)
 
 
 def _give_up(rank: RankState[Any], op: OpState, doomed: Verdict) -> RequestView:
-    """The op fails everywhere; unless others have completed it (I4), who go on without us then."""
+    """Fail the op everywhere; if others have completed it (I4), they go on without this rank."""
     if rank.result_elsewhere(op.number) is None:
         return RequestView(doomed, op.number)
     text = f"{rank.roster.describe(rank.id)} is lost: it can't take op {op.number}: "
@@ -139,7 +139,7 @@ def _without_root(rank: RankState[Any], op: OpState) -> Verdict | None:
 
 
 def _without_some(rank: RankState[Any], op: OpState) -> Verdict | None:
-    """O4: who is to give and get how much has been said for ranks that are not all there now."""
+    """O4: a bound op names a part for each rank, so it fails once the ranks have changed."""
     if not KINDS[op.call.kind].bound or rank.world == rank.roster.ids:
         return None
     lost = tuple(trainer for trainer in rank.world if trainer not in rank.roster.ids)
@@ -154,37 +154,37 @@ def _name(rank: RankState[Any], op: OpState) -> str:
 
 
 def roles_in(rank: RankState[Any], call: Call) -> tuple[TrainerId | None, tuple[TrainerId, ...]]:
-    """O5: root and receivers are bound to their trainers at the call, by the caller's world."""
+    """O5: return the trainers that are root and receivers, in the world of the call."""
     root = rank.world[call.root] if KINDS[call.kind].rooted else None
     return root, tuple(rank.world[receiver] for receiver in call.receivers) or rank.world
 
 
 def start(rank: RankState[Any], op: OpState, now: float) -> None:
-    """The trainer has called the op."""
+    """Note that the trainer has called the op, and set the op's deadline."""
     rank.start(op.number, op.call)
     op.deadline = now + min(op.timeout_s, FOREVER_S)
 
 
 def begin_attempt(rank: RankState[Any], op: OpState, now: float) -> None:
-    """A view has settled the op, or it has just been called."""
+    """Begin an attempt: the first one, or the next one after a view change."""
     if rank.result_elsewhere(op.number) is not None:
-        # It can't fail any more: a late fetch is only tried again.
+        # The op can't fail any more: if the fetch takes too long, it is only tried again.
         op.deadline = now + min(op.timeout_s, FOREVER_S)
 
 
 def differs(rank: RankState[Any], op: OpNumber, why: str) -> Verdict:
-    """O8: another rank has called something else as this op."""
+    """O8: return the verdict when another rank has called something else as this op."""
     return Verdict("OpMismatch", f"op {op} of job {rank.roster.job!r}: {why}", (rank.id,))
 
 
 def break_lanes(rank: RankState[Any], op: OpState, why: str) -> Verdict | None:
-    """LANE_GRACE_S after a lane broke: None asks for new lanes, for the op to run again."""
+    """Return the verdict LANE_GRACE_S after a lane broke; None to run again over new lanes."""
     op.broken += 1
     return Verdict("LaneBroken", why, (rank.id,)) if op.broken >= LANE_ATTEMPTS else None
 
 
 def timed_out(rank: RankState[Any], op: OpState, progress: Progress, newcomers: int) -> Verdict:
-    """I6: at the deadline, whatever the op waits for. It is settled by the next view (O3)."""
+    """I6: return the verdict at the deadline, whatever the op waits for; a view settles it (O3)."""
     what = f"{_name(rank, op)} did not end within {op.timeout_s:g} s: "
     too_few = rank.describe_shortage(newcomers)
     if too_few:
@@ -197,7 +197,7 @@ def timed_out(rank: RankState[Any], op: OpState, progress: Progress, newcomers: 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """What the trainer learns of a call that has failed."""
+    """What the trainer is told about a call that has failed."""
 
     verdict: Verdict
     consumed: bool
@@ -206,12 +206,12 @@ class Failed:
 
 
 def end_failed(rank: RankState[Any], op: OpState, failure: OpOutcome) -> Failed:
-    """The op ends as a view has decided."""
+    """End the op with the failure on which a view has decided."""
     consumed = rank.superseded is None
     if consumed:
         rank.fail(failure)
     else:
-        rank.take_back(op.number)  # how the op ends is the others' matter
+        rank.take_back(op.number)  # the others decide how the op ends
     cause = (rank.late_failure or failure).verdict  # an earlier op's failure is this one's cause
     assert cause is not None  # noqa: S101 - `failure_of` gives only outcomes that have one
     rank.late_failure = None
@@ -219,7 +219,7 @@ def end_failed(rank: RankState[Any], op: OpState, failure: OpOutcome) -> Failed:
 
 
 def report_late(rank: RankState[Any]) -> Failed:
-    """I5: an earlier op had returned here before another rank called it differently."""
+    """I5: report an earlier op that had returned here before it failed at another rank."""
     late_failure, rank.late_failure = rank.late_failure, None
     assert late_failure is not None  # noqa: S101 - the callers have checked
     assert late_failure.verdict is not None  # noqa: S101 - a late failure has one

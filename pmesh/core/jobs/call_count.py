@@ -10,7 +10,7 @@ fails its calls, without an op, up to the one that the rank furthest ahead has b
 from pmesh.core.wire.link import Call
 
 COMPARE = Call("all_reduce", "int64", (1,), "max", tree="calls made, after an error")
-"""The op in which ranks compare their counts; it is no call of a program."""
+"""The op in which ranks compare their counts; the program has not called it."""
 MOST_COMPARED = 64  # more than the ops that a rank may be ahead: twice `MAX_UNSTABLE_OPS`
 
 
@@ -19,31 +19,31 @@ class CallCount:
 
     def __init__(self) -> None:
         self.made = 0
-        """How many calls have begun that have taken an op, or tried to."""
+        """How many calls have begun that ran an op, or tried to."""
         self.doubtful = False
         """Whether the ranks must compare their counts before the next call."""
         self.ops = 0
         """How many ops have been called, those in which counts are compared included."""
         self._resumes_at = 0
         self._ops_before = 0
-        """The present call."""
+        """How many ops had been called when the current call began."""
 
     def begin(self) -> None:
-        """The program makes a call."""
+        """Note that the program makes a call."""
         self.made += 1
         self._ops_before = self.ops
 
     def op_called(self) -> None:
-        """The call takes an op."""
+        """Note that the call runs one more op."""
         self.ops += 1
 
     def compared(self, most: int) -> None:
-        """The counts of all ranks have been compared; the highest is `most`."""
+        """Note that all ranks have compared their counts; the highest is `most`."""
         self.doubtful, self._ops_before = False, self.ops
         self._resumes_at = most
 
     def why_skipped(self) -> str:
-        """Why this call fails without an op; empty if it takes part."""
+        """Return why this call fails without an op; empty if it takes part."""
         if self.made >= self._resumes_at:
             return ""
         return (
@@ -53,12 +53,12 @@ class CallCount:
         )
 
     def failed(self) -> None:
-        """The call has ended with an error."""
+        """Note that the call has ended with an error."""
         if self.ops > self._ops_before:
             self.doubtful = True  # another rank may have seen it end well, or in another call
         elif not self.why_skipped():
-            self.made -= 1  # nobody else knows of it
+            self.made -= 1  # no other rank knows of this call
 
     def synced(self) -> None:
-        """All ranks have made the same call, a `sync`, and newcomers with them."""
+        """Begin to count anew: all ranks, and newcomers, have made the same call, a `sync`."""
         self.made, self._resumes_at, self.doubtful = 0, 0, False

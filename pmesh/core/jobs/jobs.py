@@ -1,7 +1,7 @@
-"""All jobs of one agent: who waits for one to begin, and the ranks that live here.
+"""The jobs of one agent: the trainers that wait for a job, and the ranks that run here.
 
-Plain state that both drivers extend: `pmesh.agent.jobs.driver` and `simulation.local_jobs`. What
-they are to do then is returned.
+This is plain state. Two drivers extend it, `pmesh.agent.jobs.driver` and `simulation.local_jobs`;
+its methods return what the driver has to do.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ from pmesh.core.wire.link import (
 )
 from pmesh.ids import JobName, Member, OpNumber, Slot, TrainerId
 
-LEAVE_GRACE_S = 1.0  # the others mostly end a leaver's last op by themselves; then they learn of it
+LEAVE_GRACE_S = 1.0  # mostly enough for the others to end a leaver's last op before they are told
 LEFT = "has left the job"
 NO_SLOT = Slot(-1)
 
@@ -41,7 +41,7 @@ class WaitingTrainer(Generic[AnyRank]):
     wait_for: int
     terms: Terms
     place: int = -1
-    """Its rank among those that `pmesh run` has started; -1 for none."""
+    """The rank that `pmesh run` has given to the trainer; -1 for none."""
     slot: Slot = NO_SLOT
     rank: AnyRank | None = None
 
@@ -51,37 +51,37 @@ AnyWaiting = TypeVar("AnyWaiting", bound=WaitingTrainer[Any])
 
 @dataclass(frozen=True, slots=True)
 class Installed(Generic[AnyWaiting, AnyRank]):
-    """What a view is to the ranks that live here."""
+    """What a new view changes for the local ranks."""
 
     renumbered: tuple[AnyRank, ...]
-    """Their ops under way start anew, over new lanes."""
+    """Ranks whose roster has a new number: their running ops start again, over new lanes."""
     ended: tuple[AnyRank, ...]
-    """The others go on without them."""
+    """Ranks whose job has ended here, or goes on without them."""
     begun: tuple[tuple[AnyWaiting, AnyRank], ...]
-    """These wait no longer, and have a rank."""
+    """The trainers that wait no longer, each with its new rank."""
     leaving: tuple[AnyRank, ...]
-    """The others must learn of their loss."""
+    """Ranks that are lost; the leader must be told."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What the progress in a heartbeat is news of."""
+    """What is new in the progress that a heartbeat reports."""
 
     stops: tuple[RankProgress, ...]
-    """Trainers whose processes have been stopped, or run again."""
+    """The ranks whose trainer's process has been stopped, or runs again."""
     differs: bool
-    """Whether ranks have called different ops, which the leader must learn."""
+    """Whether ranks have called different ops; the leader must be told."""
 
 
 @dataclass(frozen=True, slots=True)
 class Passed(Generic[AnyRank]):
-    """What is due without a message."""
+    """What has become due because time has passed."""
 
     leaving: tuple[AnyRank, ...]
     stuck: bool
-    """Whether calls differ or lanes stand still, which the leader must learn."""
+    """Whether calls differ or lanes stand still; the leader must be told."""
     ended: tuple[AnyRank, ...]
-    """Lost ranks whose results nobody asks for any more."""
+    """Lost ranks whose results no other rank needs any more."""
 
 
 class JobsState(Generic[AnyWaiting, AnyRank]):
@@ -95,13 +95,14 @@ class JobsState(Generic[AnyWaiting, AnyRank]):
         min_peers: int = 0,
         alone_from: float = 0.0,
     ) -> None:
-        """State of an agent that has just started.
+        """Make the state of an agent that has just started.
 
         Args:
             me: the agent's member.
-            make_rank: the driver's rank, for one whose job begins.
-            min_peers: with fewer peers in the view no trainer of ours takes part.
-            alone_from: until then it may still find its mesh, where the job may run already.
+            make_rank: makes the driver's rank for a trainer whose job begins.
+            min_peers: with fewer peers in the view, no local trainer takes part.
+            alone_from: the time from which a job may begin without any peer. Before it the agent
+                may still find its mesh, in which the job may run already.
         """
         self.me = me
         self.waiters: dict[Slot, AnyWaiting] = {}
@@ -117,35 +118,35 @@ class JobsState(Generic[AnyWaiting, AnyRank]):
     # --- trainers come and go
 
     def add(self, waiter: AnyWaiting) -> None:
-        """A trainer waits for its job to begin, or to enter it."""
+        """Add a trainer that waits for its job to begin, or to enter it."""
         waiter.slot = Slot(self._next_slot)
         self._next_slot += 1
         self.waiters[waiter.slot] = waiter
 
     def leave(self, rank: AnyRank, why: str, now: float) -> bool:
-        """The trainer is gone, or has been stopped for too long: the others go on without it.
+        """Note that a trainer is gone, or was stopped for too long: its job goes on without it.
 
-        Returns whether the leader must learn of it now.
+        Returns whether the leader must be told now.
         """
         if rank.leaving is None:
             rank.leaving, rank.leaving_since = why, now
         return announce_leave(rank, now)
 
     def waiting_at(self, state: MemberState, job: JobName) -> dict[Member, int]:
-        """How many trainers wait for the job at each member of the view."""
+        """Return how many trainers wait for the job at each member of the view."""
         roster = state.view.roster_of(job)
         trainers = () if roster is None else roster.trainers
         inside = {(t.member, t.slot) for t in trainers}
         counts = dict.fromkeys(state.view.members, 0)
         for member in counts:
             theirs = _waiting_at(state, member)
-            # It has a place by our view, and does not know it yet.
+            # A member may still report as waiting a trainer that has a rank in our view.
             counts[member] = sum(w.job == job and (member, w.slot) not in inside for w in theirs)
         ours = [c for c in self.waiters.values() if c.job == job and c.rank is None]
         return counts | {self.me: len(ours)}
 
     def newcomers_to(self, state: MemberState, job: JobName, now: float) -> int:
-        """How many trainers wait to enter the job, and find room there."""
+        """Return for how many of the trainers that wait to enter the job it has room."""
         roster = state.view.roster_of(job)
         inside = {(t.member, t.slot) for t in (() if roster is None else roster.trainers)}
         return sum(
@@ -155,7 +156,7 @@ class JobsState(Generic[AnyWaiting, AnyRank]):
         )
 
     def lacks_room(self, state: MemberState, waiter: AnyWaiting, now: float) -> bool:
-        """Whether the view has no room for a trainer that waits here."""
+        """Return whether the view has no room for a trainer that waits here."""
         wait = {waiting.slot for waiting in self._waiting(state, now)}
         admitted = {waiting.slot for waiting in self._admitted(state, now)[self.me]}
         return waiter.slot in wait - admitted
@@ -166,14 +167,14 @@ class JobsState(Generic[AnyWaiting, AnyRank]):
         return room.admit(state.view.rosters, waiting, room.names_in(state.view, waiting))
 
     def _may_begin(self, state: MemberState, now: float) -> bool:
-        """Whether our trainers may take part, or enough peers are still to be found."""
+        """Return whether enough peers have been found for local trainers to take part."""
         peers = len(state.view.seats) - 1
         return peers >= self._min_peers and (peers > 0 or now >= self._alone_from)
 
     # --- what the agreement reads and decides
 
     def known(self, state: MemberState, now: float) -> Facts:
-        """What the local jobs want and have; without round trips."""
+        """Return what the local jobs want and have; the caller adds what links have measured."""
         view_requests = (rank.view_request for rank in self.ranks if rank.view_request is not None)
         return Facts(
             reports=tuple(self._reports()),
@@ -207,19 +208,19 @@ class JobsState(Generic[AnyWaiting, AnyRank]):
                 rank.fence("view change")
 
     def doubt(self) -> None:
-        """V8: we have slept; deliver nothing until it is known that nobody went on without us."""
+        """V8: this agent has slept: deliver nothing until its view is known to be still valid."""
         self._stall_guard = True
         for rank in self.ranks:
             rank.fence("own stall")
 
     def trust(self) -> None:
-        """V8: our view is still everybody's."""
+        """V8: the other members still have our view: deliver again."""
         self._stall_guard = False
         for rank in self.ranks:
             rank.lift("own stall")
 
     def follow(self, state: MemberState, view: View, now: float) -> Installed[AnyWaiting, AnyRank]:
-        """The view is in force: jobs begin, go on under another number, or are over."""
+        """Follow a view that is in force: jobs begin, go on under another number, or end."""
         renumbered, ended = list[AnyRank](), list[AnyRank]()
         for rank in list(self.ranks):
             roster = view.roster_of(rank.roster.job)
@@ -238,7 +239,7 @@ class JobsState(Generic[AnyWaiting, AnyRank]):
         self.progress.forget(view)
         for rank in self.ranks:
             rank.learn(state.primaries)
-        leaving = self._announce_leaves(now)  # the view may not have known of it
+        leaving = self._announce_leaves(now)  # the view may have been made without these losses
         return Installed(tuple(renumbered), tuple(ended), tuple(begun), leaving)
 
     def _end(self, rank: AnyRank, why: Verdict) -> None:
@@ -253,14 +254,14 @@ class JobsState(Generic[AnyWaiting, AnyRank]):
             self._report_absent(roster, trainer)
             return None
         rank = self._make_rank(roster, trainer, waiter)
-        if self._stall_guard:  # V8: the view that it begins in has come while we slept, too
+        if self._stall_guard:  # V8: the view in which it begins may be outdated, too
             rank.fence("own stall")
         self.ranks.append(rank)
         waiter.rank = rank
         return waiter, rank
 
     def _report_absent(self, roster: Roster, trainer: Trainer) -> None:
-        """The roster counts a trainer that gave up while the view was being agreed on."""
+        """Report a trainer of the roster that gave up while the view was being agreed on."""
         text = f"{roster.describe(trainer.id)} is lost: its trainer left before it had entered"
         verdict = Verdict("RankLost", text, (trainer.id,))
         view_request = ViewRequest(roster.job, roster.born, roster.number, verdict)
@@ -273,13 +274,13 @@ class JobsState(Generic[AnyWaiting, AnyRank]):
     # --- how far the ranks have come
 
     def hear(self, state: MemberState, member: Member, heartbeat: Heartbeat) -> Heard:
-        """A peer has reported how far its ranks have come, and what it has installed."""
+        """Note what a peer's heartbeat says of its ranks, and which views it has installed."""
         stops, differs = list[RankProgress](), False
         for rank in self.ranks:
             rank.learn(state.primaries)
         for mark in heartbeat.progress:
             if not _concerns_us(state, member, heartbeat, mark):
-                continue  # it has ended here; or is about to begin, and the next one repeats it
+                continue  # the run is over here, or about to begin: the next heartbeat repeats it
             before = self.progress.hear(mark)
             if mark.stopped != (before is not None and before.stopped):
                 stops.append(mark)
@@ -289,12 +290,12 @@ class JobsState(Generic[AnyWaiting, AnyRank]):
         return Heard(tuple(stops), differs)
 
     def stabilize(self) -> None:
-        """O2: results are released that nobody will ask for any more."""
+        """O2: release the results that no rank will ask for any more."""
         for rank in self.ranks:
             rank.stabilize(self.progress.stable(rank.roster))
 
     def pass_time(self, state: MemberState, now: float) -> Passed[AnyRank]:
-        """Some of it is due; `moved` and `patience_s` of the ranks are those of now."""
+        """Do what is due; the driver sets each rank's `moved` and `patience_s` before the call."""
         stuck = False
         for rank in self.ranks:
             for other in self.ranks:
@@ -313,7 +314,7 @@ class JobsState(Generic[AnyWaiting, AnyRank]):
         return Passed(leaving, stuck, ended)
 
     def neighbour(self, rank: AnyRank, other: TrainerId) -> AnyRank | None:
-        """Another trainer of the same job, if it lives here too."""
+        """Return another rank of the same job, if it runs here too."""
         return next((r for r in of_job(self.ranks, rank.roster) if r.id == other), None)
 
 
@@ -350,7 +351,7 @@ def _is_open(view_request: ViewRequest, view: View) -> bool:
 def _concerns_us(
     state: MemberState, member: Member, heartbeat: Heartbeat, mark: RankProgress
 ) -> bool:
-    """Whether the progress is of a job of ours, and not of its name's other run elsewhere."""
+    """Return whether the progress is of the run in our view, not of another of the same name."""
     peer, roster = state.peers.get(member.node), state.view.roster_of(mark.job)
     if peer is None or peer.view.epoch != heartbeat.view or roster is None:
         return False
@@ -360,10 +361,10 @@ def _concerns_us(
 
 
 def compare_calls(rank: RankState[Any], mark: RankProgress) -> bool:
-    """I5: two ranks must call the same as one op, also where no data flows between them.
+    """I5: check that two ranks call the same as one op, also if no data flows between them.
 
-    Broadcasts of two roots even end: neither root waits for anybody. Returns whether the leader
-    must learn of it now.
+    Two broadcasts from different roots would even end, as neither root waits for another rank.
+    Returns whether the leader must be told now.
     """
     op = OpNumber(rank.ledger.started)
     report = rank.ledger.ops.get(op)
@@ -384,12 +385,12 @@ def compare_calls(rank: RankState[Any], mark: RankProgress) -> bool:
 
 
 def announce_leave(rank: RankState[Any], now: float) -> bool:
-    """A trainer that is gone is a lost rank, at once: its op runs again without it.
+    """Report a trainer that is gone as a lost rank, so that its op runs again without it.
 
     A rank that leaves in order has ended its last op. It stays until the others have ended that op
     too: for LEAVE_GRACE_S, or for as long as it takes if the op is bound to its ranks, since a view
     without this rank would fail such an op where it still runs (O4).
-    Returns whether the leader must learn of it now.
+    Returns whether the leader must be told now.
     """
     if rank.leaving is None or rank.view_request or rank.over or rank.rank is None:
         return False

@@ -1,4 +1,4 @@
-"""How far all ranks have come, as heartbeats report: what is stable, on whom an op waits."""
+"""How far all ranks have come: which ops are stable, and for which ranks an op waits."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -12,36 +12,36 @@ AnyRank = TypeVar("AnyRank", bound=RankState[Any])
 
 
 def of_job(ranks: Iterable[AnyRank], roster: Roster) -> Iterator[AnyRank]:
-    """The local ranks of this run of a job."""
+    """Return the local ranks of this run of a job."""
     wanted = roster.job, roster.born
     return (rank for rank in ranks if (rank.roster.job, rank.roster.born) == wanted)
 
 
 MOST_STALLS = 4
-"""V11: The most times that stalls of the lanes in one op double how long they may stand still."""
+"""V11: how often, at most, a stall doubles the time that the lanes of one op may stand still."""
 
 
 class Progress:
-    """What others have last reported, beside what the local ranks know."""
+    """The progress of all ranks: what peers have reported last, and what local ranks know."""
 
     def __init__(self, ranks: Sequence[RankState[Any]]) -> None:
-        """`ranks` are the local ones, a list that its owner changes."""
+        """`ranks` is the list of local ranks, which its owner changes."""
         self._ranks = ranks
         self._reported: dict[tuple[JobName, TrainerId], RankProgress] = {}
 
     def hear(self, mark: RankProgress) -> RankProgress | None:
-        """A peer has reported how far one of its ranks has come; returns its report before."""
+        """Store a peer's report of one of its ranks; return the report before this one."""
         before = self._reported.get((mark.job, mark.trainer))
         self._reported[mark.job, mark.trainer] = mark
         return before
 
     def forget(self, view: View) -> None:
-        """Keep only what is of the view's jobs, and of who is still in them."""
+        """Keep only the reports of trainers that are in a roster of the view."""
         kept = {(roster.job, trainer) for roster in view.rosters for trainer in roster.ids}
         self._reported = {at: mark for at, mark in self._reported.items() if at in kept}
 
     def of(self, roster: Roster, trainer: TrainerId) -> RankProgress | None:
-        """How far any trainer of a job is known to have come; None while nothing is known."""
+        """Return how far a trainer of a job is known to have come; None while nothing is known."""
         for local in of_job(self._ranks, roster):
             if local.id == trainer:
                 return local.progress()
@@ -50,10 +50,10 @@ class Progress:
         return None if earlier_job else mark
 
     def stable(self, roster: Roster) -> int:
-        """Every rank is known to have ended the ops up to this one (O2).
+        """Return the op up to which every rank is known to have ended all ops (O2).
 
-        Under this roster, or one before it: what has ended under a later one may have failed there,
-        and a rank of ours that took it for a success has yet to learn of that (I5).
+        A report under a later roster does not count: an op that ended there may have failed, and
+        a local rank that took it for a success must still be told (I5).
         """
         progress = [(trainer, self.of(roster, trainer.id)) for trainer in roster.trainers]
         return min(
@@ -62,7 +62,7 @@ class Progress:
         )
 
     def late(self, rank: RankState[Any], op: OpNumber) -> tuple[TrainerId, ...]:
-        """The other ranks that are not known to have started the op."""
+        """Return the other ranks that are not known to have started the op."""
         progress = {other: self.of(rank.roster, other) for other in rank.roster.ids}
         return tuple(
             other
@@ -71,7 +71,7 @@ class Progress:
         )
 
     def stopped(self, rank: RankState[Any], op: OpNumber) -> frozenset[TrainerId]:
-        """Those on whom an op waits, and whose processes have been stopped."""
+        """Return the ranks that an op waits for and whose processes have been stopped."""
         return frozenset(
             other
             for other in self.late(rank, op)
@@ -79,12 +79,12 @@ class Progress:
         )
 
     def describe_wait(self, rank: RankState[Any], op: OpNumber, newcomers: int) -> str:
-        """On whom an op waits, or in which step it is, for a person (I6).
+        """Describe for a person which ranks an op waits for, or what it is doing (I6).
 
         Args:
-            rank: Whose op it is.
-            op: The op.
-            newcomers: How many trainers wait to enter the job.
+            rank: the rank that runs the op.
+            op: the op.
+            newcomers: how many trainers wait to enter the job.
         """
         if shortage := rank.describe_shortage(newcomers):
             return f"missing: more ranks: {shortage}"
@@ -102,7 +102,7 @@ class Progress:
         return "all ranks have called it, and its data are on their way"
 
     def show_no_sync(self, roster: Roster) -> bool:
-        """O6: whether the job has run ops, but none in which others could enter it."""
+        """O6: return whether the job has run ops, but none in which others could enter it."""
         progress = [
             mark for trainer in roster.ids if (mark := self.of(roster, trainer)) is not None
         ]
@@ -112,20 +112,20 @@ class Progress:
 def lanes_stand_still(
     rank: RankState[Any], progress: Progress, *, newcomers: int, now: float
 ) -> bool:
-    """V6: whether an op for which all ranks are here has moved nothing for too long.
+    """V6: return whether an op that all ranks have started has moved no data for too long.
 
-    A lane that brings nothing is broken, also while heartbeats flow. Call it again and
-    again: it notes what has moved since.
+    A lane that brings nothing is broken, even while heartbeats arrive. Call this regularly: it
+    compares what has moved with the call before.
 
     Args:
-        rank: whose lanes.
-        progress: who has started the op.
+        rank: the rank whose lanes are checked.
+        progress: says which ranks have started the op.
         newcomers: how many trainers wait to enter the job.
         now: in seconds.
     """
     op = OpNumber(rank.ledger.started)
     runs = rank.rank is not None and rank.size > 1 and rank.ledger.ended < op
-    # On whom it waits is no matter of lanes; nor is what the leader has been asked about.
+    # If the op waits for ranks, or for the leader's answer, its lanes are not the reason.
     if (
         not runs
         or rank.view_request

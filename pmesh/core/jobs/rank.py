@@ -1,8 +1,8 @@
-"""One rank: which op it is in, what has ended or failed, what is fenced, what it retains.
+"""The state of one rank: its running op, the ended and failed ones, its fences and results.
 
-Plain state that both drivers extend: `pmesh.agent.jobs.ranks` with tasks, lanes and shared memory,
-`simulation.ranks` with messages on a timeline. Where a method gives results back, nobody will ask
-for them any more: its caller releases them.
+Two drivers extend this plain state: `pmesh.agent.jobs.ranks` with tasks, lanes and shared memory,
+`simulation.ranks` with messages on a timeline. If a method returns results, no rank will ask for
+them any more, and its caller releases them.
 """
 
 from collections.abc import Collection
@@ -25,23 +25,23 @@ from pmesh.ids import OpNumber, Rank, TrainerId
 COME_BACK = "mesh.sync() brings it back"
 
 Fence: TypeAlias = Literal["view change", "own stall"]
-"""Why nothing is delivered: V3, or V8."""
+"""Why a rank delivers no completion: a view change is under way (V3), or it has slept (V8)."""
 
 R = TypeVar("R")
 """The result of an op, as the driver retains it."""
 
 
 class RankState(Generic[R]):
-    """A trainer of a job. Calls move it forward, views steer it."""
+    """A trainer of a job. Its calls and the views change this state."""
 
     def __init__(self, roster: Roster, trainer: Trainer) -> None:
         self.roster: Roster = roster
         self.trainer = trainer
         self.ledger = Ledger(stable=trainer.enters - 1)
         self.world: tuple[TrainerId, ...] = () if trainer.enters else roster.ids
-        """O5: who rank i is for the trainer; it changes only when a call returns."""
+        """O5: the ranks as the trainer knows them; they change only when a call returns."""
         self.fingerprint = 0
-        """Of the last call; 0 while there is none that may be compared."""
+        """The fingerprint of the last call; 0 while there is no call to compare."""
         self.synced = -1
         self.step = 0
         self.own_percent = -1
@@ -52,25 +52,25 @@ class RankState(Generic[R]):
         self.over: Verdict | None = None
         """Why the job has ended for this trainer."""
         self.late_failure: OpOutcome | None = None
-        """Of an op that had already returned here when it failed: raised by the next call (I5)."""
+        """The failure of an op that had already returned here; the next call raises it (I5)."""
         self.leaving: str | None = None
         """Why the trainer is gone."""
         self.leaving_since = 0.0
         self.moved = 0
-        """What its lanes have moved so far, by the driver's last count."""
+        """The bytes that its lanes have moved so far, by the driver's last count."""
         self.patience_s = WIRED.gone_after_s
-        """How long they may move nothing before the leader is asked for a view (V6)."""
+        """How long the lanes may move nothing before the leader is asked for a view (V6)."""
         self.last_move: tuple[int, float] | None = None
-        """What had moved on its lanes, and since when no more, while an op waits for them."""
+        """`moved`, and when it was seen to change; None while no op waits for the lanes."""
         self.stalled: tuple[OpNumber, int] = OpNumber(-1), 0
-        """The last op in which they stood still for too long, and how often."""
+        """The last op in which the lanes stood still for too long, and how often they did."""
         self.fences: set[Fence] = set()
         self.in_force = is_in_force(roster, ())
-        """Whether those whose votes the roster needed are known to have installed it (V10)."""
+        """Whether the voters that the roster needed are known to have installed it (V10)."""
         self.running: OpNumber | None = None
-        """The op that has been called and that has not ended."""
+        """The op that has been called and has not ended."""
         self.results: dict[OpNumber, R] = {}
-        """What is retained until it is stable (O2)."""
+        """The results that are retained until their ops are stable (O2)."""
         self._names = {t.id: roster.name_of(t) for t in roster.trainers}
         self._outcomes = {outcome.op: outcome for outcome in roster.outcomes}
         self._failed: set[OpNumber] = set()
@@ -81,12 +81,12 @@ class RankState(Generic[R]):
 
     @property
     def id(self) -> TrainerId:
-        """Its number within the job."""
+        """The trainer's number within the job."""
         return self.trainer.id
 
     @property
     def rank(self) -> Rank | None:
-        """Its place in the ring; None if the others go on without it."""
+        """The trainer's place in the ring; None if the others go on without it."""
         return self.roster.rank_of(self.trainer.id)
 
     @property
@@ -96,7 +96,7 @@ class RankState(Generic[R]):
 
     @property
     def may_run(self) -> bool:
-        """V10: its side has a majority, and that is known to have installed the roster."""
+        """V10: whether its side has a majority that is known to have installed the roster."""
         return self.roster.quorate and self.in_force
 
     @property
@@ -106,17 +106,17 @@ class RankState(Generic[R]):
 
     @property
     def why_superseded(self) -> Verdict:
-        """What its trainer learns where the others go on without it."""
+        """The verdict for a trainer without which the others go on."""
         text = f"job {self.roster.job!r} goes on without this rank; {COME_BACK}"
         return Verdict("HistorySuperseded", text)
 
     @property
     def is_needed(self) -> bool:
-        """Whether somebody may still ask for its results (O2)."""
+        """Whether the rank takes part, or others may still ask for its results (O2)."""
         return self.over is None and (self.rank is not None or bool(self.results))
 
     def describe_shortage(self, newcomers: int) -> str:
-        """Why ops wait for more ranks; empty while they need not."""
+        """Return why ops wait for more ranks; empty if they don't."""
         roster = self.roster
         if not roster.quorate:
             of = f"{self.size} of {len(roster.primary.voters)} ranks"
@@ -128,18 +128,18 @@ class RankState(Generic[R]):
         return ""
 
     def is_short_of_ranks(self, newcomers: int) -> bool:
-        """`min_ranks`: those who wait for the next sync count, or it might never come."""
+        """Return whether `min_ranks` is not reached. Newcomers count: a sync must let them in."""
         return self.size + newcomers < self.roster.terms.min_ranks
 
     def neighbours(self) -> tuple[Trainer, Trainer]:
-        """Before and after us in the ring; only while we are in it."""
+        """Return the trainers before and after this one in the ring, in which it must be."""
         place = self.roster.ids.index(self.id)
         return self.roster.trainers[place - 1], self.roster.trainers[(place + 1) % self.size]
 
     # --- what the agreement reads and decides
 
     def report(self) -> JobReport:
-        """For the flush answer (V3)."""
+        """Return this rank's report for the flush answer (V3)."""
         roster, (sends_to, receives_from) = self.roster, self.open_lanes()
         rank = msgspec.structs.replace(
             ledgers.report(self.ledger, self.id), sends_to=sends_to, receives_from=receives_from
@@ -151,7 +151,7 @@ class RankState(Generic[R]):
         return (), ()
 
     def progress(self) -> RankProgress:
-        """For every heartbeat (O2)."""
+        """Return how far this rank has come; every heartbeat carries it (O2)."""
         roster, ledger = self.roster, self.ledger
         return RankProgress(
             roster.job,
@@ -167,24 +167,24 @@ class RankState(Generic[R]):
         )
 
     def request_view(self, verdict: Verdict | None, op: int = -1) -> None:
-        """Only a view change can settle this (O3): a loss, or an op that is stuck."""
+        """Ask the leader for a view change, which alone settles a loss or a stuck op (O3)."""
         roster = self.roster
         self.view_request = ViewRequest(roster.job, roster.born, roster.number, verdict, op)
 
     def fence(self, why: Fence) -> None:
-        """From here on no completion is delivered: V3, until a view is installed; or V8."""
+        """Deliver no completion from now on (V3, V8)."""
         self.fences.add(why)
 
     def lift(self, fence: Fence) -> None:
-        """What the fence was for is known."""
+        """Remove a fence, whose reason is over."""
         self.fences.discard(fence)
 
     def learn(self, known: Collection[KnownPrimary]) -> None:
-        """What the agent knows of rosters with a quorum: perhaps that ours is in force (V10)."""
+        """Note which rosters with a quorum the agent knows: ours may be in force by them (V10)."""
         self.in_force = self.in_force or is_in_force(self.roster, known)
 
     def follow(self, roster: Roster) -> bool:
-        """A view has been installed that has this job; whether the op under way starts anew."""
+        """Follow the roster of an installed view; return whether the running op starts again."""
         renumbered = roster.number != self.roster.number
         if renumbered:
             self._settle(roster)
@@ -208,12 +208,12 @@ class RankState(Generic[R]):
         self.ledger = ledgers.apply_failures(self.ledger, roster.outcomes)
         running = self.running
         if self.late_failure is not None and running is not None and running not in self._outcomes:
-            # I5: its trainer will call another op instead, so nobody may hear of this one: what
-            # could, was under the number before.
+            # I5: its trainer will call another op instead, so no rank may count on this one. All
+            # that it has sent was under the roster number before.
             self.take_back(running)
 
     def end(self, verdict: Verdict) -> tuple[R, ...]:
-        """The job is over for this trainer: the others go on without it, or not at all."""
+        """End the job for this trainer: the others go on without it, or not at all."""
         self.over = self.over or verdict
         self.lift("view change")
         released = tuple(self.results.values())
@@ -221,7 +221,7 @@ class RankState(Generic[R]):
         return released
 
     def _has_returned(self, op: OpNumber) -> bool:
-        """Whether the trainer took the op for a success. A stable one would not fail otherwise."""
+        """Return whether the trainer took this failed op for a success; it did if it is stable."""
         if op < self.trainer.enters or op in self._failed:
             return False
         report = self.ledger.ops.get(op)
@@ -230,13 +230,13 @@ class RankState(Generic[R]):
     # --- what its trainer sees
 
     def describe_world(self) -> World:
-        """The ranks as the trainer sees them (O5)."""
+        """Return the ranks as the trainer sees them (O5)."""
         rank = self.world.index(self.id) if self.id in self.world else -1
         names = tuple(self._names.get(trainer, "a lost machine") for trainer in self.world)
         return World(rank, self.world, names)
 
     def see(self, contributors: tuple[TrainerId, ...]) -> World | None:
-        """A call returns that these have taken part in; None if the world is as it was (O5)."""
+        """Set the world of a call that returns, and return it; None if it is as before (O5)."""
         if contributors == self.world:
             return None
         self.world = contributors
@@ -248,19 +248,19 @@ class RankState(Generic[R]):
     # --- the op under way
 
     def failure_of(self, op: OpNumber) -> OpOutcome | None:
-        """Why the op fails, and for whom; None while it may succeed."""
+        """Return why the op fails, and for whom; None while it may succeed."""
         if self.superseded is not None:
             return OpOutcome(op, self.world, verdict=self.superseded)
         outcome = self._outcomes.get(op)
         return outcome if outcome is not None and outcome.verdict is not None else None
 
     def result_elsewhere(self, op: OpNumber) -> OpOutcome | None:
-        """Who has the result of an op that others completed; None if it must be run."""
+        """Return who has the result of an op that others completed; None if it must be run."""
         outcome = self._outcomes.get(op)
         return outcome if outcome is not None and outcome.holders else None
 
     def start(self, op: OpNumber, call: Call) -> None:
-        """The trainer has called the op."""
+        """Note that the trainer has called the op."""
         self.running = op
         self.fingerprint = fingerprint(call)
         is_root = call.kind == "broadcast" and self.world[call.root] == self.id
@@ -269,7 +269,7 @@ class RankState(Generic[R]):
             self.synced = op
 
     def take_back(self, op: OpNumber) -> None:
-        """The call is as if it had never been made."""
+        """Forget the running call as if it had not been made."""
         self.running = None
         self.fingerprint = 0
         others = {number: r for number, r in self.ledger.ops.items() if number != op}
@@ -278,27 +278,27 @@ class RankState(Generic[R]):
     def complete(
         self, op: OpNumber, result: R, contributors: tuple[TrainerId, ...], *, holds: bool = True
     ) -> None:
-        """The op's result is there, if it is for this rank at all, and may be delivered."""
+        """Record that the op has completed, and keep its result, which may be delivered."""
         self.running = None
         self.ledger = ledgers.complete(self.ledger, op, contributors, holds=holds)
         self.results[op] = result
 
     def pass_barrier(self, op: OpNumber, kind: str) -> None:
-        """O2: nobody gets through without everyone having started, and so ended what was before."""
+        """O2: a barrier ends once all ranks have started it, so all ops before it are stable."""
         if self.size == 1:
             self.stabilize(op)
         elif KINDS[kind].barrier:
             self.stabilize(op - 1)
 
     def fail(self, outcome: OpOutcome) -> None:
-        """The op has failed, here as everywhere."""
+        """Record that the op has failed, as it does at every rank."""
         self.running = None
         self._failed.add(outcome.op)
         self.ledger = ledgers.fail(self.ledger, outcome)
 
     def stabilize(self, mark: int) -> tuple[R, ...]:
-        """Every rank has ended the ops up to `mark`: nobody will ask for their results."""
-        if self.running is not None:  # a view may have failed it, and its trainer not know yet
+        """Return the results up to op `mark`, to be released: every rank has ended these ops."""
+        if self.running is not None:  # a view may have failed it before its trainer knows
             mark = min(mark, self.running - 1)
         if (
             self.view_request is not None and self.view_request.op >= 0

@@ -9,8 +9,8 @@ from collections import deque
 from typing import Final
 
 MEMORY_S: Final = 10.0
-"""What happened so long ago counts a third: the time of a step may vary, as with a validation."""
-_KEPT: Final = 3  # changes that are kept however old: steps may take minutes
+"""What happened this long ago counts a third: steps take different times, as with a validation."""
+_KEPT: Final = 3  # as many changes are kept however old they are: steps may take minutes
 
 
 class OwnTime:
@@ -22,12 +22,12 @@ class OwnTime:
         self._calls = False
 
     def begin_call(self, now: float) -> None:
-        """The trainer has made a call."""
+        """Note that the trainer has made a call."""
         self._pass(now)
         self._calls = True
 
     def end_call(self, now: float) -> None:
-        """The call returns."""
+        """Note that the call returns."""
         self._pass(now)
         self._calls = False
 
@@ -56,9 +56,9 @@ class Speed:
         self._changes: deque[tuple[float, int]] = deque()
 
     def note(self, count: int, now: float) -> None:
-        """The count has this value now."""
+        """Note that the count has this value now."""
         changes = self._changes
-        if changes and count < changes[-1][1]:  # another history is kept, or a job begins anew
+        if changes and count < changes[-1][1]:  # another history has won, or the job begins again
             changes.clear()
         if not changes or count > changes[-1][1]:
             changes.append((now, count))

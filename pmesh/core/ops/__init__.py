@@ -1,1 +1,1 @@
-"""Who sends what to whom, and what it costs."""
+"""The plans of all collectives: which rank sends what to which, and what that costs."""

@@ -1,10 +1,10 @@
-"""The ring all-reduce with a codec at every hop: who sends and receives what, when, and what it is.
+"""The ring all-reduce with a codec at every hop, as the plan of one rank.
 
 Steps and chunks are those of `pmesh.core.ops.reducing`. In the scatter phase a rank adds its own
-values to the partial sum that arrives, and encodes the sum for the next (`Codec.hop`). The last to
-add owns the chunk: what it encodes is the result, decoded alike by all, itself too. In the gather
-phase these bytes are forwarded as they are. So each rank encodes each value exactly once, and what
-it rounds away in an op is one array of the tensor's size.
+values to the partial sum that arrives, and encodes the sum for the next rank (`Codec.hop`). The
+last rank to add owns the chunk: what it encodes is the result, which all ranks decode, the owner
+too. In the gather phase these bytes are forwarded unchanged. So each rank encodes each value
+exactly once, and what it rounds away in an op is one array of the tensor's size.
 
     step         0 ... n-2 (scatter)                n-1 ... 2n-3 (gather)
     receives     a partial sum: a hop               finished values: to decode, and to forward
@@ -31,11 +31,10 @@ from pmesh.core.ops.plan import (
 )
 
 PIECE_VALUES = 128 * 1024
-"""In one record, at most: it keeps a worker thread busy for 0.5 ms, ten times what it takes to get
-it there, and the next rank can begin while the rest of a chunk is on its way."""
+"""The most values in one record. They keep a worker thread busy for 0.5 ms, ten times what it takes
+to hand them over, and the next rank can begin while the rest of a chunk is on its way."""
 
-
-SLOTS = 3  # one is received while another is worked on, and one lies ready
+SLOTS = 3  # one piece arrives, another is worked on, and a third waits
 _VALUE_BYTES = 4
 _HOPS, _SENT, _LAST = 0, 1, 2  # queues
 
@@ -46,31 +45,31 @@ class CodedPiece(NamedTuple):
     begin: int
     """Its first value, counted from the tensor's beginning; a multiple of the codec's block."""
     length: int
-    """How many values."""
+    """The number of its values."""
     nbytes: int
-    """On the wire."""
+    """Its encoded bytes on the wire."""
 
 
 class HopTerms(NamedTuple):
-    """What `Codec.hop` is to scale and divide by."""
+    """The factor and the divisor that `Codec.hop` applies."""
 
     own_scale: float
     divisor: int
 
 
 def plan_coded_ring(*, rank: int, size: int, count: int, codec: Codec) -> RankPlan:
-    """The plan of one rank.
+    """Return the plan of one rank.
 
-    Costs 2(size-1) steps and, but for rounding to whole blocks, sends 2(size-1)/size of the encoded
-    tensor. Partial sums arrive in a few places that are used again and again. What is to be sent is
-    kept in the result, where its values will be: encoded ones need less room. They are decoded once
-    they have been sent on.
+    It takes 2(size-1) steps and sends 2(size-1)/size of the encoded tensor, rounded to whole
+    blocks. Partial sums arrive in a few places that are reused. An encoded piece that will be sent
+    lies in the result, where its values will be, since it needs less room. It is decoded once it
+    has been sent.
 
     Args:
-        rank: whose plan.
-        size: how many ranks; 1 sends nothing.
-        count: values of the tensor.
-        codec: what encodes them.
+        rank: the rank whose plan it is.
+        size: the number of ranks; a single one sends nothing.
+        count: how many values the tensor has.
+        codec: encodes the values.
     """
     return _plan_coded_ring(rank, size, count, cast("Hashable", codec))  # as every object is
 
@@ -114,7 +113,7 @@ def _plan_coded_ring(rank: int, size: int, count: int, codec: Codec) -> RankPlan
 
 
 class _Places:
-    """Where encoded pieces lie."""
+    """Says where encoded pieces lie."""
 
     def __init__(self, chunks: list[list[CodedPiece]], rank: int, *, apart: bool) -> None:
         self._largest = max(piece.nbytes for chunk in chunks for piece in chunk)
@@ -124,16 +123,16 @@ class _Places:
         self._partial = sum(map(len, chunks)) - self._own
 
     def of(self, chunk: int, piece: CodedPiece) -> tuple[Region, int]:
-        """Of a piece that is sent, on a multiple of 4.
+        """Return the place, a multiple of 4, of a piece that is sent.
 
-        Small pieces of int8 may take more bytes than their values, so they have a place apart.
+        Small pieces of int8 may take more bytes than their values, so they lie in the scratch.
         """
         if self._apart:
             return Region.SCRATCH, (SLOTS + chunk) * self._largest
         return Region.RESULT, piece.begin * _VALUE_BYTES
 
     def take(self) -> tuple[tuple[Region, int], tuple[Need, ...]]:
-        """For one that only arrives: a place, and what to wait for until it may be written."""
+        """Return a place for a piece that only arrives, and what to wait for before writing it."""
         number, earlier = self._taken, self._taken - SLOTS
         self._taken += 1
         place = Region.SCRATCH, number % SLOTS * self._largest
@@ -145,10 +144,9 @@ class _Places:
 
 
 def coded_chunks(*, size: int, count: int, codec: Codec) -> list[list[CodedPiece]]:
-    """The pieces of each chunk; as equal as whole blocks allow.
+    """Return the pieces of each chunk. The chunks are as equal as whole blocks allow.
 
-    Chunk c begins at rank c and is owned by rank c - 1. Each has at least one piece, if need be an
-    empty one.
+    Chunk c begins at rank c and is owned by rank c - 1. It has at least one piece, maybe empty.
     """
     return [
         [
@@ -160,7 +158,7 @@ def coded_chunks(*, size: int, count: int, codec: Codec) -> list[list[CodedPiece
 
 
 def _cut(chunk: tuple[int, int], count: int, codec: Codec) -> list[int]:
-    """Where the pieces of a chunk, given in blocks, begin, and the end."""
+    """Return the values at which the pieces of a chunk, given in blocks, begin, and its end."""
     first, blocks = chunk[0], chunk[1] - chunk[0]
     most = max(PIECE_VALUES // codec.block, 1)
     while most > 1 and codec.wire_bytes(most * codec.block) > SEGMENT_BYTES:
@@ -170,12 +168,12 @@ def _cut(chunk: tuple[int, int], count: int, codec: Codec) -> list[int]:
 
 
 def hop_terms(codec: Codec, reduction: str, *, size: int, owner: bool) -> HopTerms:
-    """The terms of a hop, in which the owner of a chunk divides, unless every rank has done so.
+    """Return the terms of a hop: the owner of a chunk divides, unless every rank divides first.
 
     Args:
-        codec: what encodes.
+        codec: encodes the values.
         reduction: sum or mean.
-        size: how many ranks.
+        size: the number of ranks.
         owner: whether this rank is the last to add to the chunk.
     """
     if reduction != "mean":
@@ -186,9 +184,9 @@ def hop_terms(codec: Codec, reduction: str, *, size: int, owner: bool) -> HopTer
 
 
 def draw_key(*, op: int, rank: int, begin: int, codec: Codec) -> int:
-    """64 bits for what a rank encodes in one piece of one op: no other has the same.
+    """Return a 64-bit key for the random numbers of one piece, at one rank, in one op.
 
-    (Up to 2^30 ops, 1,024 ranks and 2^24 blocks: 4 G values of int8.) An op that runs again among
-    the same ranks draws the same random numbers.
+    Keys are unique up to 2^30 ops, 1,024 ranks and 2^24 blocks (4 G values of int8). An op that
+    runs again among the same ranks draws the same random numbers.
     """
     return (op << 34 | rank << 24 | begin // codec.block) % 2**64

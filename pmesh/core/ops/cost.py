@@ -1,4 +1,4 @@
-"""What an all-reduce will take by each strategy, and which is the cheapest: `auto`.
+"""Predicts how long an all-reduce takes by each strategy, and chooses the fastest (`auto`).
 
 The model is the usual one (Thakur, Rabenseifner and Gropp 2005, section 3): a step costs alpha, the
 latency of an edge, and a byte beta, the inverse of its bandwidth. Where a rank passes on each
@@ -24,43 +24,43 @@ Strategy: TypeAlias = Literal["ring", "tree", "centralized", "hierarchical", "ch
 Islands: TypeAlias = tuple[tuple[int, ...], ...]
 
 ISLAND_FACTOR = 4
-"""How many times faster an island's edges are than the slowest of the ring: less doesn't pay for
+"""An island's edges are this many times faster than the slowest of the ring. Less doesn't pay for
 the way to the island's first rank and back."""
 
 CHAIN_FACTOR = 2
-"""How many times slower than all others an edge of the ring is that a chain leaves out: less may be
-the noise of two measurements (`pmesh.core.links.bandwidth`)."""
+"""A chain leaves out the ring's slowest edge if it is this many times slower than all others. Less
+may be the noise of two measurements (`pmesh.core.links.bandwidth`)."""
 
 LONG_WAY_NS = 16_000_000
-"""More than a house has, most of the time, even by Wi-Fi."""
+"""The latency of a long edge. Within a house most records take less, even by Wi-Fi."""
 
 FAR_NS = 1_500_000
-"""More than a cable has at its best. Below, what `direct` saves is little, and a switch may drop
-what several ranks send to one at the same time."""
+"""The latency of a far edge; a cable at its best has less. Below it `direct` saves little, and a
+switch may drop what several ranks send to one at the same time."""
 
 
 class EdgeCost(NamedTuple):
     """What it costs to send from one rank to another."""
 
     alpha_ns: int
-    """Of each record, whatever its size."""
+    """Nanoseconds of each record, whatever its size."""
     beta_ps: int
-    """Of each byte, in picoseconds: 8,000 at 1 Gbit/s."""
+    """Picoseconds of each byte: 8,000 at 1 Gbit/s."""
 
     @property
     def is_long(self) -> bool:
-        """Whether a ring with this edge has short records."""
+        """Whether a ring with this edge uses short records."""
         return self.alpha_ns >= LONG_WAY_NS
 
     def predict_ns(self, *, steps: int, nbytes: int) -> int:
-        """How long `steps` take, with `nbytes` in all, each of which waits for all of the last."""
+        """Return how long `steps` with `nbytes` in all take, if each waits for the one before."""
         return self.alpha_ns * steps + self.beta_ps * nbytes // 1000
 
     def predict_flow_ns(self, *, steps: int, nbytes: int) -> int:
-        """How long `steps` take, with `nbytes` in each, which passes on each record at once.
+        """Return how long `steps` of `nbytes` each take, if ranks pass on each record at once.
 
-        The first record is there to be sent on after alpha and its own time; until the step's last
-        is sent, nothing more can be.
+        A rank may pass on a step's first record after alpha and the record's own time, but not
+        before it has sent its last record of the step before.
         """
         if not steps:
             return 0
@@ -71,18 +71,18 @@ class EdgeCost(NamedTuple):
 
 
 Edges: TypeAlias = tuple[tuple[EdgeCost, ...], ...]
-"""Row a and column b: from rank a to rank b, ranks in ring order. The diagonal doesn't matter."""
+"""`edges[a][b]` is the edge from rank a to rank b, in ring order. The diagonal doesn't matter."""
 
 UNMEASURED = EdgeCost(alpha_ns=500_000, beta_ps=8_000)
-"""Half a millisecond and 1 Gbit/s: what an edge is taken for before it is measured."""
+"""The cost that is assumed before an edge is measured: half a millisecond and 1 Gbit/s."""
 
 
 def islands_of(edges: Edges) -> Islands:
-    """The runs of the ring within which all is ISLAND_FACTOR times faster than at its slowest edge.
+    """Return the runs of ranks between which all edges are ISLAND_FACTOR times faster.
 
-    Compared is the time of one full record. Each island is in ring order, and so are they; one may
-    hold the last ranks and the first. None at all, (), unless there are at least two, one of which
-    has at least two ranks: anything else is an ordinary ring.
+    The time of one full record is compared with that of the ring's slowest edge. Islands, and the
+    ranks of each, are in ring order; one may hold the last ranks and the first. Without at least
+    two islands, one of which has at least two ranks, the ring is an ordinary one: the result is ().
     """
     size, times = len(edges), _times_along(edges)
     slowest = max(times, default=0)
@@ -96,35 +96,35 @@ def islands_of(edges: Edges) -> Islands:
 
 
 def has_slow_edge(edges: Edges) -> bool:
-    """Whether one edge of the ring takes CHAIN_FACTOR times as long as any other."""
+    """Return whether one edge of the ring takes CHAIN_FACTOR times as long as any other."""
     *_, second, slowest = [0, 0, *sorted(_times_along(edges))]
     return slowest >= CHAIN_FACTOR * second
 
 
 def is_far(edges: Edges) -> bool:
-    """Whether some edge of the ring takes as long as by Wi-Fi, so that each hop counts."""
+    """Return whether an edge of the ring has a latency as by Wi-Fi, so that each hop counts."""
     return any(edges[rank - 1][rank].alpha_ns >= FAR_NS for rank in range(len(edges)))
 
 
 def segment_bytes_of(edges: Edges) -> int | None:
-    """The most in a record of a ring over these edges; None: as many as on a short way.
+    """Return the most bytes in a record of a ring over these edges; None for the default.
 
-    On a long way short records let the steps of a ring overlap, which hides their latency; on a
-    short one they would cost more than they save.
+    Over long edges, short records let the steps of a ring overlap, which hides their latency. Over
+    others they would cost more than they save.
     """
     is_long = any(edges[rank - 1][rank].is_long for rank in range(len(edges)))
     return SHORT_SEGMENT_BYTES if is_long else None
 
 
 def chain_of(edges: Edges) -> tuple[int, ...]:
-    """The ranks in ring order, cut at the ring's slowest edge: the last one of several."""
+    """Return the ranks in ring order, cut at the slowest edge, or the last of equally slow ones."""
     size, times = len(edges), _times_along(edges)
     first = 1 + max(range(size), key=lambda rank: (times[rank], rank))
     return tuple((first + place) % size for place in range(size))
 
 
 def _times_along(edges: Edges) -> list[int]:
-    """For each edge of the ring, in ring order, the time of one full record."""
+    """Return the time of one full record over each edge of the ring, in ring order."""
     size = len(edges)
     record = SEGMENT_BYTES
     return [
@@ -133,16 +133,16 @@ def _times_along(edges: Edges) -> list[int]:
 
 
 def predict_ns(strategy: Strategy, edges: Edges, nbytes: int) -> int:
-    """How long an all-reduce of `nbytes` takes; by hierarchical only where there are islands."""
+    """Return how long an all-reduce of `nbytes` takes; hierarchical is only for islands."""
     return _PREDICTIONS[strategy](edges, nbytes)
 
 
 @lru_cache(maxsize=64)  # training repeats a few sizes, and the table changes with the view
 def choose(edges: Edges, nbytes: int) -> Strategy:
-    """The strategy that takes the shortest; the first in this order among equals.
+    """Return the fastest strategy; among equals, the first in the order below.
 
-    Over a long way `direct` is there instead of the ring, which by the model takes as long for much
-    data. But a connection that loses a packet, or is slow to start, holds up all of a ring.
+    Over far edges `direct` replaces the ring. By the model both take as long for much data, but a
+    connection that loses a packet, or is slow to start, holds up a whole ring.
     """
     waiters: list[Strategy] = ["direct" if is_far(edges) else "ring", "tree", "centralized"]
     if islands_of(edges):
@@ -177,7 +177,7 @@ def _tree_ns(edges: Edges, nbytes: int) -> int:
 
 
 def _centralized_ns(edges: Edges, nbytes: int) -> int:
-    """The root receives all, then sends all."""
+    """Predict that the root receives all, then sends all."""
     others = range(1, len(edges))
     used = [*(edges[rank][0] for rank in others), *(edges[0][rank] for rank in others)]
     each_way = len(others) * nbytes
@@ -185,7 +185,7 @@ def _centralized_ns(edges: Edges, nbytes: int) -> int:
 
 
 def _hierarchical_ns(edges: Edges, nbytes: int) -> int:
-    """One phase after the other: right for one record, too much for many, whose phases overlap."""
+    """Add up the phases: right for one record, too much for many, whose phases overlap."""
     islands = islands_of(edges)
     heads = [island[0] for island in islands]
     there_and_back = _there_and_back_ns(edges, islands, nbytes, SEGMENT_BYTES)
@@ -193,13 +193,13 @@ def _hierarchical_ns(edges: Edges, nbytes: int) -> int:
 
 
 def _chain_ns(edges: Edges, nbytes: int) -> int:
-    """As if the result travelled back afterwards: a rank's interface carries both at once."""
+    """Count the way back as if it came afterwards: one interface carries both directions."""
     most = chain_segment_bytes(len(edges), nbytes)
     return _there_and_back_ns(edges, (chain_of(edges),), nbytes, most)
 
 
 def _direct_ns(edges: Edges, nbytes: int) -> int:
-    """All edges are used at once, by records that are passed on as they arrive."""
+    """Predict that all edges are used at once, by records that are passed on as they arrive."""
     size = len(edges)
     used = [edges[a][b] for a in range(size) for b in range(size) if a != b]
     each_step = -(-nbytes // size) * (size - 1)

@@ -35,27 +35,26 @@ from pmesh.core.wire.local import MAX_ROW_VALUES, SYNC_VALUES, StartOp, WireDtyp
 
 
 class Extent(NamedTuple):
-    """Values of one rank's input and output."""
+    """How many values one rank gives, and how many it gets."""
 
     gives: int
     gets: int
 
 
 class Row(NamedTuple):
-    """What each rank gives to a table."""
+    """The row that each rank gives to a table, of `least` to `most` values."""
 
     dtype: WireDtype
     least: int = 0
     most: int = 2**63
-    """In values."""
 
     def fits(self, request: StartOp) -> bool:
-        """Whether the request gives such a row."""
+        """Return whether the request gives such a row."""
         return request.wire_dtype == self.dtype and self.least <= request.count <= self.most
 
 
 Amount: TypeAlias = Callable[[StartOp, int, int], int]
-"""How many values a request means, for a rank of a world of some size."""
+"""Returns how many values a request means for a rank, in a world of some size."""
 
 
 def _count(request: StartOp, _rank: int, _size: int) -> int:
@@ -82,46 +81,46 @@ def _all_parts_in(request: StartOp, _rank: int, size: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What a rank's plan of an op depends on."""
+    """All on which a rank's plan of an op depends."""
 
     request: StartOp
     rank: int
     size: int
     root: int = 0
-    """Which rank it is now."""
+    """The root's current rank."""
     reach: int | None = None
-    """Of a broadcast: see `plan_broadcast`."""
+    """For a broadcast; see `plan_broadcast`."""
     edges: Edges | None = None
-    """What they cost, if the ranks have agreed on it."""
+    """The costs of the edges, if the ranks have agreed on them."""
 
     @property
     def at(self) -> dict[str, int]:
-        """Whose plan."""
+        """The arguments `rank` and `size` of a plan."""
         return {"rank": self.rank, "size": self.size}
 
     @property
     def rooted(self) -> dict[str, int]:
-        """Whose plan, and the root."""
+        """The arguments `rank`, `size` and `root` of a plan."""
         return {"rank": self.rank, "size": self.size, "root": self.root}
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a value."""
+        """The bytes of one value."""
         return WIRE_DTYPES[self.request.wire_dtype].itemsize
 
     @property
     def nbytes(self) -> int:
-        """Of this rank's values."""
+        """The bytes of this rank's values."""
         return self.request.count * self.itemsize
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """By rank, in bytes."""
+        """The bytes of the part of each rank."""
         return tuple(part * self.itemsize for part in self.request.parts)
 
     @property
     def parts_in(self) -> tuple[int, ...]:
-        """By rank, in bytes: of what an all-to-all gets."""
+        """The bytes of the part that an all_to_all gets from each rank."""
         return tuple(part * self.itemsize for part in self.request.parts_in)
 
 
@@ -130,12 +129,12 @@ def _plan_all_reduce(here: Setting) -> RankPlan:
 
 
 def _plan_sum_of_tables(here: Setting) -> RankPlan:
-    """Each rank's table has its own row, and zeros."""
+    """Plan a sum of tables, each of which has the row of its own rank, and zeros."""
     return _plan_integers(here, here.request.count * here.size)
 
 
 def _plan_integers(here: Setting, count: int) -> RankPlan:
-    """A sum of integers, in which the order does not matter: on a long way in one hop."""
+    """Plan a sum of integers, in which the order does not matter: over far edges, in one hop."""
     nbytes = count * here.itemsize
     if here.edges is not None and is_far(here.edges) and nbytes <= SMALL_BYTES:
         return plan_exchange(**here.at, nbytes=nbytes)
@@ -143,7 +142,7 @@ def _plan_integers(here: Setting, count: int) -> RankPlan:
 
 
 def _plan_sum(here: Setting, count: int) -> RankPlan:
-    """By the strategy that is asked for, or else by the one that costs the least."""
+    """Plan a sum by the strategy of the call, or else by the cheapest one."""
     request, edges = here.request, here.edges
     cheapest = "ring" if edges is None else choose(edges, count * here.itemsize)
     values = {"count": count, "itemsize": here.itemsize}
@@ -193,13 +192,13 @@ class OpKind:
     reduces: bool = False
     """Values of several ranks become one."""
     bound: bool = False
-    """O4: what a rank gets depends on who takes part, and no other rank has it. So the op neither
-    runs again among others, nor can its result be fetched. The request has `parts`."""
+    """O4: what a rank gets depends on which ranks take part, and no other rank has it. So the op
+    can't run again among others, and its result can't be fetched. The request has `parts`."""
     barrier: bool = True
-    """No rank gets through before all have started."""
+    """No rank ends the op before all have started it."""
     row: Row | None = None
-    """If the result is a table: a row of each rank that is there. After a loss such an op runs
-    again among the ranks that are left."""
+    """If the result is a table: the row that each rank gives. After a loss such an op runs again
+    among the ranks that are left."""
 
 
 KINDS: Mapping[str, OpKind] = MappingProxyType(
@@ -279,10 +278,10 @@ BOUND_KINDS = frozenset(name for name, kind in KINDS.items() if kind.bound)
 
 
 def extent_of(request: StartOp, *, rank: int, size: int) -> Extent:
-    """What one rank of `size` gives and gets; a rank that gives nothing needs no arena.
+    """Return what one rank of `size` gives and gets; a rank that gives nothing needs no arena.
 
     Raises:
-        ValueError: the request does not say how much is for whom.
+        ValueError: the request does not have one part for each rank.
     """
     kind = KINDS[request.call.kind]
     if kind.bound and len(request.parts) != size:
@@ -291,9 +290,9 @@ def extent_of(request: StartOp, *, rank: int, size: int) -> Extent:
 
 
 def ring_codec_name(compression: str) -> str:
-    """The codec which a ring is to use for a `Call.compression`; empty: the values go as they are.
+    """Return the codec that a ring uses for a `Call.compression`; empty for none.
 
-    A name with parentheses, as in `topk(0.01)`, is that of a scheme which the trainers compute for
-    themselves, around ops on what it has left: it is there so that all ranks use the same.
+    A name with parentheses, as `topk(0.01)`, is that of a scheme which the trainers compute, around
+    ops on the compressed values. The call names it so that all ranks use the same one.
     """
     return "" if "(" in compression else compression

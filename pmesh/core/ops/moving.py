@@ -1,7 +1,7 @@
 """broadcast, all_gather, gather, scatter and all_to_all, each as the plan of one rank.
 
-Ranks may differ in their counts. Sizes are in bytes, since nothing is computed. What has no bytes
-isn't sent, but for all_gather: it is a barrier, in which every rank waits for all others.
+Ranks may differ in their counts. Sizes are in bytes, since nothing is computed. An empty block
+isn't sent, except in all_gather: that is a barrier, in which every rank waits for all others.
 """
 
 import itertools
@@ -31,16 +31,16 @@ def plan_broadcast(
     reach: int | None = None,
     segment_bytes: int = SEGMENT_BYTES,
 ) -> RankPlan:
-    """The root's tensor along the ring, each record passed on as soon as it has arrived.
+    """Plan a broadcast along the ring: a rank passes on each record as soon as it has arrived.
 
     Args:
-        rank: whose plan.
-        size: how many ranks.
-        root: whose source it is; it is the others' result.
-        nbytes: of the tensor. Without any, one empty record goes along the ring.
-        reach: how far from the root the tensor goes; None: to all. The ranks beyond only learn,
-            by an empty record, that it has got there.
-        segment_bytes: the most in a record, the same at all ranks.
+        rank: the rank whose plan it is.
+        size: the number of ranks.
+        root: the rank whose source is the tensor; it becomes the result of the others.
+        nbytes: bytes of the tensor. If 0, one empty record goes along the ring.
+        reach: how far from the root the tensor goes; None: to all. The ranks beyond get an empty
+            record, which tells them that the others have the tensor.
+        segment_bytes: the most bytes in a record, the same at all ranks.
     """
     maker = PlanMaker(size=size)
     distance, following, previous = (rank - root) % size, (rank + 1) % size, (rank - 1) % size
@@ -62,13 +62,13 @@ def plan_broadcast(
 def plan_all_gather(
     *, rank: int, size: int, nbytes: tuple[int, ...], segment_bytes: int = SEGMENT_BYTES
 ) -> RankPlan:
-    """Every block once around the ring, as it is.
+    """Plan an all_gather: every block goes once around the ring, unchanged.
 
     Args:
-        rank: whose plan. Its source is its own block.
-        size: how many ranks.
-        nbytes: each rank's; the result is all blocks in the order of ranks.
-        segment_bytes: the most in a record, the same at all ranks.
+        rank: the rank whose plan it is. Its source is its own block.
+        size: the number of ranks.
+        nbytes: bytes of each rank's block; the result is all blocks in the order of ranks.
+        segment_bytes: the most bytes in a record, the same at all ranks.
     """
     maker = PlanMaker(size=size)
     bounds = _bounds(nbytes)
@@ -95,14 +95,14 @@ def plan_all_gather(
 def plan_gather(
     *, rank: int, size: int, root: int, nbytes: tuple[int, ...], segment_bytes: int = SEGMENT_BYTES
 ) -> RankPlan:
-    """Every block straight to the root.
+    """Plan a gather: every block goes directly to the root.
 
     Args:
-        rank: whose plan. Its source is its own block.
-        size: how many ranks.
-        root: whose result is all blocks in the order of ranks; the others' is empty.
-        nbytes: each rank's; elsewhere than at the root only the own counts.
-        segment_bytes: the most in a record, the same at all ranks.
+        rank: the rank whose plan it is. Its source is its own block.
+        size: the number of ranks.
+        root: the rank whose result is all blocks in the order of ranks; the others' is empty.
+        nbytes: bytes of each rank's block; ranks other than the root use only their own.
+        segment_bytes: the most bytes in a record, the same at all ranks.
     """
     blocks = _Blocks(size, segment_bytes)
     if rank != root:
@@ -119,14 +119,14 @@ def plan_gather(
 def plan_scatter(
     *, rank: int, size: int, root: int, nbytes: tuple[int, ...], segment_bytes: int = SEGMENT_BYTES
 ) -> RankPlan:
-    """Every block straight from the root.
+    """Plan a scatter: every block comes directly from the root.
 
     Args:
-        rank: whose plan. Its result is its own block.
-        size: how many ranks.
-        root: whose source is all blocks in the order of ranks; the others' is empty.
-        nbytes: each rank's; elsewhere than at the root only the own counts.
-        segment_bytes: the most in a record, the same at all ranks.
+        rank: the rank whose plan it is. Its result is its own block.
+        size: the number of ranks.
+        root: the rank whose source is all blocks in the order of ranks; the others' is empty.
+        nbytes: bytes of each rank's block; ranks other than the root use only their own.
+        segment_bytes: the most bytes in a record, the same at all ranks.
     """
     blocks = _Blocks(size, segment_bytes)
     if rank != root:
@@ -148,17 +148,17 @@ def plan_all_to_all(
     from_: tuple[int, ...],
     segment_bytes: int = SEGMENT_BYTES,
 ) -> RankPlan:
-    """Each rank's block for each other, straight.
+    """Plan an all_to_all: each rank's block for each other rank goes there directly.
 
-    In step i a rank sends to the i-th after it, so that nobody is sent to by all at once (the
-    pairwise exchange of Thakur, Rabenseifner and Gropp 2005); it receives what comes.
+    In step i a rank sends to the i-th rank after it, so that no rank gets data from all at once
+    (the pairwise exchange of Thakur, Rabenseifner and Gropp 2005). It receives in any order.
 
     Args:
-        rank: whose plan.
-        size: how many ranks.
+        rank: the rank whose plan it is.
+        size: the number of ranks.
         to: bytes for each rank, in whose order they lie in the source.
         from_: bytes from each rank, in whose order they lie in the result.
-        segment_bytes: the most in a record, the same at all ranks.
+        segment_bytes: the most bytes in a record, the same at all ranks.
     """
     blocks = _Blocks(size, segment_bytes)
     sources, results = _bounds(to), _bounds(from_)
@@ -173,7 +173,7 @@ def plan_all_to_all(
 
 
 class _Blocks:
-    """Writes down blocks that go straight to where they belong."""
+    """Plans blocks that go directly to their destination."""
 
     def __init__(self, size: int, segment_bytes: int) -> None:
         self.maker = PlanMaker(size=size)
@@ -182,14 +182,14 @@ class _Blocks:
     def send(
         self, to: int, step: int, offset: int, nbytes: int, needs: tuple[Need, ...] = ()
     ) -> tuple[Need, ...]:
-        """The block at that place of the source; what to wait for until it is sent."""
+        """Send a block from `offset` of the source; return what to wait for until it is sent."""
         sent: tuple[Need, ...] = ()
         for segment in self._segments(offset, nbytes):
             sent = (self.maker.send(to, Send(step, Region.SOURCE, *segment, needs)),)
         return sent
 
     def receive(self, from_: int, step: int, offset: int, nbytes: int) -> None:
-        """A block, to that place of the result."""
+        """Receive a block at `offset` of the result."""
         for segment in self._segments(offset, nbytes):
             self.maker.receive(from_, Receive(step, Region.RESULT, *segment))
 
@@ -200,7 +200,7 @@ class _Blocks:
 
 
 def _others(rank: int, size: int) -> list[int]:
-    """The ranks after this one, around to the one before it."""
+    """Return the ranks after this one, around the ring to the one before it."""
     return [(rank + distance) % size for distance in range(1, size)]
 
 

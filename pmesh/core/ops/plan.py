@@ -30,12 +30,12 @@ from typing import NamedTuple, ParamSpec, cast
 from pmesh.core.wire.records import MAX_BODY_BYTES
 
 SEGMENT_BYTES = 512 * 1024
-SHORT_SEGMENT_BYTES = 64 * 1024  # of a ring over a long way: 5 ms at 100 Mbit/s
-LARGE_SEGMENT_BYTES = MAX_BODY_BYTES  # fewer records; to fill the ring with them takes longer
-LARGE_CHUNK_BYTES = 12 * LARGE_SEGMENT_BYTES  # so that what it takes longer is little
-FILLING_SHARE = 32  # of a chain: 3 %; shorter records cost more CPU than they save
+SHORT_SEGMENT_BYTES = 64 * 1024  # for a ring over long edges: 5 ms at 100 Mbit/s
+LARGE_SEGMENT_BYTES = MAX_BODY_BYTES  # fewer records, which take longer to fill the ring
+LARGE_CHUNK_BYTES = 12 * LARGE_SEGMENT_BYTES  # from this size on, the longer filling counts little
+FILLING_SHARE = 32  # to fill a chain takes 3 %; shorter records cost more CPU than they save
 SMALL_BYTES = 32 * 1024  # fits the socket buffers of every system: no task is needed to send it
-IN_LINE_BYTES = SEGMENT_BYTES  # fits those between two agents of one machine, and often others
+IN_LINE_BYTES = SEGMENT_BYTES  # fits the buffers within one machine, and often those of others
 
 
 class Region(enum.IntEnum):
@@ -61,18 +61,18 @@ class Event(enum.IntEnum):
     """What a transfer or a computation may wait for."""
 
     LANDED = 0
-    """Records from a rank."""
+    """Records from a rank have landed."""
     SENT = 1
-    """Records to a rank: their places may be written again."""
+    """Records to a rank have been sent: their places may be written again."""
     COMPUTED = 2
-    """Computations of a queue."""
+    """Works of a queue are done."""
 
 
 class Need(NamedTuple):
-    """What has to be over before a transfer begins: the first `number` of one kind."""
+    """What a transfer or a work waits for: the first `number` events of one kind."""
 
     peer: int
-    """Or the queue."""
+    """The rank, or the queue."""
     number: int
     event: Event = Event.LANDED
 
@@ -81,7 +81,7 @@ class Send(NamedTuple):
     """One record to a rank."""
 
     step: int
-    """Above the steps of all landings that it waits for."""
+    """Higher than the steps of all received records that it waits for."""
     region: Region
     offset: int
     """In bytes from the region's beginning."""
@@ -93,7 +93,7 @@ class Receive(NamedTuple):
     """One record from a rank."""
 
     step: int
-    """As its sender's."""
+    """The step in which it is sent."""
     region: Region
     """RESULT or SCRATCH."""
     offset: int
@@ -102,13 +102,13 @@ class Receive(NamedTuple):
     needs: tuple[Need, ...] = ()
     then: Then = Then.KEEP
     other: int = 0
-    """In bytes, for `then`."""
+    """The offset in bytes that `then` uses."""
     finishes: bool = False
-    """With it all ranks' values are in the sum, which lies in the result: a mean is divided now."""
+    """This record completes the sum, which lies in the result: a mean is divided now."""
 
 
 class Copy(NamedTuple):
-    """A rank's own part, from its source to its result. Nothing waits for it."""
+    """A copy of a rank's own part from its source to its result. Nothing waits for it."""
 
     source: int
     result: int
@@ -116,21 +116,21 @@ class Copy(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A hop of a codec (`pmesh.compression.codecs`), or a decoding, of some of the tensor."""
+    """A hop of a codec (`pmesh.compression.codecs`), or a decoding, for one part of the tensor."""
 
     begin: int
     """The first value, counted from the tensor's beginning."""
     length: int
     region: Region
-    """Where their bytes are written by a hop, and lie for a decoding."""
+    """Where a hop writes the encoded bytes, or a decoding reads them."""
     offset: int
     nbytes: int
     needs: tuple[Need, ...]
     decodes: bool = False
     arrived: int = -1
-    """Of a hop: where in the scratch lies what has arrived; -1: nowhere, it is the first."""
+    """For a hop: the place in the scratch of what has arrived; -1 for the first hop."""
     divides: bool = False
-    """Of a hop: the last one, which makes the mean."""
+    """For a hop: whether it is the last one, which makes the mean."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,20 +138,20 @@ class RankPlan:
     """One rank's part of a collective."""
 
     size: int
-    """How many ranks take part: what a mean is divided by."""
+    """The number of ranks that take part, by which a mean is divided."""
     sends: Mapping[int, tuple[Send, ...]]
-    """For each rank to which something goes."""
+    """The records to each rank that gets any."""
     receives: Mapping[int, tuple[Receive, ...]]
-    """For each rank from which something comes."""
+    """The records from each rank that sends any."""
     copies: tuple[Copy, ...]
     works: tuple[tuple[Work, ...], ...]
-    """Queues: the first is worked off beside the others, of which any goes on that can."""
+    """Queues of works. One stage does the first queue, another all others, each in its order."""
     scratch_bytes: int
     in_line: tuple[int, ...]
-    """For a small plan, whose record is awaited next, one entry for each receive.
+    """The ranks from which a small plan receives, in this order; empty for other plans.
 
-    Who waits in this order, and first sends all that it may, never waits for a record whose sender
-    waits for a later one of ours. Empty for others."""
+    If every rank follows this order, and sends all that it may before each receive, no two ranks
+    wait for each other."""
     small: bool
     """No record, and no copy, exceeds SMALL_BYTES; or no chunk of a ring exceeds IN_LINE_BYTES."""
     added_twice: bool
@@ -181,7 +181,7 @@ class RankPlan:
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest record that it sends."""
+        """The bytes of the largest record that this rank sends."""
         return max((send.nbytes for sends in self.sends.values() for send in sends), default=0)
 
     @property
@@ -192,7 +192,7 @@ class RankPlan:
 
 
 class PlanMaker:
-    """Writes down one rank's plan: each lane in its order, and what is received by steps."""
+    """Collects one rank's plan; sends and receives are added in the order of their steps."""
 
     def __init__(self, *, size: int) -> None:
         self._size = size
@@ -204,14 +204,14 @@ class PlanMaker:
         self._scratch_bytes = 0
 
     def send(self, to: int, send: Send) -> Need:
-        """The next record to `to`; returns what is waited for until its place may be written."""
+        """Add a record to `to`; return what to wait for before its place may be written again."""
         sends = self._sends.setdefault(to, [])
         sends.append(send)
         self._use(send.region, send.offset + send.nbytes)
         return Need(to, len(sends), Event.SENT)
 
     def receive(self, from_: int, receive: Receive) -> Need:
-        """The next record from `from_`; returns what is waited for until it has landed."""
+        """Add a record from `from_`; return what to wait for until it has landed."""
         receives = self._receives.setdefault(from_, [])
         receives.append(receive)
         self._arrivals.append(from_)
@@ -219,23 +219,23 @@ class PlanMaker:
         return Need(from_, len(receives))
 
     def copy(self, *, source: int, result: int, nbytes: int) -> None:
-        """This rank's own part."""
+        """Add a copy of this rank's own part."""
         if nbytes:
             self._copies.append(Copy(source, result, nbytes))
 
     def work(self, queue: int, work: Work) -> Need:
-        """The next of a queue, which are numbered from 0; returns what is waited for until then."""
+        """Add a work to a queue, counted from 0; return what to wait for until it is done."""
         works = self._works.setdefault(queue, [])
         works.append(work)
         self._use(work.region, work.offset + work.nbytes)
         return Need(queue, len(works), Event.COMPUTED)
 
     def landed(self) -> tuple[Need, ...]:
-        """All that has been received so far."""
+        """Return what to wait for until all receives so far have landed."""
         return tuple(Need(peer, len(receives)) for peer, receives in self._receives.items())
 
     def plan(self, *, small: bool | None = None, added_twice: bool = False) -> RankPlan:
-        """What has been written down; for the arguments see `RankPlan`."""
+        """Return the plan; for the arguments see `RankPlan`."""
         sizes = [send.nbytes for sends in self._sends.values() for send in sends]
         sizes += [receive.nbytes for receives in self._receives.values() for receive in receives]
         sizes += [copy.nbytes for copy in self._copies]
@@ -270,7 +270,7 @@ def remembered(make: Callable[_P, RankPlan]) -> Callable[_P, RankPlan]:
 
 
 def chunk_bounds(count: int, chunks: int) -> tuple[int, ...]:
-    """Where the chunks of `count` values begin, and the end; as `numpy.array_split` cuts.
+    """Return where the chunks of `count` values begin, and the end, as `numpy.array_split` cuts.
 
     >>> chunk_bounds(7, 3)
     (0, 3, 5, 7)
@@ -282,9 +282,9 @@ def chunk_bounds(count: int, chunks: int) -> tuple[int, ...]:
 def segments(
     begin: int, end: int, *, segment_bytes: int = SEGMENT_BYTES
 ) -> tuple[tuple[int, int], ...]:
-    """The offset and length of each record that carries the bytes from `begin` to `end`.
+    """Return the offset and length of each record that carries the bytes from `begin` to `end`.
 
-    At least one, if need be an empty one.
+    There is at least one record, which may be empty.
 
     >>> segments(0, 10, segment_bytes=4), segments(7, 7)
     (((0, 4), (4, 4), (8, 2)), ((7, 0),))
@@ -308,9 +308,9 @@ def chain_segment_bytes(size: int, nbytes: int) -> int:
 
 
 def halvings(size: int) -> Iterator[tuple[int, int]]:
-    """The halvings from `size` blocks to one: those from the first number on are given away.
+    """Yield each halving from `size` blocks to one: how many blocks stay, of how many.
 
-    As many as the logarithm of `size` to base 2, rounded up.
+    There are as many as the logarithm of `size` to base 2, rounded up.
 
     >>> list(halvings(8)), list(halvings(5))
     ([(4, 8), (2, 4), (1, 2)], [(3, 5), (2, 3), (1, 2)])

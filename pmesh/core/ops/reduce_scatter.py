@@ -1,7 +1,7 @@
 """reduce and reduce_scatter, along the ring: each as the plan of one rank.
 
-What a rank only passes on goes through a few places in its scratch, one after the other: it needs
-no tensor's room for that, and what it adds to is still in the cache.
+Records that a rank only passes on use a few places in its scratch, in turn. So they need no room
+for a whole tensor, and the values that are added to are still in the cache.
 """
 
 import itertools
@@ -20,24 +20,24 @@ from pmesh.core.ops.plan import (
 )
 
 WINDOW = 4
-"""Records that may be on their way through a rank: 2 MiB cover 16 ms at 1 Gbit/s."""
+"""How many records may be on their way through a rank: 2 MiB cover 16 ms at 1 Gbit/s."""
 
 
 @remembered
 def plan_reduce(
     *, rank: int, size: int, root: int, nbytes: int, segment_bytes: int = SEGMENT_BYTES
 ) -> RankPlan:
-    """The sum runs along the ring, from the rank after the root to the root, record by record.
+    """Plan a reduce: the sum runs along the ring from the rank after the root, record by record.
 
-    `source` is the whole tensor; `result` too at the root, and empty elsewhere. No barrier: only
-    the root waits for all others.
+    `source` is the whole tensor; `result` is, too, at the root, and empty elsewhere. This is no
+    barrier: only the root waits for all others.
 
     Args:
-        rank: whose plan.
-        size: how many ranks.
-        root: who gets the result.
-        nbytes: of the tensor.
-        segment_bytes: the most in a record, the same at all ranks; whole values.
+        rank: the rank whose plan it is.
+        size: the number of ranks.
+        root: the rank that gets the result.
+        nbytes: bytes of the tensor.
+        segment_bytes: the most bytes in a record, the same at all ranks; whole values.
     """
     maker = PlanMaker(size=size)
     if size == 1:
@@ -64,22 +64,22 @@ def plan_reduce(
 def plan_reduce_scatter(
     *, rank: int, size: int, nbytes: tuple[int, ...], segment_bytes: int = SEGMENT_BYTES
 ) -> RankPlan:
-    """Each rank gets the sum of its own part. A barrier.
+    """Plan a reduce_scatter: each rank gets the sum of its own part. It is a barrier.
 
-    The first half of the ring all-reduce, one chunk further, so that rank r ends with chunk r:
+    This is the first half of the ring all-reduce, one chunk further, so that rank r gets chunk r:
 
         step         0 ... n-2
         rank r sends     chunk r - step - 1
         and receives     chunk r - step - 2, to add to; in the last step its own
 
-    Large chunks go around a few records at a time, or what passes through would need more room.
+    Large chunks go around a few records at a time, so that what is passed on needs little room.
 
     Args:
-        rank: whose plan.
-        size: how many ranks.
-        nbytes: of each rank's part: the source is all of them in the order of ranks, the result the
-            own. Whole values.
-        segment_bytes: the most in a record, the same at all ranks; whole values too.
+        rank: the rank whose plan it is.
+        size: the number of ranks.
+        nbytes: bytes of each rank's part, whole values. The source is all parts in the order of
+            ranks; the result is the own part.
+        segment_bytes: the most bytes in a record, the same at all ranks; whole values too.
     """
     maker = PlanMaker(size=size)
     bounds = [0, *itertools.accumulate(nbytes)]
@@ -124,7 +124,7 @@ class _Window:
         self._sent: list[Need] = []
 
     def take(self) -> tuple[int, tuple[Need, ...]]:
-        """The next place, and what to wait for until its last user has been sent on."""
+        """Return the next place, and what to wait for until its last record has been sent on."""
         number = self._taken
         self._taken += 1
         earlier = number - self._places
@@ -132,7 +132,7 @@ class _Window:
         return number % self._places * self._nbytes, needs
 
     def use(self, sent: Need) -> None:
-        """What was taken is sent on with that; in the order of `take`."""
+        """Note the send that frees a place, in the order of `take`."""
         self._sent.append(sent)
 
 

@@ -1,8 +1,8 @@
 """all_reduce by each strategy, as the plan of one rank.
 
-For all_reduce `source` and `result` are whole tensors. Every strategy is a barrier, with no values
-too: each rank sends at least one record in each step, if need be an empty one, and nobody gets
-through before all have come. Steps and bytes stand in docs/explanation/algorithms.md.
+For all_reduce `source` and `result` are whole tensors. Every strategy is a barrier, even without
+values: each rank sends at least one record in each step, which may be empty, and no rank ends
+before all have started. Steps and bytes stand in docs/explanation/algorithms.md.
 
 ring          Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
               workstations" (2009).
@@ -11,12 +11,12 @@ tree          Recursive halving, then recursive doubling: Thakur, Rabenseifner a
               beyond a power of two are folded into others, which then send up to 3 B. Here the
               halves are those of a circulant graph (Träff, "Optimal, non-pipelined reduce-scatter
               and allreduce algorithms", 2024): as few steps, and 2 B at most, for any number.
-centralized   All to rank 0 and back.
+centralized   Each rank sends its tensor to rank 0, which sends the sum back.
 hierarchical  A chain inside each island to its first rank, a ring of these, and the chain back: so
               a slow edge carries no more than in a ring with one rank for each island.
 chain         The sum travels along a line of ranks to its first one, and the result back: the edge
               between the line's ends is not used.
-direct        Each rank sends every chunk straight to the rank that adds it up, and that one the sum
+direct        Each rank sends every chunk directly to the rank that adds it up, which sends the sum
               to all: the "pairwise" reduce_scatter of Thakur et al. and its all_gather, all
               exchanges of each at once.
 """
@@ -51,10 +51,10 @@ _Needs = tuple[Need, ...]
 
 
 class _Record(NamedTuple):
-    """A part of the tensor that travels as one."""
+    """A part of the tensor that travels as one record."""
 
     chunk: int
-    """Several chunks may be empty at the same offset."""
+    """The number of its chunk: several chunks may be empty at the same offset."""
     offset: int
     nbytes: int
 
@@ -63,17 +63,17 @@ class _Record(NamedTuple):
 def plan_ring(
     *, rank: int, size: int, count: int, itemsize: int, segment_bytes: int | None = None
 ) -> RankPlan:
-    """The ring all-reduce of `count` values of `itemsize` bytes.
+    """Plan the ring all-reduce of `count` values of `itemsize` bytes.
 
-    Costs 2(size-1) steps and, but for rounding to whole values, 2(size-1)/size of the tensor sent.
+    It takes 2(size-1) steps and sends 2(size-1)/size of the tensor, rounded to whole values.
 
     Args:
-        rank: whose plan.
-        size: how many ranks.
-        count: values of the tensor.
+        rank: the rank whose plan it is.
+        size: the number of ranks.
+        count: how many values the tensor has.
         itemsize: bytes of a value.
-        segment_bytes: the most in a record, the same at all ranks; a multiple of `itemsize`.
-            None: few for a large chunk.
+        segment_bytes: the most bytes in a record, the same at all ranks; a multiple of `itemsize`.
+            None: larger records for a large chunk.
     """
     chunk_bytes = -(-count // size) * itemsize
     if segment_bytes is None:
@@ -94,7 +94,7 @@ def plan_along_ring(
     reduction: str = "sum",
     segment_bytes: int | None = None,
 ) -> RankPlan:
-    """The ring all-reduce of `count` values; of two ranks with few values their exchange.
+    """Plan the ring all-reduce of `count` values; two ranks with few values exchange them.
 
     For `segment_bytes` see `plan_ring`.
     """
@@ -109,10 +109,10 @@ def plan_along_ring(
 
 @remembered
 def plan_exchange(*, rank: int, size: int, nbytes: int) -> RankPlan:
-    """All ranks send each other all they have, in one step: for small tensors.
+    """Plan an exchange: each rank sends its whole tensor, a small one, to all others in one step.
 
     Two ranks send as many bytes as along their ring. Each rank adds up all values, beginning with
-    its own, so their order must not matter: of two values, or in a sum of integers.
+    its own, so their order must not matter: there are two values, or they are integers.
     """
     maker = PlanMaker(size=size)
     if size == 1:
@@ -129,9 +129,9 @@ def plan_exchange(*, rank: int, size: int, nbytes: int) -> RankPlan:
 def plan_direct(
     *, rank: int, size: int, count: int, itemsize: int, segment_bytes: int = SHORT_SEGMENT_BYTES
 ) -> RankPlan:
-    """Each chunk straight to its owner, which adds in the order of the ring, and sends it to all.
+    """Plan `direct`: each chunk goes to its owner, which adds in ring order and sends it to all.
 
-    Two steps, and as many bytes as a ring. For the rest see `plan_ring`.
+    It takes two steps, and as many bytes as a ring. For the arguments see `plan_ring`.
     """
     maker = PlanMaker(size=size)
     if size == 1:
@@ -162,9 +162,9 @@ def _all_others(rank: int, size: int) -> list[int]:
 def _receive_sum(
     maker: PlanMaker, peers: Sequence[int], record: _Record, *, places: Iterable[int]
 ) -> Need:
-    """In step 0, add what each of these sends, in their order; what to wait for until it is done.
+    """Add a record from each peer, in their order, in step 0; return what to wait for.
 
-    `places` says where in the scratch that of each lands, but for the first one's.
+    `places` are where the records land in the scratch; the first peer's record needs none.
     """
     first, *others = peers
     done = maker.receive(first, _add_source(0, record, finishes=not others))
@@ -179,7 +179,7 @@ def _receive_sum(
 def plan_centralized(
     *, rank: int, size: int, count: int, itemsize: int, segment_bytes: int = SEGMENT_BYTES
 ) -> RankPlan:
-    """All to rank 0, which adds in the order of ranks, and back. For the rest see `plan_ring`."""
+    """Plan `centralized`: rank 0 adds in the order of ranks. For the arguments see `plan_ring`."""
     maker = PlanMaker(size=size)
     nbytes, furthest = count * itemsize, size - 1
     if size == 1:
@@ -204,11 +204,11 @@ def plan_centralized(
 def plan_tree(
     *, rank: int, size: int, count: int, itemsize: int, segment_bytes: int = SEGMENT_BYTES
 ) -> RankPlan:
-    """Recursive halving and doubling among any number of ranks. For the rest see `plan_ring`.
+    """Plan recursive halving and doubling. For the arguments see `plan_ring`.
 
-    A rank begins with a share in every block, its own first. In each halving step it gives those
-    from the `half`-th on to the rank `half` further, to whom their owners are as much closer, and
-    adds what it is given. Doubling takes the same steps back with finished blocks.
+    A rank counts the blocks from its own. In each halving step it sends the blocks from the
+    `half`-th on to the rank `half` further, which is that much closer to their owners, and adds
+    what it receives. Doubling takes the same steps back, with finished blocks.
     """
     maker = PlanMaker(size=size)
     if size == 1:
@@ -248,7 +248,7 @@ def plan_hierarchical(
     islands: tuple[tuple[int, ...], ...],
     segment_bytes: int = SEGMENT_BYTES,
 ) -> RankPlan:
-    """A ring of islands. Its parts run at the same time, record by record.
+    """Plan a ring of islands. Its phases run at the same time, record by record.
 
     Args:
         rank: as for `plan_ring`.
@@ -275,17 +275,17 @@ def plan_chain(
     line: tuple[int, ...],
     segment_bytes: int | None = None,
 ) -> RankPlan:
-    """Partial sums travel to the first rank of a line, and the result back, record by record.
+    """Plan a chain: partial sums travel to the first rank of a line, and the result travels back.
 
-    Each rank exchanges data only with its neighbours in the line. Both directions are under way at
-    the same time, so each edge carries the tensor once in each.
+    Each rank exchanges records only with its neighbours in the line. Both directions are in use at
+    the same time, and each edge carries the tensor once in each.
 
     Args:
         rank: as for `plan_ring`.
         size: as for `plan_ring`.
         count: as for `plan_ring`.
         itemsize: as for `plan_ring`.
-        line: every rank once.
+        line: every rank once, in the order of the line.
         segment_bytes: as for `plan_ring`. None: as `chain_segment_bytes` says.
     """
     if size == 1:
@@ -307,7 +307,7 @@ def _plan_islands(
     bounds: Sequence[int],
     segment_bytes: int,
 ) -> PlanMaker:
-    """A ring of islands, with one chunk for each, whose ends are `bounds`."""
+    """Plan a ring of islands, with one chunk for each; `bounds` are the ends of the chunks."""
     maker = PlanMaker(size=size)
     if size == 1:
         maker.copy(source=0, result=0, nbytes=bounds[-1])
@@ -342,7 +342,7 @@ class _Chain:
         finishes: bool = False,
     ) -> None:
         self.steps = longest - 1
-        """Until the sum of the longest chain has reached its first rank."""
+        """The steps until the sum of the longest chain has reached its first rank."""
         self._finishes = finishes
         """True if what this rank adds is the sum of all ranks."""
         self._maker = maker
@@ -352,7 +352,7 @@ class _Chain:
         self._distance = len(island) - 1 - self._place
 
     def reduce(self, record: _Record) -> _Needs:
-        """Add what comes from below and pass it on; what to wait for until it is in the result."""
+        """Add what comes from below and pass it up; return what to wait for until it is there."""
         needs: _Needs = ()
         if self._down is not None:
             added = _add_source(self._distance - 1, record, finishes=self._finishes)
@@ -363,7 +363,7 @@ class _Chain:
         return needs
 
     def spread(self, record: _Record, needs: _Needs, *, step: int) -> None:
-        """Take the finished record from above and pass it on; the first rank has it at `step`."""
+        """Pass a finished record down the chain; the first rank has it at `step`."""
         if self._up is not None:
             kept = _keep(step + self._place - 1, record)
             needs = (self._maker.receive(self._up, kept),)
@@ -381,14 +381,14 @@ def _reduce_around(
     *,
     first_step: int,
 ) -> dict[_Record, _Needs]:
-    """The ring all-reduce of what lies ready when `sums` says so.
+    """Plan the ring all-reduce of records, each of which is ready after its needs in `sums`.
 
         step         0 ... n-2 (scatter)                n-1 ... 2n-3 (gather)
         rank r sends     chunk r - step                     chunk r - step
         and receives     chunk r - step - 1, to add to      chunk r - step - 1, to keep
 
-    A record for which nothing is to be waited lies in the source; a sum lies in the result.
-    Returns what to wait for until each record is finished, in the order in which they are.
+    A record without needs lies in the source; a sum lies in the result. Returns what to wait for
+    until each record is finished, in the order in which they finish.
     """
     size = len(ring)
     following, previous = ring[(place + 1) % size], ring[place - 1]
@@ -414,13 +414,13 @@ def _reduce_around(
 
 
 def _backwards(chunks: Sequence[Sequence[_Record]], first: int) -> Iterator[_Record]:
-    """The records in the order in which a ring needs or finishes them."""
+    """Yield the records in the order in which a ring needs or finishes them."""
     for step in range(len(chunks)):
         yield from chunks[(first - step) % len(chunks)]
 
 
 class _Blocks:
-    """The tensor, one block for each rank."""
+    """The tensor, cut into one block for each rank."""
 
     def __init__(self, bounds: Sequence[int], *, split: int, segment_bytes: int) -> None:
         self._bounds = bounds
@@ -428,10 +428,10 @@ class _Blocks:
         self._segment_bytes = segment_bytes
 
     def cut(self, rank: int, distances: range) -> list[_Record]:
-        """The records for the blocks that `rank` sends, by their owners' distances from it.
+        """Return the records for the blocks whose owners are at these distances from `rank`.
 
         Neighbouring blocks travel together, but not the last with the first, nor those on both
-        sides of `split`, which lie in different regions. Without values it is one empty record.
+        sides of `split`, which lie in different regions. Without values there is one empty record.
         """
         size = len(self._bounds) - 1
         runs: list[tuple[int, int, int]] = []
@@ -466,7 +466,7 @@ def _keep(step: int, record: _Record) -> Receive:
 
 
 def _add_source(step: int, record: _Record, *, finishes: bool = False) -> Receive:
-    """It lands in the result, where nothing has been; the source's values are added there."""
+    """Receive a record into the result, where nothing is yet, and add the source's values."""
     return Receive(
         step,
         Region.RESULT,
@@ -481,7 +481,7 @@ def _add_source(step: int, record: _Record, *, finishes: bool = False) -> Receiv
 def _add_to_result(
     step: int, record: _Record, needs: _Needs, *, slot: int = 0, finishes: bool = False
 ) -> Receive:
-    """It lands in the scratch and is added to the sum that is in the result after `needs`."""
+    """Receive a record into the scratch, and add it to the sum that is in the result by then."""
     return Receive(
         step,
         Region.SCRATCH,

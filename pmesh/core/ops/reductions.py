@@ -1,4 +1,4 @@
-"""Reductions: what two ranks' values become, in place, in the dtypes that travel."""
+"""Reductions of two ranks' values, in place, in the dtypes that travel."""
 
 from types import MappingProxyType
 from typing import Any, TypeAlias, cast, get_args
@@ -12,13 +12,13 @@ Values: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[Any]]"
 
 _NAMES: tuple[str, ...] = get_args(WireDtype)
 WIRE_DTYPES = MappingProxyType({name: np.dtype(name) for name in _NAMES})
-"""What travels: of each kind the widest first. float16 and bfloat16 are widened to float32 by the
-client, so that sums keep it."""
+"""The dtypes that travel, of each kind the widest first. The client widens float16 and bfloat16 to
+float32, so that sums are in float32."""
 
 _UFUNCS = MappingProxyType(
     {
         "sum": np.add,
-        "mean": np.add,  # divided at its end by `finish`
+        "mean": np.add,  # `finish` divides it at the end
         "max": np.maximum,  # propagates NaN, as does minimum
         "min": np.minimum,
         "prod": np.multiply,
@@ -28,7 +28,7 @@ _UFUNCS = MappingProxyType(
     }
 )
 _FOR_FLOATS = ("sum", "mean", "max", "min", "prod")
-_FOR_COMPLEX = ("sum", "mean", "prod")  # they have no order
+_FOR_COMPLEX = ("sum", "mean", "prod")  # complex numbers have no order
 _FOR_INTEGERS = (
     "sum",
     "max",
@@ -44,14 +44,14 @@ _ALLOWED = MappingProxyType(
         "c": _FOR_COMPLEX,
         "i": _FOR_INTEGERS,
         "u": _FOR_INTEGERS,
-        "b": _FOR_INTEGERS,  # a sum or max is any, a min or prod all: as numpy, MLX and NCCL add
+        "b": _FOR_INTEGERS,  # a sum or max is any, a min or prod is all, as in numpy, MLX and NCCL
     }
 )
 _INEXACT = MappingProxyType({"f": ("max", "min"), "c": ("prod",)})
 
 
 def check_reduction(reduction: str, dtype: str) -> None:
-    """Raises ValueError, saying what is allowed, if values of `dtype` can't be reduced so."""
+    """Raise ValueError, which says what is allowed, if values of `dtype` can't be reduced so."""
     if dtype not in WIRE_DTYPES:
         raise ValueError(f"{dtype} does not travel; these do: {', '.join(WIRE_DTYPES)}")
     allowed = _ALLOWED[WIRE_DTYPES[dtype].kind]
@@ -73,16 +73,16 @@ def accumulate(reduction: str, into: Values, other: Values) -> None:
 
 
 def is_exact(reduction: str, dtype: str) -> bool:
-    """Whether all processors reduce two values to the same bits, if NaN are made equal.
+    """Return whether all processors reduce two values to the same bits, if NaN are made equal.
 
-    IEEE 754 says what every bit of a sum or product is, but for NaN. The greater of 0 and -0 may be
+    IEEE 754 defines every bit of a sum or product, except of NaN. The greater of 0 and -0 may be
     either. A complex product is several operations, some of which a processor may fuse.
     """
     return reduction not in _INEXACT.get(WIRE_DTYPES[dtype].kind, ())
 
 
 def parts_of(values: Values) -> tuple[Values, ...]:
-    """Views of the real and of the imaginary parts; of values that are not complex, they alone."""
+    """Return views of the real and the imaginary parts; only the values if they are not complex."""
     if values.dtype.kind != "c":
         return (values,)
     parts = cast("NDArray[np.complexfloating]", values)
@@ -90,14 +90,14 @@ def parts_of(values: Values) -> tuple[Values, ...]:
 
 
 def make_nan_equal(values: Values) -> None:
-    """Replace every NaN by the same one, in place: its sign and its payload are the processor's."""
+    """Replace every NaN by the same one, in place: sign and payload depend on the processor."""
     if values.dtype.kind in "fc":
         for part in parts_of(values):
             np.copyto(part, np.nan, where=np.isnan(part))
 
 
 def finish(reduction: str, into: Values, contributors: int) -> None:
-    """Make the mean of a sum, in place; every other reduction is finished as it is."""
+    """Turn a sum into its mean, in place; every other reduction is finished as it is."""
     if reduction == "mean":
         for part in parts_of(into):  # an infinite part divided as a complex number spoils the other
             np.divide(part, contributors, out=part)

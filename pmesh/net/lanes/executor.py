@@ -1,15 +1,15 @@
 """Runs the plan of any collective (`pmesh.core.ops.plan`), over lanes to and from any ranks.
 
 Each record is sealed from where its values lie and opened into where they belong. Each lane's
-records go in their order, and wait for what the plan says. While they are large, a pipeline has a
-stage for every lane; small ones fit the sockets' buffers and go in line, because switching tasks
+records go in their order, and wait for what the plan says. For large records, a pipeline has a
+stage for every lane. Small ones fit the sockets' buffers and go in line, because switching tasks
 would cost more than the network.
 
 A stage is written once, as steps that say what they wait for. The stages of a small op wait as
 tasks of the event loop. Those of a large one work in threads: system calls, the cryptography and
-numpy give up Python's lock, so one stage receives while another sends, a wait costs one call of the
-system instead of a round through the event loop, and heartbeats are not held up. What computes
-besides, as compression does, is soon too long for the event loop.
+numpy release Python's lock, so one stage receives while another sends, a wait costs one system call
+instead of a round through the event loop, and heartbeats are not held up. Stages that also compute,
+as for compression, would soon block the event loop, so they use threads earlier.
 """
 
 import select
@@ -41,7 +41,7 @@ from pmesh.net.lanes.lane import CallsDiffer, Lane, Steps, Wait
 
 THREADS_FROM_BYTES = 16 * 1024 * 1024  # below, to start them costs more than they save
 COMPUTING_THREADS_FROM_BYTES = 128 * 1024
-LOOK_MS = 2  # for progress, while there is enough to send for longer
+LOOK_MS = 2  # between two checks for progress; a socket with data left to send takes longer
 _NOTHING = memoryview(bytearray())
 
 
@@ -64,14 +64,14 @@ async def run_plan(
         plan: what to do.
         lanes_to: at least one for each of `plan.peers_to`.
         lanes_from: at least one for each of `plan.peers_from`.
-        header: of every record of this op, but for its size and its segment.
+        header: the header of every record of this op, except its size and its segment.
         source: bytes, never written (I8); may be read-only. As many as the plan's maker says.
         result: writable bytes, which don't overlap `source`; as many as the plan's maker says.
-        dtype: one of WIRE_DTYPES, of the tensor that is reduced; of no matter to other plans.
-        reduction: as `check_reduction` allows; of no matter to other plans.
+        dtype: one of WIRE_DTYPES if the plan reduces, else empty.
+        reduction: as `check_reduction` allows; only for plans that reduce.
 
     Raises:
-        CallsDiffer: a rank from which something comes called something else.
+        CallsDiffer: a rank that sends to this one called something else.
         LaneBroken: one of the lanes is gone.
     """
     nbytes = plan.scratch_bytes
@@ -82,7 +82,7 @@ async def run_plan(
 
 
 def _keep(_: Receive | Work) -> None:
-    """What becomes of a record where nothing is reduced."""
+    """Leave a record, or a work, as it is."""
 
 
 async def execute(
@@ -95,7 +95,7 @@ async def execute(
     landed: Callable[[Receive], None] = _keep,
     work: Callable[[Work], None] = _keep,
 ) -> None:
-    """As `run_plan`, but for the last arguments.
+    """Run a plan, as `run_plan` does, with these regions and functions.
 
     Args:
         plan: what to do.
@@ -103,8 +103,8 @@ async def execute(
         lanes_from: see `run_plan`.
         header: see `run_plan`.
         regions: the source, the result, and the scratch, of `plan.scratch_bytes`.
-        landed: is called when a record has landed.
-        work: does what the queues of the plan say.
+        landed: called when a record has landed.
+        work: does one work of the plan.
     """
     if not (lanes_to.keys() >= plan.sends.keys() and lanes_from.keys() >= plan.receives.keys()):
         raise ValueError("a plan among several ranks needs its lanes")
@@ -116,7 +116,7 @@ async def execute(
 def _adding(
     plan: RankPlan, regions: Sequence[memoryview], dtype: str, reduction: str
 ) -> Callable[[Receive], None]:
-    """What becomes of a record that has landed."""
+    """Return what adds the values of a record that has landed."""
     wire = WIRE_DTYPES[dtype]
     values, itemsize = [np.frombuffer(memory, wire) for memory in regions], wire.itemsize
     source, sums, _ = values
@@ -135,7 +135,7 @@ def _adding(
         accumulate(reduction, into, other)
         if receive.finishes:
             finish(reduction, into, plan.size)
-            if plan.added_twice:  # I3: the other rank adds for itself
+            if plan.added_twice:  # I3: the other ranks add for themselves
                 make_nan_equal(into)
 
     return landed
@@ -143,7 +143,7 @@ def _adding(
 
 @dataclass(slots=True)
 class _Queue:
-    """Computations, and how many are done."""
+    """A queue of works, and how many are done."""
 
     works: Sequence[Work]
     done: int = 0
@@ -154,7 +154,7 @@ _T = TypeVar("_T", Send, Receive)
 
 @dataclass(slots=True)
 class _Track(Generic[_T]):
-    """One lane, what is to go over it, and how many records have."""
+    """One lane, the records that it carries, and how many are done."""
 
     lane: Lane
     records: Sequence[_T]
@@ -166,7 +166,7 @@ class _Track(Generic[_T]):
 
 
 class _Execution:
-    """One plan under way."""
+    """The run of one plan."""
 
     def __init__(
         self,
@@ -206,14 +206,14 @@ class _Execution:
             await self._pipe.run(
                 stages, moving_bytes=self._plan.moving_bytes, computing=bool(self._queues)
             )
-        elif not self._from:  # else it has let others run while it received
+        elif not self._from:  # else other tasks have run while it received
             await trio.lowlevel.checkpoint()
 
     async def _run_in_line(self) -> bool:
         """Receive in the plan's order, and before each receive send all that may be sent.
 
-        False: a record doesn't fit its socket's buffer. Every rank might wait for another to
-        receive, so the rest takes a pipeline.
+        Returns False if a record doesn't fit its socket's buffer. Then every rank might wait for
+        another to receive, so the rest needs a pipeline.
         """
         for copy in self._plan.copies:
             self._copy(copy, 0, copy.nbytes)
@@ -227,7 +227,7 @@ class _Execution:
         return self._post_all()
 
     def _post_all(self) -> bool:
-        """Compute and send what may be; False if a socket's buffer is full."""
+        """Compute and send all that may be; return False if a socket's buffer is full."""
         while self._queues and self._work_some(self._queues):
             pass
         for track in self._to.values():
@@ -252,7 +252,7 @@ class _Execution:
                 yield Wait.PROGRESS
 
     def _work_some(self, queues: Sequence[_Queue]) -> int:
-        """Take one work of each queue, if it may begin; returns how many."""
+        """Do one work of each queue, if it may begin; return how many were done."""
         count = 0
         for queue in queues:
             if queue.done < len(queue.works) and self._has(queue.works[queue.done].needs):
@@ -318,11 +318,11 @@ class _Execution:
 
 
 class Stage(NamedTuple):
-    """What one member of a pipeline does."""
+    """One stage of a pipeline."""
 
     steps: Steps
     lane: Lane | None = None
-    """Whose waits the steps yield, all of one direction; None if only for PROGRESS or a TURN."""
+    """The lane for which the steps wait, in one direction; None if they never wait for a lane."""
 
 
 class Pipeline:
@@ -333,7 +333,7 @@ class Pipeline:
         self._threads: _Threads | None = None
 
     def note_progress(self) -> None:
-        """A stage, which calls this, has got further: those that wait for PROGRESS check again."""
+        """Make stages that wait for PROGRESS check again; a stage that gets further calls this."""
         if self._threads is None:
             self._waiting.unpark_all()
         else:
@@ -342,18 +342,18 @@ class Pipeline:
     async def run(
         self, stages: Sequence[Stage], *, moving_bytes: int, computing: bool = False
     ) -> None:
-        """Run them all to their ends; the first that fails ends the others.
+        """Run all stages to their ends; the first that fails ends the others.
 
         When this returns, raises or is cancelled, no stage is at work any more (V3).
 
         Args:
             stages: no two on the same lane.
-            moving_bytes: how much they send and receive together, roughly: many bytes take threads.
-            computing: whether they do more with them than to add.
+            moving_bytes: about how much they send and receive together: many bytes take threads.
+            computing: whether they compute more than sums.
 
         Raises:
-            CallsDiffer: as the stage that failed.
-            LaneBroken: as the stage that failed; or a lane was closed meanwhile.
+            CallsDiffer: the first stage that failed raised it.
+            LaneBroken: the first stage that failed raised it; or a lane was closed meanwhile.
         """
         threads_from = COMPUTING_THREADS_FROM_BYTES if computing else THREADS_FROM_BYTES
         if moving_bytes < threads_from:
@@ -378,7 +378,7 @@ class Pipeline:
         async def follow(stage: Stage) -> None:
             try:
                 await self._follow(stage)
-            except (LaneBroken, CallsDiffer) as e:  # one plain error, where a nursery makes a group
+            except (LaneBroken, CallsDiffer) as e:  # a plain error; a nursery would raise a group
                 failures.append(e)
                 nursery.cancel_scope.cancel()
 
@@ -399,9 +399,9 @@ class Pipeline:
 
 
 class _Threads:
-    """A thread for each stage, and the one task that waits for them all.
+    """A thread for each stage, and one task that waits for all threads.
 
-    To cancel it stops them: each ends at its next wait, in which the lanes are whole (V7).
+    If that task is cancelled, each thread ends at its next wait, at which lanes are whole (V7).
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
@@ -415,7 +415,7 @@ class _Threads:
         self._stops, self._stop_sign = socket.socketpair()  # for `poll`, which macOS has too
 
     async def run(self) -> None:
-        """Returns when the last thread has ended, also if it is cancelled."""
+        """Return when the last thread has ended, also if this task is cancelled."""
         token, task = trio.lowlevel.current_trio_token(), trio.lowlevel.current_task()
 
         def wake() -> None:
@@ -423,7 +423,7 @@ class _Threads:
 
         def cancel(_: object) -> trio.lowlevel.Abort:
             self._stop()
-            return trio.lowlevel.Abort.FAILED  # not before they have ended
+            return trio.lowlevel.Abort.FAILED  # not before the threads have ended
 
         try:
             for lane in self._lanes:
@@ -448,13 +448,13 @@ class _Threads:
                 lane.check_open()
 
     def note_progress(self) -> None:
-        """From any of the threads."""
+        """Make waiting stages check again; any of the threads may call this."""
         with self._progress:
             self._steps_seen += 1
             self._progress.notify_all()
 
     def _stop(self) -> None:
-        """From any thread, as often as one likes."""
+        """Stop all threads; any thread may call this, as often as it likes."""
         with self._progress:
             if not self._stopped:
                 self._stopped = True
@@ -514,4 +514,4 @@ class _Threads:
 
 
 def _nothing(_: object) -> None:
-    """What a thread returns."""
+    """Ignore what a thread returns."""

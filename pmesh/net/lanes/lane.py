@@ -1,16 +1,16 @@
-"""Lanes: TCP connections that carry a job's tensors along one edge of the ring, sealed.
+"""Lanes: sealed TCP connections that carry a job's tensors from one rank to another.
 
 A lane has one direction for data. The other carries one record, the receiver's greeting: each side
-proves that it has read the offer before the other trusts it with anything.
+proves that it has read the offer before the other trusts it.
 
-A lane's calls may be cancelled at any wait: what was half sent or half received is finished by the
-next call, so a lane survives a view that leaves its roster as it is (V7), or loses other ranks
-(`RankLanes.follow` of `pmesh.agent.jobs.ranks`). After any other its rank closes it; the number in
-each record tells what is late (V4). One task may send while another receives; two may not do the
-same.
+A lane's calls may be cancelled at any wait. The next call finishes what was half sent or half
+received, so a lane survives a view that leaves its roster as it is (V7), or that only loses other
+ranks (`RankLanes.follow` of `pmesh.agent.jobs.ranks`). After any other view the rank closes the
+lane; the number in each record tells which ones are late (V4). One task may send while another
+receives, but two may not do the same.
 
-What a lane does is written once, as steps that say what they wait for. `send` and `receive` wait in
-the event loop; a `Pipeline` (`pmesh.net.lanes.executor`) lets those of large ops wait in threads.
+A lane's calls are written once, as steps that say what they wait for. `send` and `receive` wait in
+the event loop; a `Pipeline` (`pmesh.net.lanes.executor`) runs the steps of large ops in threads.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ from pmesh.core.wire.records import (
 )
 from pmesh.errors import LaneBroken, PmeshError, ProtocolError
 
-# Else each packet would wake a thread. Linux's first window is twice that, and grows as it is read.
+# With less, each packet would wake a thread. Linux's first window is twice this, and then grows.
 WAKE_UP_BYTES = 32 * 1024
 GREETING_TIMEOUT_S = 5.0  # as for every connection that has not proven what it is
 _WHOLE_BYTES = OVERHEAD_BYTES + MAX_BODY_BYTES
@@ -45,7 +45,7 @@ _GREETING_BYTES = OVERHEAD_BYTES + PREAMBLE_BYTES
 
 
 class CallsDiffer(PmeshError):  # noqa: N818 - a state, as in pmesh.errors
-    """The neighbour's call of an op is not ours; for the agent to take to the leader (I5, O8)."""
+    """The neighbour has made another call as this op; the agent tells the leader (I5, O8)."""
 
     def __init__(self, op: int, peer: str) -> None:
         super().__init__(f"{peer} called something else as op {op}")
@@ -58,7 +58,7 @@ class PathLost(LaneBroken):
 
 
 class Wait(Enum):
-    """What must be before the next step."""
+    """What must happen before the next step."""
 
     READABLE = auto()
     """Something has arrived."""
@@ -67,19 +67,19 @@ class Wait(Enum):
     CLOSED = auto()
     """Nothing can be done until the lane is closed, or the call cancelled."""
     PROGRESS = auto()
-    """Another part of the same pipeline has got further."""
+    """Another stage of the same pipeline has got further."""
     PROGRESS_OR_NETWORK = auto()
-    """Another part has got further, or what was left with the lane can go on."""
+    """Another stage has got further, or the lane can send more of what it has left."""
     TURN = auto()
-    """Nothing; but others on the event loop, which a fast network must not starve, come first."""
+    """Nothing, but other tasks run first: a fast network must not starve them."""
 
 
 Steps: TypeAlias = Generator[Wait, None, None]
-"""Goes on when what it has yielded has come true, or perhaps has; may be closed at any yield."""
+"""Resume it when what it has yielded has happened, or may have. It may be closed at any yield."""
 
 
 class Pace(NamedTuple):
-    """How much data took how long."""
+    """How many bytes came, and how long they took."""
 
     nbytes: int = 0
     took_s: float = 0.0
@@ -115,8 +115,8 @@ class Lane:
         self.peer_completed = -1
         """How far the peer had come when it sent its last record (O2)."""
         self.paces: dict[tuple[str, str], Pace] = {}
-        """What has come while this end waited in the middle of a record, by the `hosts` between
-        which it came. The peer had it ready, so it came as fast as the network allowed."""
+        """For each pair of `hosts`, what has come while this end waited in the middle of a record.
+        The peer had it ready, so it came as fast as the network allowed."""
         self._roster = offer.number
         self._socket = sock
         self._closed = trio.Event()
@@ -126,10 +126,10 @@ class Lane:
         self._out = memoryview(bytearray(_GREETING_BYTES))
         self._unsent = self._out[:0]
         self._in = memoryview(bytearray(_GREETING_BYTES))
-        """Both are as long as a record from the first one on: many a lane is never used."""
+        """`_out` and `_in` grow with the first record, as many lanes are never used."""
         self._filled = 0  # bytes of _in that hold what has arrived
         self.wake_up_bytes = wake_up_bytes
-        """Who waits for more than that is woken only when so much is there."""
+        """A task that waits for more than this is woken only when this much is there."""
         self._asked = 1
         self._stop_thread: Callable[[], None] | None = None
 
@@ -139,32 +139,32 @@ class Lane:
         return self._closed.is_set()
 
     def close(self) -> None:
-        """Close the connection; whoever waits on it gets LaneBroken."""
+        """Close the connection; a task that waits on it gets LaneBroken."""
         self._closed.set()
         if self._stop_thread is not None:
-            self._stop_thread()  # its socket's number must not become another's under its hands
+            self._stop_thread()  # `take_back` closes it: the thread still uses the descriptor
             return
         if self._socket.fileno() != -1:
             trio.lowlevel.notify_closing(self._socket)
         self._socket.close()
 
     def give_up(self) -> tuple[socket.socket, Sealer, Opener]:
-        """The connection and its keys, for a lane that has several; this one is of no more use."""
+        """Give the connection and its keys to a lane of several; this lane is then closed."""
         self._closed.set()
         return self._socket, self._sealer, self._opener
 
     def runs_between(self, ours: AbstractSet[str], theirs: AbstractSet[str]) -> bool:
-        """Whether its two ends are at these addresses of an interface here and one of the peer."""
+        """Return whether its ends are at these addresses of an interface here and at the peer."""
         here, there = self.hosts
         return here in ours and there in theirs
 
     def lose_path(self) -> None:
-        """Close the connection because its path has failed; whoever waits on it gets PathLost."""
+        """Close the connection, whose path has failed; a task that waits on it gets PathLost."""
         self._path_lost = True
         self.close()
 
     def lend(self, stop: Callable[[], None]) -> None:
-        """Until `take_back` a thread works with the lane; `stop` makes it end soon.
+        """Lend the lane to a thread until `take_back`; `stop` makes the thread end soon.
 
         Raises:
             LaneBroken: it has been closed.
@@ -173,17 +173,17 @@ class Lane:
         self._stop_thread = stop
 
     def take_back(self) -> None:
-        """The thread has ended. If the lane was to be closed meanwhile, it is closed now."""
+        """Take the lane back: the thread has ended. Close it if `close` was called meanwhile."""
         self._stop_thread = None
         if self._closed.is_set():
             self.close()
 
     def register(self, poll: select.poll) -> None:
-        """In a thread: `poll` is to return when the lane's steps may go on."""
+        """Make a thread's `poll` return when the lane's steps may go on."""
         poll.register(self._socket, select.POLLOUT if self.sending else select.POLLIN)
 
     def check_open(self) -> None:
-        """Raises LaneBroken if the lane has been closed."""
+        """Raise LaneBroken if the lane has been closed."""
         if self._closed.is_set():
             raise self._broken("was closed")
 
@@ -197,7 +197,7 @@ class Lane:
             await self.wait_for(wait)
 
     def sends(self, header: RecordHeader, body: bytes | memoryview) -> Steps:
-        """The steps of `send`."""
+        """Yield the steps of `send`."""
         yield from self.flushes()
         if self.post(header, body):
             yield Wait.TURN
@@ -205,9 +205,9 @@ class Lane:
             yield from self.flushes()
 
     def post(self, header: RecordHeader, body: bytes | memoryview) -> bool:
-        """Seal a record and hand over what the system takes at once; True if that was all.
+        """Seal a record and send what the system takes at once; return True if that was all.
 
-        Otherwise the rest goes with `flush`, before which there is no other `post`.
+        If not, `flush` sends the rest; call it before the next `post`.
         """
         assert self.idle, "flush before the next post"  # noqa: S101 - its buffer is in use
         if len(self._out) < OVERHEAD_BYTES + header.body_bytes:
@@ -218,7 +218,7 @@ class Lane:
 
     @property
     def idle(self) -> bool:
-        """Nothing waits to be sent: `post` may be called."""
+        """Whether nothing waits to be sent, so that `post` may be called."""
         return not self._unsent
 
     async def flush(self) -> None:
@@ -227,7 +227,7 @@ class Lane:
             await self.wait_for(wait)
 
     def flushes(self) -> Steps:
-        """The steps of `flush`."""
+        """Yield the steps of `flush`."""
         while self._unsent:
             yield Wait.WRITABLE
             self._send_some()
@@ -245,9 +245,9 @@ class Lane:
     async def receive(self, expected: RecordHeader, into: memoryview) -> None:
         """Receive the next record straight into its place.
 
-        The header is judged before its body is read, and nobody is accused on the word of a header
-        that is not authenticated. Records of a lower roster are dropped and counted; one of a
-        higher stays here until a call expects it: this call then waits to be cancelled (V4).
+        The header is judged before its body is read, but CallsDiffer is raised only once the whole
+        record is authenticated. Records of a lower roster are dropped and counted. One of a higher
+        roster stays here until a call expects it; this call then waits to be cancelled (V4).
 
         Args:
             expected: what the record must be; its `completed` doesn't matter.
@@ -261,7 +261,7 @@ class Lane:
             await self.wait_for(wait)
 
     def receives(self, expected: RecordHeader, into: memoryview) -> Steps:
-        """The steps of `receive`."""
+        """Yield the steps of `receive`."""
         waited = False
         while True:
             waited |= yield from self._fill(HEADER_BYTES, OVERHEAD_BYTES + expected.body_bytes)
@@ -272,7 +272,7 @@ class Lane:
                 break
             yield from self._refuse(header, expected)
         end = OVERHEAD_BYTES + header.body_bytes
-        before, began = self._filled, time.monotonic()  # nothing more is there, and more will come
+        before, began = self._filled, time.monotonic()  # all that was there is read; more will come
         if (yield from self._fill(end, end)):
             waited = True
             self._note_paces({self.hosts: end - before}, time.monotonic() - began)
@@ -297,13 +297,13 @@ class Lane:
         yield from self._fill(end, end)
         self._open(end, bytearray(header.body_bytes))
         if header.roster == expected.roster:
-            # Lower: that op ended here without reading it. Higher: there without sending it.
+            # The lower op has ended at one end, without its record being read here or sent there.
             raise CallsDiffer(min(header.op, expected.op), self.peer)
         self.records_dropped += 1
         yield Wait.TURN
 
     def _fill(self, enough: int, limit: int) -> Generator[Wait, None, bool]:
-        """Receive until `_in` holds `enough`, at most `limit`; True if that took a wait."""
+        """Receive until `_in` holds `enough`, at most `limit`; return True if that took a wait."""
         waited = False
         if len(self._in) < limit:
             whole = memoryview(bytearray(_WHOLE_BYTES))
@@ -326,7 +326,7 @@ class Lane:
         return waited
 
     def _ask_for(self, nbytes: int) -> None:
-        """Have the system say READABLE once that much is there, or what is worth a wakeup."""
+        """Make the socket readable only once that much is there, or enough for a wakeup."""
         asked = min(nbytes, self.wake_up_bytes)
         if asked != self._asked:
             with contextlib.suppress(OSError):  # macOS: it was reset; the next read will say so
@@ -384,7 +384,7 @@ class Lane:
         await self.flush()
 
     async def receive_greeting(self) -> None:
-        """Wait until the peer has proven that it knows the offer; else LaneBroken."""
+        """Wait until the peer has proven that it knows the offer; LaneBroken if it does not."""
         try:
             with trio.fail_after(GREETING_TIMEOUT_S):
                 await self.receive(self._greeting, memoryview(bytearray()))

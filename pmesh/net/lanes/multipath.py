@@ -1,9 +1,9 @@
 """A lane over several connections, one on each path between two agents.
 
-What goes where is decided in `pmesh.core.wire.subflows`. To the executor it is a lane like any
-other. Its sockets are in one selector, which a thread's poll and the event loop wait for as for a
-socket. A connection may be added or lost at any time, also while a thread has the lane: a lock
-guards them, and whoever holds it does not wait.
+`pmesh.core.wire.subflows` decides which connection takes a record. To the executor this is a lane
+like any other: its sockets are in one selector, for which a thread's poll and the event loop wait
+as for a socket. A connection may be added or lost at any time, also while a thread uses the lane. A
+lock guards the connections, and code that holds it does not wait.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ from pmesh.errors import ProtocolError
 from pmesh.net.lanes.lane import Lane, Steps, Wait
 
 MAX_SUBFLOWS = 16  # twice as many as a link has paths; more is an attack
-MAX_INDICES = 65_536  # that have served: a path that comes and goes each minute, for six weeks
+MAX_INDICES = 65_536  # in a lane's life: for a path that comes and goes each minute, six weeks
 GRACE_S = 2.0  # after the last path has failed, until another one is joined
 LINGER_S = 2.0  # after `close`, until all that was sent has been acknowledged
-TICK_S = 0.05  # of what no call does: the last acknowledgements, and what is lost after an op
+TICK_S = 0.05  # for what no call does: last acknowledgements, and what is lost after an op
 PUSH_S = 0.005  # while the system has no room for what is left
 UNKNOWN_BYTES_PER_S = 125e6
 _ACK = RecordHeader(core.ACK_BODY_BYTES, 0, op=0, segment=0, fingerprint=0, completed=-1)
@@ -45,7 +45,7 @@ class Facts(NamedTuple):
 
 
 class Carrier(NamedTuple):
-    """A path between two agents that is to carry a connection of each lane."""
+    """A path between two agents, over which each lane gets a connection."""
 
     hosts: tuple[AbstractSet[str], AbstractSet[str]]
     """The addresses of its two interfaces, ours first."""
@@ -56,7 +56,7 @@ class Carrier(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Subflow:
-    """One connection of a lane; acknowledgements go against its data."""
+    """One connection of a lane; acknowledgements travel in the direction opposite to data."""
 
     index: int
     hosts: tuple[str, str]
@@ -77,7 +77,7 @@ class _Subflow:
 
 
 class _Buffers:
-    """Memory of records that are done with, by length."""
+    """The memory of records that are done, by length, to be used again."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[memoryview]] = {}
@@ -105,7 +105,7 @@ class MultipathLane(Lane):
     """
 
     def __init__(self, first: Lane, facts: Facts, offer: OfferLane) -> None:
-        """The lane of `offer`, whose connection with index 0 has been greeted.
+        """Make the lane of `offer` from its connection with index 0, which has been greeted.
 
         Raises:
             LaneBroken: No descriptor is left for its selector. The connection is closed.
@@ -124,7 +124,7 @@ class MultipathLane(Lane):
         self._tending = False
         self._is_shut = False
         self._was_ended = False
-        """The peer, and not the network, has ended the connection that was lost last."""
+        """Whether the peer, and not the network, has ended the connection that was lost last."""
         self._why = "was closed"
         self.join(first, 0, facts)
 
@@ -146,11 +146,11 @@ class MultipathLane(Lane):
     # --- its connections
 
     def join(self, connection: Lane, index: int, facts: Facts) -> None:
-        """Take a connection more, which has been greeted with the keys of this index.
+        """Add a connection, which has been greeted with the keys of this index.
 
         Raises:
-            LaneBroken: another one was joined under the index, whose keys serve once; or there are
-                too many, also for the system; or the lane is closed. The connection is closed.
+            LaneBroken: the index was used before, and its keys serve once; or the lane or the
+                system has too many connections; or the lane is closed. The connection is closed.
         """
         is_full = len(self._subflows) >= MAX_SUBFLOWS or len(self._used) >= MAX_INDICES
         if self.is_closed or self.has_used(index) or is_full:
@@ -173,28 +173,28 @@ class MultipathLane(Lane):
             )
             self._receives.add(index)
         self.pump(outside=True)
-        self._stir()
+        self._wake_tend()
 
     def has_used(self, index: int) -> bool:
-        """Whether a connection was joined under it."""
+        """Return whether a connection has joined under this index."""
         return index in self._used
 
     def runs_between(self, ours: AbstractSet[str], theirs: AbstractSet[str]) -> bool:
-        """Whether one of its connections has its two ends at these addresses."""
+        """Return whether one of its connections has its two ends at these addresses."""
         with self._lock:
             return any(_is_between(s, ours, theirs) for s in self._subflows.values())
 
     def drop(self, ours: AbstractSet[str], theirs: AbstractSet[str]) -> None:
-        """The path between these has failed: the others bring what it has not brought."""
+        """Drop the connections on a path that has failed: others send again what they have lost."""
         with self._lock:
             for subflow in list(self._subflows.values()):
                 if _is_between(subflow, ours, theirs):
                     self._lose(subflow, ended=False)
         self.pump(outside=True)
-        self._stir()
+        self._wake_tend()
 
     def loads(self) -> list[core.Load]:
-        """What is known of each connection that is in use, in the order in which they joined."""
+        """Return what is known of each connection in use, in the order in which they joined."""
         with self._lock:
             return list(self._sends.subflows.values())
 
@@ -209,9 +209,9 @@ class MultipathLane(Lane):
     # --- the lane's life
 
     def close(self) -> None:
-        """Whoever waits on the lane gets LaneBroken; `tend` closes the connections."""
+        """Make tasks that wait on the lane get LaneBroken; `tend` closes the connections."""
         self._closed.set()
-        self._stir()
+        self._wake_tend()
         if self._stop_thread is not None:
             self._stop_thread()
         elif not self._is_shut:
@@ -229,22 +229,22 @@ class MultipathLane(Lane):
             self._wake_writer.close()
 
     def check_open(self) -> None:
-        """Raises LaneBroken if the lane has been closed, or has been without a path too long."""
+        """Raise LaneBroken if the lane has been closed, or has been without a path too long."""
         if self._closed.is_set():
             raise self._broken(self._why)
 
     def lend(self, stop: Callable[[], None]) -> None:
-        """Until `take_back` a thread works with the lane; `stop` makes it end soon."""
+        """Lend the lane to a thread until `take_back`; `stop` makes the thread end soon."""
         super().lend(stop)
-        self._stir()
+        self._wake_tend()
 
     def take_back(self) -> None:
-        """The thread has ended."""
+        """Take the lane back: the thread has ended."""
         super().take_back()
-        self._stir()
+        self._wake_tend()
 
     def register(self, poll: select.poll) -> None:
-        """In a thread: `poll` is to return when the lane's steps may go on."""
+        """Make a thread's `poll` return when the lane's steps may go on."""
         poll.register(self._selector.fileno(), select.POLLIN)
 
     async def wait_for(self, wait: Wait) -> None:
@@ -259,11 +259,11 @@ class MultipathLane(Lane):
             raise self._broken(self._why) from e
 
     async def tend(self) -> None:
-        """Do what is to be done between the calls, until the lane is closed; then end it."""
+        """Do what no call does, until the lane is closed; then close its connections."""
         try:
             while not self.is_closed:
                 await self._tend_once()
-            with trio.move_on_after(LINGER_S):  # a socket that is closed before would be reset
+            with trio.move_on_after(LINGER_S):  # a socket that is closed earlier would be reset
                 while self._stop_thread is not None or self._awaits_acks:
                     await trio.sleep(PUSH_S)
                     self.pump()
@@ -283,14 +283,14 @@ class MultipathLane(Lane):
         self.pump(outside=True)
 
     async def _await_path(self) -> None:
-        """Give the lane up if the peer has, or if no other path is joined in time."""
+        """Close the lane if the peer has closed it, or if no other path is joined in time."""
         if not self._was_ended:
             with trio.move_on_after(GRACE_S):
                 while not (self._subflows or self.is_closed):
                     await self._news.wait()
                     self._news = trio.Event()
         elif self._receives.first is not None:
-            await trio.sleep(TICK_S)  # all has come before the end
+            await trio.sleep(TICK_S)  # records that came before the end are still to be read
             return
         if not (self._subflows or self.is_closed):
             self._why = "ended"
@@ -304,20 +304,20 @@ class MultipathLane(Lane):
 
     @property
     def _awaits_acks(self) -> bool:
-        """What it was to send is on its way, whole."""
+        """Whether all has been sent, and not all acknowledged."""
         with self._lock:
             under_way = not (self._sends.is_empty or self._sends.has_unsent)
             return self.sending and under_way and bool(self._subflows)
 
-    def _stir(self) -> None:
-        """In the event loop: `tend` has something to look after."""
+    def _wake_tend(self) -> None:
+        """Tell `tend`, from the event loop, that there is something to do."""
         self._news.set()
 
     # --- what goes out
 
     @property
     def idle(self) -> bool:
-        """All has been handed to the system, and `post` may be called."""
+        """Whether all has been handed to the system, so that `post` may be called."""
         if self._is_idle:
             return True
         self.pump()
@@ -338,7 +338,7 @@ class MultipathLane(Lane):
             return self._sends.has_unsent
 
     def post(self, header: RecordHeader, body: bytes | memoryview) -> bool:
-        """Seal a record and hand over what the system takes at once; True if that was all."""
+        """Seal a record and send what the system takes at once; return True if that was all."""
         with self._lock:
             frame = self._buffers.take(core.frame_bytes(header.body_bytes))
             core.put_number(self._sends.next_number, frame)
@@ -347,11 +347,11 @@ class MultipathLane(Lane):
             self._sends.put(frame)
         self.pump()
         if not self._tending and self._stop_thread is None:
-            self._stir()
+            self._wake_tend()
         return self._is_idle
 
     def sends(self, header: RecordHeader, body: bytes | memoryview) -> Steps:
-        """The steps of `send`, which ends when `body` may be reused; `flushes` sends the rest."""
+        """Yield the steps of `send`, until `body` may be reused; `flushes` sends the rest."""
         self.check_open()
         while not self._has_room:
             self.pump()
@@ -362,7 +362,7 @@ class MultipathLane(Lane):
         yield Wait.TURN
 
     def flushes(self) -> Steps:
-        """Until all has been handed to the system."""
+        """Yield the steps until all has been handed to the system."""
         while self._has_unsent:
             self.pump()
             if self._has_unsent:
@@ -370,9 +370,9 @@ class MultipathLane(Lane):
                 yield Wait.WRITABLE
 
     def pump(self, *, outside: bool = False) -> None:
-        """Write and acknowledge what can be, without waiting; from any thread, at any time.
+        """Write and acknowledge what is possible without waiting; from any thread, at any time.
 
-        From `outside` of a call it wakes the call that waits, which may lack nothing any more.
+        From `outside` of a call, also wake the call that waits, which may now be able to go on.
         """
         with self._lock:
             if self._is_shut:
@@ -389,21 +389,21 @@ class MultipathLane(Lane):
                 for subflow in list(self._subflows.values()):
                     with self._losing(subflow):
                         self._write(subflow, now)
-                for subflow in self._subflows.values():  # some may have been lost, and others fill
+                for subflow in self._subflows.values():  # others may have got what a lost one had
                     self._show_interest(subflow)
                 self._set_wake(outside)
 
     @contextlib.contextmanager
     def _losing(self, subflow: _Subflow) -> Generator[None, None, None]:
-        """A connection that ends, or brings what it should not, is lost; the lane is not."""
+        """Lose a connection that ends or brings invalid data; the lane goes on without it."""
         try:
             yield
         except BlockingIOError:
             return
         except (OSError, ProtocolError) as e:
             self._lose(subflow, ended=isinstance(e, ConnectionError | ProtocolError))
-            if self._stop_thread is None:  # else `tend` looks by itself
-                self._stir()
+            if self._stop_thread is None:  # else `tend` checks by itself
+                self._wake_tend()
 
     def _write(self, subflow: _Subflow, now: float) -> None:
         while part := self._sends.next_part(subflow.index):
@@ -420,7 +420,7 @@ class MultipathLane(Lane):
             self._selector.modify(subflow.sock, wants)
 
     def _set_wake(self, wakes: bool) -> None:  # noqa: FBT001 - it is the whole of it
-        """Make the selector ready, or no longer so: its sockets may all be full, and silent."""
+        """Make the selector ready or not, as its sockets may all be full and silent."""
         if wakes and not self._is_woken:
             self._wake_writer.send(b"!")
         elif self._is_woken and not wakes:
@@ -445,7 +445,7 @@ class MultipathLane(Lane):
     # --- what comes in
 
     def _fill(self, enough: int, limit: int) -> Generator[Wait, None, bool]:
-        """Receive until the next record is there, whole; True if that took a wait."""
+        """Receive until the next record is there, whole; return True if that took a wait."""
         del enough, limit
         waited = all_flow = False
         before, began = dict[int, int](), 0.0
@@ -459,7 +459,7 @@ class MultipathLane(Lane):
                             may_have_more = True
                     frame = self._receives.first
                 if frame is None and may_have_more:
-                    continue  # no wait: the system was asked to tell of more than may be there
+                    continue  # no wait: less may be there than makes a socket readable
                 if frame is None and not waited:
                     flowing = [bool(subflow.frame) for subflow in self._subflows.values()]
                     all_flow = bool(flowing) and all(flowing)
@@ -476,7 +476,7 @@ class MultipathLane(Lane):
             yield Wait.READABLE
 
     def _came_since(self, before: Mapping[int, int]) -> Counter[tuple[str, str]]:
-        """Bytes by path, on which there may be several connections."""
+        """Return the bytes that came on each path, which may have several connections."""
         came = Counter[tuple[str, str]]()
         with self._lock:
             for subflow in self._subflows.values():
@@ -485,7 +485,7 @@ class MultipathLane(Lane):
         return came
 
     def _read(self, subflow: _Subflow) -> None:
-        """One record; BlockingIOError if not all of it is there."""
+        """Read one record; raise BlockingIOError if not all of it is there."""
         whole = False
         try:
             while not whole:
@@ -497,7 +497,7 @@ class MultipathLane(Lane):
         self._write_ack(subflow, waiting=False)
 
     def _read_some(self, subflow: _Subflow) -> bool:
-        """Receive once; True if that ends a record."""
+        """Receive once; return True if that ends a record."""
         begins = subflow.filled < core.FRAME_HEADER_BYTES
         into = subflow.header if begins else subflow.frame
         count = subflow.sock.recv_into(into[subflow.filled :])
@@ -519,7 +519,7 @@ class MultipathLane(Lane):
         return False
 
     def _ask_for_rest(self, subflow: _Subflow) -> None:
-        """As `Lane._ask_for`."""
+        """Make the socket readable only once the rest is there, as `Lane._ask_for` does."""
         rest = len(subflow.frame) if subflow.frame else core.FRAME_HEADER_BYTES
         asked = min(rest - subflow.filled, self.wake_up_bytes)
         if asked != subflow.asked:
@@ -544,7 +544,7 @@ class MultipathLane(Lane):
         with self._lock:
             self._buffers.give(self._receives.opened())
         if not self._tending and self._stop_thread is None:
-            self._stir()
+            self._wake_tend()
 
 
 def _is_between(subflow: _Subflow, ours: AbstractSet[str], theirs: AbstractSet[str]) -> bool:

@@ -1,4 +1,4 @@
-"""How a lane comes up: over a dialled connection, through the door, or within one agent.
+"""Opens lanes: over a dialled connection, over one that came through the door, or in one agent.
 
 who dials                                  whose door it is
     │ preamble: the lane's id, in clear          │ looks up the offer of that id
@@ -18,7 +18,7 @@ from pmesh.core.wire.records import Preamble, encode_preamble, subflow_key
 from pmesh.net.lanes.lane import WAKE_UP_BYTES, Lane
 
 _LOCAL_BUFFER_BYTES = 1024 * 1024  # macOS gives a socket pair 8 KiB: 64 switches a segment
-_SAME_MACHINE_BUFFER_BYTES = 512 * 1024  # a segment, in pages that a core still has next time
+_SAME_MACHINE_BUFFER_BYTES = 512 * 1024  # one segment, whose pages stay in a core's cache
 
 
 async def dial_lane(
@@ -26,13 +26,13 @@ async def dial_lane(
 ) -> Lane:
     """Open the lane of an offer over a connection that we have dialled to the peer's door.
 
-    Whoever dials speaks first; the lane is up when both have greeted.
+    The side that dials speaks first; the lane is open when both have greeted.
 
     Args:
         stream: the new connection, which the lane takes over.
-        offer: as it went over the link.
+        offer: the offer, as it went over the link.
         peer: the other machine's name, for errors.
-        index: of the connection, if the lane has several.
+        index: the connection's index, if the lane has several.
 
     Raises:
         LaneBroken: the other side does not know the offer, or did not answer within 5 s.
@@ -60,7 +60,7 @@ async def welcome_lane(
         index: as in the preamble.
 
     Raises:
-        LaneBroken: who dialled does not know the offer, or did not say so within 5 s.
+        LaneBroken: the dialling side does not know the offer, or did not greet within 5 s.
     """
     keyed = offer_of_connection(offer, index)
     lane = _lane_over(stream, keyed, sending=offer.dial, peer=peer)
@@ -74,9 +74,9 @@ async def welcome_lane(
 
 
 def offer_of_connection(offer: OfferLane, index: int) -> OfferLane:
-    """The offer with the keys by which one connection of its lane greets.
+    """Return the offer with the keys of one connection of its lane.
 
-    Where a lane has several, each index has keys of its own, so no index may be used twice.
+    If the lane has several, each index has keys of its own, so no index may be used twice.
     """
     if not offer.several:
         return offer
@@ -88,11 +88,11 @@ def offer_of_connection(offer: OfferLane, index: int) -> OfferLane:
 
 
 def local_lanes(offer: OfferLane, *, peers: tuple[str, str]) -> tuple[Lane, Lane]:
-    """The two ends of a lane between two ranks of one agent: the sending one, the receiving one.
+    """Return the sending and the receiving end of a lane between two ranks of one agent.
 
     Args:
-        offer: made like any other, though it travels nowhere.
-        peers: what the sending end, and what the receiving end, calls the other.
+        offer: an offer like any other, though it is not sent.
+        peers: the other's name, for the sending and for the receiving end.
     """
     ends = socket.socketpair()
     for end in ends:
@@ -105,11 +105,11 @@ def local_lanes(offer: OfferLane, *, peers: tuple[str, str]) -> tuple[Lane, Lane
 
 
 def _lane_over(stream: trio.SocketStream, offer: OfferLane, *, sending: bool, peer: str) -> Lane:
-    # Below trio's sockets: theirs always yield, and `post` must send without giving up its turn.
-    family = stream.socket.family  # which macOS does not say any more of one that was reset
+    # Not trio's socket, whose calls always yield: `post` must send without giving up its turn.
+    family = stream.socket.family  # macOS can't look it up for the descriptor of a reset socket
     sock = socket.socket(family, socket.SOCK_STREAM, fileno=stream.socket.detach())
     if not _is_within_one_machine(sock):
-        # The system's own send buffer is better there: it grows with what is under way.
+        # Between machines the system's own send buffer is better: it grows with the data under way.
         return Lane(sock, offer, sending=sending, peer=peer, wake_up_bytes=WAKE_UP_BYTES)
     with contextlib.suppress(OSError):  # it was reset: the first call will say so
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SAME_MACHINE_BUFFER_BYTES)

@@ -1,4 +1,4 @@
-"""The collectives along the ring of a job, from arena to arena, with a codec or without."""
+"""Collectives along the ring of a job, from arena to arena, with a codec or without."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,13 +25,13 @@ class RingPosition:
     rank: int
     size: int
     roster: int
-    """The number of the roster: in every record (V4)."""
+    """The number of the roster, which is in every record (V4)."""
     to_next: Lane | None = None
     from_previous: Lane | None = None
-    """Both None if and only if `size` is 1."""
+    """Both lanes are None if and only if `size` is 1."""
 
     def lanes(self) -> tuple[dict[int, Lane], dict[int, Lane]]:
-        """The lanes to and from other ranks, by rank."""
+        """Return the lanes to other ranks, and those from other ranks, by rank."""
         to, from_ = self.to_next, self.from_previous
         return (
             {} if to is None else {(self.rank + 1) % self.size: to},
@@ -52,15 +52,15 @@ async def all_reduce(
 ) -> None:
     """Reduce the sources of all ranks into the result of each, bit for bit the same (I3).
 
-    Takes 2(n-1) steps and sends 2(n-1)/n of the tensor; two ranks with little take one step. With
-    no values it is a barrier. Cancelling it, or an error, leaves garbage in `result` and the lanes
-    whole for a later roster.
+    It takes 2(n-1) steps and sends 2(n-1)/n of the tensor; two ranks with few values take one step.
+    Without values it is a barrier. Cancelling it, or an error, leaves garbage in `result` and the
+    lanes whole for a later roster.
 
     Args:
-        ring: where this rank stands.
+        ring: this rank's place in the ring.
         op: the op's number in its job.
-        fingerprint: of this rank's call.
-        completed: up to where this rank has completed all ops: goes along in each record.
+        fingerprint: the fingerprint of this rank's call.
+        completed: the op up to which this rank has completed all; each record carries it.
         source: bytes, never written (I8); may be read-only.
         result: as many writable bytes, which don't overlap `source`.
         dtype: one of WIRE_DTYPES.
@@ -96,10 +96,10 @@ async def broadcast(
     root: int,
     buffer: memoryview,
 ) -> None:
-    """Copy the root's bytes to every rank, along the ring; as long as the root's in each.
+    """Copy the root's bytes to every rank, along the ring. All buffers have the same length.
 
-    At the root `buffer` is only read, at the others written. The root may be done before another
-    has begun: this is no barrier. For the rest see `all_reduce`.
+    The root only reads `buffer`, the others write it. The root may end before another rank has
+    begun: this is no barrier. For the rest see `all_reduce`.
     """
     plan = plan_broadcast(rank=ring.rank, size=ring.size, root=root, nbytes=buffer.nbytes)
     header = RecordHeader(0, ring.roster, op, 0, fingerprint, completed)
@@ -110,7 +110,7 @@ async def broadcast(
 
 
 class Tensors(NamedTuple):
-    """One rank's memory: fp32, of one length, none overlaps another."""
+    """One rank's arrays: float32, all of one length; none overlaps another."""
 
     own: Float32s
     """Never written (I8)."""
@@ -133,15 +133,15 @@ async def all_reduce_coded(
 ) -> int:
     """Reduce the values of all ranks into the result of each, bit for bit the same (I3).
 
-    A rank that is alone gets its own values and the residual, which nothing is left of: nothing
+    A single rank gets the sum of its own values and its residual, and a residual of zeros: nothing
     travels, so nothing is rounded. For the rest see `all_reduce`.
 
     Args:
-        ring: where this rank stands.
+        ring: this rank's place in the ring.
         op: the op's number in its job.
-        fingerprint: of this rank's call.
-        completed: up to where this rank has completed all ops.
-        tensors: garbage in what is written if this fails or is cancelled.
+        fingerprint: the fingerprint of this rank's call.
+        completed: the op up to which this rank has completed all.
+        tensors: the arrays; those that are written hold garbage if this fails or is cancelled.
         codec: the same at all ranks.
         reduction: sum or mean.
 
@@ -184,7 +184,7 @@ async def _keep_own(tensors: Tensors) -> None:
 
 
 class _Kernels:
-    """What is computed of a piece."""
+    """Does the works of one plan."""
 
     def __init__(
         self,
