@@ -240,7 +240,6 @@ class FullySharded:
             )
 
     def _gather(self, modules: Sequence[int]) -> Gathering:
-        """Begin to gather the weights of some modules."""
         return [
             (index, group, self._mesh.all_gather(part, self._timeout_s, async_op=True))
             for index in modules

@@ -17,7 +17,7 @@ _native_compile = mx.compile
 
 
 def apply() -> None:
-    """Replace `mx.distributed`, `nn.average_gradients` and `mx.compile`. Call it before imports."""
+    """Replace `mx.distributed`, `nn.average_gradients` and `mx.compile`, before other imports."""
     # Imported first, so that MLX compiles its own functions: none of them calls us.
     nn, utils = import_module("mlx.nn"), import_module("mlx.nn.utils")
     for name in pmesh.mlx.__all__:

@@ -1,4 +1,4 @@
-"""Runs a program for MLX over a mesh. `pmesh mlx` replaces itself by this process.
+"""Runs a program for MLX over a mesh. `pmesh mlx` executes this module.
 
 python -m pmesh.mlx.program script|module|code TARGET ARGUMENT...
 """

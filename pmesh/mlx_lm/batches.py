@@ -37,7 +37,7 @@ class Share:
     """One rank's rows of a batch."""
 
     tokens: NDArray[np.int32]
-    """The rows, padded with 0 to one length."""
+    """The tokens in the shape (rows, length), padded with 0."""
     spans: NDArray[np.int32]
     """The first and last target that counts in each row, in the form of mlx-lm's losses."""
     targets: int

@@ -11,7 +11,7 @@ from pmesh.mlx_lm.libraries import mx, nn, trees
 Tree: TypeAlias = Any
 """Nested dicts and lists of MLX's arrays."""
 
-GROUP_BYTES = 64 << 20  # of parameters: many adapters in one evaluation, few layers of a model
+GROUP_BYTES = 64 << 20  # bytes of parameters: many adapters, or a few whole layers
 
 Loss: TypeAlias = Callable[..., Any]
 """Takes a model, tokens and spans; returns the mean loss over the targets, and their number."""

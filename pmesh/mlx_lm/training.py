@@ -256,7 +256,6 @@ class Training:
         return None
 
     def _save_state(self) -> None:
-        """Save a checkpoint across all ranks."""
         if not are_finite(self._state.adapters()):
             self._say(f"[WARNING] Iter {self._state.iteration}: the weights {_NOT_FINITE}")
         own = self._mesh.error_feedback_state() or None

@@ -165,7 +165,7 @@ class Gradients:
 
 
 def cut_into_buckets(named: dict[str, Tensor], cap_bytes: int) -> list[list[str]]:
-    """Return the buckets, one for each op, from the last parameter: its gradient comes first."""
+    """Return a bucket for each op. The last parameters come first, as their gradients do."""
     buckets: list[list[str]] = []
     size, cap = 0, 0
     for name, parameter in reversed(named.items()):
@@ -179,16 +179,16 @@ def cut_into_buckets(named: dict[str, Tensor], cap_bytes: int) -> list[list[str]
 
 
 class LocalGroup(dist.ProcessGroup):  # type: ignore[misc] # torch has no types here
-    """The group that DDP gets. It has only this rank, so DDP's collectives need no other rank.
+    """The group that DDP gets: this rank alone, so that collectives of DDP need no other rank.
 
-    One op does go over the mesh: the sum that tells DDP which parameters any rank has used.
+    Only one op goes over the mesh: the sum that tells DDP which parameters any rank has used.
     """
 
     def __init__(self, elastic: Elastic) -> None:
         super().__init__(0, 1)  # pyright: ignore[reportUnknownMemberType]
         self._elastic = elastic
 
-    def getBackendName(self) -> str:  # noqa: N802 - what C++ calls
+    def getBackendName(self) -> str:  # noqa: N802 - C++ calls this name
         """Return the backend's name."""
         return "pmesh"
 

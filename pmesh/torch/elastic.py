@@ -65,7 +65,7 @@ def current() -> Elastic:
     return WORLDS.elastic
 
 
-def sync(*parts: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:  # noqa: ANN401 - what the user has
+def sync(*parts: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:  # noqa: ANN401 - any object of the user
     """Give all ranks the same state, and let newcomers enter the job.
 
     Call it at the top of each step with everything that the next steps depend on. A newcomer gets
@@ -99,7 +99,7 @@ def sync(*parts: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:  # noqa: AN
         elastic.synced.update(module.modules())
 
 
-def _check_part(part: Any) -> None:  # noqa: ANN401 - what the user has
+def _check_part(part: Any) -> None:  # noqa: ANN401 - any object of the user
     if isinstance(part, dict):
         return
     if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
@@ -109,7 +109,7 @@ def _check_part(part: Any) -> None:  # noqa: ANN401 - what the user has
         )
 
 
-def _state_of(part: Any) -> object:  # noqa: ANN401 - what the user has
+def _state_of(part: Any) -> object:  # noqa: ANN401 - any object of the user
     state: object = cast("object", part) if isinstance(part, dict) else part.state_dict()
     return state
 
@@ -139,7 +139,7 @@ def _share_buffers(mesh: Mesh, modules: Sequence[Any], timeout_s: float) -> None
         try:
             shared = mesh.broadcast(buffers, 0, timeout_s)
         except RankLost:
-            continue  # rank 0 is lost, all ranks get this error, and another one is rank 0 now
+            continue  # rank 0 was lost: all ranks get this error, and another one is rank 0 now
         for name, each in shared.items():
             buffers[name].copy_(each)
         return

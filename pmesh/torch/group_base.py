@@ -63,7 +63,7 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc] # torch has no types h
 
     # --- methods that torch calls
 
-    def getBackendName(self) -> str:  # noqa: N802 - what C++ calls
+    def getBackendName(self) -> str:  # noqa: N802 - C++ calls this name
         """Return the backend's name."""
         return "pmesh"
 
@@ -85,11 +85,11 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc] # torch has no types h
         self._name = name
         super()._set_group_name(name)  # pyright: ignore[reportUnknownMemberType]
 
-    def getGroupName(self) -> str:  # noqa: N802 - what C++ calls
+    def getGroupName(self) -> str:  # noqa: N802 - C++ calls this name
         """Return the group's name."""
         return self._name
 
-    def setGroupName(self, name: str) -> None:  # noqa: N802 - what C++ calls
+    def setGroupName(self, name: str) -> None:  # noqa: N802 - C++ calls this name
         """Set the group's name."""
         self._name = name
 
@@ -101,11 +101,11 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc] # torch has no types h
     def _set_group_desc(self, desc: str) -> None:
         self._desc = desc
 
-    def getGroupDesc(self) -> str:  # noqa: N802 - what C++ calls
+    def getGroupDesc(self) -> str:  # noqa: N802 - C++ calls this name
         """Return the group's description."""
         return self._desc
 
-    def setGroupDesc(self, desc: str) -> None:  # noqa: N802 - what C++ calls
+    def setGroupDesc(self, desc: str) -> None:  # noqa: N802 - C++ calls this name
         """Set the group's description."""
         self._desc = desc
 

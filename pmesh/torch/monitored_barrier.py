@@ -9,7 +9,7 @@ from pmesh.client.group import Collectives
 from pmesh.errors import OpTimedOut, PmeshError
 
 _TAG = MAX_TAG  # a program may use this tag too, but is unlikely to
-_POLL_S = 0.01  # rare: the barrier is for finding errors
+_POLL_S = 0.01  # coarse, since the barrier is for finding errors
 
 
 def monitored_barrier(calls: Collectives, seconds: float, *, wait_all_ranks: bool) -> None:

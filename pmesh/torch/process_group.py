@@ -318,7 +318,7 @@ class ProcessGroup(GroupBase):
         self._run(name, options, lambda seconds: found.append(call(seconds)), [], []).wait()
         return found[0]
 
-    # --- inside
+    # --- helpers
 
     def _all_reduce(self, tensors: Tensor | Tensors, options: Any) -> Work:  # noqa: ANN401
         xs = list_of(tensors)

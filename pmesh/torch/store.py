@@ -66,7 +66,7 @@ class MeshStore(dist.Store):  # type: ignore[misc] # torch has no types here
         """Remove the key; return True if it was set."""
         return self._do(lambda: self._store.delete(self._prefix + key, self._timeout_s))
 
-    deleteKey = delete_key  # noqa: N815 - what a PrefixStore in C++ calls
+    deleteKey = delete_key  # noqa: N815 - a PrefixStore in C++ calls this name
 
     def num_keys(self) -> int:
         """Return how many keys are set."""
