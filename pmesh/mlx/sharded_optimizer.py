@@ -41,8 +41,8 @@ class ShardedOptimizer:
     That sends the same bytes as `average_gradients`. SGD, RMSprop, Adagrad, AdaDelta, Adam, AdamW,
     Adamax and Lion are cut by values. Other optimizers, such as Adafactor, Muon and your own, get
     whole arrays, each on one rank; that sends 1.5 times the bytes. Each optimizer of a
-    `MultiOptimizer` is handled by its own kind. This is ZeRO-1 (Rajbhandari et al. 2020, arXiv
-    1910.02054, section 5.1).
+    `MultiOptimizer` is handled according to its kind. This is ZeRO-1 (Rajbhandari et al. 2020,
+    arXiv 1910.02054, section 5.1).
 
     When ranks are lost or enter, the next `update`, or the rest of the current one, shards the
     state anew. With `replicas=1` the state of a lost rank's part is lost: it begins again as at the

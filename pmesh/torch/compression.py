@@ -37,7 +37,7 @@ def compression_hook(
         averaged = used.average(flat, gradients, compression)
         return averaged.get_future().then(_flat)
 
-    hook.__annotations__.clear()  # DDP checks annotations for its own types
+    hook.__annotations__.clear()  # DDP refuses annotations other than its own types
     return hook
 
 

@@ -88,7 +88,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):  # typ
             done = gradients.add(found)
             return Work(done, [bucket.buffer()]).get_future().then(_flat)
 
-        hook.__annotations__.clear()  # DDP checks annotations for its own types
+        hook.__annotations__.clear()  # DDP refuses annotations other than its own types
         self.register_comm_hook(None, hook)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the module's
