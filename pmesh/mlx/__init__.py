@@ -1,13 +1,12 @@
-"""What pmesh does for MLX: a drop-in for `mx.distributed`, and training that shares its memory out.
+"""A drop-in for `mx.distributed`, and training with MLX that is sharded across the ranks.
 
-`import pmesh.mlx as distributed` has the names of `mx.distributed` and their arguments, and
-`average_gradients` of `mlx.nn`; `pmesh mlx` runs a program with them in MLX's place. Calls run at
-once, not when a result is evaluated: nothing waits for the network in the queue of the GPU, where
-the system ends what takes more than some seconds. docs/how-to/mlx-programs.md lists what differs
-from MLX, and why.
+`import pmesh.mlx as distributed` has the functions of `mx.distributed` with the same arguments, and
+`average_gradients` of `mlx.nn`. `pmesh mlx` runs a program with these in place of MLX's own.
+A call runs at once, not when its result is evaluated. So nothing in the queue of the GPU waits for
+the network; the system ends whatever takes more than some seconds there.
+docs/how-to/mlx-programs.md lists the differences from MLX and their reasons.
 
-`ShardedOptimizer` and `fully_shard` share an optimizer's state, or a whole model, out among the
-ranks.
+`ShardedOptimizer` shards an optimizer's state across the ranks; `fully_shard` shards a whole model.
 """
 
 from pmesh.mlx.families import language_model_blocks

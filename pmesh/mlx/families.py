@@ -13,16 +13,17 @@ FAMILIES = ("llama", "mistral", "olmo2", "qwen2", "qwen3")
 
 
 def language_model_blocks(model: Any) -> list[Block]:  # noqa: ANN401 - mlx-lm has no types
-    """The blocks of a model that `mlx_lm.load` returns: from token ids to logits.
+    """Return the blocks of a model that `mlx_lm.load` returned, from token ids to logits.
 
-    The last block is the norm and the head, which may be the embedding again.
+    The last block is the norm and the head. The head may be the embedding of the first block.
 
     Args:
-        model: of the type llama, mistral, olmo2, qwen2 or qwen3, quantized, with adapters or as it
-            is. Token ids have the shape (batch, length), logits (batch, length, vocabulary).
+        model: a model of the type llama, mistral, olmo2, qwen2 or qwen3; it may be quantized and
+            may have adapters. Token ids have the shape (batch, length), logits
+            (batch, length, vocabulary).
 
     Raises:
-        UsageError: its type is another one, or some of its layers see a sliding window only.
+        UsageError: the model has another type, or some of its layers see only a sliding window.
     """
     kind = str(getattr(model, "model_type", type(model).__name__))
     if kind not in FAMILIES:

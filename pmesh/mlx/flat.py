@@ -1,4 +1,4 @@
-"""Arrays of MLX of one dtype, seen as one run of values without a copy of them all."""
+"""MLX arrays of one dtype, treated as one flat array that is never built as a whole."""
 
 import importlib
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ from pmesh.mlx.shards import Span
 utils: Any = importlib.import_module("mlx.utils")  # it has no types
 
 Arrays: TypeAlias = dict[str, mx.array]
-"""By their path."""
+"""Arrays by their path in a tree."""
 
 
 def as_arrays(tree: object) -> Arrays:
-    """A tree's arrays by their paths, in MLX's order."""
+    """Return the arrays of a tree by their paths, in the order of MLX."""
     return cast("Arrays", dict(utils.tree_flatten(tree)))
 
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """Which arrays lie one behind the other."""
+    """The layout of several arrays, one after another, in one flat array."""
 
     paths: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -31,18 +31,18 @@ class Flat:
 
     @classmethod
     def of(cls, arrays: Arrays) -> Self:
-        """These arrays, of one dtype; at least one."""
+        """Return the layout of one or more arrays, which must have the same dtype."""
         shapes = tuple(x.shape for x in arrays.values())
         sizes = tuple(x.size for x in arrays.values())
         return cls(tuple(arrays), shapes, sizes, next(iter(arrays.values())).dtype)
 
     @property
     def count(self) -> int:
-        """The values of all of them."""
+        """The number of values in all arrays."""
         return sum(self.sizes)
 
     def cut(self, arrays: Arrays, span: Span) -> mx.array:
-        """Some of the values."""
+        """Return the values in the span."""
         found: list[mx.array] = []
         at = 0
         for path, size in zip(self.paths, self.sizes, strict=True):
@@ -53,7 +53,7 @@ class Flat:
         return mx.concatenate(found) if found else mx.zeros(0, self.dtype)
 
     def take_apart(self, values: mx.array) -> Arrays:
-        """The arrays from all their values; they share the memory of these."""
+        """Return the arrays as views of the flat array `values`."""
         found: Arrays = {}
         at = 0
         for path, shape, size in zip(self.paths, self.shapes, self.sizes, strict=True):

@@ -1,4 +1,4 @@
-"""Training with weights, gradients and optimizer shared out among the ranks: fully sharded."""
+"""Training with weights, gradients and optimizer state that are sharded across the ranks."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,32 +17,32 @@ from pmesh.mlx.flat import Arrays, Flat, as_arrays, utils
 from pmesh.mlx.shards import Span, span_of
 
 Parts: TypeAlias = dict[str, mx.array]
-"""What this rank has of a module: flat arrays by their group."""
+"""This rank's part of a module's weights: a flat array for each group."""
 Gathering: TypeAlias = list[tuple[int, str, Handle[mx.array]]]
-"""For groups of modules all their values, under way."""
+"""Ops that have begun: the index of a module, one of its groups, and the handle of its values."""
 
-_vjp: Any = vars(mx)["vjp"]  # its stub leaves a type bare
-_FROZEN = " frozen"  # behind the dtype, in the name of a group that gets no gradients
+_vjp: Any = vars(mx)["vjp"]  # its stub has a generic type without arguments
+_FROZEN = " frozen"  # follows the dtype in the name of a group that gets no gradients
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A step of a model's forward pass, which is computed with the weights of some modules."""
+    """A step of a model's forward pass, which needs the weights of some modules."""
 
     modules: tuple[Any, ...]
-    """Of `mlx.nn`. A module may be in several blocks, as an embedding that is also the head."""
+    """Modules of `mlx.nn`. One module may be in several blocks, such as a tied embedding."""
     call: Callable[[mx.array], mx.array]
-    """Takes what the block before has returned; the first one takes the input."""
+    """Takes the output of the previous block; the first block takes the input of the model."""
 
 
 def fully_shard(
     blocks: Sequence[Any], mesh: Mesh, *, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> "FullySharded":
-    """Share out the weights, the gradients and the optimizer's state of a model among the ranks.
+    """Shard the weights, the gradients and the optimizer's state of a model across the ranks.
 
-    With n ranks each keeps an n-th of them. The weights of one block at a time, and of the next
-    one, are gathered from all ranks to compute it, and freed afterwards; for the backward pass they
-    are gathered again, and the block's activations are computed again from its input::
+    Each of n ranks keeps an n-th of them. To compute a block, its weights are gathered from all
+    ranks, and freed afterwards; meanwhile those of the next block travel. The backward pass gathers
+    them again, and computes the block's activations again from its input::
 
         model = pmesh.mlx.fully_shard([embedding, *layers, head], mesh)
         optimizer = optim.AdamW(1e-3)
@@ -51,22 +51,22 @@ def fully_shard(
             optimizer.update(model, gradients)
             mx.eval(model.parameters(), optimizer.state)
 
-    A step sends the weights twice and the gradients once: 1.5 times what `average_gradients` sends,
-    or as much where weights are of 16 bits, since sums travel as float32.
-    Nothing of this happens inside of a transformation of MLX's, so nothing waits for the network in
-    the GPU's queue. It is ZeRO-3 (Rajbhandari et al. 2020, arXiv 1910.02054), and what PyTorch's
-    `fully_shard` does. Any numbers of rows and ranks go together.
+    A step sends the weights twice and the gradients once. That is 1.5 times the bytes of
+    `average_gradients`, or the same bytes for 16-bit weights, since sums travel as float32.
+    No op runs inside a transformation of MLX, so nothing in the GPU's queue waits for the network.
+    This is ZeRO-3 (Rajbhandari et al. 2020, arXiv 1910.02054), as PyTorch's `fully_shard` does it.
+    The number of ranks need not divide the rows of an array.
 
-    The parts are the only ones there are: when a rank is lost, its part of the weights is gone.
-    Every call raises `RosterChanged` then, on all ranks, until all `load` the weights of a
-    checkpoint among those who are left. Save what `gather` returns now and then.
+    Each part exists only once: when a rank is lost, its part of the weights is lost too. Then every
+    call raises `RosterChanged` on all ranks, until the remaining ranks `load` the weights of a
+    checkpoint. Save what `gather` returns from time to time.
 
     Args:
-        blocks: in the order in which they are computed: modules of `mlx.nn` that take one array and
-            return one, or `Block` objects. All ranks must have the same weights in them; the
-            modules are empty afterwards.
-        mesh: this rank's.
-        timeout_s: for each op.
+        blocks: the blocks in the order of the forward pass: modules of `mlx.nn` that take one array
+            and return one, or `Block` objects. All ranks must pass the same weights; the modules
+            are empty afterwards.
+        mesh: this rank's mesh.
+        timeout_s: the timeout of each op, in seconds.
 
     Raises:
         UsageError: there are no blocks.
@@ -75,7 +75,7 @@ def fully_shard(
 
 
 class _Module:
-    """A module whose weights are shared out, and which has them only while it is computed."""
+    """A module whose weights are sharded; it holds all of them only while it is computed."""
 
     def __init__(self, module: Any) -> None:  # noqa: ANN401 - MLX's modules have no types
         self._module = module
@@ -88,11 +88,11 @@ class _Module:
 
     @property
     def arrays(self) -> Arrays:
-        """The weights that it has now."""
+        """The weights that the module holds now."""
         return as_arrays(self._module.parameters())
 
     def cut(self, arrays: Arrays, rank: int, size: int) -> Parts:
-        """A rank's part of weights, in memory of its own."""
+        """Return a copy of a rank's part of the weights."""
         parts = {
             group: mx.contiguous(flat.cut(arrays, span_of(rank, flat.count, size)))
             for group, flat in self.groups.items()
@@ -101,16 +101,15 @@ class _Module:
         return parts
 
     def put(self, arrays: Arrays) -> None:
-        """Compute it with these weights from now on."""
+        """Set the module's weights."""
         self._module.update(utils.tree_unflatten(list(arrays.items())))
 
     def free(self) -> None:
-        """Let go of the weights."""
         self.put({path: mx.zeros(0) for flat in self.groups.values() for path in flat.paths})
 
 
 class FullySharded:
-    """A model whose weights are shared out among the ranks. Get one from `fully_shard`."""
+    """A model whose weights are sharded across the ranks. `fully_shard` returns one."""
 
     def __init__(self, blocks: Sequence[Any], mesh: Mesh, *, timeout_s: float) -> None:
         if not blocks:
@@ -131,15 +130,15 @@ class FullySharded:
             module.free()
 
     def __getitem__(self, key: str) -> list[Parts]:
-        """As MLX's optimizers index a module."""
+        """Return `parameters()[key]`: optimizers of MLX index a module."""
         return self.parameters()[key]
 
     def parameters(self) -> dict[str, list[Parts]]:
-        """This rank's part of the weights: for each module flat arrays, by dtype."""
+        """Return this rank's part of the weights: for each module a flat array of each dtype."""
         return {"modules": self._parts}
 
     def trainable_parameters(self) -> dict[str, list[Parts]]:
-        """This rank's part of the weights that get gradients."""
+        """Return this rank's part of those weights that get gradients."""
         return {
             "modules": [
                 {group: x for group, x in parts.items() if not group.endswith(_FROZEN)}
@@ -148,7 +147,7 @@ class FullySharded:
         }
 
     def update(self, parameters: dict[str, list[Parts]]) -> None:
-        """Replace arrays of this rank's part, as MLX's optimizers do."""
+        """Replace arrays of this rank's part. Optimizers of MLX call this."""
         for own, fresh in zip(self._parts, parameters["modules"], strict=True):
             own.update(fresh)
 
@@ -159,21 +158,22 @@ class FullySharded:
         *targets: mx.array,
         weight: float = 1.0,
     ) -> tuple[mx.array, dict[str, list[Parts]]]:
-        """The mean loss over all ranks' batches, and this rank's part of its gradients.
+        """Return the mean loss over all ranks' batches, and this rank's part of its gradients.
 
         Args:
-            loss_of: takes what the last block returns, and the targets; returns a mean, a scalar.
+            loss_of: takes the output of the last block and the targets, and returns the mean loss,
+                a scalar.
             x: the input of the first block.
-            targets: whatever else `loss_of` takes.
-            weight: how much this rank's batch counts, such as its number of samples.
+            targets: the other arguments of `loss_of`.
+            weight: the weight of this rank's batch in the mean, such as its number of samples.
 
         Returns:
-            The loss, and gradients like `trainable_parameters`, for `optimizer.update(model, …)` of
-            an optimizer that treats each value by itself, such as AdamW. Both are evaluated.
+            The loss, and gradients in the form of `trainable_parameters`, both evaluated. Pass the
+            gradients to `optimizer.update(model, …)` of an elementwise optimizer, such as AdamW.
 
         Raises:
             UsageError: the weights of all ranks add up to 0.
-            RosterChanged: a rank is lost, and its part of the weights with it: see `load`.
+            RosterChanged: a rank is lost, and its part of the weights too: see `load`.
             PmeshError: as for `all_gather`.
         """
         if not (math.isfinite(weight) and weight >= 0):
@@ -194,7 +194,7 @@ class FullySharded:
         return self._mesh.all_reduce(loss, "sum", self._timeout_s), {"modules": parts}
 
     def __call__(self, x: mx.array) -> mx.array:
-        """What the last block returns; all ranks must call it, each with an input of its own.
+        """Return the output of the last block. All ranks must call this, each with its own input.
 
         Raises:
             RosterChanged: as for `loss_and_gradients`.
@@ -208,9 +208,9 @@ class FullySharded:
                 module.free()
 
     def gather(self) -> Iterator[Arrays]:
-        """All weights by their path, module after module: one at a time is in memory.
+        """Yield all weights of one module after another, by path; only one module is in memory.
 
-        All ranks must take all of them.
+        All ranks must iterate to the end.
 
         Raises:
             RosterChanged: as for `loss_and_gradients`.
@@ -221,10 +221,10 @@ class FullySharded:
             yield self._arrived(self._gather([index]))[index]
 
     def load(self, weights: Iterable[Arrays]) -> None:
-        """Take all weights, as `gather` returns them, and share them out among who is here now.
+        """Take all weights, as `gather` yields them, and shard them across the present ranks.
 
-        All ranks must call it with the same. The state of an optimizer does not fit afterwards if
-        the number of ranks is another one: begin with a fresh optimizer then.
+        All ranks must call this with the same weights. If the number of ranks has changed, the
+        state of an optimizer no longer fits: begin with a new optimizer.
         """
         self._layout = self._mesh.rank, self._mesh.size
         self._parts = [
@@ -240,7 +240,6 @@ class FullySharded:
             )
 
     def _gather(self, modules: Sequence[int]) -> Gathering:
-        """Begin to gather the weights of these modules."""
         return [
             (index, group, self._mesh.all_gather(part, self._timeout_s, async_op=True))
             for index in modules
@@ -248,7 +247,7 @@ class FullySharded:
         ]
 
     def _arrived(self, gathering: Gathering) -> dict[int, Arrays]:
-        """The weights by module, once they are here."""
+        """Wait for the weights, and return them by module."""
         found: dict[int, Arrays] = {}
         for index, group, handle in gathering:
             values = handle.wait()
@@ -258,9 +257,10 @@ class FullySharded:
         return found
 
     def _forward(self, x: mx.array, *, until: int | None = None) -> list[mx.array]:
-        """The inputs of the blocks, the last one's too, or the output `until` which they are run.
+        """Run the first `until` blocks; return the input of the model and the output of each.
 
-        The next block's weights travel while one is computed.
+        By default all blocks run except the last one: the result then holds the input of each
+        block. While a block is computed, the weights of the next one travel.
         """
         last = len(self._blocks) - 1 if until is None else until
         outputs = [x]
@@ -279,10 +279,10 @@ class FullySharded:
     def _backward(
         self, inputs: list[mx.array], share_of: Callable[[mx.array], mx.array]
     ) -> tuple[mx.array, list[Parts]]:
-        """This rank's share of the loss, and its part of the gradients.
+        """Return this rank's share of the loss, and its part of the gradients.
 
-        Block by block from the last one: the gradients of one are added up while the one before is
-        computed, for which the weights have travelled meanwhile.
+        This goes from the last block to the first. While a block is computed, the gradients of the
+        block after it are reduced, and the weights of the block before it travel.
         """
         parts: list[Parts] = [{} for _ in self._modules]
         loss, cotangent = mx.zeros(()), mx.array(1.0)
@@ -315,9 +315,9 @@ class FullySharded:
         cotangent: mx.array,
         end: Callable[[mx.array], mx.array] | None,
     ) -> tuple[mx.array, mx.array, dict[tuple[int, str], mx.array]]:
-        """A block's output, the cotangent of its input and the gradients of its weights, flat.
+        """Return a block's output, its input's cotangent, and the flat gradients of its weights.
 
-        The input of the first block may be integers, and gets no cotangent.
+        The first block's input may be integers, so it gets no cotangent.
         """
         groups = [
             (m, group, flat)
@@ -349,7 +349,7 @@ class FullySharded:
         return outputs[0], before, flat_of
 
     def _add(self, adding: Gathering, parts: list[Parts]) -> None:
-        """Take gradients that were added up; a module in several blocks gets their sum."""
+        """Wait for reduced gradients, and add them up for a module that is in several blocks."""
         for m, group, handle in adding:
             part = handle.wait()
             self._check()

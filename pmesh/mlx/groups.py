@@ -1,4 +1,4 @@
-"""The groups of the drop-in: what MLX's `Group` is, over a mesh or over a group of it."""
+"""The groups of the drop-in: MLX's `Group` over a mesh, or over a group of a mesh."""
 
 import atexit
 import logging
@@ -18,31 +18,31 @@ from pmesh.ids import TrainerId
 
 _logger = logging.getLogger("pmesh")
 
-# As MLX has them, whatever takes their place later.
+# MLX's own functions, which `patches` replaces later.
 NativeGroup: TypeAlias = mx.distributed.Group
 _native_init = mx.distributed.init
 _native_is_available = mx.distributed.is_available
 
-_PATIENCE_S = 60.0  # a receiver that is in the middle of a step comes within that
-_OURS = ("any", "pmesh")  # what MLX would choose itself is ours to choose
+_PATIENCE_S = 60.0  # a receiver that is in the middle of a step receives within this time
+_OURS = ("any", "pmesh")  # where MLX would choose a backend, we choose pmesh
 
 
 class Group:
-    """Some ranks, numbered from 0; `Group(mesh)` are all of a mesh.
+    """Some ranks, numbered from 0; `Group(mesh)` has all ranks of a mesh.
 
-    Its numbers are those of the start: they stay when a rank is lost, as a program that was not
-    written for that expects. Sums then go over the ranks that are left.
+    The numbers never change, not even when a rank is lost: programs for MLX expect that. Sums then
+    are over the remaining ranks.
     """
 
     def __init__(
         self, mesh: Collectives | None, *, whole: Mesh | None = None, compression: str = ""
     ) -> None:
-        """A group of all ranks of `mesh`; None: of this process alone.
+        """Make a group of all ranks of `mesh`, or of this process alone if it is None.
 
         Args:
-            mesh: what its calls go through.
-            whole: of which mesh it is a part; None: it is no part.
-            compression: for `average_gradients`; empty: what the agent was started with.
+            mesh: the mesh, or the group of a mesh, that runs the calls.
+            whole: the mesh that `mesh` is a group of; None if it is not a group.
+            compression: the scheme for `average_gradients`; if empty, the agent's.
         """
         self._mesh = mesh
         self._whole = mesh if whole is None and isinstance(mesh, Mesh) else whole
@@ -53,29 +53,29 @@ class Group:
         self._warned = False
         self.compression = compression or None
         self.functions: dict[str, Callable[..., Any]] = {}
-        """The differentiable functions of this group, each made when it is first called."""
+        """This group's differentiable functions, each made at its first call."""
 
     def __repr__(self) -> str:
         return f"<pmesh.mlx.Group, rank {self.rank()} of {self.size()}>"
 
     def rank(self) -> int:
-        """The number of this process, the same until it ends."""
+        """Return the number of this process, which never changes."""
         return self._rank
 
     def size(self) -> int:
-        """How many processes the group had when it was made."""
+        """Return the number of processes that the group had when it was made."""
         return max(1, len(self._trainers))
 
     def split(self, color: int, key: int = -1) -> "Group":
-        """The group of all ranks of this one that pass the same color; all of them must call it.
+        """Return a group of the ranks that pass the same color; all ranks of this group must call.
 
         Args:
             color: any whole number.
-            key: the new group counts its ranks by this; below 0: as this group does.
+            key: ranks of the new group are ordered by this; if negative, as in this group.
 
         Raises:
             RankLost: a rank of this group is lost.
-            PmeshError: what `Mesh.group` raises.
+            PmeshError: as for `Mesh.group`.
         """
         whole = self._whole
         if self._mesh is None or whole is None:
@@ -88,7 +88,7 @@ class Group:
         return Group(made, whole=whole, compression=self.compression or "")
 
     def run(self, call: "Callable[[Collectives], Any]") -> Any:  # noqa: ANN401 - what the call returns
-        """Call the mesh, and warn if the rank that saves has been lost."""
+        """Run `call` with the mesh, and warn once if rank 0 is lost."""
         if self._mesh is None:
             raise UsageError("this process is alone: it has nobody to call")
         try:
@@ -97,7 +97,7 @@ class Group:
             self._note_losses()
 
     def check_complete(self, what: str) -> None:
-        """Raises RankLost if a call that needs the values of all ranks can't have them any more."""
+        """Raise RankLost if a rank is lost: the call `what` needs the values of all ranks."""
         for rank, trainer in enumerate(self._trainers):
             if self._mesh is not None and trainer not in self._mesh.trainers:
                 raise RankLost(
@@ -106,13 +106,13 @@ class Group:
                 )
 
     def place_of(self, rank: int) -> int:
-        """The number that the mesh has for a rank now; raises RankLost if it has none."""
+        """Return the mesh's present number of a rank. Raises RankLost if the rank is lost."""
         if self._mesh is None or self._trainers[rank] not in self._mesh.trainers:
             raise RankLost(f"rank {rank} ({self._names[rank]}) is lost")
         return self._mesh.trainers.index(self._trainers[rank])
 
     def note_sending(self, handle: Handle[None]) -> None:
-        """Remember a message, for `close`; raises the error of one that has failed meanwhile."""
+        """Keep a message's handle for `close`. Raises the error of an earlier message."""
         done = [each for each in self._sending if each.done()]
         self._sending = [each for each in self._sending if each not in done]
         self._sending.append(handle)
@@ -120,7 +120,7 @@ class Group:
             each.result()
 
     def close(self, *, crashed: BaseException | None = None) -> None:
-        """Leave the mesh once all messages have arrived, or in a minute; at once if `crashed`."""
+        """Leave once all messages have arrived, after a minute at most; at once if `crashed`."""
         if self._mesh is None:
             return
         if crashed is not None and isinstance(self._mesh, Mesh):
@@ -148,7 +148,7 @@ class Group:
 
 
 _world: list[Group | NativeGroup] = []
-"""The global group, once there is one."""
+"""The global group, if it has been made."""
 
 
 def init(
@@ -158,23 +158,23 @@ def init(
     all_gather_factory: Callable[..., Any] | None = None,
     mesh: Mesh | None = None,
 ) -> Group | NativeGroup:
-    """The global group: of the job that `pmesh mlx` names, else of this process alone.
+    """Return the global group: of the job that `pmesh mlx` names, or else of this process alone.
 
     Args:
-        strict: for a backend of MLX; a mesh that can't be joined is an error in any case.
-        backend: "any" or "pmesh"; with another name MLX makes the group, and MLX alone serves it.
-        all_gather_factory: for MLX's jaccl.
+        strict: passed on to MLX's backends; a mesh that can't be joined is always an error.
+        backend: "any" or "pmesh"; with another name MLX makes the group and runs its calls.
+        all_gather_factory: passed on to MLX's backend jaccl.
         mesh: becomes the global group, if there is none yet.
 
     Raises:
-        AgentNotRunning: start one with `pmesh up`.
-        PmeshError: what else `pmesh.connect` raises.
+        AgentNotRunning: there is no agent; start one with `pmesh up`.
+        PmeshError: as for `pmesh.connect`.
     """
     if backend not in _OURS:
         more = {} if all_gather_factory is None else {"all_gather_factory": all_gather_factory}
         native = _native_init(strict, backend, **more)
         if not _world and native.size() > 1:
-            _world.append(native)  # as in MLX: the first that was made
+            _world.append(native)  # as in MLX, the first group is the global one
         return native
     if not _world:
         _world.append(_launched() if mesh is None else Group(mesh))
@@ -182,7 +182,7 @@ def init(
 
 
 def is_shared() -> bool:
-    """Whether the global group has several ranks, or will have once it is made."""
+    """Return True if the global group has several ranks, or will have them once it is made."""
     if _world:
         return isinstance(_world[0], Group) and _world[0].size() > 1
     launch = Launch.of(os.environ)
@@ -190,12 +190,12 @@ def is_shared() -> bool:
 
 
 def is_available(backend: str = "any") -> bool:
-    """Whether `init` knows such a backend here."""
+    """Return True if `init` can use this backend here."""
     return backend in _OURS or _native_is_available(backend)
 
 
 def leave(*, crashed: BaseException | None = None) -> None:
-    """Leave the job that `init` has joined, if it has; a program that ends does so by itself."""
+    """Leave the job if `init` has joined one. This also runs when the program ends."""
     if _world and isinstance(_world[0], Group):
         _world[0].close(crashed=crashed)
 

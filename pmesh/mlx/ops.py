@@ -1,7 +1,7 @@
-"""What `mx.distributed` does, at once, and what its gradients are.
+"""The functions of `mx.distributed`, which run at once, and their gradients.
 
-In a transformation of MLX's, what runs at once would be a constant: each function here is therefore
-an `mx.custom_function`, with the vjp and the jvp that MLX has for it.
+A transformation of MLX would take a result that is computed at once for a constant. So each op is
+an `mx.custom_function` with the vjp and the jvp that MLX defines for it.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from pmesh.errors import UsageError
 from pmesh.mlx.groups import Group, NativeGroup, init
 
 AnyGroup: TypeAlias = Group | NativeGroup
-Stream: TypeAlias = Any  # MLX's Stream, Device, DeviceType or None: of no matter here
+Stream: TypeAlias = Any  # MLX's Stream, Device, DeviceType or None; ignored here
 Eager: TypeAlias = Callable[[Any], Any]
 Scalar: TypeAlias = bool | int | float | complex
 
@@ -28,34 +28,34 @@ _native = {
 _BUCKET_BYTES = 32 * 1024 * 1024  # as in MLX
 
 calls = [0]
-"""How many calls this process has made so far: what a compiled function must not contain."""
+"""The number of ops that this process has run; a compiled function must not run any."""
 
 
 def all_sum(
     x: mx.array | Scalar, *, group: AnyGroup | None = None, stream: Stream = None
 ) -> mx.array:
-    """The sum of all ranks' arrays; of bools whether any is true. For the arguments see MLX."""
+    """Return the sum of all ranks' arrays; of bools, True where any is true. Arguments: see MLX."""
     return _reduced("all_sum", "sum", x, group, stream)
 
 
 def all_max(
     x: mx.array | Scalar, *, group: AnyGroup | None = None, stream: Stream = None
 ) -> mx.array:
-    """The greatest of all ranks' values, one by one."""
+    """Return the elementwise maximum of all ranks' arrays."""
     return _reduced("all_max", "max", x, group, stream)
 
 
 def all_min(
     x: mx.array | Scalar, *, group: AnyGroup | None = None, stream: Stream = None
 ) -> mx.array:
-    """The least of all ranks' values, one by one."""
+    """Return the elementwise minimum of all ranks' arrays."""
     return _reduced("all_min", "min", x, group, stream)
 
 
 def all_gather(
     x: mx.array | Scalar, *, group: AnyGroup | None = None, stream: Stream = None
 ) -> mx.array:
-    """The rows of all ranks, in their order; raises RankLost once a rank is lost."""
+    """Return the rows of all ranks in the order of ranks. Raises RankLost once a rank is lost."""
     among = group or init()
     array = _array(x)
     if not isinstance(among, Group):
@@ -68,10 +68,11 @@ def all_gather(
 def sum_scatter(
     x: mx.array | Scalar, *, group: AnyGroup | None = None, stream: Stream = None
 ) -> mx.array:
-    """This rank's rows of the sum; raises RankLost once a rank is lost.
+    """Return this rank's rows of the sum of all ranks' arrays.
 
     Raises:
-        ValueError: the ranks can't divide the rows evenly.
+        ValueError: the number of rows is not a multiple of the number of ranks.
+        RankLost: a rank is lost.
     """
     among = group or init()
     array = _array(x)
@@ -90,10 +91,10 @@ def sum_scatter(
 def send(
     x: mx.array | Scalar, dst: int, *, group: AnyGroup | None = None, stream: Stream = None
 ) -> mx.array:
-    """Send an array to one rank; returns it at once, and does not wait for the receiver.
+    """Send an array to one rank; return the array without waiting for the receiver.
 
     Raises:
-        ValueError: there is no such rank, or no other.
+        ValueError: there is no such rank, or the group has only one rank.
         RankLost: the receiver of this or of an earlier message is lost.
     """
     among = group or init()
@@ -113,11 +114,11 @@ def recv(
     group: AnyGroup | None = None,
     stream: Stream = None,
 ) -> mx.array:
-    """Receive an array of that shape and dtype from one rank; waits for it.
+    """Wait for an array of this shape and dtype from one rank, and return it.
 
     Raises:
-        ValueError: there is no such rank, or no other.
-        UsageError: what has come is of another shape or dtype.
+        ValueError: there is no such rank, or the group has only one rank.
+        UsageError: the array that arrived has another shape or dtype.
         RankLost: the sender is lost.
     """
     among = group or init()
@@ -137,7 +138,7 @@ def recv(
 def recv_like(
     x: mx.array, src: int, *, group: AnyGroup | None = None, stream: Stream = None
 ) -> mx.array:
-    """Receive an array of the shape and dtype of x from one rank; see `recv`."""
+    """Receive an array of the shape and dtype of `x` from one rank; see `recv`."""
     return recv(x.shape, x.dtype, src, group=group, stream=stream)
 
 
@@ -147,18 +148,18 @@ def average_gradients(
     all_reduce_size: int = _BUCKET_BYTES,
     communication_stream: Stream = None,
 ) -> Any:  # noqa: ANN401 - a tree like it
-    """The mean of all ranks' gradients, over those that are left; see `Mesh.average_gradients`.
+    """Return the mean of the remaining ranks' gradients; see `Mesh.average_gradients`.
 
     Args:
-        gradients: a tree, best not yet evaluated: then it is computed while parts of it travel.
-        group: of the ranks; None: of all.
-        all_reduce_size: the most bytes that travel as one op; at most 0: each array by itself.
-        communication_stream: of no matter but for a group of MLX's own.
+        gradients: a tree. Pass it unevaluated: then it is computed while parts of it travel.
+        group: the group of ranks; None is the global group.
+        all_reduce_size: the most bytes in one op; with 0 or less each array is an op of its own.
+        communication_stream: ignored, except by a group that MLX made.
     """
     among = group or init()
     if not isinstance(among, Group):
         present = import_module("mlx.nn.utils").average_gradients
-        native = getattr(present, "__wrapped__", present)  # ours may have taken its place
+        native = getattr(present, "__wrapped__", present)  # it may be ours, which wraps it
         return native(gradients, among, all_reduce_size, communication_stream)
     if among.size() == 1:
         return gradients
@@ -168,7 +169,7 @@ def average_gradients(
         tree = flatten(gradients)
         return tree.rebuild([each(cast("mx.array", x)) / among.size() for x in tree.leaves])
     make = partial(_make_average, bucket_bytes=max(1, all_reduce_size))
-    if not arrays:  # MLX crashes in a custom function of no arrays, which has no gradient anyway
+    if not arrays:  # MLX crashes in a custom function without arrays
         return make(among)[0](gradients)
     return _function(among, f"average {all_reduce_size}", make)(gradients)
 
@@ -208,7 +209,7 @@ def _reduced(
 def _function(
     group: Group, name: str, make: Callable[[Group], tuple[Eager, Callable[..., Any], Eager]]
 ) -> Eager:
-    """The differentiable function of that name for a group."""
+    """Return the group's differentiable function of that name; make it if there is none."""
     made = group.functions.get(name)
     if made is None:
         forward, vjp, jvp = make(group)
@@ -225,7 +226,7 @@ def _function(
 
 
 def _filled(primals: object, tangents: object) -> object:
-    """The tangents, with zeros for arrays that have none."""
+    """Return the tangents, with zeros for arrays that have none."""
     tree = flatten(tangents, with_none=True)
     pairs = zip(flatten(primals).leaves, tree.leaves, strict=True)
     return tree.rebuild([mx.zeros_like(cast("mx.array", x)) if t is None else t for x, t in pairs])
@@ -273,7 +274,7 @@ def _make_gather(group: Group) -> tuple[Eager, Callable[..., Any], Eager]:
 
 def _gathered(group: Group, x: mx.array) -> mx.array:
     group.check_complete("all_gather")
-    # MLX has arrays of one shape on all ranks: one op, and not the two of mesh.all_gather.
+    # MLX requires the same shape on all ranks, so this needs one op; mesh.all_gather needs two.
     gathered = np.empty((group.size(), x.nbytes), np.uint8)
     group.run(lambda mesh: mesh.all_gather_into(list(gathered), x))
     rows = (group.size() * x.shape[0], *x.shape[1:]) if x.ndim else (group.size(),)

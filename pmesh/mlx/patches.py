@@ -1,4 +1,4 @@
-"""Puts the drop-in into the place of MLX's own functions, for programs that know only those."""
+"""Replaces MLX's own functions by the drop-in, for programs that know only MLX."""
 
 import functools
 import logging
@@ -17,8 +17,8 @@ _native_compile = mx.compile
 
 
 def apply() -> None:
-    """Replace `mx.distributed`, `nn.average_gradients` and `mx.compile`; before other imports."""
-    # Its own compiled functions stay as they are: none calls us.
+    """Replace `mx.distributed`, `nn.average_gradients` and `mx.compile`, before other imports."""
+    # Imported first, so that MLX compiles its own functions: none of them calls us.
     nn, utils = import_module("mlx.nn"), import_module("mlx.nn.utils")
     for name in pmesh.mlx.__all__:
         if hasattr(mx.distributed, name):
@@ -36,18 +36,18 @@ def compile_what_does_not_wait(
     outputs: object = None,
     shapeless: bool = False,  # noqa: FBT001, FBT002 - as MLX has it
 ) -> Callable[..., Any]:
-    """`mx.compile`, but for functions that call other ranks: those run as they are.
+    """Compile like `mx.compile`, but leave functions that call other ranks uncompiled.
 
-    Such a call waits for the network, which a trace can't, and a trace that fails can't be undone:
-    it leaves its tracers in the model, and the random state is gone. So where there are several
-    ranks, a function with captured state, as a training step is, is never traced. Another one runs
-    once as it is, and is compiled if it has called no other rank then.
+    Such a call waits for the network, which is impossible in a trace. A trace that fails can't be
+    undone: its tracers stay in the model, and the random state is lost. So with several ranks a
+    function with captured state, such as a training step, is never traced. Any other function runs
+    uncompiled once, and is compiled afterwards if it called no other rank.
     """
     return _Function(fun, inputs, outputs, shapeless=shapeless)
 
 
 class _Function:
-    """What `mx.compile` returns; like MLX's, it does not become a method where it is in a class."""
+    """The result of `compile_what_does_not_wait`; like MLX's, it never becomes a bound method."""
 
     def __init__(
         self, fun: Callable[..., Any], inputs: object, outputs: object, *, shapeless: bool
@@ -56,7 +56,7 @@ class _Function:
         self._fun = fun
         self._compiled: Callable[..., Any] = _native_compile(fun, inputs, outputs, shapeless)
         self._captures = inputs is not None or outputs is not None
-        self._runs_as_it_is = self._captures
+        self._runs_uncompiled = self._captures
         self._has_run = self._captures
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - whatever it takes
@@ -65,20 +65,20 @@ class _Function:
         if not self._has_run:
             before = ops.calls[0]
             result = self._fun(*arguments, **named)
-            self._has_run, self._runs_as_it_is = True, ops.calls[0] > before
-            if self._runs_as_it_is:
-                _say_uncompiled(self._fun)
+            self._has_run, self._runs_uncompiled = True, ops.calls[0] > before
+            if self._runs_uncompiled:
+                _warn_uncompiled(self._fun)
             return result
         if self._captures:
-            _say_uncompiled(self._fun)
-        run = self._fun if self._runs_as_it_is else self._compiled
+            _warn_uncompiled(self._fun)
+        run = self._fun if self._runs_uncompiled else self._compiled
         return run(*arguments, **named)
 
 
 _said: set[str] = set()
 
 
-def _say_uncompiled(fun: Callable[..., Any]) -> None:
+def _warn_uncompiled(fun: Callable[..., Any]) -> None:
     if not _said:
         name = getattr(fun, "__qualname__", type(fun).__qualname__)
         _said.add(name)

@@ -1,4 +1,4 @@
-"""Runs a program for MLX over a mesh: what `pmesh mlx` becomes.
+"""Runs a program for MLX over a mesh. `pmesh mlx` executes this module.
 
 python -m pmesh.mlx.program script|module|code TARGET ARGUMENT...
 """
@@ -13,10 +13,9 @@ from pmesh.mlx.groups import leave
 
 
 def run(kind: str, target: str, arguments: Sequence[str]) -> None:
-    """Run a program as Python itself would, as `__main__`, and leave the job when it ends.
+    """Run a program as `__main__`, as Python itself does, and leave the job when it ends.
 
-    A program that raises an error, or exits with another code than 0, counts as a crash of its
-    rank, of which the others learn.
+    If the program raises an error or exits with a code other than 0, the other ranks see a crash.
     """
     patches.apply()
     try:

@@ -1,4 +1,4 @@
-"""An optimizer whose state is shared out among the ranks: the first stage of ZeRO."""
+"""An optimizer whose state is sharded across the ranks: the first stage of ZeRO."""
 
 import logging
 import math
@@ -24,10 +24,10 @@ DEFAULT_BUCKET_BYTES = 32 * 1024 * 1024  # as in average_gradients
 
 
 class ShardedOptimizer:
-    """An optimizer of MLX whose state is shared out among the ranks (ZeRO-1).
+    """An optimizer of MLX whose state is sharded across the ranks (ZeRO-1).
 
-    Each rank keeps the state of its part of the parameters: with n ranks an n-th of the memory.
-    `update` takes the place of `average_gradients` and of the optimizer's own `update`::
+    Each of n ranks keeps the state of its part of the parameters, an n-th of the memory.
+    `update` replaces `average_gradients` and the optimizer's own `update`::
 
         optimizer = pmesh.mlx.ShardedOptimizer(optim.AdamW(1e-3), mesh)
         while mesh.step < STEPS:
@@ -36,27 +36,27 @@ class ShardedOptimizer:
             loss, gradients = loss_and_gradients(model, x, y)
             optimizer.update(model, gradients, weight=len(x))
 
-    For each bucket of parameters the ranks add up the gradients so that each gets its part
-    (`reduce_scatter`), apply the optimizer to that part, and give each other the results
-    (`all_gather`): the bytes that `average_gradients` sends. SGD, RMSprop, Adagrad, AdaDelta, Adam,
-    AdamW, Adamax and Lion are cut by values. Other optimizers, such as Adafactor, Muon and your
-    own, get whole arrays, each on one rank; that sends half as many bytes again. The optimizers of
-    a `MultiOptimizer` are each treated in their own way. This is ZeRO-1 (Rajbhandari et al. 2020,
+    For each bucket of parameters, `reduce_scatter` gives each rank its part of the summed
+    gradients, the rank applies the optimizer to that part, and `all_gather` shares the results.
+    That sends the same bytes as `average_gradients`. SGD, RMSprop, Adagrad, AdaDelta, Adam, AdamW,
+    Adamax and Lion are cut by values. Other optimizers, such as Adafactor, Muon and your own, get
+    whole arrays, each on one rank; that sends 1.5 times the bytes. Each optimizer of a
+    `MultiOptimizer` is handled according to its kind. This is ZeRO-1 (Rajbhandari et al. 2020,
     arXiv 1910.02054, section 5.1).
 
-    When ranks are lost or enter, the next `update`, or what is left of the one under way, shares
-    the state out anew. With `replicas=1` what a lost rank kept is gone: that part begins anew, as
-    at the first step, and the logger `pmesh` warns. A part that begins anew takes some large steps
-    with Adam, which has no bias correction by default. With `replicas=2` the next rank keeps each
-    part, too, and one rank at a time can be lost without any effect. It costs that memory once
-    more, and with two ranks half as many bytes again, with more ranks less.
+    When ranks are lost or enter, the next `update`, or the rest of the current one, shards the
+    state anew. With `replicas=1` the state of a lost rank's part is lost: it begins again as at the
+    first step, and the logger `pmesh` warns. Adam has no bias correction by default, so it takes
+    some large steps then. With `replicas=2` the next rank keeps a copy of each part, and one rank
+    at a time can be lost without any effect. The copy takes as much memory again. With two ranks it
+    adds half as many bytes on the network, with more ranks less.
 
     Args:
-        optimizer: one of `mlx.optimizers`, fresh.
-        mesh: this rank's.
-        replicas: how many ranks keep each part of the state.
-        bucket_bytes: how much is updated at once; an array is never divided among buckets.
-        timeout_s: for each op.
+        optimizer: a new optimizer of `mlx.optimizers`.
+        mesh: this rank's mesh.
+        replicas: the number of ranks that keep each part of the state.
+        bucket_bytes: the size of the buckets in bytes; an array is never split between buckets.
+        timeout_s: the timeout of each op, in seconds.
 
     Raises:
         UsageError: an option is out of range.
@@ -84,18 +84,18 @@ class ShardedOptimizer:
         self._units: list[Unit] = []
         self._among: Among | None = None
         self._lineage = 0
-        """Another one each time the state is shared out; 0: never here."""
+        """A number that changes each time the state is sharded; 0 if this rank never took part."""
 
     @property
     def optimizer(self) -> Any:  # noqa: ANN401 - as above
-        """The one that was given: its options may be read and changed, alike on all ranks."""
+        """The wrapped optimizer. Change its options in the same way on all ranks."""
         return self._optimizer
 
     @property
     def state(self) -> dict[str, Any]:
-        """What all ranks have alike, such as the step and the learning rate, for `mesh.sync`.
+        """The values that are equal on all ranks, such as the step, for `mesh.sync`.
 
-        Assigning the state of another rank, which a newcomer gets, drops what this one has kept.
+        A newcomer assigns the state of another rank; that drops the sharded state that it kept.
         """
         return {"optimizers": [each.state for each in self._optimizers], "shared": self._lineage}
 
@@ -110,12 +110,12 @@ class ShardedOptimizer:
 
     @property
     def step(self) -> mx.array:
-        """How many updates there were."""
+        """The number of updates so far."""
         return cast("mx.array", self._optimizers[0].step)
 
     @property
     def learning_rate(self) -> mx.array:
-        """That of the optimizer; set it alike on all ranks."""
+        """The optimizer's learning rate. Set the same value on all ranks."""
         return cast("mx.array", self._optimizer.learning_rate)
 
     @learning_rate.setter
@@ -124,32 +124,32 @@ class ShardedOptimizer:
 
     @property
     def nbytes(self) -> int:
-        """What this rank keeps of the state, in bytes."""
+        """The bytes of state that this rank keeps."""
         return sum(unit.nbytes for unit in self._units)
 
     def update(self, model: Any, gradients: Any, weight: float = 1.0) -> None:  # noqa: ANN401 - as above
-        """Update a model by the mean of all ranks' gradients, as it would be on one machine.
+        """Update a model by the mean of all ranks' gradients, as one machine would.
 
-        The new parameters are evaluated, and the same bits on every rank. A rank that is lost
-        meanwhile does not count in the buckets that follow.
+        The new parameters are evaluated, and have the same bits on every rank. If a rank is lost
+        during the call, the remaining buckets are updated without its gradients.
 
         Args:
-            model: its parameters are replaced, bucket by bucket.
-            gradients: of this rank's batch, better not evaluated: a bucket is computed while the
-                one before travels. The same arrays in each call.
-            weight: how much this rank counts, such as its number of samples.
+            model: the model; its parameters are replaced, bucket by bucket.
+            gradients: the gradients of this rank's batch, with the same paths in each call. Pass
+                them unevaluated: then a bucket is computed while the previous one travels.
+            weight: this rank's weight in the mean, such as its number of samples.
 
         Raises:
-            UsageError: the arrays are others than before, or the weights add up to 0.
-            PmeshError: as for `reduce_scatter` and `all_gather`, but for RosterChanged. All ranks
-                have the same parameters then, of which some may have been updated.
+            UsageError: the gradients have other paths than before, or the weights add up to 0.
+            PmeshError: as for `reduce_scatter` and `all_gather`, but never RosterChanged. All ranks
+                still have the same parameters; some of them may have been updated.
         """
         if not (math.isfinite(weight) and weight >= 0):
             raise UsageError(f"a weight is a number of samples, at least 0, not {weight}")
         flat = as_arrays(gradients)
         self._plan(flat)
         for each in self._optimizers:
-            each.apply_gradients({}, {})  # the step, and what follows a schedule
+            each.apply_gradients({}, {})  # advances the step and the schedules
             evaluate([each.state])
         done = 0
         while done < len(self._units):
@@ -159,12 +159,12 @@ class ShardedOptimizer:
                     model.update(utils.tree_unflatten(list(fresh.items())))
                     done += 1
             except RosterChanged:
-                continue  # the same for all ranks: they share out anew, and go on with this unit
+                continue  # on all ranks alike: they shard the state anew, and repeat this unit
 
     def gather_state(self) -> dict[str, Any]:
-        """The whole state, as the optimizer by itself would have it; all ranks must call this.
+        """Return the whole state, as the unsharded optimizer has it. All ranks must call this.
 
-        It takes as much memory, on every rank, as without sharding.
+        On every rank it takes as much memory as without sharding.
 
         Raises:
             UsageError: there was no update yet.
@@ -185,11 +185,11 @@ class ShardedOptimizer:
         return found[0] if self._optimizer is self._optimizers[0] else {"states": found}
 
     def load_state(self, state: dict[str, Any], parameters: Any) -> None:  # noqa: ANN401 - as above
-        """Go on with what `gather_state` has returned, among these ranks; each must call this.
+        """Continue from a state that `gather_state` returned. All ranks must call this.
 
         Args:
-            state: the same on all ranks, such as from a checkpoint.
-            parameters: those that get gradients, as `model.trainable_parameters()`.
+            state: the state, the same on all ranks, such as from a checkpoint.
+            parameters: the parameters that get gradients: `model.trainable_parameters()`.
         """
         self._plan(as_arrays(parameters))
         among = self._among = self._among_now()
@@ -202,10 +202,10 @@ class ShardedOptimizer:
             for unit in self._units:
                 if unit.optimizer is optimizer:
                     unit.load(among, {path: _below(flat, path) for path in unit.paths})
-        self._lineage = 1  # any, as long as all ranks have the same
+        self._lineage = 1  # any number will do if it is the same on all ranks
 
     def _plan(self, arrays: Arrays) -> None:
-        """Cut the arrays into units, once; the last ones first, as gradients are made."""
+        """Cut the arrays into units, once. The last arrays come first, as their gradients do."""
         paths = set(arrays)
         if self._units:
             if paths != {path for unit in self._units for path in unit.paths}:
@@ -227,9 +227,10 @@ class ShardedOptimizer:
         return Among(mesh, mesh.rank, mesh.size, self._replicas, self._timeout_s)
 
     def _agree(self, weight: float) -> float:
-        """This rank's share of all weights, once the state is shared out among those who are here.
+        """Return this rank's share of all weights, once the state is sharded across all ranks.
 
-        A newcomer may have the number that a lost rank had, so each says what it knows.
+        A newcomer may have the number of a lost rank, so the ranks also exchange whether their
+        state is stale.
         """
         while True:
             stale = self._among != self._among_now()
@@ -275,7 +276,7 @@ class ShardedOptimizer:
         gradients: Arrays,
         share: float,
     ) -> Iterator[Arrays]:
-        """Update unit after unit; the next one's gradients are computed while one is added up."""
+        """Update one unit after another, and compute the next gradients while one sum travels."""
         among = cast("Among", self._among)
         laid_out = units[0].lay_out(gradients, share)
         for i, unit in enumerate(units):

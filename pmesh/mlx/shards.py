@@ -1,4 +1,4 @@
-"""How arrays are cut into parts, one for each rank, and who has which part after ranks changed."""
+"""Cuts arrays into one part per rank, and finds who has which part after ranks have changed."""
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,12 +15,12 @@ class Span(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of values."""
         return self.end - self.begin
 
 
 def parts_of(rank: int, size: int, replicas: int) -> list[int]:
-    """The parts that a rank keeps: its own first, then those of the ranks behind it.
+    """Return the parts that a rank keeps: its own, then those of the ranks after it.
 
     >>> parts_of(2, 3, 2)
     [2, 0]
@@ -29,7 +29,7 @@ def parts_of(rank: int, size: int, replicas: int) -> list[int]:
 
 
 def span_of(part: int, count: int, size: int) -> Span:
-    """One of `size` parts of `count` values, as `numpy.array_split` cuts them.
+    """Return one of `size` parts of `count` values, as `numpy.array_split` cuts them.
 
     >>> [span_of(part, 7, 3) for part in range(3)]
     [Span(begin=0, end=3), Span(begin=3, end=5), Span(begin=5, end=7)]
@@ -39,13 +39,13 @@ def span_of(part: int, count: int, size: int) -> Span:
 
 
 def cover(held: Sequence[Iterable[Span]], count: int) -> list[tuple[int, Span]]:
-    """Who gives which values, so that each is given at most once: rank and span, in order.
+    """Choose one rank for each value that any rank holds; return (rank, span) pairs in order.
 
-    What no rank holds is in none of the spans.
+    Values that no rank holds are in no span.
 
     Args:
-        held: for each rank the spans that it has.
-        count: how many values there are.
+        held: the spans that each rank holds.
+        count: the number of values.
 
     >>> cover([[Span(0, 4)], [Span(2, 6)], [Span(8, 9)]], 10)
     [(0, Span(begin=0, end=4)), (1, Span(begin=4, end=6)), (2, Span(begin=8, end=9))]
@@ -64,7 +64,7 @@ def cover(held: Sequence[Iterable[Span]], count: int) -> list[tuple[int, Span]]:
 
 
 def owners_of(sizes: Mapping[str, int], size: int) -> dict[str, int]:
-    """For each array the rank that owns the whole of it: the largest first, to who has the least.
+    """Assign whole arrays to ranks, the largest first, each to the rank with the fewest values.
 
     >>> owners_of({"a": 3, "b": 5, "c": 1}, 2)
     {'b': 0, 'a': 1, 'c': 1}
@@ -79,7 +79,7 @@ def owners_of(sizes: Mapping[str, int], size: int) -> dict[str, int]:
 
 
 def buckets_of(nbytes: Mapping[str, int], bucket_bytes: int) -> list[tuple[str, ...]]:
-    """The arrays in runs of at most `bucket_bytes`; a larger array has its own.
+    """Group consecutive arrays into buckets of at most `bucket_bytes`; a larger one is alone.
 
     >>> buckets_of({"a": 3, "b": 5, "c": 1}, 6)
     [('a',), ('b', 'c')]

@@ -1,4 +1,4 @@
-"""What a sharded optimizer updates at once: a bucket by its rows, or one whole array."""
+"""The units that a sharded optimizer updates: a bucket that is cut by values, or a whole array."""
 
 import importlib
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from pmesh.mlx.flat import Arrays, Flat
 from pmesh.mlx.shards import Span, cover, parts_of, span_of
 
 State: TypeAlias = dict[str, mx.array]
-"""What an optimizer keeps of one array, such as `m` and `v`."""
+"""An optimizer's state for one array, such as `m` and `v`."""
 
 _optim: Any = importlib.import_module("mlx.optimizers")  # it has no types
 
@@ -22,12 +22,12 @@ ELEMENTWISE = frozenset(
     getattr(_optim, name)
     for name in ("SGD", "RMSprop", "Adagrad", "AdaDelta", "Adam", "AdamW", "Adamax", "Lion")
 )
-"""Exactly these: a subclass may look at whole arrays."""
+"""Optimizers that update each value by itself. A subclass may not, so it is not among them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Among:
-    """The ranks among which units are shared out, and how often."""
+    """The ranks that units are sharded across, and the number of copies of each part."""
 
     mesh: Mesh
     rank: int
@@ -36,16 +36,16 @@ class Among:
     timeout_s: float
 
     def check(self) -> None:
-        """Raises RosterChanged if these are not the ranks any more."""
+        """Raise RosterChanged if the ranks have changed."""
         if (self.mesh.rank, self.mesh.size) != (self.rank, self.size):
             raise RosterChanged("a rank was lost while an optimizer's state was shared out")
 
     def kept_parts(self, rank: int) -> list[int]:
-        """Which parts a rank keeps."""
+        """Return the numbers of the parts that a rank keeps."""
         return parts_of(rank, self.size, self.replicas)
 
     def all_gather(self, x: mx.array) -> mx.array:
-        """The rows of all ranks, evaluated; raises RosterChanged if one is lost."""
+        """Return the rows of all ranks, evaluated. Raises RosterChanged if a rank is lost."""
         found = self.mesh.all_gather(x, self.timeout_s)
         self.check()
         return found
@@ -58,58 +58,58 @@ class Unit(Protocol):
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Of its arrays."""
+        """The paths of its arrays."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """What this rank keeps of the state."""
+        """The bytes of state that this rank keeps."""
         ...
 
     def drop(self) -> None:
-        """Keep nothing any more."""
+        """Drop the state."""
         ...
 
     def held(self) -> list[list[int]]:
-        """What this rank keeps, as it is told to the others."""
+        """Return the spans that this rank keeps, in a form that can be sent."""
         ...
 
     def reshard(self, among: Among, held: Sequence[list[list[int]]]) -> int:
-        """Keep what this rank has to among these; returns how many values nobody had."""
+        """Collect the state that this rank must keep; return how many values no rank had."""
         ...
 
     def lay_out(self, gradients: Arrays, share: float) -> mx.array:
-        """The gradients times this rank's share, evaluated, in the dtype that they are added in."""
+        """Return the gradients times this rank's share, evaluated, in the dtype of the sum."""
         ...
 
     def step(self, among: Among, mean: Any, parameters: Arrays) -> Arrays:  # noqa: ANN401 - a Handle
-        """Update; the state changes only when all ranks have the new parameters.
+        """Update the arrays; the state changes only once all ranks have the new parameters.
 
         Args:
             among: the ranks.
-            mean: a handle of what `start` has begun.
-            parameters: all of them.
+            mean: the handle that `start` returned.
+            parameters: the model's parameters.
         """
         ...
 
     def start(self, among: Among, gradients: mx.array) -> Any:  # noqa: ANN401 - a Handle
-        """Begin to add up what was laid out."""
+        """Begin the sum of the gradients that `lay_out` returned."""
         ...
 
     def gather(self, among: Among, held: Sequence[list[list[int]]]) -> dict[str, State]:
-        """The whole state by path, on every rank."""
+        """Return the whole state by path, on every rank."""
         ...
 
     def load(self, among: Among, states: dict[str, State]) -> None:
-        """Keep this rank's part of what `gather` has returned."""
+        """Keep this rank's part of a state that `gather` returned."""
         ...
 
 
 @dataclass(slots=True)
 class Rows:
-    """A bucket of arrays of one dtype whose optimizer treats each value by itself.
+    """A bucket of arrays of one dtype, with an elementwise optimizer.
 
-    They lie one behind the other, and each rank updates its part of these values.
+    The arrays form one flat array, and each rank updates its part of it.
     """
 
     optimizer: Any
@@ -118,24 +118,24 @@ class Rows:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Of its arrays."""
+        """The paths of its arrays."""
         return self.flat.paths
 
     @property
     def nbytes(self) -> int:
-        """What this rank keeps of the state."""
+        """The bytes of state that this rank keeps."""
         return sum(x.nbytes for state in self.states.values() for x in state.values())
 
     def drop(self) -> None:
-        """Keep nothing any more."""
+        """Drop the state."""
         self.states = {}
 
     def held(self) -> list[list[int]]:
-        """The spans that this rank keeps."""
+        """Return the spans that this rank keeps."""
         return [list(span) for span in self.states]
 
     def reshard(self, among: Among, held: Sequence[list[list[int]]]) -> int:
-        """Keep what this rank has to among these; returns how many values nobody had."""
+        """Collect the state that this rank must keep; return how many values no rank had."""
         wanted = self._wanted(among)
         givers = self._givers(held)
         if not givers:
@@ -150,7 +150,7 @@ class Rows:
         return self.flat.count - sum(span.size for _, span in givers)
 
     def lay_out(self, gradients: Arrays, share: float) -> mx.array:
-        """The gradients times this rank's share, evaluated, in the dtype that they are added in."""
+        """Return the gradients times this rank's share, evaluated, in the dtype of the sum."""
         flat = self.flat.cut(gradients, Span(0, self.flat.count))
         wide = flat if self.flat.dtype == mx.complex64 else flat.astype(mx.float32)
         scaled = wide * share
@@ -158,11 +158,11 @@ class Rows:
         return scaled
 
     def start(self, among: Among, gradients: mx.array) -> Any:  # noqa: ANN401 - a Handle
-        """Begin to add up what was laid out."""
+        """Begin the sum of the gradients that `lay_out` returned."""
         return among.mesh.reduce_scatter(gradients, "sum", among.timeout_s, async_op=True)
 
     def step(self, among: Among, mean: Any, parameters: Arrays) -> Arrays:  # noqa: ANN401 - a Handle
-        """Update this rank's values, and get those of the others."""
+        """Update this rank's values, and gather those of the others."""
         own = mean.wait()
         among.check()
         means = [own, *self._replicated(among, own)]
@@ -181,7 +181,7 @@ class Rows:
         return self.flat.take_apart(values)
 
     def gather(self, among: Among, held: Sequence[list[list[int]]]) -> dict[str, State]:
-        """The whole state by path, on every rank."""
+        """Return the whole state by path, on every rank."""
         found: dict[str, State] = {path: {} for path in self.paths}
         for key, values in self._collected(among, self._givers(held)):
             for path, part in self.flat.take_apart(values).items():
@@ -189,7 +189,7 @@ class Rows:
         return found
 
     def load(self, among: Among, states: dict[str, State]) -> None:
-        """Keep this rank's part of what `gather` has returned."""
+        """Keep this rank's part of a state that `gather` returned."""
         self.states = {
             span: {
                 key: mx.contiguous(self.flat.cut({p: states[p][key] for p in self.paths}, span))
@@ -211,7 +211,7 @@ class Rows:
         return state
 
     def _replicated(self, among: Among, own: mx.array) -> list[mx.array]:
-        """The mean gradients of the other parts that this rank keeps, from their ranks."""
+        """Receive the mean gradients of the replicas that this rank keeps."""
         others = among.kept_parts(among.rank)[1:]
         if not others:
             return []
@@ -227,7 +227,7 @@ class Rows:
     def _collected(
         self, among: Among, givers: Sequence[tuple[int, Span]]
     ) -> "list[tuple[str, mx.array]]":
-        """Each array of the whole state, put together of what the ranks have."""
+        """Return each array of the whole state, gathered from the ranks."""
         return [(key, self._put_together(among, givers, key)) for key in self._initial(1)]
 
     def _put_together(self, among: Among, givers: Sequence[tuple[int, Span]], key: str) -> mx.array:
@@ -247,7 +247,7 @@ class Rows:
         return mx.concatenate(found)
 
     def _kept(self, span: Span) -> State:
-        """A part of what this rank keeps."""
+        """Return the state of a span that lies within one that this rank keeps."""
         whole = next(s for s in self.states if s.begin <= span.begin and span.end <= s.end)
         begin, end = span.begin - whole.begin, span.end - whole.begin
         return {key: x[begin:end] for key, x in self.states[whole].items()}
@@ -255,7 +255,7 @@ class Rows:
 
 @dataclass(slots=True)
 class Whole:
-    """An array whose optimizer needs the whole of it, as Adafactor and Muon do: one rank's."""
+    """An array that one rank updates as a whole, as Adafactor and Muon require."""
 
     optimizer: Any
     path: str
@@ -266,24 +266,24 @@ class Whole:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The one that it is."""
+        """The path of the array."""
         return (self.path,)
 
     @property
     def nbytes(self) -> int:
-        """What this rank keeps of the state."""
+        """The bytes of state that this rank keeps."""
         return sum(x.nbytes for x in (self.state or {}).values())
 
     def drop(self) -> None:
-        """Keep nothing any more."""
+        """Drop the state."""
         self.state = None
 
     def held(self) -> list[list[int]]:
-        """One span that stands for all if this rank keeps it."""
+        """Return a span that stands for the whole state, if this rank keeps it."""
         return [] if self.state is None else [[0, 1]]
 
     def reshard(self, among: Among, held: Sequence[list[list[int]]]) -> int:
-        """Keep what this rank has to among these; returns how many values nobody had."""
+        """Collect the state that this rank must keep; return how many values no rank had."""
         keepers = {rank for rank in range(among.size) if self.owner in among.kept_parts(rank)}
         holders = {rank for rank, spans in enumerate(held) if spans}
         initial = self._initial()
@@ -295,18 +295,18 @@ class Whole:
         return 0 if holders else sum(x.size for x in initial.values())
 
     def lay_out(self, gradients: Arrays, share: float) -> mx.array:
-        """The gradient times this rank's share, evaluated, in the dtype that it is added in."""
+        """Return the gradient times this rank's share, evaluated, in the dtype of the sum."""
         gradient = gradients[self.path]
         scaled = (gradient if self.dtype == mx.complex64 else gradient.astype(mx.float32)) * share
         evaluate([scaled])
         return scaled
 
     def start(self, among: Among, gradients: mx.array) -> Any:  # noqa: ANN401 - a Handle
-        """Begin to add it up, for all: the op for one rank alone fails if that rank is lost."""
+        """Begin the sum on all ranks: a reduce to the owner would fail if the owner is lost."""
         return among.mesh.all_reduce(gradients, "sum", among.timeout_s, async_op=True)
 
     def step(self, among: Among, mean: Any, parameters: Arrays) -> Arrays:  # noqa: ANN401 - a Handle
-        """Update it if this rank keeps it; all get what the owner has made of it."""
+        """Update the array if this rank keeps it; every rank gets the result of the owner."""
         gradient = mean.wait()
         among.check()
         fresh: State | None = None
@@ -326,12 +326,12 @@ class Whole:
         return {self.path: whole}
 
     def gather(self, among: Among, held: Sequence[list[list[int]]]) -> dict[str, State]:
-        """The whole state, on every rank."""
+        """Return the whole state, on every rank."""
         holders = [rank for rank, spans in enumerate(held) if spans]
         return {self.path: self._from(min(holders), among) if holders else self._initial()}
 
     def load(self, among: Among, states: dict[str, State]) -> None:
-        """Keep it if this rank has to."""
+        """Keep the state if this rank is to have it."""
         kept = self.owner in among.kept_parts(among.rank)
         self.state = dict(states[self.path]) if kept else None
 
@@ -341,7 +341,7 @@ class Whole:
         return state
 
     def _from(self, holder: int, among: Among) -> State:
-        """The state that one rank has, on every rank."""
+        """Return the state of one rank, on every rank."""
         found: State = {}
         for key, initial in self._initial().items():
             own = self.state[key] if self.state is not None and among.rank == holder else None
@@ -352,5 +352,5 @@ class Whole:
 
 
 def is_elementwise(optimizer: object) -> bool:
-    """Whether it updates each value by what it keeps of that value alone."""
+    """Return True if the optimizer updates each value by itself."""
     return type(optimizer) in ELEMENTWISE

@@ -1,7 +1,7 @@
-"""Which rows of the data each rank takes at each iteration, padded as mlx-lm pads them.
+"""Chooses the rows that each rank takes in each iteration, and pads them as mlx-lm does.
 
-A batch depends on the data set, the seed and the iteration alone, and has `batch_size` rows however
-many ranks there are. Rank r of n takes every n-th row, from the r-th on; so n need not divide the
+A batch depends only on the data set, the seed and the iteration. It has `batch_size` rows for any
+number of ranks. Rank r of n takes every n-th row, starting with row r; so n need not divide the
 batch, and a rank may get no row.
 """
 
@@ -19,14 +19,14 @@ PAD_TO = 32  # as mlx-lm: few shapes, so few compilations
 
 
 class Dataset(Protocol):
-    """What mlx-lm's `CacheDataset` offers."""
+    """The interface of mlx-lm's `CacheDataset`."""
 
     def itemlen(self, idx: int) -> int:
-        """Return what mlx-lm sorts rows by."""
+        """Return the length by which mlx-lm sorts rows."""
         ...
 
     def __getitem__(self, idx: int) -> tuple[Sequence[int], int]:
-        """Return the tokens of a row, and where those begin that are to be learned."""
+        """Return the tokens of a row, and the index of the first token that is to be learned."""
         ...
 
     def __len__(self) -> int: ...
@@ -37,22 +37,22 @@ class Share:
     """One rank's rows of a batch."""
 
     tokens: NDArray[np.int32]
-    """Rows by length, padded with 0."""
+    """The tokens in the shape (rows, length), padded with 0."""
     spans: NDArray[np.int32]
-    """For each row the first and last target that counts, as mlx-lm's losses take them."""
+    """The first and last target that counts in each row, in the form of mlx-lm's losses."""
     targets: int
-    """How many targets count in all rows; at least 1 in each."""
+    """The number of targets that count in all rows; each row has at least 1."""
     truncated: int
-    """How many rows were longer than the longest that is allowed."""
+    """The number of rows that were cut to the maximal length."""
 
 
 class Batches:
-    """A data set cut into batches, in another order in each epoch."""
+    """A data set in batches, whose order differs from epoch to epoch."""
 
     def __init__(
         self, dataset: Dataset, *, batch_size: int, max_length: int, seed: int, name: str
     ) -> None:
-        """Cut the rows into batches, as mlx-lm does: the rest of the division is left out.
+        """Cut the rows into batches, as mlx-lm does. An incomplete last batch is left out.
 
         Raises:
             UsageError: There are fewer rows than one batch has.
@@ -71,11 +71,11 @@ class Batches:
         self._epoch, self._order = -1, order_of(0, epoch=0, seed=0)
 
     def __len__(self) -> int:
-        """Return how many batches an epoch has."""
+        """Return the number of batches in an epoch."""
         return len(self._batches)
 
     def rows(self, iteration: int) -> list[int]:
-        """Return the rows of the batch of an iteration, counted from 0, over all ranks."""
+        """Return all rows of an iteration's batch; iterations count from 0."""
         epoch, place = divmod(iteration, len(self._batches))
         if epoch != self._epoch:
             self._order = order_of(len(self._batches), epoch=epoch, seed=self._seed)
@@ -83,20 +83,19 @@ class Batches:
         return self._batches[int(self._order[place])]
 
     def share(self, iteration: int, *, rank: int, size: int) -> Share | None:
-        """Return this rank's part of the batch; None if it has nothing to learn from."""
+        """Return this rank's part of the batch; None if it has no target that counts."""
         samples = [self._dataset[row] for row in self.rows(iteration)[rank::size]]
         return pad(samples, max_length=self._max_length)
 
 
 def pad(samples: Sequence[tuple[Sequence[int], int]], *, max_length: int) -> Share | None:
-    """Cut and pad rows to one length; rows without a target that counts are left out.
+    """Cut and pad rows to one length, without the rows that have no target that counts.
 
-    Such a row is one whose prompt, which is masked, fills the length. mlx-lm's mean over no targets
-    would be not a number.
+    The masked prompt of such a row fills the whole length. mlx-lm's mean over no targets is NaN.
 
     Args:
-        samples: For each row its tokens, and where those begin that are to be learned.
-        max_length: The most tokens that a row may have.
+        samples: For each row its tokens, and the index of the first token to be learned.
+        max_length: The maximal number of tokens in a row.
 
     >>> share = pad([([5, 6, 7], 0), ([8], 0)], max_length=8)
     >>> share.tokens.tolist()

@@ -1,4 +1,4 @@
-"""`mlx_lm.lora --train` as one rank of a job: what is checked before anything heavy is loaded."""
+"""Runs `mlx_lm.lora --train` as one rank of a job; cheap checks come before heavy imports."""
 
 import importlib.util
 import os
@@ -16,32 +16,32 @@ _NO_RESUME = "--no-resume"
 def train(arguments: list[str]) -> int:
     """Run `mlx_lm.lora` with these options as one rank of the job that `pmesh mlx` has named.
 
-    Options, data sets and adapters are mlx-lm's. `--no-resume` is ours: begin anew although the
-    folder of the adapters has the state of a run. Without the variables of `pmesh mlx` the job is
+    Options, data sets and adapters are mlx-lm's. Only `--no-resume` is ours: it begins anew even if
+    the folder of the adapters has a checkpoint. Without the variables of `pmesh mlx` the job is
     `mlx_lm.lora`, and begins with this trainer.
 
     Args:
-        arguments: The words after `mlx_lm.lora`; `--train` is one, or stands in a YAML file.
+        arguments: The words after `mlx_lm.lora`. `--train` is among them or in a YAML file.
 
     Returns:
         The exit code, 0.
 
     Raises:
         UsageError: mlx-lm is not installed; or an option, the model or the data can't be used, or
-            differs from another machine's.
+            differs between machines.
         PmeshError: As for `pmesh.connect` and `Mesh.sync`.
-        SystemExit: mlx-lm's parser has refused the options, and said why.
+        SystemExit: mlx-lm's parser has refused the options, and has printed why.
     """
     launch = Launch.of(os.environ) or Launch(job=JOB, wait_for=1)
     if launch.compression not in {"", "none"}:
         named(launch.compression)
-    ask_status(home_directory(None))  # now, and not when the model is loaded
+    ask_status(home_directory(None))  # fails now without an agent, not after loading the model
     if importlib.util.find_spec("mlx_lm") is None:
         raise UsageError(
             "mlx-lm is not installed beside pmesh: pip install 'mlx-lm>=0.32' in the environment "
             "that has pmesh"
         )
-    # They import MLX and mlx-lm, which takes seconds.
+    # These modules import MLX and mlx-lm, which takes seconds.
     from pmesh.mlx_lm.prepared import parse, prepare  # noqa: PLC0415
     from pmesh.mlx_lm.session import run_session  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""Files that mlx-lm reads: written beside their place and renamed, so a crash leaves one whole."""
+"""Replaces files atomically: after a crash, mlx-lm reads the old file or the new one."""
 
 import os
 import secrets
@@ -9,12 +9,12 @@ from pmesh.errors import UsageError
 
 
 def replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Have `write` make a new file, and rename it to `path` once it is on the disk.
+    """Let `write` make a new file, and rename it to `path` once it is on the disk.
 
     Raises:
-        UsageError: It can't be written there.
+        UsageError: The file can't be written there.
     """
-    # The suffix stays the last: MLX appends one to names that lack it.
+    # The suffix stays last: MLX appends one to names without it.
     new = path.with_name(f".{path.stem}.{secrets.token_hex(4)}{path.suffix}")
     try:
         write(new)

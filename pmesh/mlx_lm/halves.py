@@ -1,4 +1,4 @@
-"""The two compiled halves of a step, with the average between them; and the loss without a step."""
+"""The two compiled halves of a step, gradients and update, and the loss for an evaluation."""
 
 import operator
 from collections.abc import Callable, Sequence
@@ -11,14 +11,14 @@ from pmesh.mlx_lm.libraries import mx, nn, trees
 Tree: TypeAlias = Any
 """Nested dicts and lists of MLX's arrays."""
 
-GROUP_BYTES = 64 << 20  # of parameters: many adapters in one evaluation, few layers of a model
+GROUP_BYTES = 64 << 20  # bytes of parameters: many adapters, or a few whole layers
 
 Loss: TypeAlias = Callable[..., Any]
-"""Of a model, tokens and spans: the mean over the targets, and how many there are."""
+"""Takes a model, tokens and spans; returns the mean loss over the targets, and their number."""
 
 
 class Gradients:
-    """The gradients of the mean loss over all targets of this rank's rows."""
+    """Computes the gradients of the mean loss over all targets of this rank's rows."""
 
     def __init__(self, model: Any, loss: Loss) -> None:
         self._model = model
@@ -37,15 +37,16 @@ class Gradients:
         self._compiled = compiled
 
     def of(self, shares: Sequence[Share | None], seeds: Sequence[int]) -> tuple[float, Tree]:
-        """Add up the gradients of several iterations, each by its number of targets.
+        """Return the loss and the gradients of several iterations, weighted by their targets.
 
         Args:
-            shares: This rank's rows at each iteration.
-            seeds: What the random numbers of each iteration (dropout) begin with.
+            shares: This rank's rows in each iteration.
+            seeds: The seed of the random numbers (dropout) of each iteration.
 
         Returns:
-            The sum of the losses over all targets, and the gradients of their mean, not evaluated:
-            with them the average overlaps. Zeros if there are no rows.
+            The sum of the losses over all targets, and the gradients of their mean. The gradients
+            are not evaluated, so that computing them overlaps with averaging them. Without rows,
+            both are zero.
         """
         targets = sum(share.targets for share in shares if share is not None)
         loss: Any = 0.0
@@ -54,7 +55,7 @@ class Gradients:
             if share is None:
                 continue
             if grads is not None:
-                mx.eval(loss, grads)  # one iteration's activations at a time
+                mx.eval(loss, grads)  # so that only one iteration's activations are in memory
             mx.random.seed(seed)
             part = (
                 None if share.targets == targets else mx.array(share.targets / targets, mx.float32)
@@ -64,8 +65,8 @@ class Gradients:
             loss += mean * share.targets
         if grads is None:
             return 0.0, trees.tree_map(mx.zeros_like, self._model.trainable_parameters())
-        # Evaluated before the gradients, which are evaluated while they are sent: its graph would
-        # keep the activations.
+        # The loss is evaluated first: its graph would keep the activations while the gradients are
+        # evaluated and sent.
         return float(loss.item()), grads
 
 
@@ -74,7 +75,7 @@ def _times(part: Any, x: Any) -> Any:
 
 
 def compile_update(optimizer: Any) -> Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]:
-    """Return the optimizer as a function: parameters, state, gradients → parameters, state."""
+    """Return a compiled function: parameters, state, gradients → new parameters, new state."""
 
     def update(parameters: Tree, state: Tree, grads: Tree) -> tuple[Tree, Tree]:
         optimizer.state = state
@@ -88,8 +89,8 @@ def compile_update(optimizer: Any) -> Callable[[Tree, Tree, Tree], tuple[Tree, T
 def evaluate_in_groups(parameters: Tree, state: Tree) -> None:
     """Evaluate updated parameters and their optimizer state, some at a time.
 
-    Evaluated all at once, the new arrays were there before the old ones could be freed: with Adam
-    seven times the parameters' bytes instead of four, counting the gradients.
+    If all were evaluated at once, no old array could be freed before all new ones exist. With Adam
+    that takes seven times the bytes of the parameters instead of four, counting the gradients.
     """
     pairs: list[tuple[Any, Tree]] = []
 
@@ -117,6 +118,6 @@ def loss_of(model: Any, loss: Loss, share: Share | None) -> float:
 
 
 def clear_cache(above_bytes: int) -> None:
-    """Give memory that is kept for reuse back to the system, as mlx-lm does."""
+    """Return MLX's cached memory to the system if it exceeds a limit, as mlx-lm does."""
     if mx.get_cache_memory() > above_bytes:
         mx.clear_cache()

@@ -1,6 +1,6 @@
-"""MLX and mlx-lm as modules whose names are Any: most of what is used of them has no types.
+"""MLX and mlx-lm as modules of type Any, since most of what we use of them has no types.
 
-Imported only where a trainer of `mlx_lm.lora` runs.
+Only a trainer of `mlx_lm.lora` imports this.
 """
 
 from importlib import import_module

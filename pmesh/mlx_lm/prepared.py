@@ -1,6 +1,6 @@
-"""mlx-lm's own preparations: options, model, data, adapters and optimizer, up to its loop.
+"""Runs mlx-lm's own preparations: options, model, data, adapters and optimizer, but not its loop.
 
-Its functions are called as its command calls them; names in its module stand for ours meanwhile.
+This calls mlx-lm's functions as its command does; meanwhile some of them are replaced by ours.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ _POSITIVE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What mlx-lm hands to its training loop, and the data sets as they were read."""
+    """What mlx-lm passes to its training loop, and the data sets as they were loaded."""
 
     options: Any
-    """All options of the command line, the YAML file and mlx-lm's defaults."""
+    """All options, from the command line, the YAML file and mlx-lm's defaults."""
     args: Any
     """mlx-lm's `TrainingArgs`."""
     model: Any
@@ -43,15 +43,15 @@ class Prepared:
 
 
 def parse(arguments: list[str]) -> Any:
-    """Return the options as mlx-lm's `run` gets them.
+    """Return the options that mlx-lm's `run` would get.
 
     Raises:
         UsageError: There is nothing to train, or a number is too small.
-        SystemExit: The parser has refused them, and said why.
+        SystemExit: The parser has refused the options, and has printed why.
     """
     found: list[Any] = []
     typed = sys.argv
-    with _standing_in(run=found.append), _explained("can't read the options"):
+    with _replaced(run=found.append), _explain_errors("can't read the options"):
         sys.argv = ["mlx_lm.lora", *arguments]
         try:
             lora.main()
@@ -67,12 +67,12 @@ def prepare(options: Any) -> Prepared:
     """Load the model and the data, and make the adapters and the optimizer.
 
     Raises:
-        UsageError: Something is not there, or does not fit; the message says what.
+        UsageError: Something is missing or does not fit; the message says what.
     """
-    np.random.seed(options.seed)  # noqa: NPY002 - as mlx-lm does, for what it calls
+    np.random.seed(options.seed)  # noqa: NPY002 - as mlx-lm does, for the libraries that it calls
     callback = None
     if options.report_to:
-        with _explained(f"can't report to {options.report_to!r}, from --report-to"):
+        with _explain_errors(f"can't report to {options.report_to!r}, from --report-to"):
             callback = lora.get_reporting_callbacks(
                 options.report_to,
                 project_name=options.project_name,
@@ -80,7 +80,7 @@ def prepare(options: Any) -> Prepared:
                 config=vars(options),
             )
     print(f"Loading the model {options.model}", flush=True)
-    with _explained(
+    with _explain_errors(
         f"can't load the model {_shown(options, 'model')}",
         "--model takes a folder with config.json, *.safetensors and a tokenizer, or the name of a "
         "Hugging Face repository that this machine can reach",
@@ -90,7 +90,7 @@ def prepare(options: Any) -> Prepared:
             options.model, tokenizer_config={"trust_remote_code": trust}, trust_remote_code=trust
         )
     print(f"Loading the data {options.data}", flush=True)
-    with _explained(
+    with _explain_errors(
         f"can't load the data {_shown(options, 'data')}",
         "--data takes a folder with train.jsonl, and valid.jsonl and test.jsonl where they are "
         "wanted, or the name of a Hugging Face data set that this machine can reach",
@@ -98,11 +98,11 @@ def prepare(options: Any) -> Prepared:
         train_set, valid_set, test_set = lora.load_dataset(options, tokenizer)
     given: dict[str, Any] = {}
     with (
-        _standing_in(
+        _replaced(
             train=given.update,
             save_config=partial(_save_config, lora.save_config),
         ),
-        _explained("mlx-lm can't prepare the training"),
+        _explain_errors("mlx-lm can't prepare the training"),
     ):
         lora.train_model(options, model, train_set, valid_set, callback)
         if given["args"].grad_checkpoint:
@@ -153,8 +153,8 @@ def _save_config(save: Callable[..., object], config: dict[str, Any], path: Path
 
 
 @contextlib.contextmanager
-def _standing_in(**functions: Callable[..., object]) -> Generator[None]:
-    """Have functions of ours stand in mlx-lm's module under these names."""
+def _replaced(**functions: Callable[..., object]) -> Generator[None]:
+    """Replace functions of mlx-lm's module by ours inside the block."""
     before = {name: getattr(lora, name) for name in functions}
     for name, function in functions.items():
         setattr(lora, name, function)
@@ -166,8 +166,8 @@ def _standing_in(**functions: Callable[..., object]) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def _explained(what: str, hint: str = "") -> Generator[None]:
-    """Turn whatever mlx-lm and the libraries under it raise into one sentence."""
+def _explain_errors(what: str, hint: str = "") -> Generator[None]:
+    """Turn any exception of mlx-lm and its libraries into a UsageError of one sentence."""
     try:
         yield
     except UsageError:

@@ -1,4 +1,4 @@
-"""One trainer's run from the connection to the test: the parts put together."""
+"""One trainer's run, from the connection to the test."""
 
 import math
 from pathlib import Path
@@ -14,15 +14,15 @@ from pmesh.mlx_lm.state import State
 from pmesh.mlx_lm.terms import MODEL, Terms, describe_model, describe_rows, option_terms
 from pmesh.mlx_lm.training import Run, Training, evaluate
 
-PATIENCE_S = 1800.0  # another machine may still download the model
+PATIENCE_S = 1800.0  # another machine may still be downloading the model
 
 
 def run_session(prepared: Prepared, launch: Launch, *, resumes: bool) -> None:
-    """Join the job, train, and test if that is asked for.
+    """Join the job, train, and test if the options ask for it.
 
     Raises:
-        UsageError: The data are too few, the saved state is of another run, or another machine has
-            other options, another model or other data.
+        UsageError: There are too few data, the checkpoint is from another run, or the options, the
+            model or the data differ between machines.
         PmeshError: As for `pmesh.connect` and `Mesh.sync`.
     """
     trainer.maybe_set_recommended_wired_limit()
@@ -69,7 +69,7 @@ def _batches(prepared: Prepared, dataset: Any, name: str) -> Batches:
 
 def _test(mesh: Mesh, prepared: Prepared, batches: Batches) -> None:
     loss = None
-    while loss is None:  # a rank was lost, with its rows
+    while loss is None:  # None if a rank was lost
         count = prepared.options.test_batches
         loss = evaluate(mesh, prepared.model, prepared.loss, batches, count)
     if mesh.rank == 0:

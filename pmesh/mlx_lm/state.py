@@ -1,4 +1,4 @@
-"""The state of a run: what `mesh.sync` gives to newcomers, and what checkpoints keep."""
+"""The state of a run, which `mesh.sync` gives to newcomers and checkpoints save."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -15,25 +15,25 @@ _COUNTS = ("iteration", "validated", "trained_tokens")
 
 
 class State:
-    """Trained weights, the optimizer's state, and how far the run has come."""
+    """The trained weights, the optimizer's state, and the progress of the run."""
 
     def __init__(self, model: Any, optimizer: Any, terms: Terms) -> None:
         self.model = model
         self.optimizer = optimizer
         self.terms = terms
         self.iteration = 0
-        """How many iterations are done, which is also the position in the data."""
+        """The number of iterations that are done, which is also the position in the data."""
         self.validated = 0
-        """The last iteration for which there was a validation."""
+        """The last iteration of the step for which a validation has run."""
         self.trained_tokens = 0
         optimizer.init(model.trainable_parameters())
 
     def tree(self) -> dict[str, Any]:
-        """Return all that the next step depends on; its arrays are those in use."""
+        """Return everything that the next step depends on. The arrays are not copied."""
         return {"terms": self.terms, **self._counts(), **self._arrays()}
 
     def take(self, tree: dict[str, Any]) -> None:
-        """Go on with what `tree` of another rank has returned."""
+        """Continue from a tree that `tree` returned on another rank."""
         for name in _COUNTS:
             setattr(self, name, tree[name])
         self.model.update(tree["parameters"])
@@ -47,11 +47,11 @@ class State:
         """Write the trained weights where mlx-lm looks for them.
 
         Args:
-            folder: Of the adapters.
-            numbered: Keep a copy under the number of the iteration, as mlx-lm does.
+            folder: The folder of the adapters.
+            numbered: Also keep a copy whose name has the iteration, as mlx-lm does.
 
         Raises:
-            UsageError: They can't be written there.
+            UsageError: The files can't be written there.
         """
         adapters = self.adapters()
 
@@ -63,14 +63,14 @@ class State:
         replace(folder / ADAPTERS, write)
 
     def resume(self, saved: Any, folder: Path) -> None:
-        """Go on with what `tree` has returned in an earlier run, with this run's learning rate.
+        """Continue from a tree of an earlier run, with this run's learning rate.
 
         Args:
-            saved: Whatever was loaded.
-            folder: Where it was saved.
+            saved: What was loaded from the checkpoint.
+            folder: The folder of the checkpoint.
 
         Raises:
-            UsageError: It is of another model, or of options that make other arrays.
+            UsageError: It is from another model, or from options that give other arrays.
         """
         if not isinstance(saved, dict) or not {"terms", *_COUNTS, *self._arrays()} <= saved.keys():
             raise UsageError(

@@ -1,6 +1,6 @@
-"""What must be the same on all machines of a run, and what a saved state must fit.
+"""Checks what must be the same on all machines of a run, and what a saved state must match.
 
-Paths differ between machines, so models and data sets are compared by what they hold.
+Paths differ between machines, so models and data sets are compared by their contents.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,24 +13,24 @@ from pmesh.errors import UsageError
 from pmesh.mlx_lm.libraries import mx, trees
 
 Terms = dict[str, str]
-"""Texts to show by the name of an option, or of what was loaded."""
+"""A text for each option, and for the model and each data set."""
 
-# Places, and what only the machine itself is concerned with.
+# Paths, and options that concern only one machine.
 _LOCAL = frozenset(
     {
         *("adapter_path", "clear_cache_threshold", "config", "data", "model", "project_name"),
         *("report_to", "resume_adapter_file", "train", "trust_remote_code"),
     }
 )
-_SAMPLED = 64  # values of each array: other weights differ in them, and reading all would take long
+_SAMPLED = 64  # values of each array: enough to tell weights apart, and reading all would take long
 
 MODEL = "base model"
 OF_A_STATE = (MODEL, "--fine-tune-type", "--num-layers", "--lora-parameters", "--optimizer")
-"""What a saved state goes with; other options may change when a run is resumed."""
+"""Terms that a saved state must match; other options may change when a run resumes."""
 
 
 class Rows(Protocol):
-    """A data set as it was read."""
+    """A data set as it was loaded."""
 
     def __getitem__(self, idx: int) -> object: ...
     def __len__(self) -> int: ...
@@ -50,7 +50,7 @@ def option_terms(options: Mapping[str, Any]) -> Terms:
 
 
 def describe_rows(rows: Rows) -> str:
-    """Return how many rows there are, and a hash of them all."""
+    """Return the number of rows, and a hash of all of them."""
     hasher = xxhash.xxh3_64()
     for row in range(len(rows)):
         hasher.update(repr(rows[row]).encode(errors="surrogatepass"))
@@ -58,7 +58,7 @@ def describe_rows(rows: Rows) -> str:
 
 
 def describe_model(model: Any) -> str:
-    """Return a hash of the frozen parameters: names, shapes, dtypes and a sample of the values."""
+    """Return a hash of the frozen parameters: names, shapes, dtypes and some of the values."""
     trained = dict(trees.tree_flatten(model.trainable_parameters()))
     frozen = [(k, x) for k, x in trees.tree_flatten(model.parameters()) if k not in trained]
     samples = [x.reshape(-1)[:: max(1, x.size // _SAMPLED)].view(mx.uint8) for _, x in frozen]
@@ -75,7 +75,7 @@ def check_alike(names: Sequence[str], terms: Sequence[Terms]) -> None:
     """Compare the terms of machines with those of the first.
 
     Raises:
-        UsageError: Some differ; the message names what, where and how.
+        UsageError: Some terms differ; the message names them with both values.
     """
     for name, other in zip(names[1:], terms[1:], strict=True):
         if differences := _differences(terms[0], other):
@@ -87,10 +87,10 @@ def check_alike(names: Sequence[str], terms: Sequence[Terms]) -> None:
 
 
 def check_resumable(path: object, saved: Terms, terms: Terms) -> None:
-    """Compare the terms of a saved state with those of this run, as far as it depends on them.
+    """Compare the terms of a saved state with those of this run.
 
     Raises:
-        UsageError: It is of another model, or of another kind of fine-tuning.
+        UsageError: It is from another model, or from another kind of fine-tuning.
     """
     ours, theirs = ({k: x.get(k, "nothing") for k in OF_A_STATE} for x in (terms, saved))
     if differences := _differences(theirs, ours):

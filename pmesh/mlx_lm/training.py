@@ -1,13 +1,12 @@
-"""The training loop: mlx-lm's iterations, validations, reports and files, among ranks that change.
+"""The training loop: mlx-lm's iterations, validations, reports and files, on ranks that change.
 
-A step is one update of the weights: `grad_accumulation_steps` iterations. It begins with
-`mesh.sync`, where machines enter; the average between the two compiled halves runs on the host,
-never in the GPU's queue. Whatever a rank decides depends on the state that `sync` gives to all, and
-on the world that all see alike (O5), so all decide alike.
+A step is one update of the weights, after `grad_accumulation_steps` iterations. It begins with
+`mesh.sync`, where machines enter. The gradients are averaged between the two compiled halves, on
+the host and never in the GPU's queue. A rank's decisions depend only on the state that `sync` gives
+to all ranks, and on the world that all ranks see alike (O5). So all ranks decide alike.
 
-If a rank is lost in a step, all discard the step and take it again: the rows of the batch are dealt
-out among those that are left. So each update is that of the whole batch, and a loss changes the
-result by rounding only.
+If a rank is lost in a step, all ranks discard the step and repeat it: the remaining ranks share the
+rows of the batch. So each update uses the whole batch, and a loss changes only the rounding.
 """
 
 import math
@@ -36,20 +35,20 @@ from pmesh.mlx_lm.libraries import mx
 from pmesh.mlx_lm.state import State
 from pmesh.mlx_lm.terms import check_alike
 
-# The weight of a rank without a row: if no rank has one, the average must still be a number.
+# The weight of a rank without rows: if no rank has any, the average must still be a number.
 _NO_WEIGHT = 1e-20
 CHECKPOINTS = "pmesh_checkpoints"
-"""Beside the adapters: this machine's part of what a run needs to go on."""
+"""The folder beside the adapters with this machine's part of the checkpoints."""
 _NOT_FINITE = (
     "are not finite: the training has diverged. Begin anew with --no-resume, and take a lower "
     "--learning-rate"
 )
-REPLICAS = 2  # so that any one machine may be lost with its disk
+REPLICAS = 2  # so any one machine may be lost with its disk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What is trained, on what, and where to."""
+    """The options of a run, its data and its folder."""
 
     args: Any
     """mlx-lm's `TrainingArgs`."""
@@ -61,26 +60,26 @@ class Run:
     train: Batches
     valid: Batches | None
     folder: Path
-    """Of the adapters."""
+    """The folder of the adapters."""
     resumes: bool
-    """Whether to go on from a checkpoint that is there."""
+    """True if the run continues from the last checkpoint, if there is one."""
 
     @property
     def updates_after(self) -> int:
-        """How many iterations make a step."""
+        """The number of iterations in a step."""
         count: int = self.args.grad_accumulation_steps
         return count
 
     @property
     def last(self) -> int:
-        """The last iteration: those after the last update would change nothing."""
+        """The last iteration that ends a step: later ones would change nothing."""
         iterations: int = self.args.iters
         return iterations - iterations % self.updates_after
 
 
 @dataclass(slots=True)
 class _Since:
-    """What this rank has done since the last report."""
+    """The work of this rank since the last report."""
 
     loss: float = 0.0
     targets: int = 0
@@ -98,8 +97,8 @@ class Training:
         self._since = _Since()
         self._names: tuple[str, ...] = ()
         self._truncated = False
-        # In the background the save would hold its arrays beside those of the next step: in full
-        # fine-tuning as much memory again as the weights and the optimizer take.
+        # A save in the background would keep its arrays during the next step. In full fine-tuning
+        # that takes as much memory again as the weights and the optimizer.
         self._checkpoints = Checkpoints(
             run.folder / CHECKPOINTS, mesh, keep=1, replicas=REPLICAS, asynchronous=False
         )
@@ -107,10 +106,10 @@ class Training:
         self._update = compile_update(state.optimizer)
 
     def run(self) -> None:
-        """Train until all iterations are done, and have the last adapters saved.
+        """Train until all iterations are done, and save the last adapters.
 
         Raises:
-            UsageError: Machines disagree about what to do.
+            UsageError: Options, model or data differ between machines, or no rank can save.
             PmeshError: As for `Mesh.sync`.
         """
         self._state.model.train()
@@ -124,13 +123,13 @@ class Training:
             self._end()
 
     def _begin(self) -> None:
-        """Compare the terms of those who begin the job, and load the last checkpoint."""
+        """Compare the terms of the ranks that begin the job, and load the last checkpoint."""
         resumes = {"--no-resume": "not given" if self._run.resumes else "given"}
-        while self._mesh.rank >= 0:  # a newcomer gets its state, and the terms, in `sync`
+        while self._mesh.rank >= 0:  # a newcomer gets the state and the terms in `sync`
             try:
                 terms = self._mesh.all_gather_object(resumes | self._state.terms)
             except (RankLost, RosterChanged):
-                continue  # among those who are left
+                continue  # with the remaining ranks
             check_alike(self._mesh.names, terms)
             if self._run.resumes:
                 self._resume()
@@ -152,7 +151,7 @@ class Training:
             print(f"[WARNING] The weights in {folder} {_NOT_FINITE}", flush=True)
 
     def _enter(self) -> None:
-        """Have the same state as all others; machines enter here."""
+        """Synchronize the state with all other ranks; machines enter here."""
         tree = self._state.tree()
         synced = self._mesh.sync(tree)
         mesh = self._mesh
@@ -171,7 +170,7 @@ class Training:
             )
 
     def _step(self) -> bool:
-        """Take one step; False if a rank was lost, and its rows with it."""
+        """Take one step. Return False if a rank was lost: its rows are missing."""
         mesh, run, state = self._mesh, self._run, self._state
         began, size = time.perf_counter(), mesh.size
         iterations = range(state.iteration, state.iteration + run.updates_after)
@@ -189,7 +188,7 @@ class Training:
             state.model.trainable_parameters(), state.optimizer.state, grads
         )
         state.model.update(parameters)
-        del parameters, grads  # else their memory could not be freed on the way
+        del parameters, grads  # else the evaluation could not free their memory
         evaluate_in_groups(state.model.trainable_parameters(), state.optimizer.state)
         clear_cache(run.args.clear_cache_threshold)
         state.iteration += len(iterations)
@@ -207,13 +206,13 @@ class Training:
         return wanted and due and self._state.validated < next_
 
     def _after_next(self) -> int:
-        """The number of the last iteration of the next step, counted from 1 as mlx-lm does."""
+        """Return the last iteration of the next step, counted from 1 as in mlx-lm."""
         return self._state.iteration + self._run.updates_after
 
     def _validate(self) -> bool:
-        """Report the mean loss over validation batches; False if a rank was lost meanwhile."""
+        """Report the mean validation loss. Return False if a rank was lost meanwhile."""
         began = time.perf_counter()
-        assert self._run.valid is not None  # noqa: S101 - or no validation is due
+        assert self._run.valid is not None  # noqa: S101 - else no validation is due
         model, count = self._state.model, self._run.args.val_batches
         loss = evaluate(self._mesh, model, self._run.loss, self._run.valid, count)
         model.train()
@@ -243,12 +242,12 @@ class Training:
                 self._say(f"Iter {done}: Saved adapter weights to {run.folder}")
 
     def _is_saved_now(self) -> bool:
-        """Whether a step that has just ended is saved; all ranks agree, as their states do."""
+        """Return True if the step that has just ended must be saved; all ranks decide alike."""
         every, done = self._run.args.steps_per_save, self._state.iteration
         return bool(done // every > (done - self._run.updates_after) // every)
 
     def _save_adapters(self, *, numbered: bool) -> UsageError | None:
-        """Write the adapters on this machine, as each rank does; where it can't, warn and go on."""
+        """Write the adapters on this machine. If that fails, warn and return the error."""
         try:
             self._state.save_adapters(self._run.folder, numbered=numbered)
         except UsageError as e:
@@ -257,18 +256,17 @@ class Training:
         return None
 
     def _save_state(self) -> None:
-        """Save what a run needs to go on after machines have stopped, among all ranks."""
         if not are_finite(self._state.adapters()):
             self._say(f"[WARNING] Iter {self._state.iteration}: the weights {_NOT_FINITE}")
         own = self._mesh.error_feedback_state() or None
         self._checkpoints.save(self._state.tree(), self._state.iteration, own=own)
 
     def _report(self) -> None:
-        """Report the mean loss since the last report, over all ranks that are there."""
+        """Report the mean loss of all present ranks since the last report."""
         since, self._since = self._since, _Since()
         loss, tokens = self._mesh.all_reduce(np.array([since.loss, since.targets], np.float64))
         self._state.trained_tokens += int(tokens)
-        seconds = since.seconds or math.inf  # a newcomer's first step may be one that was discarded
+        seconds = since.seconds or math.inf  # a newcomer's first step may have been discarded
         info = {
             "iteration": self._state.iteration,
             "train_loss": float(loss / max(tokens, 1)),
@@ -286,7 +284,7 @@ class Training:
         self._call_back("on_train_loss_report", **info)
 
     def _end(self) -> None:
-        """Have each rank save the last adapters; raise what happened if none of them could."""
+        """Save the last adapters on each rank. Raise the error if no rank could."""
         failed = self._save_adapters(numbered=False)
         if failed is None:
             self._say(f"Saved final weights to {self._run.folder}")
@@ -331,14 +329,14 @@ def evaluate(
     batches: Batches,
     count: int,
 ) -> float | None:
-    """Return the mean loss over the first batches; None if a rank was lost, and its rows with it.
+    """Return the mean loss over the first batches; None if a rank was lost.
 
     Args:
-        mesh: Each rank takes its share of each batch.
-        model: It is left in the mode for evaluation.
-        loss: As for training.
+        mesh: The mesh; each rank takes its share of each batch.
+        model: The model, which stays in evaluation mode.
+        loss: The loss, as in training.
         batches: The data set.
-        count: How many batches; -1 for all.
+        count: The number of batches; -1 for all.
     """
     model.eval()
     size, sums = mesh.size, np.zeros(2)
@@ -351,7 +349,7 @@ def evaluate(
 
 
 def digest(adapters: Mapping[str, Any]) -> str:
-    """Return a hash of the trained weights: the same on all machines, as their bits are."""
+    """Return a hash of the trained weights. It is the same on all machines."""
     hasher = xxhash.xxh3_64()
     for name, x in sorted(adapters.items()):
         hasher.update(f"{name} {x.shape} {x.dtype}".encode())
@@ -365,5 +363,5 @@ def are_finite(adapters: Mapping[str, Any]) -> bool:
 
 
 def seed_of(seed: int, iteration: int, rank: int) -> int:
-    """Return what the random numbers of a rank's share begin with, on any machine."""
+    """Return the seed for a rank's random numbers in an iteration, on any machine."""
     return int(np.random.SeedSequence([seed, iteration, rank]).generate_state(1, np.uint64)[0])

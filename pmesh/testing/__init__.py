@@ -1,4 +1,4 @@
-"""For users' tests: `SimulatedMesh` runs a training script in threads, without an agent."""
+"""`SimulatedMesh` runs a training script in threads, for the tests of users."""
 
 from pmesh.testing.simulated_mesh import SimulatedMesh
 

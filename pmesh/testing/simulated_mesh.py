@@ -1,4 +1,4 @@
-"""A mesh of threads, for the unit tests of training scripts: a real agent, and no network."""
+"""A mesh of threads with a real agent and no network, for unit tests of training scripts."""
 
 import contextlib
 import secrets
@@ -23,16 +23,16 @@ _JOB = "simulated"
 
 
 class SimulatedMesh:
-    """So many ranks as threads of this process, which make the same calls as on a real mesh.
+    """A mesh of `size` ranks, which are threads of this process and call a real `Mesh`.
 
-    Their agent is a real one, in another thread. It knows no other agent, and is known to none.
+    Their agent is a real one, in another thread. It and other agents do not find each other.
 
     >>> SimulatedMesh(3).run(lambda mesh: mesh.rank)
     [0, 1, 2]
     """
 
     def __init__(self, size: int, *, on_loss: OnLoss = "raise") -> None:
-        """For `on_loss` see `pmesh.connect`. Raises UsageError if size is less than 1."""
+        """Take `on_loss` as `pmesh.connect` does. Raises UsageError if size is less than 1."""
         if size < 1:
             raise UsageError(f"a mesh has at least 1 rank, not {size}")
         self._size = size
@@ -44,13 +44,13 @@ class SimulatedMesh:
     def run(self, train: Callable[[Mesh], T]) -> list[T]:
         """Call `train` once for each rank, each in a thread of its own.
 
-        A rank that returns has left, and one that raises is lost: what others wait for then fails
-        with RankLost, unless `on_loss` is "continue". One rank's error is raised as it is, without
-        the RankLost and GroupBroken that it has caused; several different ones as an
-        ExceptionGroup.
+        A rank that returns leaves the mesh; a rank that raises is lost. After a loss, ops of other
+        ranks raise RankLost, unless `on_loss` is "continue". `run` raises the error of the rank,
+        without the RankLost and GroupBroken that it caused. Several different errors are raised as
+        an ExceptionGroup.
 
         Returns:
-            What each rank's call has returned, by rank, without the ranks that `lose` has ended.
+            The results of the calls in the order of ranks, without ranks that `lose` ended.
         """
         lost: set[Mesh] = set()
 
@@ -62,7 +62,7 @@ class SimulatedMesh:
             tempfile.TemporaryDirectory(prefix="pmesh-") as home,
             contextlib.ExitStack() as leftovers,
             ThreadPoolExecutor(self._size, "simulated-rank") as pool,
-            agent_in_a_thread(Path(home)),  # it ends first, so that no rank waits any more
+            agent_in_a_thread(Path(home)),  # it ends first, so that no rank waits forever
         ):
             joins = [pool.submit(self._join, Path(home), leftovers) for _ in range(self._size)]
             joined, _ = wait(joins, return_when=FIRST_EXCEPTION)
@@ -84,18 +84,18 @@ class SimulatedMesh:
         return [call.result() for call in calls if call.exception() is None]
 
     def connect(self) -> Mesh:
-        """Let another trainer come to the run under way; it enters in its first `sync`.
+        """Connect another trainer to the current run; it enters in its first `sync`.
 
         Returns:
-            Its mesh, for a thread of your own; what you leave open ends with the run.
+            Its mesh, for a thread of your own. It is closed at the end of the run.
         """
         return self._join(*self._latest)
 
     def lose(self, rank: int) -> None:
-        """Lose a rank of the run under way, as by a crash. Its own calls raise MeshClosed.
+        """Lose a rank of the current run, as by a crash. Its own calls raise MeshClosed.
 
         Args:
-            rank: its number when the run began.
+            rank: the rank's number when the run began.
         """
         mesh = self._meshes[rank]
         self._lost.add(mesh)
@@ -109,13 +109,13 @@ class SimulatedMesh:
 
 @contextlib.contextmanager
 def agent_in_a_thread(home: Path) -> Generator[None]:
-    """An agent with this home, in a thread of this process until the end of the block.
+    """Run an agent with this home in a thread of this process until the end of the block.
 
-    It listens at a loopback address and looks for no others. As `pmesh up` does, it raises the
-    limit of open files of this process; nothing else of the process changes.
+    The agent listens on a loopback address and looks for no other agents. Like `pmesh up`, this
+    raises the process's limit of open files, and changes nothing else of the process.
     """
     up: Future[Callable[[], object]] = Future()
-    """What ends the agent, once it serves trainers."""
+    """A function that stops the agent, set once the agent serves trainers."""
 
     settings = Settings(
         home=home.resolve(),
@@ -144,10 +144,10 @@ def agent_in_a_thread(home: Path) -> Generator[None]:
         try:
             wait(started, return_when=FIRST_COMPLETED)
             if not up.done():
-                agent.result()  # why it could not start
+                agent.result()  # raises the reason why it could not start
             yield
         finally:
-            wait(started, return_when=FIRST_COMPLETED)  # Ctrl-C may have come before
+            wait(started, return_when=FIRST_COMPLETED)  # Ctrl-C may have interrupted the first wait
             with contextlib.suppress(trio.RunFinishedError):
                 if up.done():
                     up.result()()

@@ -1,8 +1,8 @@
 """`torch.distributed` over pmesh: `torch.distributed.init_process_group("pmesh")`.
 
-Importing this registers the backend for cpu, cuda and mps. Where pmesh is installed, `import torch`
-imports it by itself (torch's autoload, from torch 2.5 on), so a script changes one word. So it runs
-in every program with torch: it imports no library but torch, reads no file, and never fails.
+Importing this module registers the backend for cpu, cuda and mps. From torch 2.5 on, `import torch`
+imports it wherever pmesh is installed (autoload), so a script changes one word. Since it runs in
+every program with torch, it imports no library but torch, reads no file, and never fails.
 """
 
 import logging
@@ -47,15 +47,15 @@ _failures: list[Exception] = []
 
 
 def register() -> None:
-    """Register the backend, once; what importing this, and torch's autoload, do.
+    """Register the backend, once. Importing this module does it, and so does torch's autoload.
 
-    An error is a warning, as it would end `import torch` in programs that never use pmesh. The
-    logger says it: a warning of Python's is an error under `python -W error`.
+    An error is only logged as a warning: raised, it would end `import torch` in programs that never
+    use pmesh. `warnings.warn` would not do, since it raises under `python -W error`.
     """
-    import_module("torch")  # the whole of it, before a module of ours: its autoload calls this too
+    import_module("torch")  # completely, before our modules: its autoload calls this too
     try:
         _register()
-    except Exception as e:  # noqa: BLE001 - whatever it is, and once
+    except Exception as e:  # noqa: BLE001 - whatever it is, it is reported once
         if not _failures:
             logging.getLogger("pmesh").warning(
                 "torch.distributed has no backend 'pmesh' in this program: %s: %s; install pmesh "
@@ -67,18 +67,18 @@ def register() -> None:
 
 
 def _register() -> None:
-    from pmesh.torch.library import dist  # noqa: PLC0415 - who only wants options needs no torch
+    from pmesh.torch.library import dist  # noqa: PLC0415 - `Options` alone needs no torch
 
     if not dist.is_available() or "PMESH" in dist.Backend._plugins:  # noqa: SLF001
         return
-    from pmesh.torch.rendezvous import install  # noqa: PLC0415 - where torch has been built with it
+    from pmesh.torch.rendezvous import install  # noqa: PLC0415 - needs torch.distributed
 
     dist.Backend.register_backend("pmesh", _create, extended_api=True, devices=_DEVICES)
     install()
 
 
 def _create(backend_options: Any, pg_options: object) -> "ProcessGroup":  # noqa: ANN401 - torch's
-    from pmesh.torch.creation import create  # noqa: PLC0415 - only who uses it pays for it
+    from pmesh.torch.creation import create  # noqa: PLC0415 - imported when it is used
 
     return create(backend_options, pg_options)
 

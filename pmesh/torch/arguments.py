@@ -1,4 +1,4 @@
-"""The arguments of a process group's methods, in the several forms that torch has for them."""
+"""The arguments of a process group's methods, which torch passes in several forms."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -16,7 +16,7 @@ def options_for(
     named: "dict[str, object] | None" = None,
     root: str = "",
 ) -> Any:  # noqa: ANN401 - torch's options, which have no common type
-    """The options of an op; from the arguments, for who calls the group's short forms."""
+    """Return the options of an op; make them if the caller passed the arguments themselves."""
     wanted = getattr(dist, f"{kind}Options", None) or getattr(
         dist.distributed_c10d, f"{kind}Options"
     )
@@ -34,12 +34,12 @@ def options_for(
 
 
 def list_of(tensors: Tensor | Tensors) -> list[Tensor]:
-    """The tensors of an op that may be given one."""
+    """Return a list of the tensors, of which there may be a single one."""
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
 def one_of(tensors: Tensor | Tensors, what: str) -> Tensor:
-    """The tensor of an op that takes one; ValueError if there are several."""
+    """Return the only tensor. Raises ValueError unless there is exactly one."""
     found = list_of(tensors)
     if len(found) != 1:
         raise ValueError(f"{what} takes one tensor at a time, not {len(found)}")
@@ -47,20 +47,20 @@ def one_of(tensors: Tensor | Tensors, what: str) -> Tensor:
 
 
 def list_in(lists: Sequence[Any]) -> list[Tensor]:
-    """The list of a call for one tensor, which C++ passes as a list of lists."""
+    """Return the list of tensors of a call for one tensor; C++ passes it in another list."""
     inner: Any = lists[0] if lists else []
     return [*lists] if isinstance(inner, torch.Tensor) else [*inner]
 
 
 def check_dtype(outs: Tensors, x: Tensor, what: str) -> None:
-    """Raises ValueError unless all are of one dtype."""
+    """Raise ValueError unless all outputs have the dtype of `x`."""
     for out in outs:
         if out.dtype != x.dtype:
             raise ValueError(f"{what}: {x.dtype} does not fit into {out.dtype}")
 
 
 def counts_of(x: Tensor, splits: Sequence[int], size: int) -> list[int]:
-    """How many values each rank's part has."""
+    """Return the number of values in each rank's part."""
     rows = x.shape[0] if x.dim() else 1
     if not splits:
         if rows % size:

@@ -1,4 +1,4 @@
-"""Compressed gradients in DistributedDataParallel: a communication hook."""
+"""A communication hook that compresses the gradients of DistributedDataParallel."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,22 +11,22 @@ from pmesh.torch.process_group import pmesh_group
 def compression_hook(
     compression: Scheme | str, group: object = None
 ) -> Callable[[object, Any], Any]:
-    """Make a hook that compresses what DDP averages.
+    """Return a communication hook for DDP that averages gradients with compression.
 
-    It goes to `ddp.register_comm_hook(None, pmesh.torch.compression_hook("int8"))`.
+    Call `ddp.register_comm_hook(None, pmesh.torch.compression_hook("int8"))`.
 
-    Each bucket is averaged as `mesh.average_gradients` does it: what compression leaves out of one
-    step is added to the next one, and the bits are the same on every rank. DDP lays its buckets
-    out anew after the first step, which begins the feedback anew.
+    Each bucket is averaged as by `mesh.average_gradients`: what compression leaves out of one step
+    is added to the next one, and all ranks get the same bits. DDP makes new buckets after the first
+    step; the error feedback then starts again from zero.
 
     Args:
-        compression: `pmesh.INT8()`, `pmesh.PowerSGD(rank=4)`, "int8" and so on; of PowerSGD, each
-            parameter of a bucket is a matrix of its own.
-        group: that of the model; by default the default one.
+        compression: `pmesh.INT8()`, `pmesh.PowerSGD(rank=4)`, "int8" and so on. PowerSGD treats
+            each parameter of a bucket as one matrix.
+        group: the group of the model; None is the default group.
 
     Raises:
-        UsageError: the group is none of the backend `pmesh`.
-        UnsupportedCompression: at the first step: see `mesh.average_gradients`.
+        UsageError: the group has another backend than `pmesh`.
+        UnsupportedCompression: raised in the first step; see `mesh.average_gradients`.
     """
     used = pmesh_group(group, "compression_hook")
 
@@ -37,7 +37,7 @@ def compression_hook(
         averaged = used.average(flat, gradients, compression)
         return averaged.get_future().then(_flat)
 
-    hook.__annotations__.clear()  # DDP wants its own types there, or none
+    hook.__annotations__.clear()  # DDP refuses annotations other than its own types
     return hook
 
 

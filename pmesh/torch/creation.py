@@ -1,4 +1,4 @@
-"""What torch calls to make a process group of the backend `pmesh`."""
+"""Makes process groups of the backend `pmesh`; torch calls `create`."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -12,10 +12,10 @@ from pmesh.torch.ranks import WORLDS, World, world_of
 
 
 def create(backend_options: Any, pg_options: object) -> ProcessGroup:  # noqa: ANN401 - torch's
-    """A process group, as torch describes it; for the default one this joins the job.
+    """Return the process group that torch describes; for the default group, join the job first.
 
     Raises:
-        DistBackendError: with the message of pmesh.
+        DistBackendError: pmesh raised an error, whose message this has.
     """
     options = options_of(pg_options)
     ranks = list(backend_options.global_ranks_in_group)
@@ -25,7 +25,7 @@ def create(backend_options: Any, pg_options: object) -> ProcessGroup:  # noqa: A
     try:
         if not ranks:
             WORLDS.begin(store, rank, size, options, timeout)
-        elif WORLDS.current is None:  # the default group is another backend's
+        elif WORLDS.current is None:  # the default group has another backend
             world = world_of(store, rank, size, options, timeout)
             return _group_in(world, [], store, rank, timeout=timeout, name=name)
         if WORLDS.current is None:
@@ -38,7 +38,7 @@ def create(backend_options: Any, pg_options: object) -> ProcessGroup:  # noqa: A
 def _group_in(
     world: World, ranks: Sequence[int], store: Store, rank: int, *, timeout: timedelta, name: str
 ) -> ProcessGroup:
-    """The group of some ranks of a world, or of all if none is named; it ends with that."""
+    """Return a group of these ranks of the world; without ranks, the group that owns the world."""
     calls = world.of(list(ranks))
 
     def split(chosen: Sequence[int]) -> ProcessGroup | None:

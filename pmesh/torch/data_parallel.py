@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel where ranks come and go."""
+"""DistributedDataParallel for a job whose ranks come and go."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 _MIB = 1024 * 1024
 _BUCKET_MIB = 25  # as in torch
-_FIRST_BUCKET_BYTES = _MIB  # as in torch: a small one, so that the first op begins early
+_FIRST_BUCKET_BYTES = _MIB  # as in torch: small, so that the first op begins early
 _TAKES = (
     *("device_ids", "output_device", "dim", "bucket_cap_mb", "find_unused_parameters"),
     *("gradient_as_bucket_view", "batched_grad_copy"),
@@ -28,14 +28,14 @@ _Average = Callable[[dict[str, Target]], None]
 
 
 class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):  # type: ignore[misc] # torch has no types here
-    """DDP whose gradients are averaged among the ranks that are there.
+    """A DistributedDataParallel that averages gradients over the ranks that are present.
 
-    It is for programs that have called `pmesh.torch.init(elastic=True)`. Pass the model to
-    `pmesh.torch.sync` at the top of each step: this brings weights and buffers to all ranks. When a
-    rank is lost in the backward pass, the ops go on among the others.
+    It needs `pmesh.torch.init(elastic=True)`. Pass the model to `pmesh.torch.sync` at the top of
+    each step, which gives all ranks the same weights and buffers. When a rank is lost in the
+    backward pass, the ops continue with the remaining ranks.
 
-    Set `gradient_weight` to this rank's number of samples before the backward pass where ranks have
-    batches of different sizes; with 0 this rank's gradients do not count.
+    If ranks have batches of different sizes, set `gradient_weight` to this rank's number of samples
+    before the backward pass; with 0 this rank's gradients do not count.
     """
 
     def __init__(
@@ -48,14 +48,15 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):  # typ
         """Wrap a module.
 
         Args:
-            module: the model, on any device, the same on every rank but for its values.
+            module: the model, on any device. Ranks may have different values in it, but the same
+                parameters.
             compression: as for `mesh.average_gradients`.
             options: `device_ids`, `output_device`, `bucket_cap_mb`, `find_unused_parameters` and
-                `gradient_as_bucket_view`, as torch's DDP has them.
+                `gradient_as_bucket_view` of torch's DDP.
 
         Raises:
-            UsageError: no elastic job has begun, or the model or an option needs a fixed number of
-                ranks.
+            UsageError: `init(elastic=True)` was not called, or the model or an option needs a fixed
+                number of ranks.
         """
         elastic = current()
         _refuse(module, options)
@@ -82,16 +83,16 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):  # typ
         def hook(state: object, bucket: Any) -> Any:  # noqa: ANN401 - a torch.distributed.GradBucket
             del state
             pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
-            # What is on a GPU is copied here: only this thread's stream has waited for it.
+            # Copied here from a GPU: only this thread's stream has waited for the values.
             found = {name_of[id(p)]: Target(gradient, filled=True) for p, gradient in pairs}
             done = gradients.add(found)
             return Work(done, [bucket.buffer()]).get_future().then(_flat)
 
-        hook.__annotations__.clear()  # DDP wants its own types there, or none
+        hook.__annotations__.clear()  # DDP refuses annotations other than its own types
         self.register_comm_hook(None, hook)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the module's
-        """As torch's; UsageError for a model that no `sync` has got yet."""
+        """Run the module. Raises UsageError if gradients are enabled before the first `sync`."""
         if torch.is_grad_enabled() and self not in self._elastic.synced:
             raise UsageError(
                 "this model's weights may differ from those of the other ranks: call "
@@ -101,11 +102,11 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):  # typ
         return inner.forward(*inputs, **kwargs)
 
     def will_sync_module_buffers(self) -> bool:
-        """Not in each forward pass: `pmesh.torch.sync` does."""
+        """Return False: `pmesh.torch.sync` syncs buffers, not each forward pass."""
         return False
 
     def join(self, *_: object, **__: object) -> Any:  # noqa: ANN401 - torch's
-        """Not here: a rank that has no samples left sets `gradient_weight` to 0."""
+        """Raise UsageError: a rank without samples sets `gradient_weight` to 0 instead."""
         raise UsageError(
             "join is for a fixed number of ranks: a rank without samples sets "
             "model.gradient_weight = 0, or ends"
@@ -113,15 +114,15 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):  # typ
 
 
 class Gradients:
-    """The gradients of each backward pass, averaged in the same order on every rank.
+    """Averages the gradients of each backward pass in the same order on every rank.
 
-    DDP lays out its buckets anew after a rank's first backward pass, so those of a newcomer are
-    others than those of the ranks that were there. So what is averaged as one op is fixed by the
-    order of the parameters alone, and begins once the gradients of all of them are there.
+    DDP makes new buckets after a rank's first backward pass, so a newcomer's buckets differ from
+    those of the other ranks. Ops therefore have buckets of their own, which depend only on the
+    order of the parameters. An op begins once all gradients of its bucket are ready.
     """
 
     def __init__(self, buckets: Sequence[Sequence[str]], average: _Average, line: Line) -> None:
-        """`average` is called in `line`, for one bucket after the other."""
+        """`line` calls `average` for one bucket after another."""
         self._buckets = buckets
         self._average = average
         self._line = line
@@ -129,7 +130,7 @@ class Gradients:
         self._begin_pass()
 
     def add(self, gradients: dict[str, Target]) -> "Future[None]":
-        """Take some that are ready; the future is done when they have been averaged."""
+        """Add gradients that are ready. Return a future that is done once they are averaged."""
         self._ready |= gradients
         done = self._done[max(self._bucket_of[name] for name in gradients)]
         while all(name in self._ready for name in self._buckets[self._next]):
@@ -155,7 +156,7 @@ class Gradients:
     ) -> None:
         try:
             if before is not None:
-                before.result()  # it has ended; after an error all ranks leave the rest out
+                before.result()  # it has ended; after an error all ranks skip the remaining buckets
             self._average(bucket)
         except Exception as e:  # noqa: BLE001 - the backward pass raises it
             done.set_exception(e)
@@ -164,7 +165,7 @@ class Gradients:
 
 
 def cut_into_buckets(named: dict[str, Tensor], cap_bytes: int) -> list[list[str]]:
-    """Which gradients are averaged as one op; the last parameters, whose come first, first."""
+    """Return a bucket for each op. The last parameters come first, as their gradients do."""
     buckets: list[list[str]] = []
     size, cap = 0, 0
     for name, parameter in reversed(named.items()):
@@ -178,28 +179,28 @@ def cut_into_buckets(named: dict[str, Tensor], cap_bytes: int) -> list[list[str]
 
 
 class LocalGroup(dist.ProcessGroup):  # type: ignore[misc] # torch has no types here
-    """What DDP takes for its group: of this rank alone, so that its collectives need nobody else.
+    """The group that DDP gets: this rank alone, so that collectives of DDP need no other rank.
 
-    The exception is the sum by which DDP learns which parameters any rank has used.
+    Only one op goes over the mesh: the sum that tells DDP which parameters any rank has used.
     """
 
     def __init__(self, elastic: Elastic) -> None:
         super().__init__(0, 1)  # pyright: ignore[reportUnknownMemberType]
         self._elastic = elastic
 
-    def getBackendName(self) -> str:  # noqa: N802 - what C++ calls
-        """The backend's name."""
+    def getBackendName(self) -> str:  # noqa: N802 - C++ calls this name
+        """Return the backend's name."""
         return "pmesh"
 
     def broadcast(self, tensors: Sequence[Tensor], opts: object) -> Work:
-        """What one rank has is what all have."""
+        """Do nothing: the group has one rank."""
         del opts
         done: Future[None] = Future()
         done.set_result(None)
         return Work(done, tensors)
 
     def allreduce(self, tensors: Sequence[Tensor], opts: object) -> Work:
-        """How often each parameter was used, over all ranks; DDP asks nothing else of it."""
+        """Sum how often each parameter was used on all ranks; DDP calls this for nothing else."""
         del opts
         target = Target(one_of(tensors, "allreduce"), filled=True)
 
@@ -240,7 +241,7 @@ def _average(
 
 
 def _guarded(call: Callable[[], T]) -> T:
-    """Errors as torch has them."""
+    """Call, and turn errors of pmesh into those of torch."""
     try:
         return call()
     except PmeshError as e:

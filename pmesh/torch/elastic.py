@@ -21,19 +21,19 @@ def init(options: Options | None = None, *, elastic: bool = False) -> Mesh | Non
 
     With `elastic=True` the number of ranks may change: wrap the model in
     `pmesh.torch.DistributedDataParallel` and call `pmesh.torch.sync` at the top of the training
-    loop. A trainer that is cut off from the others trains alone until its next `sync`. Without it
-    this is `torch.distributed.init_process_group("pmesh", pg_options=options)`.
+    loop. A trainer that is cut off from the others trains alone until its next `sync`. With
+    `elastic=False` this is `torch.distributed.init_process_group("pmesh", pg_options=options)`.
 
     Args:
         options: the job, the number of ranks at the start, and so on; see `pmesh.torch.Options`.
-        elastic: whether ranks may come and go.
+        elastic: True if ranks may come and go.
 
     Returns:
-        The mesh: `mesh.rank`, `mesh.size`, `mesh.step`, `mesh.shard` and all collectives. Leave
-        the job by `mesh.close()`. None if not elastic.
+        The mesh, with `mesh.rank`, `mesh.size`, `mesh.step`, `mesh.shard` and all collectives, or
+        None if not elastic. Leave the job by `mesh.close()`.
 
     Raises:
-        UsageError: the options can't be, or this program has joined a job already.
+        UsageError: an option is invalid, or this program has joined a job already.
         PmeshError: as for `pmesh.connect`.
     """
     chosen = options_of(options)
@@ -59,25 +59,25 @@ def init(options: Options | None = None, *, elastic: bool = False) -> Mesh | Non
 
 
 def current() -> Elastic:
-    """The elastic job of this program; UsageError if there is none."""
+    """Return the elastic job of this program. Raises UsageError if there is none."""
     if WORLDS.elastic is None:
         raise UsageError("call pmesh.torch.init(elastic=True) first")
     return WORLDS.elastic
 
 
-def sync(*parts: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:  # noqa: ANN401 - what the user has
-    """Give all ranks the same state; the place where newcomers enter the job.
+def sync(*parts: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:  # noqa: ANN401 - any object of the user
+    """Give all ranks the same state, and let newcomers enter the job.
 
-    Call it at the top of each step with everything that the next steps depend on. A rank that has
-    just started gets the model, the optimizer's state, `mesh.step` and so on from the others. If
-    all ranks have the same, this costs a hash of the state and one small op. Buffers, such as the
-    running means of BatchNorm, differ after a step, because each rank has seen other samples: all
-    ranks get those of rank 0 first, as in torch's DDP.
+    Call it at the top of each step with everything that the next steps depend on. A newcomer gets
+    the model, the optimizer's state, `mesh.step` and so on from the other ranks. If all ranks have
+    the same state already, this costs a hash of it and one small op. Buffers, such as the running
+    means of BatchNorm, differ after a step, since ranks have seen different samples. So all ranks
+    first get the buffers of rank 0, as in torch's DDP.
 
     Args:
-        parts: modules, optimizers, schedulers and whatever else has `state_dict` and
-            `load_state_dict`, and dicts of arrays and plain values; the same on every rank, in the
-            same order. They are changed in place.
+        parts: modules, optimizers, schedulers and other objects with `state_dict` and
+            `load_state_dict`, and dicts of arrays and plain values. Pass the same parts in the same
+            order on every rank. They are changed in place.
         timeout_s: as for `mesh.sync`.
 
     Raises:
@@ -89,7 +89,7 @@ def sync(*parts: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:  # noqa: AN
     for part in parts:
         _check_part(part)
     modules = [part for part in parts if isinstance(part, torch.nn.Module)]
-    if elastic.mesh.step:  # a newcomer takes part in no op before its first sync
+    if elastic.mesh.step:  # a newcomer's first op is its first sync
         _share_buffers(elastic.mesh, modules, timeout_s)
     state = [_state_of(part) for part in parts]
     received = elastic.mesh.sync(state, timeout_s)
@@ -99,7 +99,7 @@ def sync(*parts: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:  # noqa: AN
         elastic.synced.update(module.modules())
 
 
-def _check_part(part: Any) -> None:  # noqa: ANN401 - what the user has
+def _check_part(part: Any) -> None:  # noqa: ANN401 - any object of the user
     if isinstance(part, dict):
         return
     if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
@@ -109,7 +109,7 @@ def _check_part(part: Any) -> None:  # noqa: ANN401 - what the user has
         )
 
 
-def _state_of(part: Any) -> object:  # noqa: ANN401 - what the user has
+def _state_of(part: Any) -> object:  # noqa: ANN401 - any object of the user
     state: object = cast("object", part) if isinstance(part, dict) else part.state_dict()
     return state
 
@@ -139,7 +139,7 @@ def _share_buffers(mesh: Mesh, modules: Sequence[Any], timeout_s: float) -> None
         try:
             shared = mesh.broadcast(buffers, 0, timeout_s)
         except RankLost:
-            continue  # all ranks get this error if rank 0 is lost: now another one is rank 0
+            continue  # rank 0 was lost: all ranks get this error, and another one is rank 0 now
         for name, each in shared.items():
             buffers[name].copy_(each)
         return

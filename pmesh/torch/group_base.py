@@ -1,4 +1,4 @@
-"""What torch asks of a process group, and how its ops run."""
+"""The base of the process group: the methods that torch needs, and how ops run."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -25,7 +25,7 @@ T = TypeVar("T")
 Tensors = Sequence[Tensor]
 
 _ENDS = (RankLost, GroupBroken, RosterChanged, HistorySuperseded, AgentStopped, MeshClosed)
-"""After these, torch's fixed number of ranks is not there any more."""
+"""After these errors the group no longer has all the ranks that torch counts on."""
 _FIXED = (
     "torch fixes the number of ranks: start all of them again, from your checkpoint, or let the "
     "others train on by pmesh.torch.init(elastic=True)"
@@ -35,7 +35,7 @@ _DONE.set_result(None)
 
 
 class GroupBase(dist.ProcessGroup):  # type: ignore[misc] # torch has no types here
-    """A group's names, times and numbers, and how its ops run; a subclass has the ops."""
+    """A group's names, timeouts and numbers, and how its ops run; a subclass has the ops."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc] # torch has no types h
         split: "Callable[[Sequence[int]], GroupBase | None]",
         end: Callable[[], None],
     ) -> None:
-        """`split` makes a group of some ranks of this one, and `end` leaves it."""
+        """`split` makes a group of some ranks of this one; `end` leaves this one."""
         super().__init__(rank, size)  # pyright: ignore[reportUnknownMemberType]
         self._calls = calls
         self._store = store
@@ -61,22 +61,22 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc] # torch has no types h
         self._sequence = 0
         self._since_coalescing: list[Work] | None = None
 
-    # --- what torch asks of a group
+    # --- methods that torch calls
 
-    def getBackendName(self) -> str:  # noqa: N802 - what C++ calls
-        """The backend's name."""
+    def getBackendName(self) -> str:  # noqa: N802 - C++ calls this name
+        """Return the backend's name."""
         return "pmesh"
 
     def _get_backend_name(self) -> str:
         return "pmesh"
 
     def name(self) -> str:
-        """The backend's name."""
+        """Return the backend's name."""
         return "pmesh"
 
     @property
     def group_name(self) -> str:
-        """By which functional collectives find the group."""
+        """The name by which functional collectives find the group."""
         return self._name
 
     pg_name = group_name
@@ -85,41 +85,41 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc] # torch has no types h
         self._name = name
         super()._set_group_name(name)  # pyright: ignore[reportUnknownMemberType]
 
-    def getGroupName(self) -> str:  # noqa: N802 - what C++ calls
-        """By which functional collectives find the group."""
+    def getGroupName(self) -> str:  # noqa: N802 - C++ calls this name
+        """Return the group's name."""
         return self._name
 
-    def setGroupName(self, name: str) -> None:  # noqa: N802 - what C++ calls
-        """Give it another name."""
+    def setGroupName(self, name: str) -> None:  # noqa: N802 - C++ calls this name
+        """Set the group's name."""
         self._name = name
 
     @property
     def group_desc(self) -> str:
-        """What it is for."""
+        """The group's description."""
         return self._desc
 
     def _set_group_desc(self, desc: str) -> None:
         self._desc = desc
 
-    def getGroupDesc(self) -> str:  # noqa: N802 - what C++ calls
-        """What it is for."""
+    def getGroupDesc(self) -> str:  # noqa: N802 - C++ calls this name
+        """Return the group's description."""
         return self._desc
 
-    def setGroupDesc(self, desc: str) -> None:  # noqa: N802 - what C++ calls
-        """Say what it is for."""
+    def setGroupDesc(self, desc: str) -> None:  # noqa: N802 - C++ calls this name
+        """Set the group's description."""
         self._desc = desc
 
     def get_group_store(self) -> Store:
-        """The store of the group."""
+        """Return the group's store."""
         return self._store
 
     def _get_backend(self, device: object) -> "GroupBase":
-        del device  # all of them
+        del device  # this group serves all devices
         return self
 
     @property
     def _device_types(self) -> list[Any]:
-        """The devices of this machine whose tensors it takes; the CPU first, for objects."""
+        """This machine's devices; the CPU is first, since torch puts objects on the first one."""
         here = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
         return [torch.device(name) for name in ("cpu", *(each for each in here if here[each]))]
 
@@ -130,7 +130,7 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc] # torch has no types h
         return self._sequence
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """The time for each op that names none."""
+        """Set the timeout of each op that has none of its own."""
         self._timeout_s = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
@@ -145,7 +145,7 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc] # torch has no types h
         group_desc: str | None = None,
         device_types: object = None,
     ) -> "GroupBase | None":
-        """A group of some ranks of this one, which count in this order; None if not of them."""
+        """Return a group of these ranks, in this order; None if this rank is not one of them."""
         del opts, device_types
         made = self._split(list(new_ranks))
         if made is not None:
@@ -156,13 +156,13 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc] # torch has no types h
         return made
 
     def shutdown(self) -> None:
-        """Leave the group; an op that nobody has waited for fails. No thread of its is left."""
+        """Leave the group and end its threads; ops that have not ended fail."""
         self._line.end()
         self._end()
         self._line.join()
 
     def abort(self) -> None:
-        """Leave at once."""
+        """Leave the group; every later call fails."""
         self._lost = self._lost or "the process group was aborted"
         self.shutdown()
 
@@ -217,7 +217,7 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc] # torch has no types h
         shown: Tensors,
         results: Tensors,
     ) -> Work:
-        """Run an op: here if its caller waits for it and none is under way, else in the thread."""
+        """Run an op here if the caller waits for it and no other op runs; else in the thread."""
         given_s = options.timeout.total_seconds()
         seconds = given_s if given_s > 0 else self._timeout_s
         self._sequence += 1
@@ -240,7 +240,7 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc] # torch has no types h
         return work
 
     def _guarded(self, call: Callable[[], T]) -> T:
-        """Errors as torch has them, the first loss again for each call after it."""
+        """Call, and turn errors into those of torch; after a lost rank, repeat the first error."""
         if self._lost:
             raise dist.DistBackendError(self._lost)
         try:
@@ -250,19 +250,19 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc] # torch has no types h
             self._lost = f"{type(e).__name__}: {e}{what_to_do}"
             raise dist.DistBackendError(self._lost) from e
         except PmeshError as e:
-            late = " Timed out :" if isinstance(e, OpTimedOut) else ""  # torch's own words for it
+            late = " Timed out :" if isinstance(e, OpTimedOut) else ""  # torch's own words
             raise dist.DistBackendError(f"{type(e).__name__}:{late} {e}") from e
 
 
 def _inference_mode() -> Callable[[], AbstractContextManager[object]]:
-    """Return how another thread enters the inference mode of this one, so that it may write."""
+    """Return a context manager that gives another thread the inference mode of this one."""
     enabled = torch.is_inference_mode_enabled()
     return torch.inference_mode if enabled else nullcontext
 
 
 def _shown(name: str, tensors: Tensors) -> AbstractContextManager[object]:
-    """The op in what torch.profiler records, with the shapes of its inputs."""
-    if not torch.autograd.profiler._is_profiler_enabled:  # noqa: SLF001 - only this is quick
+    """Record the op in torch.profiler, with the shapes of its inputs."""
+    if not torch.autograd.profiler._is_profiler_enabled:  # noqa: SLF001 - the public way is slow
         return nullcontext()
     record = torch._C._profiler._RecordFunctionFast  # noqa: SLF001 - only this takes shapes
     shown: AbstractContextManager[object] = record(f"pmesh:{name}", list(tensors))

@@ -1,6 +1,6 @@
-"""torch; the only file of the backend that imports it.
+"""The only file of the backend that imports torch.
 
-It is optional and may not be installed where this is checked, so it has no types here.
+torch is optional and may be missing where the types are checked, so it has no types here.
 """
 
 from importlib import import_module
@@ -16,4 +16,4 @@ Store: TypeAlias = Any
 TorchFuture: TypeAlias = Any
 """A torch.futures.Future."""
 TorchOptions: TypeAlias = Any
-"""What says how an op is to run: torch.distributed.AllreduceOptions and so on."""
+"""The options of an op: torch.distributed.AllreduceOptions and so on."""

@@ -1,4 +1,4 @@
-"""A barrier whose rank 0 finds out who does not come, and tells the others; in gloo's words."""
+"""A barrier that reports the missing ranks, with gloo's error messages."""
 
 import time
 
@@ -8,24 +8,25 @@ from pmesh.client.calls.point_to_point import MAX_TAG
 from pmesh.client.group import Collectives
 from pmesh.errors import OpTimedOut, PmeshError
 
-_TAG = MAX_TAG  # a program's own messages may have it, too, but what for?
-_LOOKS_S = 0.01  # it is called to find errors, not often
+_TAG = MAX_TAG  # a program may use this tag too, but is unlikely to
+_POLL_S = 0.01  # coarse, since the barrier is for finding errors
 
 
 def monitored_barrier(calls: Collectives, seconds: float, *, wait_all_ranks: bool) -> None:
     """Wait until every rank has called this.
 
-    It is made of messages, so a rank that does not come gets no error for its next op, and the
-    others may try again.
+    It consists of messages, not of an op. So the next op of a missing rank does not fail, and the
+    other ranks may repeat the barrier.
 
     Args:
-        calls: of the group.
-        seconds: how long; at most 0: not at all.
-        wait_all_ranks: name all that have not come, not the first one.
+        calls: the collectives of the group.
+        seconds: the timeout; with 0 or less it fails at once.
+        wait_all_ranks: name all missing ranks in the error, not only the first.
 
     Raises:
-        OpTimedOut: on rank 0 with the ranks that have not come; on those that have, with its words.
-        RankLost: on rank 0 at once, and its words on the others.
+        OpTimedOut: ranks are missing, or rank 0 lost a rank. Rank 0 names the missing ranks, and
+            the other ranks repeat its message.
+        RankLost: a rank is lost; rank 0 raises this at once.
         PmeshError: as for `send` and `recv`.
     """
     if seconds <= 0:
@@ -46,7 +47,7 @@ def _collect(calls: Collectives, seconds: float, *, wait_all_ranks: bool) -> Non
                 coming.pop(rank).wait()
             except PmeshError as e:
                 failed[rank] = e
-        time.sleep(_LOOKS_S)
+        time.sleep(_POLL_S)
     lost = [e for e in failed.values() if not isinstance(e, OpTimedOut)]
     late = sorted(failed)[: None if wait_all_ranks else 1]
     error: PmeshError | None = lost[0] if lost else None
@@ -54,13 +55,13 @@ def _collect(calls: Collectives, seconds: float, *, wait_all_ranks: bool) -> Non
         ranks = f"Rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
         error = OpTimedOut(f"{ranks} failed to pass monitoredBarrier in {seconds * 1000:.0f} ms")
     text = np.frombuffer(str(error or "").encode(), np.uint8)
-    told = [
+    sends = [
         calls.send(text, rank, _TAG, seconds, async_op=True)
         for rank in others
         if rank not in failed
     ]
-    if not lost:  # else some of them may not have come, and can be told once they do
-        for each in told:
+    if not lost:  # after a loss, ranks that have not called yet receive this when they do
+        for each in sends:
             each.wait()
     if error is not None:
         raise error
@@ -69,7 +70,7 @@ def _collect(calls: Collectives, seconds: float, *, wait_all_ranks: bool) -> Non
 def _report(calls: Collectives, seconds: float) -> None:
     try:
         calls.send(np.empty(0, np.uint8), 0, _TAG, seconds)
-        # Rank 0 may have come later, and says at the end of its time who has not.
+        # Rank 0 may have called later; it sends the result at the end of its own timeout.
         failure = calls.recv(0, _TAG, 2 * seconds).tobytes().decode()
     except OpTimedOut as e:
         failure = str(e)

@@ -1,4 +1,4 @@
-"""What `init_process_group("pmesh")` is told by `pg_options`, or by the environment."""
+"""The options of `init_process_group("pmesh")`, from `pg_options` or the environment."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ from pmesh.errors import UsageError
 class Options:
     """The `pg_options` of `torch.distributed.init_process_group("pmesh", pg_options=...)`.
 
-    All of them have defaults: see each.
+    Each option has a default.
     """
 
     job: str | None = None
@@ -23,20 +23,20 @@ class Options:
     home: Path | str | None = None
     """The agent's home. Default: PMESH_HOME, or else `~/.pmesh`."""
     quorum: Quorum = "any"
-    """As for `pmesh.connect`."""
+    """The side of a partition that may continue, as for `pmesh.connect`."""
     min_ranks: int = 1
-    """As for `pmesh.connect`; only for `pmesh.torch.init(elastic=True)`."""
+    """With fewer ranks, ops wait, as for `pmesh.connect`. Only for `init(elastic=True)`."""
 
     def job_name(self) -> str:
-        """The name to connect with."""
+        """Return the name of the job to join."""
         script = Path(sys.argv[0] if sys.argv and sys.argv[0] else "torch").stem
         return (self.job or os.environ.get("PMESH_JOB") or script)[:48]
 
     def ranks(self) -> int:
-        """The number of ranks.
+        """Return the number of ranks.
 
         Raises:
-            UsageError: nothing says how many there are.
+            UsageError: neither the option nor PMESH_WAIT_FOR gives a number.
         """
         if self.wait_for is not None:
             return self.wait_for
@@ -51,7 +51,7 @@ class Options:
 
 
 def options_of(pg_options: object) -> Options:
-    """The options; UsageError for another backend's."""
+    """Return the options. Raises UsageError for options of another backend."""
     if pg_options is None:
         return Options()
     if not isinstance(pg_options, Options):

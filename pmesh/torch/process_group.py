@@ -1,4 +1,4 @@
-"""The process group: each op of `torch.distributed` by a call of pmesh."""
+"""The process group, which runs each op of `torch.distributed` by a call of pmesh."""
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -20,12 +20,11 @@ from pmesh.torch.work import Work
 
 
 class ProcessGroup(GroupBase):
-    """Some ranks of `torch.distributed` over pmesh; the tensors may be on any device.
+    """A process group of `torch.distributed` over pmesh. Tensors may be on any device.
 
-    All collectives run in the order in which they were called: one that its caller waits for in
-    the caller's thread, others in a thread of the group. Their errors are
-    `torch.distributed.DistBackendError`, on all ranks the same. Once a rank is lost, every call
-    raises it at once.
+    Collectives run in the order of their calls: in the caller's thread if the caller waits and no
+    other op runs, else in a thread of the group. Errors are `torch.distributed.DistBackendError`,
+    the same on all ranks. Once a rank is lost, every call raises that error at once.
     """
 
     # --- reductions
@@ -37,11 +36,11 @@ class ProcessGroup(GroupBase):
         timeout: timedelta | None = None,
         **named: object,
     ) -> Work:
-        """The sum, and so on, of all ranks' values, in place."""
+        """Reduce the tensors of all ranks in place; every rank gets the result."""
         return self._all_reduce(tensors, options_for("Allreduce", opts, timeout, named))
 
     def allreduce_coalesced(self, tensors: Tensors, opts: object = None) -> Work:
-        """The same for several tensors as one op of each dtype."""
+        """Reduce several tensors of all ranks in place, in one op for each dtype."""
         return self._all_reduce(tensors, options_for("AllreduceCoalesced", opts))
 
     def reduce(
@@ -51,7 +50,7 @@ class ProcessGroup(GroupBase):
         timeout: timedelta | None = None,
         **named: object,
     ) -> Work:
-        """The sum, and so on, at one rank."""
+        """Reduce the tensors of all ranks; only the root gets the result, in place."""
         options = options_for("Reduce", opts, timeout, named, root="root")
         x = one_of(tensors, "reduce")
         reduction = reduction_of(options.reduceOp, [x])
@@ -76,7 +75,7 @@ class ProcessGroup(GroupBase):
         timeout: timedelta | None = None,
         **named: object,
     ) -> Work:
-        """This rank's part of the sum of lists with a tensor for each rank."""
+        """Reduce lists with one tensor per rank; each rank gets its tensor of the result."""
         out = one_of(outputs, "reduce_scatter")
         xs = list_in(inputs)
         options = options_for("ReduceScatter", opts, timeout, named)
@@ -84,7 +83,7 @@ class ProcessGroup(GroupBase):
         return self._run("reduce_scatter", options, run, xs, [out])
 
     def reduce_scatter_single(self, output: Tensor, x: Tensor, opts: object = None) -> Work:
-        """The same of one tensor, whose parts for the ranks lie behind each other."""
+        """Reduce tensors that hold one part per rank; each rank gets its part of the result."""
         return self._reduce_scatter_singles("_reduce_scatter_base", [output], [x], opts)
 
     _reduce_scatter_base = reduce_scatter_single
@@ -92,7 +91,7 @@ class ProcessGroup(GroupBase):
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: object = None
     ) -> Work:
-        """The same of several tensors."""
+        """Do `reduce_scatter_single` for several tensors."""
         return self._reduce_scatter_singles(
             "reduce_scatter_tensor_coalesced", outputs, inputs, opts
         )
@@ -102,7 +101,7 @@ class ProcessGroup(GroupBase):
     def average(
         self, flat: Tensor, gradients: dict[str, Tensor], compression: Scheme | str
     ) -> Work:
-        """The mean of gradients, compressed with feedback, in place; they are views of `flat`."""
+        """Average gradients, views of `flat`, in place, with compression and error feedback."""
         found = {name: Target(x, filled=True) for name, x in gradients.items()}
 
         def run(seconds: float) -> None:
@@ -123,7 +122,7 @@ class ProcessGroup(GroupBase):
         timeout: timedelta | None = None,
         **named: object,
     ) -> Work:
-        """The values of one rank for all, in place."""
+        """Give every rank the root's values, in place."""
         options = options_for("Broadcast", opts, timeout, named, root="root")
         x = one_of(tensors, "broadcast")
         root, target = options.rootRank, Target(x, filled=True)
@@ -141,7 +140,7 @@ class ProcessGroup(GroupBase):
         opts: object = None,
         timeout: timedelta | None = None,
     ) -> Work:
-        """The tensors of all ranks in a list."""
+        """Gather the tensors of all ranks into a list."""
         x, outs = one_of(inputs, "all_gather"), list_in(outputs)
         check_dtype(outs, x, "all_gather")
         options = options_for("Allgather", opts, timeout)
@@ -151,7 +150,7 @@ class ProcessGroup(GroupBase):
     def allgather_coalesced(
         self, output_lists: Sequence[Tensors], inputs: Tensors, opts: object = None
     ) -> Work:
-        """The same of several tensors: for each rank a list of its tensors."""
+        """Gather several tensors; `output_lists` has a list of tensors for each rank."""
         found = [targets([of_rank[i] for of_rank in output_lists]) for i in range(len(inputs))]
         pairs = [(outs, given(x)) for outs, x in zip(found, inputs, strict=True)]
         run, outs = self._all_gather_of(pairs), [out for outs in output_lists for out in outs]
@@ -164,7 +163,7 @@ class ProcessGroup(GroupBase):
         opts: object = None,
         timeout: timedelta | None = None,
     ) -> Work:
-        """The tensors of all ranks behind each other in one."""
+        """Gather the tensors of all ranks into one tensor, one after another."""
         return self._all_gather_singles("_all_gather_base", [output], [x], opts, timeout)
 
     _allgather_base = all_gather_single
@@ -172,7 +171,7 @@ class ProcessGroup(GroupBase):
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: object = None
     ) -> Work:
-        """The same of several tensors."""
+        """Do `all_gather_single` for several tensors."""
         return self._all_gather_singles("all_gather_into_tensor_coalesced", outputs, inputs, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -185,7 +184,7 @@ class ProcessGroup(GroupBase):
         timeout: timedelta | None = None,
         **named: object,
     ) -> Work:
-        """The tensors of all ranks at one of them."""
+        """Gather the tensors of all ranks into a list at the root."""
         options = options_for("Gather", opts, timeout, named, root="root")
         x, root = one_of(inputs, "gather"), options.rootRank
         outs = list_in(outputs) if root == self.rank() else []
@@ -207,7 +206,7 @@ class ProcessGroup(GroupBase):
         timeout: timedelta | None = None,
         **named: object,
     ) -> Work:
-        """A tensor for each rank of those that one of them has."""
+        """Give each rank its tensor of the root's list."""
         options = options_for("Scatter", opts, timeout, named, root="root")
         out, root = one_of(outputs, "scatter"), options.rootRank
         xs = list_in(inputs) if root == self.rank() else []
@@ -230,7 +229,7 @@ class ProcessGroup(GroupBase):
         opts: object = None,
         timeout: timedelta | None = None,
     ) -> Work:
-        """Parts of one tensor, along its first dimension, to each rank."""
+        """Send a part of a tensor, cut along the first dimension, to each rank."""
         equal = not output_split_sizes and not input_split_sizes
         target, values = Target(output), given(x)
         check_dtype([output], x, "all_to_all")
@@ -252,7 +251,7 @@ class ProcessGroup(GroupBase):
         opts: object = None,
         timeout: timedelta | None = None,
     ) -> Work:
-        """A tensor of a list to each rank."""
+        """Send a tensor of the list to each rank, and receive one from each."""
         found, values = targets(outputs), [given(x) for x in inputs]
 
         def run(seconds: float) -> None:
@@ -262,7 +261,7 @@ class ProcessGroup(GroupBase):
         return self._run("all_to_all", options_for("AllToAll", opts, timeout), run, inputs, outputs)
 
     def send(self, tensors: Tensors, to: int, tag: int = 0) -> Work:
-        """A tensor to one rank."""
+        """Send a tensor to one rank."""
         x = one_of(tensors, "send")
 
         def begin() -> Handle[Any]:
@@ -271,11 +270,11 @@ class ProcessGroup(GroupBase):
         return self._message("send", begin, x, lambda _: to)
 
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Work:
-        """A tensor from one rank."""
+        """Receive a tensor from one rank."""
         return self._receive("recv", one_of(tensors, "recv"), source, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
-        """A tensor from whichever rank sends first."""
+        """Receive a tensor from the rank that sends first."""
         return self._receive("recvAnySource", one_of(tensors, "recv"), ANY, tag)
 
     def barrier(self, opts: object = None, timeout: timedelta | None = None) -> Work:
@@ -289,7 +288,7 @@ class ProcessGroup(GroupBase):
         timeout: timedelta | None = None,
         wait_all_ranks: bool = False,  # noqa: FBT001, FBT002
     ) -> None:
-        """Wait for all ranks; the error names the first that has not come, or all of them."""
+        """Wait for all ranks; the error names the first missing rank, or all of them."""
 
         def run(seconds: float) -> None:
             given_s = seconds if timeout is None else timeout.total_seconds()
@@ -319,7 +318,7 @@ class ProcessGroup(GroupBase):
         self._run(name, options, lambda seconds: found.append(call(seconds)), [], []).wait()
         return found[0]
 
-    # --- inside
+    # --- helpers
 
     def _all_reduce(self, tensors: Tensor | Tensors, options: Any) -> Work:  # noqa: ANN401
         xs = list_of(tensors)
@@ -442,7 +441,7 @@ class ProcessGroup(GroupBase):
 
 
 def pmesh_group(group: object, what: str) -> ProcessGroup:
-    """The group, or the default one for None; UsageError if it is another backend's."""
+    """Return the group; None is the default one. Raises UsageError for another backend's group."""
     used = group if group is not None else dist.distributed_c10d._get_default_group()  # noqa: SLF001
     if not isinstance(used, ProcessGroup):
         raise UsageError(f"{what} is for a group of the backend 'pmesh'")
@@ -455,9 +454,9 @@ def _write(found: Sequence[Target]) -> None:
 
 
 def _keep_from_tracing() -> None:
-    """Let torch.compile call the ops as they are, with all that they call: it can't trace them.
+    """Keep torch.compile from tracing the ops and what they call, since it can't.
 
-    `torch.compiler.disable` says the same, but imports all of dynamo.
+    `torch.compiler.disable` does the same, but imports all of dynamo.
     """
     frames: Any = torch._C._dynamo.eval_frame  # noqa: SLF001 - as above
     if not hasattr(frames, "set_code_exec_strategy"):

@@ -1,4 +1,4 @@
-"""Where the ranks of `torch.distributed` come from: a mesh, in the order that torch wants."""
+"""Joins a mesh for `torch.distributed`, and maps the ranks of torch to those of the mesh."""
 
 import atexit
 import os
@@ -27,10 +27,10 @@ class World:
 
     mesh: Mesh
     order: tuple[int, ...]
-    """For each rank of torch that of the mesh."""
+    """The mesh's rank for each rank of torch."""
 
     def of(self, ranks: list[int]) -> Collectives:
-        """The collectives among these ranks of torch; of all of them if there are none named."""
+        """Return the collectives of these ranks of torch; of all ranks if the list is empty."""
         named = [self.order[rank] for rank in ranks or range(len(self.order))]
         if not ranks and named == sorted(named):
             return self.mesh
@@ -40,7 +40,7 @@ class World:
         return group
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Return what torchrun sets for a rank; accelerate and transformers read it."""
+        """Return the variables that torchrun sets; accelerate and transformers read them."""
         hosts = [self.mesh.names[each] for each in self.order]
         here = hosts[rank]
         return {
@@ -59,21 +59,21 @@ class Elastic:
     line: Line = field(default_factory=Line)
     """Runs the ops of the backward passes of all models, in order."""
     models: int = 0
-    """How many models have been wrapped: each gets a number, the same on every rank."""
+    """The number of wrapped models; each has a number, the same on every rank."""
     synced: "WeakSet[Any]" = field(default_factory=WeakSet[Any])
     """The modules whose weights are the same on all ranks."""
 
     def number_of_next_model(self) -> int:
-        """Count one more model."""
+        """Count a new model, and return its number."""
         self.models += 1
         return self.models
 
     def finish_ops(self) -> None:
-        """Wait for the ops of a backward pass that was given up."""
+        """Wait for the ops of a backward pass that was abandoned."""
         self.line.submit(lambda: None).result()
 
     def end(self) -> None:
-        """Leave the job; no thread is left."""
+        """Leave the job, and end its threads."""
         self.mesh.close()
         self.line.end()
         self.line.join()
@@ -87,17 +87,18 @@ class Worlds:
         self.elastic: Elastic | None = None
         self._waiting: Mesh | None = None
         self._store: MeshStore | None = None
-        """Kept: of what C++ alone refers to, torch would forget the class."""
+        """Kept: torch forgets the Python class of an object that only C++ refers to."""
         self._begun = 0
         self._variables: dict[str, str] = {}
-        """Those that this has set."""
+        """The environment variables that `begin` has set."""
         atexit.register(self._end_with_the_program)
 
     def meet(self, options: Options, timeout: timedelta | None) -> tuple[MeshStore, int, int]:
-        """Join the job; returns the store, this rank and how many there are.
+        """Join the job; return the store, this rank and the number of ranks.
 
         Raises:
-            UsageError: the job runs already, or a group is there.
+            UsageError: the program is elastic, the job runs already, or the ranks differ in their
+                number of ranks.
             PmeshError: as for `pmesh.connect`.
         """
         self.check_not_elastic()
@@ -122,7 +123,7 @@ class Worlds:
         options: Options,
         timeout: timedelta | None,
     ) -> World:
-        """The world of a default group: that of `meet`, or of ranks that torch has given out."""
+        """Return the world of a default group, whose ranks come from `meet` or from torch."""
         if self._waiting is not None:
             mesh, self._waiting = self._waiting, None
             self.current = World(mesh, tuple(range(mesh.size)))
@@ -136,11 +137,11 @@ class Worlds:
         return self.current
 
     def begin_elastic(self, mesh: Mesh) -> None:
-        """From now on the number of ranks may change, until `end`."""
+        """Begin a job whose number of ranks may change."""
         self.elastic = Elastic(mesh)
 
     def check_not_elastic(self) -> None:
-        """Raises UsageError if a process group is asked for in an elastic program."""
+        """Raise UsageError in an elastic program, which can have no process group."""
         if self.elastic is not None:
             raise UsageError(
                 "this program has called pmesh.torch.init(elastic=True), and a process group has "
@@ -160,11 +161,11 @@ class Worlds:
             self.current.mesh.close()
         self._waiting = self.current = self.elastic = None
         for name in self._variables:
-            os.environ.pop(name, None)  # or the next group would take them for a launcher's
+            os.environ.pop(name, None)  # else the next group would think that a launcher set them
         self._variables = {}
 
     def _end_with_the_program(self) -> None:
-        """A script that has ended by an exception counts as a crash of its rank."""
+        """Leave the job; if the script ended by an exception, report a crash of its rank."""
         error: BaseException | None = getattr(sys, "last_exc", None) or getattr(
             sys, "last_value", None
         )
@@ -177,10 +178,10 @@ class Worlds:
 def world_of(
     store: Store, rank: int, size: int, options: Options, timeout: timedelta | None
 ) -> World:
-    """The world of ranks that torch has given out, which meet by a store of torch's.
+    """Return the world of ranks that torch has numbered, which meet through torch's store.
 
     Raises:
-        UsageError: the ranks do not fit together.
+        UsageError: the ranks do not fit together, or the job runs already.
         PmeshError: as for `pmesh.connect`.
     """
     if rank == 0:
@@ -219,7 +220,7 @@ def _connected(job: str, size: int, options: Options, timeout: timedelta | None)
 
 
 def meet(pg_options: object, timeout: timedelta | None) -> tuple[MeshStore, int, int]:
-    """As `Worlds.meet`; raises DistBackendError with the message of pmesh."""
+    """Call `WORLDS.meet`. Raises DistBackendError with the message of pmesh."""
     try:
         return WORLDS.meet(options_of(pg_options), timeout)
     except PmeshError as e:

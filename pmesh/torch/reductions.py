@@ -1,4 +1,4 @@
-"""torch's `ReduceOp` in the words of pmesh."""
+"""Translates torch's `ReduceOp` into reductions of pmesh."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -9,21 +9,21 @@ _NAMES = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 _PMESH_OF = {"AVG": "mean", "PRODUCT": "prod"}
 
 _DIVIDED = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-"""The integers that torch can divide."""
+"""Integer dtypes that torch can divide."""
 
 
 class Reduction(NamedTuple):
-    """How pmesh computes a reduction of torch's."""
+    """How pmesh computes one of torch's reductions."""
 
     name: str
-    """The name that `Mesh.all_reduce` knows."""
+    """The reduction's name in `Mesh.all_reduce`."""
     factor: object = None
-    """What to multiply the values by before; None: nothing."""
+    """The values are multiplied by this first, unless it is None."""
     is_divided: bool = False
-    """Whether the result is divided by the number of ranks at the end."""
+    """True if the result must be divided by the number of ranks."""
 
     def finish(self, result: Tensor, ranks: int) -> None:
-        """Divide the result of this many ranks in place, if that is to be done."""
+        """Divide the result by the number of ranks in place, if `is_divided`."""
         if self.is_divided:
             result.copy_(torch.div(result, ranks, rounding_mode="trunc"))
 
@@ -31,7 +31,7 @@ class Reduction(NamedTuple):
 def reduction_of(op: Any, xs: Sequence[Tensor]) -> Reduction:  # noqa: ANN401 - torch's ReduceOp, which has no types here
     """Return how to reduce these tensors.
 
-    The average of integers is rounded towards zero, as NCCL does it.
+    The average of integers is rounded towards zero, as in NCCL.
 
     Raises:
         ValueError: `op` is none of `SUM`, `AVG`, `PRODUCT`, `MIN`, `MAX`, `BAND`, `BOR`,

@@ -1,6 +1,6 @@
-"""How `init_process_group` finds ranks, size and store of the backend `pmesh`: in the mesh.
+"""The rendezvous of `init_process_group`: it gets rank, size and store from the mesh.
 
-`import torch` imports this wherever pmesh is installed, so it imports nothing that takes time.
+`import torch` imports this module wherever pmesh is installed, so it imports nothing slow.
 """
 
 import os
@@ -12,12 +12,12 @@ from types import FrameType, TracebackType
 from typing import Any, TypeAlias, cast
 
 Found: TypeAlias = Iterator[tuple[Any, int, int]]
-"""A store, this rank, and how many there are."""
+"""A store, this rank, and the number of ranks."""
 
 Hook: TypeAlias = Callable[[type[BaseException], BaseException, TracebackType | None], object]
-"""As `sys.excepthook`."""
+"""The type of `sys.excepthook`."""
 
-_NO_BACKEND = ("none", "undefined")  # what torch has there if its caller names none
+_NO_BACKEND = ("none", "undefined")  # torch's value if the caller names no backend
 _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 _ALL_OF_LAUNCHERS = (*_OF_LAUNCHERS, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 _OF_PMESH = ("PMESH_JOB", "PMESH_WAIT_FOR")
@@ -26,8 +26,8 @@ _OF_PMESH = ("PMESH_JOB", "PMESH_WAIT_FOR")
 def install() -> None:
     """Let `pmesh://`, and `env://` for the backend `pmesh`, find their ranks in the mesh.
 
-    `env://` is what torch uses where neither a store nor an init_method is given. Where a launcher
-    has set RANK, WORLD_SIZE or MASTER_ADDR, as torchrun does, they hold for pmesh, too.
+    torch uses `env://` if neither a store nor an init_method is given. If a launcher such as
+    torchrun has set RANK, WORLD_SIZE or MASTER_ADDR, pmesh uses them too.
     """
     module = import_module("torch.distributed.rendezvous")
     handlers = cast("dict[str, Any]", vars(module)["_rendezvous_handlers"])
@@ -42,11 +42,11 @@ def install() -> None:
 
     handlers["env"] = env
     handlers["pmesh"] = of_mesh
-    sys.excepthook = _hinting(sys.excepthook)
+    sys.excepthook = _with_hint(sys.excepthook)
 
 
 def _of_torch(found: Found) -> Found:
-    """What torch finds by `env://`; its error also says who sets what it misses."""
+    """Run torch's own `env://`, and add a hint to its error about a missing variable."""
     try:
         yield from found
     except ValueError as e:
@@ -57,8 +57,8 @@ def _of_torch(found: Found) -> Found:
         raise ValueError(f"{e}. {hint}") from None
 
 
-def _hinting(before: Hook) -> Hook:
-    """Say it too where a script reads a variable of a launcher that nothing has set."""
+def _with_hint(before: Hook) -> Hook:
+    """Return a hook that also hints when a script reads a launcher's variable that is not set."""
 
     def hook(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
@@ -73,7 +73,7 @@ def _hinting(before: Hook) -> Hook:
 
 
 def _hint(missing: str | None) -> str | None:
-    """What to do where this variable is missed; None if pmesh has not started the script."""
+    """Return what to do about a missing variable; None if the script does not use pmesh."""
     if missing is None or missing in os.environ or not any(map(os.environ.get, _OF_PMESH)):
         return None
     found_by_pmesh = "" if missing.startswith("MASTER_") else " and sets this variable"
@@ -85,27 +85,27 @@ def _hint(missing: str | None) -> str | None:
 
 
 def of_mesh(url: str, timeout: timedelta | None = None, **_: object) -> Found:
-    """What torch calls for `init_method="pmesh://"`.
+    """Yield store, rank and size from the mesh. torch calls this for `init_method="pmesh://"`.
 
     Raises:
-        DistBackendError: with the message of pmesh.
+        DistBackendError: pmesh raised an error, whose message this has.
     """
-    from pmesh.torch.ranks import meet  # noqa: PLC0415 - only who uses it pays for it
+    from pmesh.torch.ranks import meet  # noqa: PLC0415 - imported when it is used
 
     del url
     yield meet(argument_of_init("pg_options"), timeout)
 
 
 def _is_elastic() -> bool:
-    """Whether a process group is to be refused; DeviceMesh and FSDP make one without a backend."""
+    """True if a process group must be refused; DeviceMesh and FSDP make one without a backend."""
     ranks: Any = sys.modules.get("pmesh.torch.ranks")
     return ranks is not None and ranks.WORLDS.elastic is not None
 
 
 def argument_of_init(name: str) -> object:
-    """An argument of the `init_process_group` that this is called from; None outside of one.
+    """Return an argument of the calling `init_process_group`; None outside of one.
 
-    torch hands a rendezvous neither the backend nor its options.
+    torch does not pass the backend and its options to a rendezvous.
     """
     frame: FrameType | None = sys._getframe()  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
     while frame is not None and frame.f_code.co_name != "init_process_group":

@@ -1,6 +1,6 @@
 """The sum of sparse tensors, such as the gradients of `torch.nn.Embedding(sparse=True)`.
 
-Ranks have other entries, and other numbers of them: each gets those of all, and adds them up.
+Each rank has different entries, so every rank gathers the entries of all ranks and adds them up.
 """
 
 from collections.abc import Sequence
@@ -11,17 +11,17 @@ from pmesh.torch.reductions import Reduction
 
 
 def is_sparse(x: Tensor) -> bool:
-    """Whether it is a tensor that lists its entries (COO)."""
+    """Return True for a tensor that lists its entries (COO)."""
     return bool(x.layout == torch.sparse_coo)
 
 
 def sum_sparse(calls: Collectives, x: Tensor, reduction: Reduction, timeout_s: float) -> None:
-    """Write the sum, or the mean, of all ranks' tensors into this one; `timeout_s` for each op.
+    """Write the sum or the mean of all ranks' tensors into `x`. Each op has this timeout.
 
     All ranks add in the same order, so they have the same bits.
 
     Raises:
-        ValueError: the reduction is another one, or the tensors differ in shape.
+        ValueError: the reduction is neither sum nor mean, or the tensors differ in shape.
         PmeshError: as for `Collectives.all_gather_into`.
     """
     if reduction.name not in {"sum", "mean"}:
@@ -38,7 +38,7 @@ def sum_sparse(calls: Collectives, x: Tensor, reduction: Reduction, timeout_s: f
     given = torch.cat(_gather(calls, values, counts, timeout_s))
     if reduction.factor is not None:
         given.mul_(reduction.factor)
-    # Named, as torch warns of what it does not check by itself; the ranks' tensors are valid ones.
+    # Without the argument torch warns that it does not check; the ranks' tensors are valid.
     total = torch.sparse_coo_tensor(entries, given, mine.shape, check_invariants=False).coalesce()
     if reduction.name == "mean":
         total.values().div_(calls.size)
@@ -50,7 +50,7 @@ def sum_sparse(calls: Collectives, x: Tensor, reduction: Reduction, timeout_s: f
 def _gather(
     calls: Collectives, rows: Tensor, counts: Sequence[int], timeout_s: float
 ) -> list[Tensor]:
-    """Return the rows of each rank, which has so many."""
+    """Return the rows of each rank; `counts` has their numbers."""
     found = [torch.empty((count, *rows.shape[1:]), dtype=rows.dtype) for count in counts]
     calls.all_gather_into(found, rows, timeout_s)
     return found

@@ -1,4 +1,4 @@
-"""Tensors of any device and layout as pmesh takes them: on the CPU, in one piece of memory."""
+"""Brings tensors of any device and strides to the CPU and into contiguous memory, for pmesh."""
 
 from collections.abc import Sequence
 
@@ -6,13 +6,13 @@ from pmesh.torch.library import Tensor, torch
 
 
 def given(x: Tensor) -> Tensor:
-    """The values, outside of autograd; a view of the tensor where it lies so already."""
+    """Return the values without autograd; a view if the tensor is contiguous on the CPU."""
     check(x)
     return x.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
 
 
 def check(x: Tensor) -> None:
-    """Raises ValueError for a tensor that is more, or less, than its values."""
+    """Raise ValueError for a tensor that is not dense, is quantized or has no data."""
     if x.layout != torch.strided:
         raise ValueError(f"the backend 'pmesh' takes dense tensors, not {x.layout}")
     if x.is_quantized or x.device.type == "meta":
@@ -21,10 +21,10 @@ def check(x: Tensor) -> None:
 
 
 class Target:
-    """A tensor to be written to, and where pmesh writes: itself, or memory on the CPU."""
+    """A tensor to be written, and the memory that pmesh writes: the tensor's, or a CPU copy."""
 
     def __init__(self, x: Tensor, *, filled: bool = False) -> None:
-        """`filled`: whether the memory is to have the tensor's values."""
+        """If `filled`, the memory starts with the tensor's values."""
         check(x)
         self._tensor = x.detach()
         plain = not (x.is_conj() or x.is_neg()) and x.is_contiguous()
@@ -36,18 +36,18 @@ class Target:
             self.memory = torch.empty(x.shape, dtype=x.dtype)
 
     def write(self) -> None:
-        """Bring what lies in the memory to the tensor."""
+        """Copy the memory to the tensor, unless it is the tensor's own."""
         if self.memory.data_ptr() != self._tensor.data_ptr() or self._tensor.device.type != "cpu":
             self._tensor.copy_(self.memory)
 
 
 def targets(xs: Sequence[Tensor]) -> list[Target]:
-    """One for each."""
+    """Return a target for each tensor."""
     return [Target(x) for x in xs]
 
 
 def pieces(x: Tensor, counts: Sequence[int]) -> list[Tensor]:
-    """Views of so many values each, one behind the other, of a tensor in one piece."""
+    """Return consecutive views of a contiguous tensor, with these numbers of values."""
     flat = x.reshape(-1)
     found: list[Tensor] = []
     begin = 0

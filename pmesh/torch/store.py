@@ -1,4 +1,4 @@
-"""`mesh.store` as the `Store` that `torch.distributed` wants."""
+"""Adapts `mesh.store` to the `Store` of `torch.distributed`."""
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 class MeshStore(dist.Store):  # type: ignore[misc] # torch has no types here
-    """Keys and values in the agents of the job: there is no address to type, and no server to lose.
+    """A store in the agents of the job. It needs no address, and no server can be lost.
 
-    They are linearizable, and stay while any rank of the job is there: see `pmesh.Store`. Calls
-    raise `torch.distributed.DistStoreError` with the message of pmesh.
+    It is linearizable, and keeps its values while any rank of the job remains; see `pmesh.Store`.
+    Calls raise `torch.distributed.DistStoreError` with the message of pmesh.
     """
 
     def __init__(self, store: Store, prefix: str = "") -> None:
@@ -25,11 +25,11 @@ class MeshStore(dist.Store):  # type: ignore[misc] # torch has no types here
         self._prefix = prefix
 
     def clone(self) -> "MeshStore":
-        """The same store, for another thread: any thread may call this one."""
+        """Return this store: any thread may call it."""
         return self
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Give the key a value."""
+        """Set the key's value."""
         self._do(lambda: self._store.set(self._prefix + key, _bytes(value), self._timeout_s))
 
     def get(self, key: str) -> bytes:
@@ -43,7 +43,7 @@ class MeshStore(dist.Store):  # type: ignore[misc] # torch has no types here
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
         """Replace the value if it is the expected one; return the one that it has now.
 
-        As in TCPStore that is `expected` for a key that is not set, unless `expected` is empty.
+        For a key that is not set return `expected`, unless that is empty, as in TCPStore.
         """
         before, after = _bytes(expected), _bytes(desired)
         found = self._do(
@@ -58,15 +58,15 @@ class MeshStore(dist.Store):  # type: ignore[misc] # torch has no types here
         self._do(lambda: self._store.wait(named, max(seconds, 1e-3)))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all of these keys are set."""
+        """Return True if all of these keys are set."""
         named = [self._prefix + key for key in keys]
         return self._do(lambda: self._store.check(named, self._timeout_s))
 
     def delete_key(self, key: str) -> bool:
-        """Remove the key; return whether it was set."""
+        """Remove the key; return True if it was set."""
         return self._do(lambda: self._store.delete(self._prefix + key, self._timeout_s))
 
-    deleteKey = delete_key  # noqa: N815 - what a PrefixStore in C++ calls
+    deleteKey = delete_key  # noqa: N815 - a PrefixStore in C++ calls this name
 
     def num_keys(self) -> int:
         """Return how many keys are set."""
@@ -80,19 +80,19 @@ class MeshStore(dist.Store):  # type: ignore[misc] # torch has no types here
         return [key.removeprefix(self._prefix) for key in keys]
 
     def has_extended_api(self) -> bool:
-        """Return whether there are `append`, `multi_get` and `multi_set`: there are."""
+        """Return True: the store has `append`, `multi_get` and `multi_set`."""
         return True
 
     def append(self, key: str, value: bytes | str) -> None:
-        """Put bytes behind the key's value."""
+        """Append bytes to the key's value."""
         self._do(lambda: self._store.append(self._prefix + key, _bytes(value), self._timeout_s))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the values of all of these keys as soon as they are set."""
+        """Return the values of these keys as soon as all are set."""
         return [self.get(key) for key in keys]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
-        """Give each key its value, one after the other."""
+        """Set the keys' values, one after another."""
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 

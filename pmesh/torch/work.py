@@ -1,4 +1,4 @@
-"""What an op of `torch.distributed` returns: to be waited for, with its error."""
+"""The work objects that ops of `torch.distributed` return."""
 
 import threading
 import time
@@ -13,9 +13,9 @@ from pmesh.torch.library import Tensor, TorchFuture, dist, torch
 
 
 class Work(dist.Work):  # type: ignore[misc] # torch has no types here
-    """An op that another thread runs, or that has run.
+    """An op that another thread runs, or that has ended.
 
-    Not one that torch makes of a future: `wait` of that returns True though the future has failed.
+    torch could make a work from a future, but its `wait` returns True even if the future failed.
     """
 
     def __init__(self, done: "Future[Any]", tensors: Sequence[Tensor]) -> None:
@@ -31,46 +31,46 @@ class Work(dist.Work):  # type: ignore[misc] # torch has no types here
         try:
             self._done.result(_seconds(timeout))
         finally:
-            self._pass_on(self._done)  # who has waited finds the future done, too
+            self._pass_on(self._done)  # after `wait`, the future is done too
         return True
 
     def synchronize(self) -> None:
-        """The same as `wait`: results are there when an op has ended, also on a GPU."""
+        """Wait until the op has ended; then its results are in place, also on a GPU."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or badly."""
+        """Return True if the op has ended, with or without an error."""
         return self._done.done()
 
     def is_success(self) -> bool:
-        """Whether it has ended well."""
+        """Return True if the op has ended without an error."""
         return self.is_completed() and self._done.exception() is None
 
     def exception(self) -> BaseException | None:
-        """The error of an op that has failed."""
+        """Return the error of an op that has failed, or else None."""
         return self._done.exception() if self.is_completed() else None
 
     def result(self) -> list[Tensor]:
-        """The tensors that were written to; waits for them."""
+        """Wait for the op, and return the tensors that it wrote."""
         self.wait()
         return self.tensors
 
     def source_rank(self) -> int:
-        """The rank in its group that a message has come from."""
+        """Wait for a message, and return the rank of its sender in the group."""
         self.wait()
         return int(self._done.result())
 
     _source_rank = source_rank
 
     def get_future(self) -> TorchFuture:
-        """A future that gets the tensors, or the op's error."""
+        """Return a future of the tensors, or of the op's error."""
         with self._lock:
             if self._future is not None:
                 return self._future
             devices = {t.device for t in self.tensors if t.device.type == "cuda"}
             self._settled = torch.futures.Future(devices=list(devices))
-            # Not set_exception: that fails for who asks in Python, but C++, as in DDP, then takes
-            # the exception for the result. What a callback raises is an error there, too.
+            # After set_exception, C++ (such as DDP) would take the exception for the result. An
+            # error that a callback raises is an error in Python and in C++.
             self._future = self._settled.then(self._result_or_error)
         self._done.add_done_callback(self._pass_on)
         return self._future
@@ -87,7 +87,7 @@ class Work(dist.Work):  # type: ignore[misc] # torch has no types here
 
 
 class MessageWork(Work):
-    """A message under way; the thread that waits takes what has come."""
+    """A message on its way. The thread that waits for it writes it to the tensor."""
 
     def __init__(
         self,
@@ -95,25 +95,25 @@ class MessageWork(Work):
         take: Callable[[float | None], Any],
         tensors: Sequence[Tensor],
     ) -> None:
-        """`take` waits for at most that many seconds, and writes what has come to its tensor."""
+        """`take` waits for at most so many seconds, and writes the message to its tensor."""
         super().__init__(Future(), tensors)
         self._handle = handle
         self._take = take
         self._settling = threading.Lock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the message has arrived; raise the error if it has not."""
+        """Wait until the message has arrived; raise its error if it has failed."""
         self._settle(_seconds(timeout))
         return super().wait()
 
     def is_completed(self) -> bool:
-        """Whether it has arrived, and lies in its tensor, or has failed."""
+        """Return True if the message has failed, or has arrived and is in its tensor."""
         if not self._done.done() and self._handle.done():
             self._settle(None)
         return self._done.done()
 
     def get_future(self) -> TorchFuture:
-        """A future that gets the tensors, or the error; a thread of its own waits for it."""
+        """Return a future of the tensors, or of the error; a new thread waits for the message."""
         if not self.is_completed():
             threads.start(self._settle, "pmesh-message")
         return super().get_future()
@@ -130,7 +130,7 @@ class MessageWork(Work):
             result = self._take(None if until is None else max(0.0, until - time.monotonic()))
         except Exception as e:
             if until is not None and not self._handle.done():
-                raise  # it goes on after the time that this thread would wait
+                raise  # only the wait has timed out; the message goes on
             self._done.set_exception(e)
         else:
             self._done.set_result(result)
@@ -139,6 +139,6 @@ class MessageWork(Work):
 
 
 def _seconds(timeout: timedelta | None) -> float | None:
-    """None for no limit, as torch in C++ says by 0."""
+    """Return the timeout, or None for no limit, which C++ passes as 0."""
     seconds = timeout.total_seconds() if timeout is not None else 0.0
     return seconds if seconds > 0 else None

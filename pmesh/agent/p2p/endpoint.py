@@ -1,7 +1,7 @@
 """The point-to-point messages of one local rank, and their lanes (O4).
 
 `pmesh.core.p2p` decides which messages are delivered, and in which order. Each send and each
-receive runs in a task of its own, which messages from the other side wake up.
+receive runs in its own task, which messages from the other side wake up.
 """
 
 import contextlib
@@ -42,19 +42,19 @@ _FIRST_EDGE = -2  # used as op number for the pair's first lane, then -3 and so 
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """A lane of a pair under the current roster; it may not be open yet."""
+    """A lane of a pair of ranks under the current roster; it may not be open yet."""
 
     end: LaneEnd
     number: int
     transfers: int = 0
-    """How many messages were requested on it."""
+    """The number of messages requested on this lane."""
     lane: Lane | None = None
     closed: bool = False
     turn: trio.Lock = field(default_factory=trio.Lock)
 
 
 class _Lanes:
-    """The lanes of one direction."""
+    """A rank's lanes in one direction, to or from each peer."""
 
     def __init__(self, rank: LocalRank, rendezvous: LaneRendezvous) -> None:
         self._rank = rank
@@ -64,7 +64,7 @@ class _Lanes:
 
     @property
     def bytes(self) -> int:
-        """Bytes moved at the sockets, including headers."""
+        """Bytes sent or received at the sockets, including headers."""
         return self._ended_bytes + sum(map(_moved, self._lanes.values()))
 
     def close(self) -> None:
@@ -76,7 +76,7 @@ class _Lanes:
         return self._rank.lanes.edge(sender, receiver, _FIRST_EDGE - number)
 
     async def _open(self, entry: _Lane) -> Lane:
-        """Return the entry's lane once it is open. Raises LaneBroken if it is closed meanwhile."""
+        """Return the entry's lane once it is open. Raises LaneBroken if it is closed first."""
         if entry.lane is None and not entry.closed:
             entry.lane = await self._rendezvous.take(entry.end)
         if entry.closed:
@@ -103,7 +103,7 @@ class LanesOut(_Lanes):
     """The lanes on which a rank sends messages."""
 
     def is_new(self, to: TrainerId, asked: RequestMessage) -> bool:
-        """Return False for a request that is old or belongs to another roster."""
+        """Register a request. Return False if it is old or belongs to another roster."""
         if asked.number != self._rank.roster.number:
             return False  # the receiver repeats it once both have the same roster
         entry = self._lanes.get(to)
@@ -139,7 +139,7 @@ class LanesOut(_Lanes):
                 for segment, piece in enumerate(_pieces(values)):
                     sent = header._replace(body_bytes=piece.nbytes, segment=segment)
                     await lane.send(sent, piece)
-            except BaseException:  # nothing may follow half a message
+            except BaseException:  # half a message was sent, so nothing may follow it on this lane
                 self._end(entry)
                 raise
 
@@ -180,7 +180,7 @@ class LanesIn(_Lanes):
         except CallsDiffer as e:
             self._end(entry)
             raise LaneBroken(str(e)) from e
-        except BaseException:  # the rest of the message may still arrive, and nobody reads it
+        except BaseException:  # the rest of the message may still arrive on this lane
             self._end(entry)
             raise
 
@@ -211,7 +211,7 @@ class LanesIn(_Lanes):
 
 
 def _pieces(values: memoryview) -> list[memoryview]:
-    """Cut values into the bodies of records; a message without values has one empty record."""
+    """Cut values into the bodies of records. A message without values has one empty record."""
     begins = range(0, max(values.nbytes, 1), SEGMENT_BYTES)
     return [values[begin : begin + SEGMENT_BYTES] for begin in begins]
 
@@ -237,7 +237,7 @@ class MessageLost(PmeshError):  # noqa: N818 - a state, as in pmesh.errors
 
 @dataclass(slots=True, eq=False)
 class Sending:
-    """A send that waits to be received."""
+    """A send whose message has not been received."""
 
     to: TrainerId
     sequence: int
@@ -265,11 +265,11 @@ class Received:
     source: TrainerId
     envelope: Envelope
     arena: Arena | None
-    """Released by the receiver; None if the message has no values."""
+    """The caller of `end_receive` must release it; None if the message has no values."""
 
 
 class P2PEndpoint:
-    """Sends and receives for one rank. `send` sends a message to the agent of a trainer."""
+    """The sends and receives of one rank. `send` sends a message to the agent of a trainer."""
 
     def __init__(
         self,
@@ -290,12 +290,12 @@ class P2PEndpoint:
         self._names = {trainer: rank.roster.describe(trainer) for trainer in rank.roster.ids}
 
     def describe(self, trainers: Iterable[TrainerId]) -> tuple[str, ...]:
-        """Return ranks and machine names for error messages, also of lost ranks."""
+        """Return the ranks and machine names of trainers for error messages, also of lost ones."""
         return tuple(self._names.get(trainer, "a lost rank") for trainer in trainers)
 
     @property
     def traffic(self) -> tuple[int, int]:
-        """Bytes sent and received at the sockets of its lanes, including headers."""
+        """Bytes sent and received at the sockets of the lanes, including headers."""
         return self._lanes_out.bytes, self._lanes_in.bytes
 
     # --- sends
@@ -323,7 +323,7 @@ class P2PEndpoint:
         """Wait until the message is delivered; withdraw it if cancelled.
 
         Raises:
-            MessageLost: It can't be delivered.
+            MessageLost: The message can't be delivered.
         """
         try:
             await self._send(sending, values)
@@ -338,7 +338,7 @@ class P2PEndpoint:
             if must_tell:
                 address = self._address(self._rank.id, sending.to, sending.sequence)
                 self._send_to(sending.to, MessageWithdrawn(address))
-        await self._rank.unfenced()  # V3: the trainer learns it only without a fence
+        await self._rank.unfenced()  # V3: report the delivery only without a fence
         if self._rank.superseded is not None:
             raise MessageLost(self._rank.superseded)
 
@@ -349,7 +349,7 @@ class P2PEndpoint:
                 raise MessageLost(sending.failure)
             if sending.asked is not None:
                 asked, sending.asked = sending.asked, None
-                with contextlib.suppress(LaneBroken):  # the receiver notices and requests again
+                with contextlib.suppress(LaneBroken):  # the receiver will request it again
                     await self._rank.unfenced()  # V3: nothing is sent behind a fence
                     await self._lanes_out.transmit(sending.to, asked, sending.envelope, values)
                 continue
@@ -368,7 +368,7 @@ class P2PEndpoint:
     # --- receives
 
     def begin_receive(self, sources: tuple[TrainerId, ...], tag: int) -> Receiving:
-        """Want a message of one of the sources; `end_receive` must follow. Calls keep their order.
+        """Register a receive; `end_receive` must follow. Receives keep the order of these calls.
 
         Raises:
             MessageLost: All sources are lost.
@@ -408,7 +408,7 @@ class P2PEndpoint:
     async def _bring(
         self, receiving: Receiving, transfer: Transfer, outputs: OutputArenas
     ) -> Received | None:
-        """Deliver the message, requested if need be; return None if the caller must try again."""
+        """Request the message if needed, and deliver it; return None if it must be tried again."""
         arena, nbytes = None, transfer.envelope.nbytes
         if nbytes:
             try:
@@ -482,10 +482,10 @@ class P2PEndpoint:
         elif roster.number != self._roster.number:
             self._roster = roster
             self._names |= {trainer: roster.describe(trainer) for trainer in roster.ids}
-            self.close()  # their roster is over; unfinished messages move to new lanes
-            self._lose_the_lost()
+            self.close()  # lanes end with their roster; unfinished messages move to new ones
+            self._fail_lost_peers()
             self._stop_bringing()
-            # O5: until a call returns, the trainer may name ranks that are lost.
+            # O5: the trainer may name lost ranks until its next call returns.
             known = {*roster.ids, *self._rank.world}
             self._names = {t: name for t, name in self._names.items() if t in known}
 
@@ -506,7 +506,7 @@ class P2PEndpoint:
             if receiving.bringing is not None:
                 receiving.bringing[1].cancel()
 
-    def _lose_the_lost(self) -> None:
+    def _fail_lost_peers(self) -> None:
         wanted = {source for w in self._inbox.wanted.values() for source in w.sources}
         lost = (wanted | set(self._inbox.sources) | set(self._outboxes)) - set(self._roster.ids)
         inbox = self._inbox
@@ -536,7 +536,7 @@ class P2PEndpoint:
     def _update(self, inbox: Inbox) -> None:
         """Wake receives that have a transfer now, and cancel transfers that are obsolete."""
         before, self._inbox = self._inbox, inbox
-        for call in before.under_way.keys() | inbox.under_way.keys():  # few of thousands
+        for call in before.under_way.keys() | inbox.under_way.keys():  # few, of thousands
             receiving, transfer = self._receives.get(call), inbox.under_way.get(call)
             if receiving is None:
                 continue  # it has ended

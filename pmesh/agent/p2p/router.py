@@ -58,7 +58,7 @@ class P2PRouter:
         self._ended_traffic = (0, 0)
 
     def rank_of(self, job: JobName, trainer: TrainerId, *, pid: int) -> LocalRank | None:
-        """Return the rank of a local trainer, if the process is the trainer's."""
+        """Return the rank of a local trainer; None unless `pid` is its process."""
         for rank in self._ranks:
             if (rank.roster.job, rank.id, rank.pid) == (job, trainer, pid):
                 return rank
@@ -80,7 +80,7 @@ class P2PRouter:
         return self._endpoints[rank]
 
     def receive(self, member: Member, message: P2PMessage) -> None:
-        """Handle a message from another agent, which repeats one that precedes its view."""
+        """Handle a message from another agent. That agent repeats one that precedes our view."""
         address = message.address
         own, peer = address.sender, address.receiver
         if isinstance(message, AnnounceMessage | MessageWithdrawn):
@@ -123,7 +123,7 @@ _CHECK_S = 1.0
 async def serve_p2p(
     session: Session, request: Attach, room: P2PRouter, stores: Stores, share: ArenaShare
 ) -> None:
-    """Serve a trainer's messages and store calls, in its program's memory, until it disconnects."""
+    """Serve a trainer's messages and store calls until it disconnects, with arenas from `share`."""
     rank = room.rank_of(request.job, request.trainer, pid=session.pid)
     if request.version != SESSION_VERSION:
         text = f"the trainer speaks session version {request.version}, the agent {SESSION_VERSION}"
@@ -138,7 +138,7 @@ async def serve_p2p(
     try:
         async with trio.open_nursery() as nursery:
             calls = StoreCalls(session, stores, rank, nursery)
-            serving = _Envelopes(session, room.endpoint_of(rank), arenas, calls, nursery)
+            serving = _Connection(session, room.endpoint_of(rank), arenas, calls, nursery)
             nursery.start_soon(serving.report_waits)
             nursery.start_soon(calls.report_waits)
             await serving.run()
@@ -149,15 +149,15 @@ async def serve_p2p(
 
 @dataclass(slots=True)
 class _Waiting:
-    """A call that has not ended."""
+    """A send or receive that has not ended."""
 
     since: float
     said: int
     on: tuple[str, ...]
 
 
-class _Envelopes:
-    """The calls of one connection."""
+class _Connection:
+    """Serves the sends and receives of one trainer's connection."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class _Envelopes:
         self._waiting: dict[int, _Waiting] = {}
 
     async def run(self) -> None:
-        """Serve requests in order, as their order decides which message is received first."""
+        """Serve requests in order, which decides the order of messages."""
         while True:
             await self._session.all_sent()  # else unread replies would pile up without limit
             match request := await self._session.receive():
@@ -203,7 +203,7 @@ class _Envelopes:
             longest: dict[tuple[str, ...], tuple[int, _Waiting]] = {}
             for call, waiting in due:
                 waiting.said += 1
-                longest.setdefault(waiting.on, (call, waiting))  # of many, one line says enough
+                longest.setdefault(waiting.on, (call, waiting))  # one report for each set of peers
             for call, waiting in longest.values():
                 await self._session.send(MessageWaits(call, now - waiting.since, waiting.on))
 

@@ -1,1 +1,1 @@
-"""The copies of jobs' stores that one agent keeps."""
+"""Keeps an agent's copies of the stores of its jobs."""

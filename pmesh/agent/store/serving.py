@@ -1,4 +1,4 @@
-"""The store calls of one trainer's connection: any number wait at a time."""
+"""Serves the store calls of one trainer's connection; many may wait at a time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -53,7 +53,7 @@ class StoreCalls:
         self._waiting: dict[int, _Waiting] = {}
 
     async def begin(self, request: StoreCall) -> None:
-        """Take a part of a command, and with the last one carry it out in a task."""
+        """Take a part of a command; after the last part, carry the command out in a task."""
         call = request.call
         if call in self._waiting:
             raise ProtocolError(f"store call {call} is already running")
@@ -74,7 +74,7 @@ class StoreCalls:
         self._nursery.start_soon(self._carry_out, call, command, request.timeout_s)
 
     async def report_waits(self) -> None:
-        """Tell the trainer of calls that wait for long (I6)."""
+        """Report calls that wait for long to the trainer (I6)."""
         while True:
             await trio.sleep(_CHECK_S)
             now = trio.current_time()

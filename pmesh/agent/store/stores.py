@@ -1,4 +1,4 @@
-"""The stores of all jobs of one agent: carries `pmesh.core.store` out over the links (S1)."""
+"""The stores of all jobs of one agent: runs `pmesh.core.store` over the links (S1)."""
 
 import functools
 import itertools
@@ -21,12 +21,12 @@ from pmesh.core.wire.store import Answer, Command, Get, Wait
 from pmesh.errors import PmeshError
 from pmesh.ids import Epoch, JobName, Member, TrainerId
 
-MAX_EARLY = WINDOW_BYTES // MAX_STORE_PART_BYTES  # what one honest peer sends ahead of its view
-EARLY_S = 2.0  # until a view that others have is here, too; its sender repeats what comes too early
+MAX_EARLY = WINDOW_BYTES // MAX_STORE_PART_BYTES  # an honest peer sends no more unacknowledged
+EARLY_S = 2.0  # until our view follows that of the sender; later the sender repeats it
 
 
 class StoreFailed(PmeshError):  # noqa: N818 - a state, as in pmesh.errors
-    """A command got no answer; the verdict has the reason."""
+    """A command has no answer; the verdict has the reason."""
 
     def __init__(self, verdict: Verdict) -> None:
         super().__init__(verdict.message)
@@ -35,7 +35,7 @@ class StoreFailed(PmeshError):  # noqa: N818 - a state, as in pmesh.errors
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A call of one of our ranks that has not been answered."""
+    """A call of a local rank that has no answer yet."""
 
     rank: LocalRank
     answer: Answer | None = None
@@ -44,7 +44,7 @@ class _Call:
 
 
 class _Store:
-    """The store of one job, as far as it is here."""
+    """This agent's part of one job's store."""
 
     def __init__(
         self,
@@ -52,10 +52,10 @@ class _Store:
         send: Callable[[Member, StorePart], None],
         wake: Callable[["_Store"], None],
     ) -> None:
-        """`wake` is called when there is more to do than one turn of the event loop may take."""
+        """`wake` is called if there is more work than fits into one turn of the event loop."""
         self.ranks: tuple[LocalRank, ...] = ()
         self.number = 0
-        """The hash of the roster that it follows."""
+        """The hash of the roster that the store follows."""
         self.numbers = itertools.count()
         self._job = JobName("")
         self._send = send
@@ -65,7 +65,7 @@ class _Store:
         self._calls: dict[tuple[TrainerId, int], _Call] = {}
 
     def follow(self, ranks: tuple[LocalRank, ...]) -> None:
-        """A view is in force in which these ranks of ours are in the job."""
+        """Follow a new view, in which these local ranks are in the job."""
         self.ranks = ranks
         self._fail_superseded()
         roster = ranks[0].roster
@@ -79,7 +79,7 @@ class _Store:
         self.poll()
 
     def poll(self) -> None:
-        """Note whether there is a quorum, and repeat what may be lost."""
+        """Check for a quorum, and repeat messages that may be lost."""
         may_order = any(rank.may_run for rank in self.ranks)
         self._carry_out(self._replica.allow(may_order=may_order))
 
@@ -90,7 +90,7 @@ class _Store:
         came = Part(part.offset, part.read, part.data)
         for message in pipe.receive_untrusted(came, now=trio.current_time()):
             self._finish(self._replica.receive_untrusted(member, message))
-        self.go_on()  # perhaps it has read so much that more may be ordered
+        self.go_on()  # the peer may have read so much that more may be ordered
 
     def go_on(self) -> None:
         self._carry_out(self._replica.go_on())
@@ -114,7 +114,7 @@ class _Store:
         return call.answer
 
     def end(self) -> None:
-        """None of our ranks is in the job any more."""
+        """End the store: no local rank is in the job any more."""
         self.ranks = ()
         self._pipes.clear()
         self._fail_superseded()
@@ -145,9 +145,9 @@ _Run: TypeAlias = tuple[JobName, Epoch]
 
 
 class Stores:
-    """The stores of one agent's jobs. Call `follow` after each view, and `poll` now and then.
+    """The stores of one agent's jobs.
 
-    `run` must run meanwhile.
+    Run `run` in a task, call `follow` after each view, and `poll` at each heartbeat.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Stores:
         self._has_busy = trio.Event()
 
     async def run(self) -> None:
-        """Go on with what would hold up the event loop, a part of it in each turn."""
+        """Do long work in parts, one in each turn of the event loop, so that it blocks nothing."""
         while True:
             busy, self._busy = self._busy, dict[_Store, None]()
             for store in busy:
@@ -177,14 +177,14 @@ class Stores:
             await self._has_busy.wait()
 
     def follow(self) -> None:
-        """A view is in force, and the ranks have followed it (S2, S4)."""
+        """Follow a new view, after the ranks have followed it (S2, S4)."""
         present: dict[_Run, tuple[LocalRank, ...]] = {}
         for rank in self._ranks:
             if rank.superseded is None:
                 run = rank.roster.job, rank.roster.born
                 present[run] = (*present.get(run, ()), rank)
         for run, store in list(self._stores.items()):
-            # A copy outlives no gap: what the others did meanwhile may contradict it (S4).
+            # S4: no rank stayed in the job, so the copy may contradict what the others did since.
             if not set(store.ranks).intersection(present.get(run, ())):
                 store.end()
                 del self._stores[run]
@@ -198,14 +198,14 @@ class Stores:
                 self._deliver(member, part)
 
     def poll(self) -> None:
-        """With each heartbeat."""
+        """Poll the stores, and drop early messages that are too old. Call it at each heartbeat."""
         for store in self._stores.values():
             store.poll()
         if trio.current_time() >= self._early_until:
             self._early, self._early_until = {}, math.inf
 
     def receive(self, member: Member, part: StorePart) -> None:
-        """Handle a message of another agent; one that precedes its view here waits for that."""
+        """Handle a message of another agent; keep it for a while if our view does not fit yet."""
         if self._deliver(member, part):
             return
         if member in self._early or len(self._early) < MAX_MEMBERS:
@@ -213,7 +213,7 @@ class Stores:
             self._early_until = min(self._early_until, trio.current_time() + EARLY_S)
 
     def _deliver(self, member: Member, part: StorePart) -> bool:
-        """Return False if no roster that is in force here is the part's."""
+        """Return False if no store here follows the part's roster."""
         for (job, _), store in self._stores.items():
             if (job, store.number) == (part.job, part.roster):
                 store.receive(member, part)
@@ -224,8 +224,8 @@ class Stores:
         """Carry out a command of a local rank.
 
         Raises:
-            StoreFailed: The rank is no longer in its job, its machine waits for too much, or there
-                was no answer in time.
+            StoreFailed: The rank is no longer in its job, its machine has too many open calls, or
+                there was no answer in time.
         """
         store = self._stores.get((rank.roster.job, rank.roster.born))
         if store is None or rank not in store.ranks:
@@ -242,7 +242,7 @@ class Stores:
 
 
 def describe(command: Command) -> str:
-    """Say what has not happened yet while a command waits."""
+    """Return what has not happened yet while a command waits."""
     match command:
         case Get(key):
             return f"key {key!r} of the job's store was not set"

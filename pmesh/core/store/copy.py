@@ -1,4 +1,4 @@
-"""One machine's copy of a store: its table, and the answers that it remembers."""
+"""One machine's copy of a store: a table, and the answers to the last writes."""
 
 from collections.abc import Collection, Iterator
 
@@ -17,27 +17,27 @@ from pmesh.errors import ProtocolError
 from pmesh.ids import TrainerId
 
 REMEMBERED = 64
-"""S3: the last writes of each trainer whose answers are kept. A machine asks for no more, from the
-oldest write on for whose answer it waits."""
+"""S3: how many answers to writes are kept for each trainer. From the oldest write without an answer
+on, a machine asks for no more writes than this."""
 
 
 class Copy:
-    """What all entries so far have made of a store that began empty."""
+    """The result of all entries so far, applied to an empty store."""
 
     def __init__(self) -> None:
         self.table = Table()
         self.roster = 0
         """The number of the last roster under which all copies were made equal."""
         self.position = 0
-        """How many entries it has had since."""
+        """The number of entries applied since then."""
         self.answers: dict[TrainerId, dict[int, Answer]] = {}
 
     def begin(self, roster: int) -> None:
-        """All copies are equal, under this roster."""
+        """Note that all copies are equal under this roster."""
         self.roster, self.position = roster, 0
 
     def apply(self, entry: Entry, *, answers: bool) -> Answer | None:
-        """Carry out the next entry; return its answer, None if it has no command."""
+        """Carry out the next entry. Return its answer, or None if it has no command."""
         self.position = entry.position
         if entry.command is None:
             return None
@@ -53,15 +53,15 @@ class Copy:
             del kept[next(iter(kept))]
 
     def answer_to(self, trainer: TrainerId, call: int) -> Answer | None:
-        """Return the answer to a write that was carried out before; None if it was not."""
+        """Return the answer to a write; None if the write was not carried out before."""
         return self.answers.get(trainer, {}).get(call)
 
     def forget_all_but(self, trainers: Collection[TrainerId]) -> None:
-        """Forget answers to trainers that are lost: they ask for nothing again."""
+        """Forget the answers to all other trainers: they are lost and never ask again."""
         self.answers = {t: kept for t, kept in self.answers.items() if t in trainers}
 
     def parts(self) -> Iterator[StoreMessage]:
-        """Yield a whole copy, one key at a time; nothing may be written before the last one."""
+        """Yield a whole copy, one key at a time. Nothing may be written until the end."""
         yield CopyBegins()
         for key, value in self.table.values.items():
             yield CopyValue(key, bytes(value))
@@ -71,7 +71,7 @@ class Copy:
         yield CopyEnds()
 
     def receive_untrusted(self, part: CopyValue | CopyAnswer) -> None:
-        """Take a part of a whole copy. Raises ProtocolError for what no copy has."""
+        """Take a part of a whole copy. Raises ProtocolError for a part that no copy has."""
         if isinstance(part, CopyValue):
             self.table.put(part.key, part.value)
             if self.table.nbytes > MAX_STORE_BYTES:

@@ -1,9 +1,9 @@
-"""Keys in alphabetical order, so that those with a prefix are found without looking at others."""
+"""Keys in alphabetical order, so that those with a prefix are found without a full search."""
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 
-BLOCK = 1024  # keys: as many move when one is added
+BLOCK = 1024  # keys; adding one moves at most so many
 
 
 class Names:
@@ -13,7 +13,7 @@ class Names:
         self._blocks: list[list[str]] = []
 
     def add(self, name: str) -> None:
-        """Add a key that is not there."""
+        """Add a key, which must be new."""
         if not self._blocks:
             self._blocks.append([])
         index = self._block_of(name)
@@ -23,7 +23,7 @@ class Names:
             self._blocks[index : index + 1] = [block[: BLOCK // 2], block[BLOCK // 2 :]]
 
     def remove(self, name: str) -> None:
-        """Remove a key that is there."""
+        """Remove a key, which must be present."""
         index = self._block_of(name)
         block = self._blocks[index]
         del block[bisect_left(block, name)]

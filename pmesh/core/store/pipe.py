@@ -1,9 +1,9 @@
-"""What two copies of a store say to each other under one roster: each message once, in order.
+"""Delivers messages between two copies of a store under one roster: each once, in order.
 
-A link delivers in order, but what is sent while there is none is lost, and what a peer does not
-read must not pile up. So the messages are a stream of bytes, sent in small parts: the receiver
-acknowledges them, and the sender repeats what is not acknowledged, as in TCP. A message is made
-when there is room for it, so that what waits for a slow machine takes no memory here.
+A link delivers in order, but messages sent while it is down are lost, and unread messages must not
+pile up. So the messages form a byte stream, which is sent in small parts. As in TCP, the receiver
+acknowledges bytes, and the sender repeats those that are not acknowledged. A message is made only
+when the window has room for it, so messages to a slow machine take no memory here.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,15 +15,15 @@ from pmesh.core.wire.store import MAX_COMMAND_BYTES, StoreMessage, decode_messag
 from pmesh.errors import ProtocolError
 
 PART_BYTES = MAX_STORE_PART_BYTES
-WINDOW_BYTES = 8 * PART_BYTES  # of the 4 MiB that a link keeps for a peer
-AGAIN_S = 0.4  # longer than most round trips, and doubled each time that nothing comes of it
+WINDOW_BYTES = 8 * PART_BYTES  # a link keeps 4 MiB for a peer
+AGAIN_S = 0.4  # longer than most round trips; doubled after each repetition without an effect
 SELDOM_S = 5.0
-MAX_FRAME_BYTES = 2 * MAX_COMMAND_BYTES  # keys have as many bytes more, with their lengths
-MESSAGES_AT_ONCE = 256  # made in one turn of the event loop, and in a part: about 1 ms for each end
+MAX_FRAME_BYTES = 2 * MAX_COMMAND_BYTES  # a command with its keys and their lengths fits
+MESSAGES_AT_ONCE = 256  # in one turn of the event loop, and in a part: about 1 ms at each end
 
 
 class Part(NamedTuple):
-    """Some bytes of the stream, and how far the other one has been read."""
+    """Some bytes of the stream, with an acknowledgement: the other stream is read up to `read`."""
 
     offset: int
     read: int
@@ -31,15 +31,15 @@ class Part(NamedTuple):
 
 
 class Pipe:
-    """One end. `parts` yields what is to be sent; call it after each input, and now and then."""
+    """One end of the stream. After each input, and regularly, send what `parts` yields."""
 
     def __init__(self, take: Callable[[], bytes | None]) -> None:
-        """`take` returns the next message, encoded, and None while there is none."""
+        """`take` returns the next encoded message, or None while there is none."""
         self.has_more = False
-        """True if `parts` has stopped before the window was full, so that others get a turn."""
+        """True if `parts` stopped before the window was full, to let other tasks run."""
         self._take = take
         self._kept = bytearray()
-        """What the other end has not acknowledged, from `_acknowledged` on."""
+        """The unacknowledged bytes of the stream, starting at offset `_acknowledged`."""
         self._acknowledged = 0
         self._sent = 0
         self._moved_at = 0.0
@@ -49,9 +49,9 @@ class Pipe:
         self._owes_read = False
 
     def receive_untrusted(self, part: Part, *, now: float) -> Iterator[StoreMessage]:
-        """Take a part, and yield the messages that are whole now.
+        """Take a part, and yield the messages that are complete now.
 
-        Raises ProtocolError for what no honest machine would send.
+        Raises ProtocolError for a part that no honest machine sends.
         """
         if part.read > self._acknowledged + len(self._kept):
             raise ProtocolError(f"it has read {part.read} bytes, beyond what was sent")
@@ -63,7 +63,7 @@ class Pipe:
         if not part.data:
             return
         self._owes_read = True
-        if part.offset != self._read:  # repeated, or something before it was lost
+        if part.offset != self._read:  # it is a repetition, or an earlier part was lost
             return
         self._read += len(part.data)
         self._reader.receive_data(part.data)
@@ -71,7 +71,7 @@ class Pipe:
             yield decode_message_untrusted(message)
 
     def parts(self, *, now: float) -> Iterator[Part]:
-        """Yield what is to be sent now."""
+        """Yield the parts to send now."""
         self.has_more = self._take_some()
         if self._sent == self._acknowledged:
             self._moved_at = now

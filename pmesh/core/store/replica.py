@@ -1,13 +1,13 @@
 """One machine's part in a job's store: a primary and its backups, as in Viewstamped Replication.
 
-Every machine with a rank of the job keeps a copy. That of the oldest rank coordinates: it orders
-all commands, also those that only read, and answers once *every* machine of the roster has the
-entry (S1). Rosters come from the agreement on views, and a view change is one of the store, too:
-the coordinator of the new roster waits for a report of each machine in it, takes the furthest copy,
-sends it to those that have another, and only then orders more (S2).
+Every machine with a rank of the job keeps a copy. The machine of the oldest rank coordinates: it
+orders all commands, also those that only read, and answers once *every* machine of the roster has
+the entry (S1). Rosters come from the agreement on views, and a new roster is a view change of the
+store: the coordinator waits for a report of each machine, takes the furthest copy, sends it to each
+machine that has another, and only then orders more commands (S2).
 
-Liskov and Cowling, "Viewstamped Replication Revisited" (2012), with all replicas as the quorum: the
-views already say who is there, so one survivor is enough.
+See Liskov and Cowling, "Viewstamped Replication Revisited" (2012). Here the quorum is all replicas:
+the views already say which machines are present, so one survivor is enough.
 """
 
 from collections import Counter, OrderedDict, deque
@@ -46,25 +46,25 @@ from pmesh.errors import ProtocolError
 from pmesh.ids import Member, TrainerId
 
 MOST_UNDER_WAY_BYTES = 4 * 1024 * 1024
-"""The coordinator orders no more while entries and answers of so many bytes are not at every copy,
-or wait to be sent to one machine: it bounds what machines keep for one that reads slowly."""
+"""The coordinator orders no more while so many bytes of entries and answers are not at every copy,
+or wait to be sent to one machine. This bounds the memory that a slow machine costs the others."""
 
 MOST_ASKED_BYTES = 16 * 1024 * 1024
-"""The most that the open calls of one machine's ranks take. It asks for no more, so the coordinator
-need keep no more for it."""
+"""The most bytes that the open calls of one machine's ranks take. A machine asks for no more, so
+the coordinator keeps no more for it."""
 
 AT_ONCE = 64  # steps of a coordinator in one turn of the event loop: about 2 ms
 
-_CALL_BYTES = 512  # of a call without its keys and values
-_WAIT_BYTES = 256  # of each key that a call waits for, with its place in an index
-_NAME_BYTES = 64  # of each key in an answer
+_CALL_BYTES = 512  # memory of a call without its keys and values
+_WAIT_BYTES = 256  # memory of each key that a call waits for, with its index entry
+_NAME_BYTES = 64  # memory of each key in an answer
 
 _WRITES = (Set, Add, CompareSet, Append, Delete)
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A call of one of our ranks has its answer."""
+    """The answer to a call of a local rank."""
 
     trainer: TrainerId
     call: int
@@ -73,12 +73,12 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Keepers:
-    """Who keeps the copies under one roster."""
+    """The machines that keep the copies under one roster."""
 
     number: int
-    """Of the roster: each one of a job has a higher one."""
+    """The number of the roster, which grows from roster to roster of a job."""
     hosts: tuple[Member, ...]
-    """The machines of its ranks; the first coordinates."""
+    """The machines of the ranks; the first one coordinates."""
     homes: Mapping[TrainerId, Member]
     is_first: bool
     """True if the job begins with this roster, so that its store is empty."""
@@ -93,13 +93,13 @@ class Keepers:
 
 
 class _Outgoing:
-    """What one other machine is to be sent under this roster."""
+    """The messages to send to one other machine under this roster."""
 
     def __init__(self) -> None:
         self.messages = deque[bytes]()
         self.nbytes = 0
         self.copy: Iterator[StoreMessage] | None = None
-        """The rest of a whole copy, which is made as it is sent."""
+        """The rest of a whole copy, whose parts are made when they are sent."""
         self.was_fetched = False
 
     def put(self, message: bytes) -> None:
@@ -118,7 +118,7 @@ class _Outgoing:
 
 
 class _Ordered(NamedTuple):
-    """An entry that is not at every copy yet."""
+    """An entry that may not be at every copy yet."""
 
     entry: Entry
     answer: Answer
@@ -126,26 +126,26 @@ class _Ordered(NamedTuple):
 
 
 class Coordinator:
-    """What only the coordinator knows, under one roster."""
+    """The state that only the coordinator has, under one roster."""
 
     def __init__(self, keepers: Keepers) -> None:
         self.keepers = keepers
         self.reports: dict[Member, tuple[int, int]] = {}
         self.fetches_from: Member | None = None
-        """Who has the furthest copy, while it is on its way."""
+        """The machine that sends us the furthest copy; None while we fetch none."""
         self.copy: Copy | None = None
-        """Ours, once every copy has reported and it is as the furthest one was (S2)."""
+        """Our copy, once all machines have reported and it equals the furthest copy (S2)."""
         self.have: dict[Member, int] = {}
-        """Which entry each other machine has, once its copy is as ours was before the first."""
+        """The last entry of each other machine; a machine is missing until its copy equals ours."""
         self.queue = OrderedDict[CallId, Ask]()
         self.waiting = Waiting()
         self.asked_bytes = Counter[Member]()
-        """What those in `queue` and `waiting` take, by the machine that asks."""
+        """The bytes of the calls in `queue` and `waiting`, by the machine that asks."""
         self.unanswered = deque[_Ordered]()
         self.under_way_bytes = 0
 
     def put_untrusted(self, sender: Member, asked: Ask) -> None:
-        """Queue a command. Raises ProtocolError for one that is there, and for one too many."""
+        """Queue a command. Raises ProtocolError if it is queued already, or exceeds the limit."""
         call = asked.trainer, asked.call
         if call in self.queue or call in self.waiting:
             raise ProtocolError(f"it asks twice for call {asked.call} of a store")
@@ -155,12 +155,12 @@ class Coordinator:
             raise ProtocolError(f"store calls of more than {MOST_ASKED_BYTES} bytes at a time")
 
     def take(self) -> Ask:
-        """Return the next: one whose keys are all set, as long as nothing else has happened."""
+        """Return the next command. One whose keys have just been set comes first."""
         calls = self.waiting.ready or self.queue
         return calls.popitem(last=False)[1]
 
     def remove(self, call: CallId) -> Ask | None:
-        """Forget a call that was given up; None if it has been ordered."""
+        """Forget a call that was given up, and return it; None if it has been ordered."""
         return self.queue.pop(call, None) or self.waiting.remove(call)
 
     def can_answer(self) -> bool:
@@ -174,38 +174,38 @@ class Coordinator:
 class Replica:
     """A machine's copy of one job's store, and the calls of its own ranks.
 
-    Each input returns which calls have ended. Then `take` has messages, and `go_on` more to do if
-    `has_work`.
+    Each input returns the calls that have ended. After it, send the messages that `take` returns,
+    and call `go_on` while `has_work`.
     """
 
     def __init__(self, me: Member) -> None:
         self.me = me
         self.copy: Copy | None = None
-        """None for a machine that has just entered, until the others have sent theirs."""
+        """None on a machine that has just entered, until it has received a copy."""
         self._keepers: Keepers | None = None
         self._coordinator: Coordinator | None = None
         self._outgoing: dict[Member, _Outgoing] = {}
         self._arriving: Copy | None = None
-        self._is_level = False
-        """True once our copy is as that of the coordinator, another machine, was at first."""
+        self._is_synced = False
+        """True once our copy equals that of the coordinator, if that is another machine."""
         self._have: int | None = None
-        """To be reported; the last one counts."""
+        """The last entry that we have to report; None if there is nothing to report."""
         self._open: dict[CallId, Ask] = {}
         self._open_bytes = 0
         self._unasked = OrderedDict[CallId, None]()
-        """Open calls that the coordinator of this roster was not asked for."""
+        """Open calls that were not sent to the coordinator of this roster yet."""
         self._writes = OrderedDict[CallId, None]()
-        """Those asked for, from the oldest open one on (S3)."""
+        """Writes that were sent to it, starting with the oldest open one (S3)."""
         self._may_order = True
         self._finished: list[Finished] = []
 
     # --- inputs
 
     def follow(self, keepers: Keepers) -> tuple[Finished, ...]:
-        """Another roster is in force, which has a rank here (S2)."""
+        """Follow another roster, which has a rank on this machine (S2)."""
         self._keepers = keepers
         self._outgoing = {host: _Outgoing() for host in keepers.hosts if host != self.me}
-        self._arriving, self._is_level, self._have = None, False, None
+        self._arriving, self._is_synced, self._have = None, False, None
         if self.copy is None and keepers.is_first:
             self.copy = Copy()
         if self.copy is not None:
@@ -224,47 +224,47 @@ class Replica:
         return self.go_on()
 
     def has_room(self, command: Command) -> bool:
-        """Whether our ranks may ask for this beside what they wait for."""
+        """Return True if the command fits beside the open calls of our ranks."""
         return self._open_bytes + _size(command) <= MOST_ASKED_BYTES
 
     def ask(self, trainer: TrainerId, call: int, command: Command) -> tuple[Finished, ...]:
-        """A rank of this machine makes a call, for which there is room."""
+        """Begin a call of a local rank, for which there must be room."""
         self._open[trainer, call] = Ask(trainer, call, command)
         self._open_bytes += _size(command)
         self._unasked[trainer, call] = None
         return self.go_on()
 
     def give_up(self, trainer: TrainerId, call: int) -> tuple[Finished, ...]:
-        """Nobody waits for this call any more; a write may still be carried out."""
+        """Give up a call. If it is a write, it may still be carried out."""
         was_asked = (trainer, call) not in self._unasked
         if self._close((trainer, call)) and was_asked and self._keepers is not None:
             self._tell(self._keepers.hosts[0], GiveUp(trainer, call))
         return self.go_on()
 
     def receive_untrusted(self, sender: Member, message: StoreMessage) -> tuple[Finished, ...]:
-        """Another machine of this roster has sent a message under it.
+        """Handle a message that another machine of this roster has sent under it.
 
-        Raises ProtocolError for what no honest machine sends, whatever others have sent it.
+        Raises ProtocolError for a message that no honest machine sends, even if others deceive it.
         """
         self._handle_untrusted(sender, message)
         return self.go_on()
 
     @property
     def has_work(self) -> bool:
-        """True if `go_on` would do more: the event loop has other things to do in between."""
+        """True if `go_on` has more to do, in a later turn of the event loop."""
         lead = self._coordinator
         return lead is not None and (self._can_ask() or lead.can_answer() or self._can_order(lead))
 
     def go_on(self) -> tuple[Finished, ...]:
-        """Do a bounded part of what a coordinator can do now."""
+        """Do a bounded part of the coordinator's work."""
         for _ in range(AT_ONCE):
-            if self._coordinator is None or not self._lead_on(self._coordinator):
+            if self._coordinator is None or not self._do_step(self._coordinator):
                 break
         finished, self._finished = tuple(self._finished), []
         return finished
 
-    def _lead_on(self, lead: Coordinator) -> bool:
-        """Do one step; return False if there is none."""
+    def _do_step(self, lead: Coordinator) -> bool:
+        """Do one step. Return False if there is nothing to do."""
         if self._can_ask():
             self._coordinate_untrusted(lead, self.me, self._next_ask())
         elif lead.can_answer():
@@ -276,7 +276,7 @@ class Replica:
         return True
 
     def take(self, host: Member) -> bytes | None:
-        """Return the next message to another machine, encoded; None if there is none now."""
+        """Return the next encoded message to another machine; None if there is none now."""
         outgoing = self._outgoing.get(host)
         if outgoing is None or self._keepers is None:
             return None
@@ -297,7 +297,7 @@ class Replica:
             self._outgoing[to].put(encode(message))
 
     def _handle_untrusted(self, sender: Member, message: StoreMessage) -> None:
-        """What comes out of its place, and costs nothing, is ignored."""
+        """Handle a message. One that is out of place is ignored if it costs nothing."""
         match message:
             case Report() | Ask() | GiveUp() | Have():
                 if self._coordinator is not None:
@@ -321,7 +321,7 @@ class Replica:
     # --- the calls of our ranks
 
     def _can_ask(self) -> bool:
-        """S3: the copies remember the answers to so many writes only."""
+        """S3: ask for at most as many writes as the copies remember answers."""
         if not self._unasked or self._keepers is None:
             return False
         call = next(iter(self._unasked))
@@ -329,7 +329,6 @@ class Replica:
         return not is_write or call in self._writes or len(self._writes) < REMEMBERED
 
     def _next_ask(self) -> Ask:
-        """Return the next call that the coordinator is to be asked for."""
         call, _ = self._unasked.popitem(last=False)
         asked = self._open[call]
         if isinstance(asked.command, _WRITES):
@@ -337,7 +336,7 @@ class Replica:
         return asked
 
     def _close(self, call: CallId) -> bool:
-        """Return False if the call is not open."""
+        """End a call. Return False if it is not open."""
         asked = self._open.pop(call, None)
         if asked is None:
             return False
@@ -352,7 +351,7 @@ class Replica:
     def _takes_copy_of(self, sender: Member) -> bool:
         if self._coordinator is not None:
             return sender == self._coordinator.fetches_from
-        return self._leads(sender) and not self._is_level
+        return self._leads(sender) and not self._is_synced
 
     def _take_part_untrusted(self, part: CopyBegins | CopyValue | CopyAnswer | CopyEnds) -> None:
         match part:
@@ -375,11 +374,11 @@ class Replica:
             self._begin_to_order(self._coordinator, copy)
         else:
             copy.begin(self._keepers.number)
-            self._is_level, self._have = True, 0
+            self._is_synced, self._have = True, 0
 
     def _append_untrusted(self, sender: Member, entry: Entry) -> None:
         copy, keepers = self.copy, self._keepers
-        if copy is None or keepers is None or not self._is_level or not self._leads(sender):
+        if copy is None or keepers is None or not self._is_synced or not self._leads(sender):
             return
         if entry.position != copy.position + 1 or entry.trainer not in keepers.homes:
             raise ProtocolError("an entry of a store that is not the next, or of no rank")
@@ -388,7 +387,7 @@ class Replica:
 
     def _give_copy_untrusted(self, to: Member) -> None:
         outgoing = self._outgoing.get(to)
-        if outgoing is None or self.copy is None or self._is_level or not self._leads(to):
+        if outgoing is None or self.copy is None or self._is_synced or not self._leads(to):
             return
         if outgoing.was_fetched:
             raise ProtocolError("it fetches a copy of a store twice")
@@ -429,12 +428,12 @@ class Replica:
             lead.fetches_from = furthest
             self._tell(furthest, Fetch())
             return
-        if self.copy is None:  # nobody has one: those who had are all lost
+        if self.copy is None:  # no machine has a copy: all that had one are lost
             self.copy = Copy()
         self._begin_to_order(lead, self.copy)
 
     def _begin_to_order(self, lead: Coordinator, copy: Copy) -> None:
-        """Make all copies equal. Nothing is ordered before they are, so ours stays as it is."""
+        """Make all copies equal. Until then nothing is ordered, so our copy does not change."""
         lead.copy, lead.fetches_from = copy, None
         furthest = max(lead.reports.values())
         for host, outgoing in self._outgoing.items():
@@ -454,7 +453,7 @@ class Replica:
         lead.have[sender] = max(position, lead.have.get(sender, 0))
 
     def _can_order(self, lead: Coordinator) -> bool:
-        """V10, and only while all copies are equal but for a few entries."""
+        """V10: also, order only while all copies are equal except for a few entries."""
         return (
             bool(lead.waiting.ready or lead.queue)
             and self._may_order
@@ -495,7 +494,7 @@ class Replica:
 
 
 def _size(command: Command) -> int:
-    """Return about what the command takes in memory while it waits."""
+    """Estimate the memory of a command while it waits."""
     keys = awaited(command)
     nbytes = _CALL_BYTES + _WAIT_BYTES * len(keys) + sum(map(len, keys))
     match command:

@@ -1,7 +1,6 @@
 """The keys and values of one store, and what each command does to them.
 
-The same commands in the same order make the same table, and have the same answers, on every
-machine.
+On every machine the same commands in the same order give the same table and the same answers.
 """
 
 from typing import assert_never
@@ -26,25 +25,25 @@ from pmesh.core.wire.store import (
 )
 
 _INT64 = range(-(2**63), 2**63)
-_MOST_DIGITS = 64  # of a number of 64 bits, with room for spaces: to read a long one takes long
-_NAME_BYTES = 16  # what a name in an answer takes beside its bytes, on the way and in memory
+_MOST_DIGITS = 64  # enough for 64 bits and spaces: a longer text would take long to parse
+_NAME_BYTES = 16  # overhead of a name in an answer, on the network and in memory
 
 
 class Table:
-    """The values by key."""
+    """A store's values by key."""
 
     def __init__(self, *, most_bytes: int = MAX_STORE_BYTES) -> None:
         self.values: dict[str, bytes | bytearray] = {}
-        """Those that grow by appends are a bytearray, as each append would else copy them."""
+        """A value that is appended to is a bytearray, so that an append does not copy it."""
         self.nbytes = 0
-        """What keys and values take, with KEY_OVERHEAD_BYTES for each."""
+        """The bytes of all keys and values, with KEY_OVERHEAD_BYTES for each key."""
         self._names = Names()
         self._most_bytes = most_bytes
 
     def write(self, command: Write, *, answers: bool = True) -> tuple[Answer, bool]:
-        """Carry out a command; return its answer, and True if anything may have changed.
+        """Carry out a command. Return its answer, and True if anything may have changed.
 
-        Only a coordinator answers: elsewhere a value need not be copied for that.
+        Only a coordinator sets `answers`; elsewhere no value is copied for an answer.
         """
         match command:
             case Set(key, value):
@@ -65,7 +64,7 @@ class Table:
                 assert_never(command)
 
     def read(self, command: Read) -> Answer:
-        """Answer a command whose keys are set, if it waits for them."""
+        """Return the answer to a command. If it waits for keys, they must be set."""
         match command:
             case Get(key):
                 return Answer(self._value(key))
@@ -79,7 +78,7 @@ class Table:
                 assert_never(command)
 
     def _value(self, key: str) -> bytes | None:
-        """Return a value that stays as it is."""
+        """Return a value as bytes, which no later append changes."""
         value = self.values.get(key)
         if isinstance(value, bytearray):
             value = self.values[key] = bytes(value)
@@ -96,7 +95,7 @@ class Table:
         return Answer(tuple(names))
 
     def put(self, key: str, value: bytes) -> None:
-        """Set a value without a check: it comes from a table that has made them."""
+        """Set a value without checks: the table that it comes from has made them."""
         held = self.values.get(key)
         if held is None:
             self._names.add(key)
@@ -144,7 +143,7 @@ class Table:
         return answer, True
 
     def _refused(self, key: str, nbytes: int) -> Answer | None:
-        """Return why the key can't hold so many bytes; None if it can."""
+        """Return a refusal if the key can't hold so many bytes, or else None."""
         if nbytes > MAX_VALUE_BYTES:
             text = f"key {key!r} would hold {nbytes} bytes; a value has at most"
             return Answer(refused=f"{text} {MAX_VALUE_BYTES}")

@@ -22,25 +22,25 @@ def awaited(command: Command) -> tuple[str, ...]:
 
 
 class Waiting:
-    """Counts for each call the keys that it lacks.
+    """Counts the keys that each call lacks.
 
-    A key that comes or goes costs one step for each call that waits for it, however many others
-    these calls wait for.
+    So a key that is set or deleted costs one step for each call that waits for it, no matter how
+    many other keys these calls wait for.
     """
 
     def __init__(self) -> None:
         self._asked: dict[CallId, Ask] = {}
         self._lacks: dict[CallId, int] = {}
         self._calls: dict[str, dict[CallId, None]] = {}
-        """The calls by each key that they wait for, set or not."""
+        """For each key, set or not, the calls that wait for it."""
         self.ready = OrderedDict[CallId, Ask]()
-        """Calls that lack no key any more: they are answered before anything else happens."""
+        """Calls that lack no key any more; they are answered before any other command."""
 
     def __contains__(self, call: CallId) -> bool:
         return call in self._asked or call in self.ready
 
     def add(self, asked: Ask, keys: Container[str]) -> bool:
-        """Let it wait; return False if all its keys are there."""
+        """Let a call wait. Return False if all its keys are set."""
         call, wanted = (asked.trainer, asked.call), dict.fromkeys(awaited(asked.command))
         lacks = sum(key not in keys for key in wanted)
         if lacks:
@@ -50,11 +50,11 @@ class Waiting:
         return lacks > 0
 
     def remove(self, call: CallId) -> Ask | None:
-        """Forget a call, and return it; None if it is not here."""
+        """Forget a call, and return it; None if it does not wait."""
         return self._take(call) if call in self._asked else self.ready.pop(call, None)
 
     def note(self, key: str, *, is_set: bool) -> None:
-        """The key was set, and was not before, or the other way round."""
+        """Note that an unset key was set, or that a set key was deleted."""
         for call in list(self._calls.get(key, ())):
             self._lacks[call] += -1 if is_set else 1
             if not self._lacks[call]:
