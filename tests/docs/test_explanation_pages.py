@@ -17,17 +17,13 @@ from pmesh.core.ops.plan import (
 from pmesh.core.views.ring import EXACT_UP_TO
 from pmesh.core.wire.records import KEY_BYTES
 from pmesh.net.links.acceptor import MAX_PENDING, MAX_PENDING_PER_ADDRESS, PENDING_TIMEOUT_S
-from tests.docs.pages import DOCS, read, sections, table_rows
+from tests.docs.pages import DOCS, flat, read, sections, table_rows
 
 DESIGN, NETWORKS, RULES = (
     sections(read(DOCS / "explanation" / f"{page}.md")) for page in ("design", "networks", "rules")
 )
 SECURITY = sections(read(DOCS / "explanation" / "security.md"))
 MIB = 1024 * 1024
-
-
-def flat(text: str) -> str:
-    return " ".join(text.split())
 
 
 @pytest.mark.parametrize("page", sorted((DOCS / "explanation").glob("*.md")), ids=lambda p: p.stem)
