@@ -59,7 +59,7 @@ def test_the_numbers_in_the_design_are_those_of_the_code() -> None:
     chunks = f"chunks of {LARGE_CHUNK_BYTES // MIB} MiB and more"
     assert f"segments of at most {small}, or {large} in {chunks}" in whole
     far = f"an edge of {LONG_WAY_NS // 1_000_000} ms or more one way"
-    assert f"or {SHORT_SEGMENT_BYTES // 1024} KiB where a ring has {far}" in whole
+    assert f"have {SHORT_SEGMENT_BYTES // 1024} KiB where a ring has {far}" in whole
     assert "2³⁸ bytes" in whole
     assert KEY_BYTES == 2**38
 
