@@ -20,5 +20,5 @@ p2p         messages between two ranks, each exactly once
 
 There are two shapes: byte protocols are objects that take bytes and return events; decisions are
 frozen states and functions, with time and entropy as arguments. V1, O1, I1 and so on are the rules
-of docs/explanation/design.md.
+of docs/explanation/rules.md.
 """

@@ -17,6 +17,11 @@ def read(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
+def flat(text: str) -> str:
+    """The text on one line."""
+    return " ".join(text.split())
+
+
 def sections(text: str, level: int = 2) -> dict[str, str]:
     """Each heading of the level, without its backticks, and what stands below it."""
     hashes = "#" * level

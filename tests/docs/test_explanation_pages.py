@@ -17,15 +17,13 @@ from pmesh.core.ops.plan import (
 from pmesh.core.views.ring import EXACT_UP_TO
 from pmesh.core.wire.records import KEY_BYTES
 from pmesh.net.links.acceptor import MAX_PENDING, MAX_PENDING_PER_ADDRESS, PENDING_TIMEOUT_S
-from tests.docs.pages import DOCS, read, sections, table_rows
+from tests.docs.pages import DOCS, flat, read, sections, table_rows
 
-DESIGN = sections(read(DOCS / "explanation" / "design.md"))
+DESIGN, NETWORKS, RULES = (
+    sections(read(DOCS / "explanation" / f"{page}.md")) for page in ("design", "networks", "rules")
+)
 SECURITY = sections(read(DOCS / "explanation" / "security.md"))
 MIB = 1024 * 1024
-
-
-def flat(text: str) -> str:
-    return " ".join(text.split())
 
 
 @pytest.mark.parametrize("page", sorted((DOCS / "explanation").glob("*.md")), ids=lambda p: p.stem)
@@ -38,8 +36,8 @@ def test_each_page_begins_with_a_paragraph_that_one_can_stop_after(page: Path) -
     assert 3 <= len(sentences) <= 5, paragraph
 
 
-def test_the_silences_in_the_design_are_those_that_the_agent_judges_by() -> None:
-    section = DESIGN["Failure detection"]
+def test_the_silences_on_the_page_are_those_that_the_agent_judges_by() -> None:
+    section = NETWORKS["Failure detection"]
 
     assert list(table_rows(section)) == [
         ["degraded", f"{WIRED.degraded_after_s} s", f"{WIFI.degraded_after_s} s"],
@@ -50,7 +48,7 @@ def test_the_silences_in_the_design_are_those_that_the_agent_judges_by() -> None
 
 
 def test_the_numbers_in_the_design_are_those_of_the_code() -> None:
-    whole = flat(" ".join(DESIGN.values()))
+    whole = flat(" ".join([*DESIGN.values(), *NETWORKS.values(), *RULES.values()]))
 
     assert f"again after {FIRST_DELAY_S} s" in whole
     assert f"up to {LONGEST_DELAY_S:g} s" in whole
@@ -61,7 +59,7 @@ def test_the_numbers_in_the_design_are_those_of_the_code() -> None:
     chunks = f"chunks of {LARGE_CHUNK_BYTES // MIB} MiB and more"
     assert f"segments of at most {small}, or {large} in {chunks}" in whole
     far = f"an edge of {LONG_WAY_NS // 1_000_000} ms or more one way"
-    assert f"or {SHORT_SEGMENT_BYTES // 1024} KiB where a ring has {far}" in whole
+    assert f"have {SHORT_SEGMENT_BYTES // 1024} KiB where a ring has {far}" in whole
     assert "2³⁸ bytes" in whole
     assert KEY_BYTES == 2**38
 

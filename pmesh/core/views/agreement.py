@@ -2,7 +2,7 @@
 
 The inputs are a message from a peer (`receive`), the loss of a peer (`lose`) and the passing of
 time (`pass_time`). Each returns the next state and the actions to carry out. The leader's half is
-`pmesh.core.views.leader`. docs/explanation/design.md states the rules V1 to V10.
+`pmesh.core.views.leader`. docs/explanation/rules.md states the rules V1 to V13.
 """
 
 from dataclasses import dataclass, replace

@@ -4,7 +4,7 @@ The network is healed from the instant on after which no agent stops, all pairs 
 gives another one up, and no message and its answer take longer than the round trip. From then on,
 all are members of one view, and wait for no other, after `agreement_bound_s` at the latest.
 
-docs/explanation/design.md says why. The simulation and the state machine of three agents
+docs/explanation/rules.md says why. The simulation and the state machine of three agents
 (tests/core/views/test_agreement_machine.py) hold it against every history.
 """
 
