@@ -1,12 +1,18 @@
 """The maps of the code name what is there, and nothing else."""
 
 import re
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
 import pmesh.core
-from tests.docs.pages import DOCS, ROOT, code_in, read, sections
+from tests.docs.pages import DOCS, ROOT, code_in, read, sections, table_rows
+from tools.bench.cases import CASES
+from tools.chaos.bars import CAMPAIGNS
+from tools.chaos.results import Results
+from tools.hostile.rows import ROWS
+from tools.lab.results import read_results
 
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 HOW_WE_TEST = DOCS / "explanation" / "how-we-test.md"
@@ -60,8 +66,37 @@ def is_program(path: Path) -> bool:
 
 
 def test_the_page_on_tests_names_every_program_of_the_tools() -> None:
-    tools = (path.relative_to(ROOT) for path in (ROOT / "tools").rglob("*.py") if is_program(path))
-    dotted = {".".join(path.with_suffix("").parts).removesuffix(".__main__") for path in tools}
-    named = re.findall(r"`(?:sudo )?(?:python -m )?(tools\.[\w.]+)", read(HOW_WE_TEST))
+    page = read(HOW_WE_TEST)
+    commands = set(re.findall(r"python -m (tools[.\w]*\w)", page))
+    files = {path.relative_to(ROOT) for path in (ROOT / "tools").rglob("*.py") if is_program(path)}
+    unnamed = {
+        path
+        for path in files
+        if ".".join(path.with_suffix("").parts).removesuffix(".__main__") not in commands
+        and f"`{path}`" not in page
+    }
 
-    assert dotted - set(named) == set()
+    assert unnamed == set()
+    assert len(files) > 30
+
+
+def test_the_page_on_tests_has_each_campaign_with_its_bar_and_the_commit_of_its_result() -> None:
+    files = (DOCS / "explanation" / "reliability").glob("*.json")
+    stored: dict[str, set[str]] = defaultdict(set)
+    for measured in (each for file in files for each in read_results(file, Results).measured):
+        stored[measured.fault].add(f"`{measured.commit}`")
+    rows = {row[0].strip("`"): row for row in table_rows(read(HOW_WE_TEST))}
+
+    for campaign in CAMPAIGNS:
+        _, _, bar, took, _, last = rows[campaign.name]
+        assert bar == campaign.bar
+        if campaign.name in stored:
+            assert any(commit in last for commit in stored[campaign.name])
+        else:
+            assert took == last == "not stored"
+
+
+def test_the_page_on_tests_names_all_that_the_bench_and_the_attacks_can_run() -> None:
+    named = set(code_in(read(HOW_WE_TEST)))
+
+    assert {case.name for case in CASES} | {row.name for row in ROWS} <= named
