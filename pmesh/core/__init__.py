@@ -2,21 +2,34 @@
 
 In the order in which data passes through them:
 
-identity    keys, certificates (the mesh's authority), advertisement (what mDNS carries)
-links       addresses (which to dial first), dialing (when), health (what a silence means)
-wire        framing (lengths, first bytes), link (messages between agents), local (messages between
-            trainer and agent), records (sealed lane records)
+identity    keys, certificates (the mesh's authority), advertisement (what mDNS carries), names
+            (signed, so that no machine takes another's)
+links       addresses (which to dial first), dialing (when), health (what a silence means), paths
+            (which path of a link is used), bandwidth (what a path carries), reasons (why a path is
+            used, for users), delivery (each message once and in order, over any path), relaying
+            (what a third machine forwards)
+wire        framing (lengths, first bytes), link (messages between agents), probes (messages of one
+            path), local (messages between trainer and agent), launches, store and tree (messages
+            of launches, messages of stores, and directories that are sent), records (sealed lane
+            records), subflows (one lane over several connections)
 values      views, rosters, trainers, verdicts: the values that agents agree on
 views       state (what one member knows), agreement (the effects of a message), leader (the
-            leader's half), rosters (jobs in a view change), outcomes (which ops completed, failed
-            or run again), op_log (what a rank reports of its ops), quorum (which side may
-            continue), ring (its order), limits (against dishonest members)
+            leader's half), rosters (jobs in a view change), room (what fits into a view), outcomes
+            (which ops completed, failed or run again), op_log (what a rank reports of its ops),
+            quorum (which side may continue), ring (its order), limits (against dishonest members),
+            bound (how soon healed agents agree)
 jobs        rank (its fences, failures and results), progress (how far all are), attempt (does for
             one op what the view has decided), jobs (who waits, who lives here), call_count (a
-            program's calls stay in step with those of other ranks)
+            program's calls stay in step with those of other ranks), speed (how fast a job trains)
 ops         kinds, plan (sends and receives), reducing, reduce_scatter, moving, coded (who makes
             plans), cost (which is the fastest), reductions (the arithmetic)
 p2p         messages between two ranks, each exactly once
+store       replica (one machine's part in a job's store), table (what a command does), copy (a
+            table and the answers given), pipe (what two copies tell each other), waiting (calls
+            that wait for keys), names (keys by prefix)
+launches    starting (a command on the machine that started it), part (its ranks on one machine),
+            engines (their environment), pulling (files that a machine fetches), lines (their
+            output), restarts (when a command is started again)
 
 There are two shapes: byte protocols are objects that take bytes and return events; decisions are
 frozen states and functions, with time and entropy as arguments. V1, O1, I1 and so on are the rules

@@ -7,7 +7,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(
-    [ROOT / "README.md", *(p for p in DOCS.rglob("*.md") if "_build" not in p.parts)],
+    [
+        *(ROOT / "README.md", ROOT / "CONTRIBUTING.md"),
+        *(p for p in DOCS.rglob("*.md") if "_build" not in p.parts),
+    ]
 )
 
 _COMMAND = re.compile(r"^ *(?:\S*\$ +)?(?:PMESH_\w+=\S+ +)?(pmesh [a-z-][^#|&'`]*)")
