@@ -14,6 +14,8 @@ pytest.importorskip("mlx.core")
 from tests.worlds.mlx_cases import CASES
 from tests.worlds.mlx_ring import run_over_mlxs_ring
 
+pytestmark = pytest.mark.slow
+
 RANKS = 3
 DIFFERENT = {
     "all_max complex64": "`all_max`, `all_min` of complex64",

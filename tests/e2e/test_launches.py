@@ -16,6 +16,8 @@ import pytest
 from tests.e2e.harness import TIMEOUT_S, Agent, Fleet, Running
 from tools.lab.net import NetLab
 
+pytestmark = pytest.mark.slow
+
 ENDS_S = 5.0
 """Within so long nothing may be left running, whatever has happened."""
 

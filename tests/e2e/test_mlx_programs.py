@@ -13,6 +13,8 @@ from tests.worlds.mlx_ring import run_over_mlxs_ring
 
 mx = pytest.importorskip("mlx.core")
 
+pytestmark = pytest.mark.slow
+
 RANKS = 3
 ITERATIONS = 50
 
