@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from pmesh.compression.blocks import Float32s
 from pmesh.compression.codecs import Codec
-from tests.worlds.every_codec import IN_NUMBA, IN_NUMPY, decoded, encoded, float32
-from tests.worlds.ring_of_codecs import all_reduce
-from tests.worlds.values import gaussian
+from tests.compression.every_codec import IN_NUMBA, IN_NUMPY, decoded, encoded, float32
+from tests.compression.ring_of_codecs import all_reduce
+from tests.compression.values import gaussian
 
 LARGEST = float(np.finfo(np.float32).max)
 int8 = pytest.mark.parametrize(

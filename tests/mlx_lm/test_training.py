@@ -17,7 +17,7 @@ from pmesh.mlx_lm.libraries import mx, nn, trainer, trees
 from pmesh.mlx_lm.state import State
 from pmesh.mlx_lm.training import Training, digest, seed_of
 from pmesh.testing import SimulatedMesh
-from tests.worlds.lora import Trainer, make_model, prepare
+from tests.mlx_lm.lora import Trainer, make_model, prepare
 
 Adapters = dict[str, Any]
 

@@ -21,8 +21,8 @@ from pmesh.agent.mesh.probing import (
 from pmesh.core.links.bandwidth import STEADY_S
 from pmesh.core.wire.probes import MAX_PROBE_BYTES, AskProbe, Probe
 from pmesh.net.lanes.lane import Pace
+from tests.agent.mesh.paths import path_to
 from tests.worlds.builders import BERT, CARA
-from tests.worlds.paths import path_to
 from tests.worlds.trainer import until
 from tests.worlds.village import village
 from tests.worlds.village_ops import reduce_all
