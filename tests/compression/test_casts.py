@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from pmesh.compression.codecs import Codec
 from tests.compression.every_codec import IN_NUMBA, IN_NUMPY, decoded, encoded, float32
-from tests.compression.ring_of_codecs import all_reduce
-from tests.compression.test_int8 import relative_error
+from tests.compression.ring_of_codecs import all_reduce, relative_error
 from tests.compression.values import gaussian
 
 fp16 = pytest.mark.parametrize(
