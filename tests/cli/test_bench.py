@@ -28,7 +28,6 @@ from pmesh.cli.sizes import parse_size
 from pmesh.client.connect import connect
 from pmesh.client.mesh import Mesh
 from pmesh.errors import UsageError
-from pmesh.paths import home_directory, socket_path
 from pmesh.testing import SimulatedMesh
 from pmesh.testing.simulated_mesh import agent_in_a_thread
 from tests.worlds.fake_status_agent import agent_at, answer_well
@@ -94,12 +93,6 @@ def on_each_rank(meeting: Meeting, program: Callable[[Mesh], Any]) -> list[Any]:
     return SimulatedMesh(meeting.size).run(
         lambda mesh: program(cast("Mesh", SpoiledMesh(meeting, mesh)))
     )
-
-
-@pytest.fixture
-def socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PMESH_HOME", str(tmp_path))
-    return socket_path(home_directory())
 
 
 @pytest.fixture

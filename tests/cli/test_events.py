@@ -12,14 +12,7 @@ import pytest
 from pmesh.cli.app import run
 from pmesh.cli.events import POLL_INTERVAL_S, Reader
 from pmesh.errors import AgentNotRunning
-from pmesh.paths import home_directory, socket_path
 from tests.worlds.fake_status_agent import agent_at, answer_with, make_chronicle
-
-
-@pytest.fixture
-def socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PMESH_HOME", str(tmp_path))
-    return socket_path(home_directory())
 
 
 @pytest.fixture

@@ -9,14 +9,7 @@ import pytest
 from pmesh.cli.app import run
 from pmesh.core.wire.framing import frame
 from pmesh.core.wire.local import Pinged, Stopping, encode
-from pmesh.paths import home_directory, socket_path
 from tests.worlds.fake_status_agent import WAYS, agent_at, answer_well
-
-
-@pytest.fixture
-def socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PMESH_HOME", str(tmp_path))
-    return socket_path(home_directory())
 
 
 def test_each_way_has_a_line_and_the_last_says_which_is_used(

@@ -33,7 +33,6 @@ from pmesh.cli.ring import RingNode, draw_ring
 from pmesh.cli.sizes import bytes_text
 from pmesh.cli.status import Cropped, render_status, speed_text
 from pmesh.cli.status_all import render_all
-from pmesh.paths import home_directory, socket_path
 from tests.worlds.fake_status_agent import IDS, MINIMAL, NAMES, SNAPSHOT, agent_at, answer_well
 
 
@@ -338,12 +337,6 @@ def test_the_light_visits_every_edge_in_turn(size: int) -> None:
     assert len(set(seen)) == size
     assert all(seen)
     assert lit(size) == lit(0)
-
-
-@pytest.fixture
-def socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PMESH_HOME", str(tmp_path))
-    return socket_path(home_directory())
 
 
 @pytest.fixture

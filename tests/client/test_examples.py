@@ -8,6 +8,8 @@ import pytest
 
 from tests.worlds.watched_agent import WatchedAgent
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

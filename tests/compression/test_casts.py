@@ -6,10 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pmesh.compression.codecs import Codec
-from tests.compression.test_int8 import relative_error
-from tests.worlds.every_codec import IN_NUMBA, IN_NUMPY, decoded, encoded, float32
-from tests.worlds.ring_of_codecs import all_reduce
-from tests.worlds.values import gaussian
+from tests.compression.every_codec import IN_NUMBA, IN_NUMPY, decoded, encoded, float32
+from tests.compression.ring_of_codecs import all_reduce, relative_error
+from tests.compression.values import gaussian
 
 fp16 = pytest.mark.parametrize(
     "codec", [IN_NUMPY["fp16"], IN_NUMBA["fp16"]], ids=["numpy", "numba"]

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from pmesh.compression.blocks import Float32s
 from pmesh.compression.codecs import PART, Codec, codec_of
-from tests.worlds.every_codec import COUNTS, IN_NUMBA, NAMES, decoded, encoded, every_codec
-from tests.worlds.ring_of_codecs import all_reduce
-from tests.worlds.values import float32s, gaussian
+from tests.compression.every_codec import COUNTS, IN_NUMBA, NAMES, decoded, encoded, every_codec
+from tests.compression.ring_of_codecs import all_reduce
+from tests.compression.values import float32s, gaussian
 
 
 @every_codec

@@ -14,7 +14,7 @@ from pmesh.compression import fast
 from pmesh.compression.blocks import Float32s
 from pmesh.compression.codecs import Codec
 from pmesh.compression.fast import rings
-from tests.worlds.every_codec import (
+from tests.compression.every_codec import (
     COUNTS,
     IN_NUMBA,
     IN_NUMPY,
@@ -24,7 +24,7 @@ from tests.worlds.every_codec import (
     float32,
     make,
 )
-from tests.worlds.values import float32s, gaussian
+from tests.compression.values import float32s, gaussian
 
 
 def assert_same_bits(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pmesh.compression import fast, one_bit, power_sgd, random_k
 from pmesh.compression.blocks import Float32s
 from pmesh.compression.fast import computed_by, schemes
-from tests.worlds.values import float32s, gaussian
+from tests.compression.values import float32s, gaussian
 
 Results = list[Float32s]
 

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from pmesh.compression.blocks import Float32s
 from pmesh.compression.codecs import Codec
-from tests.worlds.every_codec import IN_NUMBA, IN_NUMPY, decoded, encoded, float32
-from tests.worlds.ring_of_codecs import all_reduce
-from tests.worlds.values import gaussian
+from tests.compression.every_codec import IN_NUMBA, IN_NUMPY, decoded, encoded, float32
+from tests.compression.ring_of_codecs import relative_error
+from tests.compression.values import gaussian
 
 LARGEST = float(np.finfo(np.float32).max)
 int8 = pytest.mark.parametrize(
@@ -111,12 +111,6 @@ def heavy_tailed(count: int, *, seed: int, scales: Float32s) -> Float32s:
     """Student's t with 4 degrees of freedom, each run of 1000 values at a scale of its own."""
     values = np.random.default_rng(seed).standard_t(4, count)
     return (values * np.repeat(scales, 1000)).astype(np.float32)
-
-
-def relative_error(codec: Codec, ranks: list[Float32s]) -> float:
-    """The L2 norm of an all-reduce's error, against that of the sum."""
-    exact = np.sum(np.array(ranks, np.float64), axis=0)
-    return float(np.linalg.norm(all_reduce(codec, ranks) - exact) / np.linalg.norm(exact))
 
 
 @int8

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from pmesh.compression import one_bit
 from pmesh.compression.blocks import Bytes, Float32s
-from tests.worlds.values import dyadic, float32s, gaussian
+from tests.compression.values import dyadic, float32s, gaussian
 
 # Around a byte, a word, a block, and a part that is worked on at once.
 lengths = st.sampled_from([0, 1, 7, 8, 9, 31, 32, 33, 1023, 1024, 1025, 2500, 32_768, 33_000])

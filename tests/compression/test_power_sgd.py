@@ -10,7 +10,7 @@ from pmesh.compression import power_sgd
 from pmesh.compression.blocks import Float32s
 from pmesh.compression.draws import draw_uniform
 from pmesh.compression.power_sgd import Plan
-from tests.worlds.values import gaussian
+from tests.compression.values import gaussian
 
 SHAPES = [(7,), (40, 30), (), (5, 3), (3, 3, 25, 20), (2,), (0, 4)]
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from pmesh.compression import random_k
 from pmesh.compression.blocks import Float32s, Indices
-from tests.worlds.values import dyadic, float32s, gaussian
+from tests.compression.values import dyadic, float32s, gaussian
 
 keys = st.integers(0, 2**64 - 1)
 

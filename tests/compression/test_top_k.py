@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from pmesh.compression import top_k
 from pmesh.compression.blocks import Bytes, Float32s
 from pmesh.compression.top_k import sampled_places
-from tests.worlds.values import dyadic, float32s, gaussian
+from tests.compression.values import dyadic, float32s, gaussian
 
 both_forms = pytest.mark.parametrize("compact", [False, True])
 

@@ -8,6 +8,8 @@ import pytest
 from tests.docs.pages import PAGES, ROOT, read
 from tests.e2e.harness import Fleet
 
+pytestmark = pytest.mark.slow
+
 README = read(ROOT / "README.md")
 
 

@@ -6,6 +6,8 @@ import pytest
 from tests.docs.pages import DOCS, read
 from tests.e2e.harness import Fleet
 
+pytestmark = pytest.mark.slow
+
 SCRIPTS = [("slow-links", 0), ("models-that-do-not-fit", 0), ("models-that-do-not-fit", 1)]
 
 

@@ -2,8 +2,12 @@
 
 import json
 
+import pytest
+
 from pmesh.cli.bench_calls import COLLECTIVES
 from tests.e2e.harness import Fleet
+
+pytestmark = pytest.mark.slow
 
 TINY = ("--min-size", "4", "--max-size", "4KiB", "--seconds", "0.001")
 

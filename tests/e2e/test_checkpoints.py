@@ -4,7 +4,11 @@ import re
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.harness import Fleet
+
+pytestmark = pytest.mark.slow
 
 # Each line tells of a step that has been loaded or saved; each trainer has a folder of its own.
 TRAINER = """

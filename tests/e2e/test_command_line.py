@@ -13,6 +13,8 @@ import pytest
 from pmesh.agent.schema import decode_status
 from tests.e2e.harness import Agent, Fleet
 
+pytestmark = pytest.mark.slow
+
 SCHEMA = Path(__file__).parents[2] / "docs" / "reference" / "status.schema.json"
 TYPES: dict[str, type | tuple[type, ...]] = {
     "object": dict,

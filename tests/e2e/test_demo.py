@@ -10,6 +10,8 @@ import pytest
 
 from tools import demo
 
+pytestmark = pytest.mark.slow
+
 Said = dict[str, object]
 
 

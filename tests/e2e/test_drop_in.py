@@ -11,8 +11,10 @@ from tests.e2e.harness import TIMEOUT_S, Fleet
 
 pytest.importorskip("mlx.core")
 
-from tests.worlds.mlx_cases import CASES
-from tests.worlds.mlx_ring import run_over_mlxs_ring
+from tests.e2e.mlx_cases import CASES
+from tests.e2e.mlx_ring import run_over_mlxs_ring
+
+pytestmark = pytest.mark.slow
 
 RANKS = 3
 DIFFERENT = {
@@ -31,13 +33,13 @@ def results_in(output: str) -> dict[str, Any]:
 
 
 def of_mlx(folder: Path) -> list[dict[str, Any]]:
-    words = ("-m", "tests.worlds.mlx_cases", "native")
+    words = ("-m", "tests.e2e.mlx_cases", "native")
     printed = run_over_mlxs_ring(words, ranks=RANKS, folder=folder, timeout_s=TIMEOUT_S)
     return [results_in(each) for each in printed]
 
 
 def of_pmesh() -> list[dict[str, Any]]:
-    command = ("mlx", "--wait-for", str(RANKS), "-m", "tests.worlds.mlx_cases")
+    command = ("mlx", "--wait-for", str(RANKS), "-m", "tests.e2e.mlx_cases")
     with Fleet() as fleet:
         one, other = fleet.start_ring("mac-1", "mac-2")
         running = [fleet.start_command(*command, home=at.home) for at in (one, other, other)]

@@ -3,8 +3,11 @@
 import signal
 
 import psutil
+import pytest
 
 from tests.e2e.harness import Agent, Fleet
+
+pytestmark = pytest.mark.slow
 
 STEPS = 25
 OF_A_GROUP = 2  # descriptors that one may hold while it rests

@@ -11,6 +11,8 @@ import pytest
 from tests.e2e.harness import Agent, Fleet, Running
 from tools.lab.net import NetLab
 
+pytestmark = pytest.mark.slow
+
 
 def run(fleet: Fleet, source: str) -> Running:
     """A program at an agent of which only the home is there."""

@@ -17,6 +17,8 @@ import pytest
 from pmesh.paths import socket_path
 from tests.e2e.harness import Agent, Fleet, Running
 
+pytestmark = pytest.mark.slow
+
 MOST_MORE_BYTES = 16 * 1024 * 1024  # for all who have not authenticated
 CONNECTIONS = 1000
 HUGE_FRAME = struct.pack("!I", 2**32 - 1)

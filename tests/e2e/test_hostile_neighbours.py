@@ -7,7 +7,7 @@ from tools.hostile.rows import ROWS
 from tools.hostile.turns import run_turns
 from tools.lab.net import clean
 
-pytestmark = pytest.mark.netns
+pytestmark = [pytest.mark.netns, pytest.mark.slow]
 SECONDS = 2.0
 ANYTHING_S = 10.0  # the member has its seat after 2
 

@@ -4,7 +4,11 @@ import shutil
 import signal
 import socket
 
+import pytest
+
 from tests.e2e.harness import Agent, Fleet
+
+pytestmark = pytest.mark.slow
 
 # An agent that has imported all it needs, and starts when it is told to.
 ON_SIGNAL = """

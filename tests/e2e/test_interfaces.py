@@ -7,7 +7,7 @@ import pytest
 from tests.e2e.harness import Agent, Fleet
 from tools.lab.net import NetLab, run_system
 
-pytestmark = pytest.mark.netns
+pytestmark = [pytest.mark.netns, pytest.mark.slow]
 
 CABLES = ("cable0", "cable1")
 NEVER_POLL = "from pmesh.net.links import interfaces; interfaces.POLL_S = 1e6"

@@ -17,6 +17,8 @@ from pmesh.cli.launches import allow_run
 from tests.e2e.harness import TIMEOUT_S, Agent, Fleet, Running
 from tools.lab.net import NetLab
 
+pytestmark = pytest.mark.slow
+
 ENDS_S = 5.0
 """Within so long nothing may be left running, whatever has happened."""
 

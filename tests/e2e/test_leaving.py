@@ -3,7 +3,11 @@
 import signal
 import time
 
+import pytest
+
 from tests.e2e.harness import Agent, Fleet
+
+pytestmark = pytest.mark.slow
 
 TRAINER = """
 import numpy as np

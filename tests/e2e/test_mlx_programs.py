@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from tests.e2e.harness import Fleet
-from tests.worlds.mlx_ring import run_over_mlxs_ring
+from tests.e2e.mlx_ring import run_over_mlxs_ring
 
 mx = pytest.importorskip("mlx.core")
+
+pytestmark = pytest.mark.slow
 
 RANKS = 3
 ITERATIONS = 50
@@ -94,7 +96,7 @@ def test_mlx_lms_lora_learns_what_it_learns_over_mlxs_ring(tmp_path: Path) -> No
     folders = tmp_path / "mlx", tmp_path / "pmesh"
     for folder in folders:
         folder.mkdir()
-    program = ("-m", "tests.worlds.lora_program")
+    program = ("-m", "tests.e2e.lora_program")
     run_over_mlxs_ring(
         (*program, str(folders[0]), *words), ranks=RANKS, folder=tmp_path, timeout_s=60
     )

@@ -2,7 +2,11 @@
 
 import json
 
+import pytest
+
 from tests.e2e.harness import Fleet
+
+pytestmark = pytest.mark.slow
 
 # Each rank sends to all others at once, and receives from ANY; then a rank goes.
 TRAINER = """

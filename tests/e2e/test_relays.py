@@ -8,7 +8,7 @@ import pytest
 from tests.e2e.harness import Fleet
 from tools.lab.net import NetLab
 
-pytestmark = pytest.mark.netns
+pytestmark = [pytest.mark.netns, pytest.mark.slow]
 
 TRAINER = """
 import json

@@ -9,7 +9,7 @@ from pmesh.agent.schema import PathStatus, Status
 from tests.e2e.harness import Fleet
 from tools.lab.net import NetLab
 
-pytestmark = pytest.mark.netns
+pytestmark = [pytest.mark.netns, pytest.mark.slow]
 
 
 def paths_in(status: Status) -> dict[str | None, PathStatus]:

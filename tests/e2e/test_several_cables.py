@@ -11,7 +11,7 @@ from pmesh.agent.schema import Status
 from tests.e2e.harness import Agent, Fleet
 from tools.lab.net import NetLab
 
-pytestmark = pytest.mark.netns
+pytestmark = [pytest.mark.netns, pytest.mark.slow]
 
 GIGABIT = 1_000_000_000
 MIB = 1024 * 1024

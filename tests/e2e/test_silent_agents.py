@@ -2,7 +2,11 @@
 
 import signal
 
+import pytest
+
 from tests.e2e.harness import Fleet
+
+pytestmark = pytest.mark.slow
 
 TRAIN = """
 import numpy as np

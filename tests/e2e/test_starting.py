@@ -12,6 +12,8 @@ import pytest
 from pmesh.paths import socket_path
 from tests.e2e.harness import Agent, Fleet
 
+pytestmark = pytest.mark.slow
+
 CONNECT = """
 import pmesh
 try:

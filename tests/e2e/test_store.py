@@ -3,7 +3,11 @@
 import json
 import signal
 
+import pytest
+
 from tests.e2e.harness import Fleet
+
+pytestmark = pytest.mark.slow
 
 # Each rank draws numbers as fast as it can; some are drawn while the agent of rank 0 is killed.
 TRAINER = """

@@ -14,6 +14,8 @@ from pmesh.core.identity.keys import MeshKey, mesh_key_text
 from pmesh.core.wire.link import PROTOCOL_VERSION
 from tests.e2e.harness import Agent, Fleet
 
+pytestmark = pytest.mark.slow
+
 OTHER_VERSION = f"""
 import pmesh.core.wire.link
 pmesh.core.wire.link.PROTOCOL_VERSION = {PROTOCOL_VERSION + 41}

@@ -14,6 +14,8 @@ from pmesh.cli.launches import allow_run
 from tests.e2e.harness import TIMEOUT_S, Agent, Fleet
 from tools.lab.net import NetLab
 
+pytestmark = pytest.mark.slow
+
 TRAIN = """
 import pathlib, sys
 import numpy as np, pmesh

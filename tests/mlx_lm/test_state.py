@@ -13,7 +13,7 @@ from pmesh.mlx_lm.libraries import trees
 from pmesh.mlx_lm.state import State
 from pmesh.mlx_lm.terms import MODEL
 from pmesh.mlx_lm.training import digest
-from tests.worlds.lora import prepare
+from tests.mlx_lm.lora import prepare
 
 
 def trained_state(folder: Path) -> State:

@@ -10,7 +10,7 @@ from pmesh.mlx_lm.terms import (
     describe_rows,
     option_terms,
 )
-from tests.worlds.lora import make_model
+from tests.mlx_lm.lora import make_model
 
 ROWS = [{"text": "one"}, {"text": "two"}]
 

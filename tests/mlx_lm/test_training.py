@@ -17,7 +17,7 @@ from pmesh.mlx_lm.libraries import mx, nn, trainer, trees
 from pmesh.mlx_lm.state import State
 from pmesh.mlx_lm.training import Training, digest, seed_of
 from pmesh.testing import SimulatedMesh
-from tests.worlds.lora import Trainer, make_model, prepare
+from tests.mlx_lm.lora import Trainer, make_model, prepare
 
 Adapters = dict[str, Any]
 
@@ -278,6 +278,7 @@ LONG: dict[str, Any] = {"iters": 150, "every": 50, "rate": 0.01}
 """A newcomer of the fifth step has entered long before the end."""
 
 
+@pytest.mark.slow
 def test_a_newcomer_goes_on_with_the_state_of_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,6 +294,7 @@ def test_a_newcomer_goes_on_with_the_state_of_the_others(
     assert {newcomer()} == set(results) == {digest(adapters_in_mlx(tmp_path / "newcomer"))}
 
 
+@pytest.mark.slow
 def test_a_newcomer_with_other_options_is_told_which_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

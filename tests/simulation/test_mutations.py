@@ -93,7 +93,18 @@ RARE = {
 }
 """Too rare for each run of the tests; what the single decision says is tested in tests/core."""
 
+LONG = {
+    link_histories.noise_does_not_change_the_ring,
+    link_histories.a_ring_changes_once_a_minute_at_most,
+}
+"""They last for minutes of simulated time."""
 
+
+def marks_of(history: Callable[[], None]) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.slow] if history in LONG else []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RANDOM)
 def test_random_histories_notice_that_a_rule_is_missing(name: str) -> None:
     verdicts = judge_many(range(SEEDS), mutation=name)
@@ -102,13 +113,20 @@ def test_random_histories_notice_that_a_rule_is_missing(name: str) -> None:
 
 @pytest.mark.parametrize(
     "history",
-    dict.fromkeys([*AIMED.values(), link_histories.who_starts_behind_a_wall_joins_over_a_third]),
+    [
+        pytest.param(history, marks=marks_of(history))
+        for history in dict.fromkeys(
+            [*AIMED.values(), link_histories.who_starts_behind_a_wall_joins_over_a_third]
+        )
+    ],
 )
 def test_an_aimed_history_goes_well(history: Callable[[], None]) -> None:
     history()
 
 
-@pytest.mark.parametrize("name", AIMED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=marks_of(history)) for name, history in AIMED.items()]
+)
 def test_an_aimed_history_notices_that_a_rule_is_missing(name: str) -> None:
     with MUTATIONS[name](), pytest.raises((AssertionError, Violation)):
         AIMED[name]()

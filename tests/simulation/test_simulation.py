@@ -8,6 +8,8 @@ import pytest
 
 from simulation.seeds import judge_many, replay_command
 
+pytestmark = pytest.mark.slow
+
 SEEDS = 15
 """About 3 s of one core. `python -m simulation.seeds 20000` is for a longer look."""
 

@@ -38,6 +38,8 @@ from tools.lab.report import Outcome
 from tools.lab.results import read_results
 from tools.lab.units import MIB
 
+pytestmark = pytest.mark.slow
+
 PAGES = (("benchmarks", "benchmarks"), ("compression-speed", "compression"))
 BYTES = 100_000_000
 

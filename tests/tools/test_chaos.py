@@ -13,7 +13,7 @@ from tools.lab.net import labs
 from tools.lab.results import read_results
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.e2e, pytest.mark.netns, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.netns, pytest.mark.timeout(300), pytest.mark.slow]
 
 
 def chaos(*arguments: str) -> subprocess.Popen[str]:

@@ -41,6 +41,8 @@ from tools.fuzz.parts import HOSTS, children, example
 from tools.fuzz.store_lies import sequences
 from tools.fuzz.trainer import REQUESTS, honest_sessions
 
+pytestmark = pytest.mark.slow
+
 FEW_BYTES = 16 * 1024  # with as many kinds of parts as more of them
 VIEW = make_view(3, ANNA, BERT, rosters=[make_roster(ANNA, BERT)])
 COMMIT = Commit(VIEW, ((0, 1), (1, 0)))

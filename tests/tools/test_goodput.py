@@ -12,6 +12,7 @@ def test_what_is_counted_begins_with_the_end_of_the_first_round() -> None:
     assert samples_per_s(counted) == pytest.approx(100 / 10.1)
 
 
+@pytest.mark.slow
 @pytest.mark.netns
 @pytest.mark.timeout(400)
 def test_after_a_kill_the_others_go_on_and_the_killed_rank_takes_part_again() -> None:

@@ -12,7 +12,7 @@ from tools.chaos.results import Results
 from tools.lab.results import read_results
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.e2e, pytest.mark.netns, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.netns, pytest.mark.timeout(300), pytest.mark.slow]
 
 
 def launches(*arguments: str) -> str:

@@ -10,6 +10,8 @@ pytest.importorskip("torch")
 from tools.bench import local_updates
 from tools.bench.local_updates import main
 
+pytestmark = pytest.mark.slow
+
 
 def test_all_ways_begin_with_the_same_synchronous_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

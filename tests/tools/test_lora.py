@@ -29,6 +29,7 @@ def test_the_tiny_model_and_its_data_are_where_the_command_that_it_prints_says(
     assert json.loads((Path(options["--data"]) / "train.jsonl").read_text().splitlines()[0])["text"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_killed_ranks_come_back_and_all_end_with_the_same_adapters(tmp_path: Path) -> None:
     results = tmp_path / "kills.json"

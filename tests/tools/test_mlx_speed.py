@@ -6,6 +6,8 @@ pytest.importorskip("mlx.core")
 
 from tools.mlx_speed import main
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_call_is_measured_beside_the_meshs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["call", "--kib", "4", "--calls", "3"]) in {0, 1}

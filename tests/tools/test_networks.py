@@ -11,6 +11,8 @@ import pytest
 from tools.networks.lab import Profile, SlowLab
 from tools.networks.results import Line, Outcome, verdicts_of, verdicts_of_calls
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 

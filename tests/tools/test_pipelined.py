@@ -10,6 +10,8 @@ if importlib.util.find_spec("mlx_lm") is None and not os.environ.get("CI"):
 
 from tools.pipelined import SYSTEMS, main
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.timeout(240)
 def test_two_machines_make_the_tokens_that_one_process_makes(

@@ -5,6 +5,8 @@ import pytest
 
 from tools.bench.sharded import bucket_bytes, measure_all
 
+pytestmark = pytest.mark.slow
+
 WIDTH = 320
 
 

@@ -13,6 +13,7 @@ pytest.importorskip("sklearn")
 from tools.torch_kills.rounds import Tally, judge_errors, judge_losses, judge_steps
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["elastic", "ddp", "fsdp"])
 def test_a_short_campaign_finds_nothing(tmp_path: Path, kind: str) -> None:

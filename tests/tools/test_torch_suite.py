@@ -9,6 +9,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("expecttest", reason="torch's own suite imports it")
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("part", ["test_all_reduce_sum", "test_reduce_sum", "test_irecv"])
 def test_cases_that_pass_on_gloo_pass_on_pmesh(part: str) -> None:

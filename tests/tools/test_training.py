@@ -27,6 +27,8 @@ from tools.bench.training import (
 )
 from tools.lab.results import read_results
 
+pytestmark = pytest.mark.slow
+
 PAGE = DOCS / "explanation" / "compression-training.md"
 RESULTS = DOCS / "explanation" / "compression-training"
 INFINITE = None  # as JSON has it

@@ -12,6 +12,8 @@ from pmesh.torch.staging import Target
 from tests.torch.conftest import Programs
 from tests.torch.elastic import WAYS
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def line() -> Any:

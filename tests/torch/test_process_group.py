@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -18,38 +18,13 @@ from pmesh.errors import MeshClosed
 from pmesh.testing import SimulatedMesh
 from pmesh.torch.process_group import ProcessGroup
 from pmesh.torch.work import MessageWork, Work
-
-T = TypeVar("T")
+from tests.torch.groups import group_of, reducing, run
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 INTEGERS = ("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8")
 COMPLEX = ("complex128", "complex64")
 ADDED = (*FLOATS, *COMPLEX, *INTEGERS, "bool")
 MOVED = (*ADDED, "float8_e4m3fn", "float8_e5m2")
-
-
-def group_of(mesh: Mesh) -> ProcessGroup:
-    return ProcessGroup(
-        mesh,
-        None,
-        mesh.rank,
-        mesh.size,
-        timeout=timedelta(minutes=1),
-        name="all",
-        split=lambda _: None,
-        end=lambda: None,
-    )
-
-
-def run(program: Callable[[ProcessGroup], T], ranks: int = 3) -> list[T]:
-    return SimulatedMesh(ranks).run(lambda mesh: program(group_of(mesh)))
-
-
-def reducing(op: Any, *, waits: bool = False) -> Any:
-    options = dist.AllreduceOptions()
-    options.reduceOp = op
-    options.asyncOp = not waits
-    return options
 
 
 def reducing_at(op: Any, root: int) -> Any:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from pmesh.torch.process_group import ProcessGroup
-from tests.torch.test_process_group import reducing, run
+from tests.torch.groups import reducing, run
 
 
 def sparse(entries: dict[int, list[float]], rows: int = 5, dtype: Any = torch.float32) -> Any:

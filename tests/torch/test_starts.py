@@ -9,6 +9,8 @@ import torch.distributed as dist
 import pmesh.torch
 from tests.torch.conftest import Programs
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     "program",

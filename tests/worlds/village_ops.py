@@ -13,6 +13,7 @@ from pmesh.agent.jobs import op_task
 from pmesh.agent.jobs.op_task import Op
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
+from pmesh.agent.schema import Status
 from pmesh.core.ops.kinds import KINDS, extent_of
 from pmesh.core.ops.plan import RankPlan
 from pmesh.core.ops.reductions import WIRE_DTYPES, Values
@@ -170,3 +171,7 @@ async def enter(here: Village, newcomers: list[Trainer], inside: list[Trainer]) 
 async def reduce_all(trainers: list[Trainer], values: "Values | None" = None) -> list[Values]:
     x = ones(1000) if values is None else values
     return await together(*[partial(t.reduce, x) for t in trainers])
+
+
+def snapshot_of(machine: Machine) -> Status:
+    return machine.agent._snapshot()  # noqa: SLF001 - without a session, at this instant

@@ -11,7 +11,7 @@ from trio.testing import MockClock
 
 from pmesh.agent.jobs.trainer import Compiler
 from pmesh.compression.codecs import Cast, Int8
-from tests.worlds.buckets import Bucket, reduce_buckets
+from tests.agent.jobs.buckets import Bucket, reduce_buckets
 from tests.worlds.trainer import until
 from tests.worlds.village import village
 from tests.worlds.village_ops import kinds_of_events, reduce_all

@@ -18,7 +18,7 @@ from pmesh.core.wire.local import ArenaGranted, StartOp, WantArena
 from pmesh.errors import LaneBroken
 from pmesh.ids import OpNumber
 from pmesh.net.lanes.ring import RingPosition, Tensors, all_reduce_coded
-from tests.worlds.buckets import Bucket, buckets_of, reduce_buckets
+from tests.agent.jobs.buckets import Bucket, buckets_of, reduce_buckets
 from tests.worlds.coded_rings import Coded, reduce_coded
 from tests.worlds.trainer import together, until
 from tests.worlds.village import village

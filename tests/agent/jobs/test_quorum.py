@@ -13,14 +13,9 @@ from pmesh.core.ops.reductions import Values
 from pmesh.core.values import Terms
 from pmesh.core.wire.link import AgreementMessage, Heartbeat
 from pmesh.ids import Member
-from tests.agent.status.test_snapshot import snapshot_of
 from tests.worlds.trainer import Trainer, together, until
 from tests.worlds.village import village
-from tests.worlds.village_ops import (
-    machine_of,
-    ones,
-    ranks_of,
-)
+from tests.worlds.village_ops import machine_of, ones, ranks_of, snapshot_of
 
 MAJORITY = Terms(quorum="majority")
 

@@ -9,7 +9,8 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 from pmesh.agent.jobs.ranks import LocalRank, Result
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
 from pmesh.net.local.arena_pools import SessionArenas
-from tests.core.jobs.test_rank import (
+from tests.worlds.lanes import share_of_one
+from tests.worlds.ranks import (
     BARRIER,
     FAILED,
     ME,
@@ -22,7 +23,6 @@ from tests.core.jobs.test_rank import (
     roster,
     trainer,
 )
-from tests.worlds.lanes import share_of_one
 from tests.worlds.village import NoReach
 
 

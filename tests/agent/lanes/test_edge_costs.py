@@ -109,6 +109,7 @@ async def test_nothing_large_goes_over_an_edge_that_another_machine_forwards(
                 assert (moved > 4 * count) == ("mac-1" in ends), ends
 
 
+@pytest.mark.slow
 async def test_what_is_known_is_not_measured_again_when_a_rank_has_gone(
     clock: MockClock, probes: list[bool]
 ) -> None:

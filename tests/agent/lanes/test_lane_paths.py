@@ -22,7 +22,7 @@ from pmesh.net.lanes import lane as lane_module
 from pmesh.net.lanes import multipath
 from pmesh.net.lanes.lane import Lane, PathLost
 from pmesh.net.lanes.multipath import Carrier, Facts, MultipathLane
-from tests.agent.lanes.test_rendezvous import A, B, Side, edge, opened, take
+from tests.agent.lanes.sides import A, B, Side, edge, opened, take
 from tests.worlds.lanes import descriptors, header
 from tests.worlds.trainer import until
 

@@ -2,138 +2,21 @@
 
 import errno
 import socket
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
-from itertools import count
 
 import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from pmesh.agent.lanes import rendezvous as rendezvous_module
-from pmesh.agent.lanes.rendezvous import (
-    LaneEnd,
-    LaneKey,
-    LaneRendezvous,
-)
+from pmesh.agent.lanes.rendezvous import LaneEnd
 from pmesh.agent.lanes.splices import MAX_DIALS
-from pmesh.core.wire.link import OfferLane, Splice
-from pmesh.core.wire.records import PREAMBLE_BYTES, Preamble, encode_preamble
-from pmesh.errors import LaneBroken, NetworkError, PeerUnreachable
-from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, TrainerId
+from pmesh.core.wire.link import OfferLane
+from pmesh.core.wire.records import Preamble, encode_preamble
+from pmesh.errors import LaneBroken, PeerUnreachable
+from pmesh.ids import Member
 from pmesh.net.lanes.lane import Lane, PathLost
-from pmesh.net.lanes.multipath import Carrier
 from pmesh.net.lanes.opening import dial_lane
-
-A, B, C = (Member(NodeId(bytes([i]) * 32), Incarnation(i)) for i in (1, 2, 3))
-JOB = JobName("digits")
-
-
-def edge(number: int = 5, op: int = -1, *, host: Member = A) -> LaneKey:
-    return LaneKey(JOB, Epoch(1, *A), number, host, TrainerId(0), TrainerId(1), op)
-
-
-class Side:
-    """One agent's rendezvous, its link to the other, and its door."""
-
-    def __init__(self, me: Member, nursery: trio.Nursery, *, dials: bool) -> None:
-        numbers = count(me.incarnation * 1000)
-        self.rendezvous = LaneRendezvous(
-            me,
-            self,
-            nursery,
-            lambda size: next(numbers).to_bytes(size, "big"),
-            awaits=lambda _: self.has_roster,
-        )
-        self.has_roster = True
-        self.me = me
-        self.dials = dials
-        self.offers: list[OfferLane] = []
-        self.complaints: list[NetworkError] = []
-        self.other: Side
-        self.link_is_up = True
-        self.unreachable = 0
-        self.late = False
-        self._nursery = nursery
-
-    def send(self, member: Member, message: OfferLane | Splice) -> None:
-        assert member == self.other.me
-        assert isinstance(message, OfferLane)
-        self.offers.append(message)
-        if self.link_is_up:
-            self.other.rendezvous.accept(self.me, message)
-
-    def we_dialled(self, member: Member) -> bool:
-        assert member == self.other.me
-        return self.dials
-
-    async def dial_member(self, member: Member) -> trio.SocketStream:
-        await trio.lowlevel.checkpoint()
-        assert member == self.other.me
-        if self.unreachable:
-            self.unreachable -= 1
-            raise PeerUnreachable("it refuses connections")
-        ours, theirs = socket.socketpair()
-        streams = [trio.SocketStream(trio.socket.from_stdlib_socket(end)) for end in (ours, theirs)]
-        self._nursery.start_soon(self.other.answer_acceptor, streams[1])
-        return streams[0]
-
-    def relay_of(self, _: Member) -> Member | None:
-        return None
-
-    def paths_to(self, _: Member) -> tuple[Carrier, ...]:
-        return ()
-
-    async def answer_acceptor(self, stream: trio.SocketStream) -> None:
-        preamble = await stream.receive_some(PREAMBLE_BYTES)
-
-        def authenticated() -> None:
-            if self.late:
-                raise PeerUnreachable("its time at the door was over")
-
-        try:
-            await self.rendezvous.welcome(stream, bytes(preamble), authenticated)
-        except NetworkError as e:
-            self.complaints.append(e)
-        finally:
-            await trio.aclose_forcefully(stream)  # if the rendezvous has not taken it
-
-    def name_of(self, member: Member) -> str:
-        return "ada" if member == A else "bob"
-
-    def complain(self, member: Member, error: NetworkError) -> None:
-        assert member == self.other.me
-        self.complaints.append(error)
-
-
-@asynccontextmanager
-async def two_sides(*, ada_dials: bool = True) -> AsyncGenerator[tuple[Side, Side]]:
-    async with trio.open_nursery() as nursery:
-        ada, bob = Side(A, nursery, dials=ada_dials), Side(B, nursery, dials=not ada_dials)
-        ada.other, bob.other = bob, ada
-        try:
-            yield ada, bob
-        finally:
-            nursery.cancel_scope.cancel()
-            ada.rendezvous.close()
-            bob.rendezvous.close()
-
-
-async def take(side: Side, *, sending: bool, of: LaneKey | None = None) -> Lane:
-    with trio.fail_after(60):
-        return await side.rendezvous.take(LaneEnd(of or edge(), sending=sending))
-
-
-def made_offer(side: Side, of: LaneKey, *, dial: bool) -> OfferLane:
-    return side.rendezvous._make_offer(of, dial=dial)  # noqa: SLF001 - as it would send it
-
-
-async def opened(ada: Side, bob: Side) -> None:
-    sending, receiving = await take(ada, sending=True), await take(bob, sending=False)
-    assert (sending.sending, sending.peer) == (True, "bob")
-    assert (receiving.sending, receiving.peer) == (False, "ada")
-    sending.close()
-    receiving.close()
+from tests.agent.lanes.sides import JOB, A, B, C, Side, edge, opened, take, two_sides
 
 
 @pytest.mark.parametrize("ada_dials", [True, False])

@@ -10,18 +10,12 @@ import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from pmesh.agent.lanes.rendezvous import LaneEnd, LaneRendezvous
-from pmesh.agent.lanes.splices import (
-    ARRIVAL_S,
-    IDLE_S,
-    MAX_ALL_SPLICES,
-    MAX_DIALS,
-    MAX_SPLICES,
-)
+from pmesh.agent.lanes.splices import ARRIVAL_S, IDLE_S, MAX_ALL_SPLICES, MAX_DIALS, MAX_SPLICES
 from pmesh.core.wire.link import OfferLane, Splice
 from pmesh.core.wire.records import PREAMBLE_BYTES, Preamble, encode_preamble
 from pmesh.errors import LaneBroken, NetworkError, PeerUnreachable
 from pmesh.ids import Member
-from tests.agent.lanes.test_rendezvous import A, B, C, edge
+from tests.agent.lanes.sides import A, B, C, edge
 from tests.worlds.builders import make_member
 from tests.worlds.lanes import descriptors
 from tests.worlds.trainer import until

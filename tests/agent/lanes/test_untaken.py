@@ -17,17 +17,7 @@ from pmesh.agent.lanes.rendezvous import (
 from pmesh.core.wire.link import Splice
 from pmesh.errors import LaneBroken
 from pmesh.ids import JobName, Member, TrainerId
-from tests.agent.lanes.test_rendezvous import (
-    JOB,
-    A,
-    B,
-    C,
-    edge,
-    made_offer,
-    opened,
-    take,
-    two_sides,
-)
+from tests.agent.lanes.sides import JOB, A, B, C, edge, made_offer, opened, take, two_sides
 from tests.worlds.lanes import descriptors
 
 

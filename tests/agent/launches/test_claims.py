@@ -40,8 +40,8 @@ from pmesh.core.wire.launches import (
 )
 from pmesh.errors import ProtocolError, UsageError
 from pmesh.ids import Incarnation, JobName, Member, NodeId, node_text, path_name, short_node
-from tests.agent.launches.test_router import ANNA, EVE, ID, ME, FakePeer, Here, asks, launches_in
-from tests.agent.launches.test_syncing import TREE
+from tests.agent.launches.copies import TREE
+from tests.agent.launches.here import ANNA, EVE, ID, ME, FakePeer, Here, asks, launches_in
 from tests.worlds.builders import make_view
 
 LINE = b"0 o one\n"

@@ -35,13 +35,8 @@ from pmesh.core.wire.tree import (
 )
 from pmesh.errors import ProtocolError, UsageError
 from pmesh.ids import Member, node_text
-from tests.agent.launches.test_router import ANNA, EVE, ID, ME, FakePeer, Here, launches_in
-from tests.agent.launches.test_syncing import (
-    TREE,
-    asks_in,
-    copy_in,
-    launch_of_anna,
-)
+from tests.agent.launches.copies import TREE, asks_in, copy_in, launch_of_anna
+from tests.agent.launches.here import ANNA, EVE, ID, ME, FakePeer, Here, launches_in
 
 WRITES = "mkdir -p out && printf one >out/a.txt && printf two >b.txt"
 NEW = (NewFile("b.txt", 3), NewFile("out/a.txt", 3))

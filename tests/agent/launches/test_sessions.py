@@ -39,7 +39,7 @@ from pmesh.core.wire.local import (
 from pmesh.ids import path_name
 from pmesh.net.local.sessions import Session
 from pmesh.net.local.spool import Spool
-from tests.agent.launches.test_router import launches_in
+from tests.agent.launches.here import launches_in
 from tests.worlds.trainer import Trainer, until
 from tests.worlds.village import Machine, Village, village
 

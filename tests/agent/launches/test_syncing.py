@@ -1,7 +1,6 @@
 """Files of a launch, between one machine and fake peers that may lie."""
 
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,81 +24,29 @@ from pmesh.core.wire.launches import (
     SignalRanks,
     TreeName,
 )
-from pmesh.core.wire.tree import Entry, FileEntry, LinkEntry, content_of, encode_tree
+from pmesh.core.wire.tree import Entry, FileEntry, LinkEntry, content_of
 from pmesh.errors import ProtocolError
 from pmesh.ids import Incarnation, Member, PathName
-from tests.agent.launches.test_router import ANNA, EVE, ID, Here, asks, launches_in
-
-SCRIPT = b"import model\n"
-DATA = bytes(range(256)) * 512  # 4 parts
-
-
-def tree_of(entries: Sequence[Entry]) -> tuple[TreeName, bytes]:
-    data = encode_tree(entries)
-    return TreeName(*content_of(data)), data
-
-
-ENTRIES: list[Entry] = [
-    FileEntry("data.bin", *content_of(DATA)),
-    FileEntry("train.py", *content_of(SCRIPT)),
-    FileEntry("pkg/again.py", *content_of(SCRIPT)),
-]
-TREE, TREE_DATA = tree_of(ENTRIES)
-
-
-def asks_in(tree: TreeName, *words: str) -> PrepareLaunch:
-    message = asks(*(words or ("cat", "train.py")))
-    command = Command(message.command.words, "/nowhere", tree=tree)
-    return replace(message, command=command)
-
-
-async def question(here: Here) -> AskFiles:
-    """The next one that this machine asks; where the disk is slow, signs of life come before."""
-    while isinstance(asked := await here.anna.next(), FilesStored):
-        pass
-    assert isinstance(asked, AskFiles), asked
-    return asked
-
-
-async def answer(here: Here, data: bytes) -> AskFiles:
-    """Send what is asked for, part by part, and wait until each is stored."""
-    asked = await question(here)
-    for offset in range(0, len(data), PART_BYTES):
-        part = data[offset : offset + PART_BYTES]
-        here.launches.receive(ANNA, FilePart(ID, asked.pull, offset, part))
-        while (stored := await here.anna.next()) != FilesStored(ID, asked.pull, offset + len(part)):
-            assert isinstance(stored, FilesStored)  # a sign of life, where the disk is slow
-    return asked
+from tests.agent.launches.copies import (
+    DATA,
+    SCRIPT,
+    TREE,
+    TREE_DATA,
+    answer,
+    asks_in,
+    copy_in,
+    launch_of_anna,
+    question,
+    refusal_of,
+    tree_of,
+)
+from tests.agent.launches.here import ANNA, EVE, ID, Here, launches_in
 
 
 async def await_that(condition: Callable[[], bool]) -> None:
     with trio.fail_after(20):
         while not condition():  # noqa: ASYNC110 - nobody tells of it
             await trio.sleep(0.01)
-
-
-async def refusal_of(here: Here) -> str:
-    while isinstance(answered := await here.anna.next(), FilesStored):
-        pass  # a sign of life, where the disk is slow
-    assert isinstance(answered, LaunchPrepared), answered
-    return answered.refusal
-
-
-def copy_in(home: Path) -> Path:
-    (copy,) = (home / "sync" / "copies").iterdir()
-    return copy
-
-
-@asynccontextmanager
-async def launch_of_anna(home: Path, script: str) -> AsyncGenerator[tuple[Here, str]]:
-    """Anna has run a script here, in a copy of her directory; it is over, with this output."""
-    async with launches_in(home) as here:
-        here.launches.receive(ANNA, asks_in(TREE, "sh", "-c", script))
-        await answer(here, TREE_DATA)
-        await answer(here, DATA + SCRIPT)
-        assert await refusal_of(here) == ""
-        here.begin()
-        yield here, (await here.output())[0]
 
 
 # --- a machine takes files

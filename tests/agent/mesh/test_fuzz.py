@@ -41,6 +41,8 @@ from tools.fuzz.store_lies import lie_about_stores, new_store_liar, sequences
 from tools.fuzz.trainer import lie_to_agent
 from tools.fuzz.trainer import new_liar as new_lying_trainer
 
+pytestmark = pytest.mark.slow
+
 FIRST, _, LAST = os.environ.get("PMESH_FUZZ_SEEDS", "0-3").partition("-")
 FIRST_SEED = int(FIRST)
 SEEDS = range(FIRST_SEED, int(LAST or FIRST) + 1)

@@ -29,7 +29,7 @@ from pmesh.core.wire.link import (
 )
 from pmesh.errors import PmeshError
 from pmesh.ids import JobName, Slot
-from tests.agent.mesh.test_lying_member import LIAR, SAID, lying_to, of
+from tests.agent.mesh.liar import LIAR, SAID, lying_to, of
 from tests.worlds.builders import make_heartbeat, make_view
 from tests.worlds.trainer import Trainer, together
 from tests.worlds.village import Machine, village

@@ -1,8 +1,7 @@
 """One who holds the mesh key and sends what no honest member would, to a whole agent."""
 
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import suppress
 
 import msgspec
 import pytest
@@ -11,10 +10,8 @@ from trio.testing import MockClock
 
 from pmesh.agent.mesh.dial_targets import MAX_INTRODUCED
 from pmesh.agent.mesh.links import Link
-from pmesh.core.identity.certificates import issue_credentials
-from pmesh.core.identity.keys import NodeKey
 from pmesh.core.identity.names import sign_name
-from pmesh.core.values import Roster, Seat, SignedName, View
+from pmesh.core.values import Roster, Seat, View
 from pmesh.core.wire.link import (
     PROTOCOL_VERSION,
     Address,
@@ -23,84 +20,21 @@ from pmesh.core.wire.link import (
     KnownPeers,
     LinkMessage,
     OfferLane,
-    PathMessage,
-    Propose,
     Refuse,
     Splice,
     TellView,
 )
-from pmesh.errors import LaneBroken, PeerUnreachable, ProtocolError
+from pmesh.errors import LaneBroken
 from pmesh.ids import MAX_COUNTER, Epoch, Incarnation, JobName, Member, NodeId, TrainerId
 from pmesh.net.lanes.lane import Lane
 from pmesh.net.lanes.opening import dial_lane
-from pmesh.net.links.path import Path, shake_hands
-from pmesh.net.links.tls import TlsContexts
+from tests.agent.mesh.liar import ALL_KEYS, CRONY, KEY, LIAR, SAID, THIRD, Told, lying_to, of
 from tests.worlds.builders import make_heartbeat, make_roster, make_view, unsigned
 from tests.worlds.lanes import descriptors
 from tests.worlds.nodes import signed
 from tests.worlds.trainer import until
-from tests.worlds.village import MESH, Machine, village
+from tests.worlds.village import village
 from tests.worlds.village_ops import reduce_all
-
-KEY = NodeKey.from_seed(b"l" * 32)
-LIAR = Member(KEY.node, Incarnation(666))
-CRONY_KEY, THIRD_KEY = (NodeKey.from_seed(letter * 32) for letter in (b"z", b"y"))
-CRONY, THIRD = (Member(key.node, Incarnation(1)) for key in (CRONY_KEY, THIRD_KEY))
-ALL_KEYS = (KEY, CRONY_KEY, THIRD_KEY)
-
-
-@dataclass
-class Liar:
-    """A program with the mesh key, and what it has been told."""
-
-    link: Path
-    heard: list[PathMessage] = field(default_factory=list)
-    ended: bool = False
-
-    def ask_to_promise(self, epoch: Epoch, base: View, honest: Member) -> None:
-        """As the leader of a heavier view, that takes the honest member in."""
-        self.link.send(TellView(base))
-        self.link.send(make_heartbeat(base, honest))
-        self.link.send(Propose(epoch, base, (LIAR, honest), (LIAR,), ()))
-
-    async def read(self) -> None:
-        try:
-            while True:
-                self.heard.append((await self.link.receive()).message)
-        except (trio.EndOfChannel, trio.ClosedResourceError, PeerUnreachable, ProtocolError):
-            self.ended = True
-
-
-@asynccontextmanager
-async def lying_to(machine: Machine, hello: Hello | None = None) -> AsyncGenerator[Liar]:
-    stream = await trio.open_tcp_stream("127.0.0.1", machine.port)
-    link = await shake_hands(
-        stream,
-        contexts=TlsContexts.of(issue_credentials(MESH, KEY)),
-        server_side=False,
-        hello=lambda _: hello or Hello(PROTOCOL_VERSION, LIAR, SAID[LIAR], link=1),
-    )
-    async with trio.open_nursery() as nursery:
-        liar = Liar(link)
-        nursery.start_soon(link.run_writer)
-        nursery.start_soon(liar.read)
-        try:
-            yield liar
-        finally:
-            with trio.CancelScope(shield=True):
-                await link.aclose()
-            nursery.cancel_scope.cancel()
-
-
-def of(machine: Machine) -> Member:
-    return machine.agent._me  # noqa: SLF001 - also while it begins anew
-
-
-Told = dict[Member, SignedName]
-SAID: Told = {
-    member: sign_name(key, member, f"liar {i}")
-    for i, (key, member) in enumerate(zip(ALL_KEYS, (LIAR, CRONY, THIRD), strict=True))
-}
 
 
 def commit(epoch: Epoch, said: Told, rosters: tuple[Roster, ...] = ()) -> Commit:

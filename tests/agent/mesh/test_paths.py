@@ -24,7 +24,7 @@ from pmesh.core.wire.link import Address, PeerInterface
 from pmesh.errors import PeerUnreachable
 from pmesh.net.links.interfaces import AddressWatch
 from pmesh.net.links.path import Path
-from tests.worlds.paths import live_to, path_set, path_to
+from tests.agent.mesh.paths import live_to, path_set, path_to
 from tests.worlds.trainer import until
 from tests.worlds.village import Machine, village
 

@@ -24,8 +24,8 @@ from pmesh.core.wire.link import (
 from pmesh.errors import NodeKeyCopied, PeerUnreachable, PmeshError
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, OpNumber, TrainerId, short_node
 from pmesh.net.links.dialer import dial
+from tests.agent.mesh.paths import close_path, live_to, path_set, path_to
 from tests.worlds.builders import make_roster, make_view
-from tests.worlds.paths import close_path, live_to, path_set, path_to
 from tests.worlds.trainer import together, until
 from tests.worlds.village import Machine, Village, village
 from tests.worlds.village_ops import events_of

@@ -21,8 +21,8 @@ from pmesh.agent.mesh.probing import (
 from pmesh.core.links.bandwidth import STEADY_S
 from pmesh.core.wire.probes import MAX_PROBE_BYTES, AskProbe, Probe
 from pmesh.net.lanes.lane import Pace
+from tests.agent.mesh.paths import path_to
 from tests.worlds.builders import BERT, CARA
-from tests.worlds.paths import path_to
 from tests.worlds.trainer import until
 from tests.worlds.village import village
 from tests.worlds.village_ops import reduce_all
@@ -300,6 +300,7 @@ async def test_data_over_several_paths_measure_each_and_the_edge_carries_their_s
     assert not slow.asked, "tensors fill it too"
 
 
+@pytest.mark.slow
 async def test_machines_that_train_together_learn_of_every_edge_and_the_others_stay_idle(
     clock: MockClock,
 ) -> None:
@@ -319,6 +320,7 @@ async def test_machines_that_train_together_learn_of_every_edge_and_the_others_s
         await until(lambda: all(any(a.reported_mbit_s(m) for m in members) for a in agents[:3]))
 
 
+@pytest.mark.slow
 async def test_a_job_takes_at_most_a_fiftieth_of_a_percent_of_a_gigabit_line_for_control(
     clock: MockClock,
 ) -> None:

@@ -231,6 +231,7 @@ async def test_another_forwards_if_the_first_does_not(clock: MockClock) -> None:
         assert link_to(one, other) is link
 
 
+@pytest.mark.slow
 async def test_what_is_relayed_counts_once_and_is_not_measured_by_probes(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,8 +30,8 @@ from pmesh.core.wire.local import (
 )
 from pmesh.ids import JobName, TrainerId
 from pmesh.net.local.arena_pools import MAX_ARENAS, SessionArenas
+from tests.agent.p2p.p2p import MessageError, P2PConnection, attach, lose_first, told
 from tests.worlds.lanes import share_of_one
-from tests.worlds.p2p import MessageError, P2PConnection, attach, lose_first, told
 from tests.worlds.trainer import Trainer, together, until
 from tests.worlds.village import Village, village
 from tests.worlds.village_ops import (

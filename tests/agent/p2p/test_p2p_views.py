@@ -19,7 +19,7 @@ from pmesh.core.wire.link import (
 )
 from pmesh.core.wire.records import RecordHeader
 from pmesh.net.lanes.lane import Lane
-from tests.worlds.p2p import X, attach, lose_first, some, told
+from tests.agent.p2p.p2p import X, attach, lose_first, some, told
 from tests.worlds.trainer import until
 from tests.worlds.village_ops import machine_of, ranks_of, reduce_all
 

@@ -31,6 +31,7 @@ from pmesh.ids import node_text
 from tests.worlds.fake_status_agent import SNAPSHOT
 from tests.worlds.trainer import Trainer, together, until
 from tests.worlds.village import Machine, village
+from tests.worlds.village_ops import snapshot_of
 
 
 async def status_of(machine: Machine) -> Status:
@@ -39,10 +40,6 @@ async def status_of(machine: Machine) -> Status:
     assert isinstance(reply, StatusReply)
     await trainer.die()
     return decode_status(reply.json)
-
-
-def snapshot_of(machine: Machine) -> Status:
-    return machine.agent._snapshot()  # noqa: SLF001 - without a session, at this instant
 
 
 async def test_both_machines_show_one_ring_with_its_leader_and_round_trips(

@@ -65,7 +65,9 @@ async def cut_off_and_back(there: Sharing, rank: int, *, for_s: float) -> None:
     await there.here.settle(*there.here.machines)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 8))]
+)
 async def test_with_a_majority_all_calls_on_all_sides_are_as_on_one_machine(
     clock: MockClock, seed: int
 ) -> None:

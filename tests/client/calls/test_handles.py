@@ -1,7 +1,7 @@
 """`async_op=True`: calls in line behind one another, and their handles."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,12 +31,6 @@ class Gate:
         if request.op >= self._first:
             self.reached.set()
             assert self.opened.wait(PATIENCE_S)
-
-
-@pytest.fixture
-def mesh(agent: WatchedAgent) -> Iterator[pmesh.Mesh]:
-    with pmesh.connect("job", home=agent.home) as mesh:
-        yield mesh
 
 
 def test_handles_are_waited_for_in_any_order(agent: WatchedAgent) -> None:

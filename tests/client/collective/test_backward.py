@@ -12,7 +12,7 @@ from pmesh.client.collective.bucketed import Collective, run_collective, take_ap
 from pmesh.client.collective.buckets import Backward, backward_order
 from pmesh.client.link.session import TrainerSession
 from pmesh.testing import SimulatedMesh
-from tests.client.collective.test_overlap import Recorder
+from tests.client.collective.recorder import Recorder
 
 MIB = 1024 * 1024
 BUCKET_BYTES = 4096  # two of the layers below

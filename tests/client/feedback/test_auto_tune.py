@@ -12,7 +12,7 @@ from pmesh.client.feedback.memory import ROUNDS, Trials
 from pmesh.compression.schemes import BF16, INT8, Auto, PowerSGD, TopK
 from pmesh.ids import TrainerId
 from pmesh.testing import SimulatedMesh
-from tests.worlds.compressed import gradient
+from tests.client.feedback.compressed import gradient
 
 A, B, C = (TrainerId(i) for i in range(3))
 

@@ -18,7 +18,7 @@ from pmesh.compression.schemes import (
     TopK,
     spec,
 )
-from tests.worlds.compressed import EVERY, FEEDBACK, RANKS, flat, gradients, residual_of
+from tests.client.feedback.compressed import EVERY, FEEDBACK, RANKS, flat, gradients, residual_of
 from tests.worlds.watched_agent import WatchedAgent, run_ranks
 
 

@@ -15,7 +15,7 @@ from pmesh.compression.schemes import (
     TopK,
 )
 from pmesh.errors import UnsupportedCompression
-from tests.worlds.compressed import EVERY, FEEDBACK, flat, gradients, residual_of
+from tests.client.feedback.compressed import EVERY, FEEDBACK, flat, gradients, residual_of
 from tests.worlds.every_array import make
 from tests.worlds.watched_agent import WatchedAgent, run_ranks
 

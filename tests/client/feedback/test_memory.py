@@ -24,7 +24,7 @@ from pmesh.compression.schemes import (
     TopK,
 )
 from pmesh.testing import SimulatedMesh
-from tests.worlds.compressed import gradient
+from tests.client.feedback.compressed import gradient
 from tests.worlds.watched_agent import WatchedAgent, run_ranks
 
 

@@ -3,7 +3,7 @@
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,6 @@ from tests.worlds.watched_agent import WatchedAgent, run_ranks
 
 COUNT = 30_000
 NBYTES = 4 * COUNT
-
-
-@pytest.fixture
-def mesh(agent: WatchedAgent) -> Iterator[pmesh.Mesh]:
-    with pmesh.connect("job", home=agent.home) as mesh:
-        yield mesh
 
 
 def numbered(mesh: pmesh.Mesh) -> Any:

@@ -21,7 +21,7 @@ from pmesh.core.jobs.rank import RankState
 from pmesh.core.values import OpOutcome, Roster, Terms, Verdict
 from pmesh.core.wire.link import Call, RankProgress
 from pmesh.ids import OpNumber
-from tests.core.jobs.test_rank import (
+from tests.worlds.ranks import (
     BARRIER,
     FAILED,
     ME,

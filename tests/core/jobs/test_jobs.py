@@ -12,19 +12,6 @@ from pmesh.core.values import Roster, Terms, Trainer, View, nbytes_of
 from pmesh.core.views.state import MemberState, Peer
 from pmesh.core.wire.link import MAX_REQUESTS_BYTES, Call, RankProgress, Waiting
 from pmesh.ids import Slot
-from tests.core.jobs.test_rank import (
-    BARRIER,
-    ME,
-    ONE,
-    OTHER,
-    RESULT,
-    THIRD,
-    ZERO,
-    A,
-    rank_of,
-    roster,
-    trainer,
-)
 from tests.worlds.builders import (
     BERT,
     DIGITS,
@@ -36,6 +23,19 @@ from tests.worlds.builders import (
     make_state,
     make_waiting,
     unsigned,
+)
+from tests.worlds.ranks import (
+    BARRIER,
+    ME,
+    ONE,
+    OTHER,
+    RESULT,
+    THIRD,
+    ZERO,
+    A,
+    rank_of,
+    roster,
+    trainer,
 )
 
 Waiter = WaitingTrainer[RankState[str]]

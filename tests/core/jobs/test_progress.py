@@ -7,8 +7,8 @@ from pmesh.core.jobs.progress import Progress, lanes_stand_still
 from pmesh.core.jobs.rank import RankState
 from pmesh.core.values import OpOutcome, Roster, Terms, View
 from pmesh.core.wire.link import RankProgress
-from tests.core.jobs.test_rank import BARRIER, ME, OTHER, RESULT, ZERO, A, rank_of, roster, trainer
 from tests.worlds.builders import unsigned
+from tests.worlds.ranks import BARRIER, ME, OTHER, RESULT, ZERO, A, rank_of, roster, trainer
 
 
 def mark_of(

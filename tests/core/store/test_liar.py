@@ -34,8 +34,8 @@ from pmesh.core.wire.store import (
 )
 from pmesh.errors import ProtocolError
 from pmesh.ids import Member, TrainerId
+from tests.core.store.stores import ID_OF, Post, make_keepers
 from tests.worlds.builders import ANNA, BERT, CARA, DORA
-from tests.worlds.stores import ID_OF, Post, make_keepers
 from tests.worlds.strategies import values_of
 
 HONEST, LIAR = (ANNA, BERT, CARA), DORA

@@ -39,10 +39,10 @@ from pmesh.core.wire.store import (
 )
 from pmesh.errors import ProtocolError
 from pmesh.ids import Member
+from tests.core.store.stores import ID_OF, Post, World
+from tests.core.store.stores import make_keepers as keepers
 from tests.worlds.builders import ANNA, BERT, CARA, make_roster
 from tests.worlds.linearizable import is_linearizable
-from tests.worlds.stores import ID_OF, Post, World
-from tests.worlds.stores import make_keepers as keepers
 
 STEPS = 350
 

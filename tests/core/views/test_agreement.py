@@ -32,6 +32,18 @@ from pmesh.core.views.state import (
 )
 from pmesh.core.wire.link import AskView, Heartbeat, Leaving, Refuse, Superseded, TellView, Veto
 from pmesh.ids import Incarnation, Member
+from tests.core.views.circle import gathered
+from tests.core.views.one_member import (
+    BERTS,
+    CARA_LOST_ANNA,
+    NOW,
+    TRIO,
+    commit,
+    installed,
+    promising,
+    sent,
+    told,
+)
 from tests.worlds.builders import (
     ANNA,
     BERT,
@@ -51,18 +63,6 @@ from tests.worlds.builders import (
     make_view,
     make_waiting,
     said_by,
-)
-from tests.worlds.circle import gathered
-from tests.worlds.one_member import (
-    BERTS,
-    CARA_LOST_ANNA,
-    NOW,
-    TRIO,
-    commit,
-    installed,
-    promising,
-    sent,
-    told,
 )
 
 

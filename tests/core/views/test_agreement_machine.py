@@ -20,6 +20,7 @@ from pmesh.core.views.quorum import may_run
 from pmesh.core.views.state import FLUSH_DEADLINE_S, MOST_FAILURES, Facts, Install, Step
 from pmesh.core.wire.link import Commit, Flushed, Propose, Waiting
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, Slot
+from tests.core.views.circle import HEARTBEAT_S, Circle, gathered
 from tests.worlds.builders import (
     ANNA,
     BERT,
@@ -35,7 +36,6 @@ from tests.worlds.builders import (
     make_waiting,
     running,
 )
-from tests.worlds.circle import HEARTBEAT_S, Circle, gathered
 
 NODES = [NodeId(letter * 32) for letter in (b"a", b"b", b"c")]
 NODE = st.sampled_from(NODES)

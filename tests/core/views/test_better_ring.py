@@ -19,6 +19,7 @@ from pmesh.core.wire.link import (
     RankProgress,
 )
 from pmesh.ids import Incarnation, Member, OpNumber, TrainerId
+from tests.core.views.one_member import NOW, told
 from tests.worlds.builders import (
     ANNA,
     BERT,
@@ -36,7 +37,6 @@ from tests.worlds.builders import (
     make_view,
     running,
 )
-from tests.worlds.one_member import NOW, told
 
 EVERYONE = (ANNA, BERT, CARA, DORA)
 RING = make_roster(*EVERYONE)

@@ -13,6 +13,7 @@ from pmesh.core.views.state import (
     JoinRequest,
     MemberState,
 )
+from tests.core.views.one_member import BERTS, NOW, TRIO, commit, told
 from tests.worlds.builders import (
     ANNA,
     BERT,
@@ -23,7 +24,6 @@ from tests.worlds.builders import (
     make_state,
     make_view,
 )
-from tests.worlds.one_member import BERTS, NOW, TRIO, commit, told
 
 
 def test_the_first_loss_costs_nothing_and_each_further_one_twice_as_much() -> None:

@@ -8,6 +8,7 @@ import pytest
 from pmesh.core.values import Roster, Terms, View
 from pmesh.core.views.rosters import is_same_history
 from pmesh.ids import Member
+from tests.core.views.settling import NEXT, settle
 from tests.worlds.builders import (
     ANNA,
     BERT,
@@ -23,7 +24,6 @@ from tests.worlds.builders import (
     make_view,
     running,
 )
-from tests.worlds.settling import NEXT, settle
 
 EMMA = make_member("e")
 OURS = make_roster(ANNA, BERT, CARA, number=7)

@@ -11,6 +11,8 @@ from pmesh.core.views.leader import propose
 from pmesh.core.views.state import JOIN_REQUEST_S, PATIENCE_S, Facts, JoinRequest, MemberState, Step
 from pmesh.core.wire.link import AskToJoin, Heartbeat, Propose, TellView
 from pmesh.ids import Member
+from tests.core.views.circle import Circle, gathered
+from tests.core.views.one_member import BERTS, NOW, TRIO, sent, told
 from tests.worlds.builders import (
     ANNA,
     BERT,
@@ -26,8 +28,6 @@ from tests.worlds.builders import (
     make_view,
     make_waiting,
 )
-from tests.worlds.circle import Circle, gathered
-from tests.worlds.one_member import BERTS, NOW, TRIO, sent, told
 
 ASKED = JoinRequest(NOW, whole=False)
 ASKED_WHOLE = JoinRequest(NOW, whole=True)

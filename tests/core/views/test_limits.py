@@ -50,6 +50,7 @@ from pmesh.core.wire.link import (
 )
 from pmesh.errors import ProtocolError
 from pmesh.ids import MAX_COUNTER, Member
+from tests.core.views.one_member import BERTS, NOW, TRIO, commit, sent, told
 from tests.worlds.builders import (
     ANNA,
     BERT,
@@ -76,7 +77,6 @@ from tests.worlds.builders import (
     make_waiting,
     running,
 )
-from tests.worlds.one_member import BERTS, NOW, TRIO, commit, sent, told
 
 HEARTBEAT_S = 0.2
 WAITING = Facts(waiting=(make_waiting(1),))

@@ -10,6 +10,7 @@ from pmesh.core.views.outcomes import outcome_of
 from pmesh.core.views.rosters import Change, jobs_to_settle, next_rosters
 from pmesh.core.wire.link import Flushed, JobReport, ViewRequest
 from pmesh.ids import Member, OpNumber
+from tests.core.views.settling import NEXT, TIMED_OUT, TRIO, running_everywhere, settle, settle_trio
 from tests.worlds.builders import (
     ANNA,
     BERT,
@@ -31,7 +32,6 @@ from tests.worlds.builders import (
     make_waiting,
     running,
 )
-from tests.worlds.settling import NEXT, TIMED_OUT, TRIO, running_everywhere, settle, settle_trio
 
 LOST = Verdict("RankLost", "rank 2 (mac-c) is lost: its agent is gone", ids_of(2))
 

@@ -14,6 +14,7 @@ from pmesh.core.views.outcomes import gather, outcome_of
 from pmesh.core.wire.link import Call, JobReport, OpReport, ViewRequest
 from pmesh.core.wire.records import fingerprint
 from pmesh.ids import Member, OpNumber, TrainerId
+from tests.core.views.settling import NEXT, TIMED_OUT, TRIO, running_everywhere, settle_trio
 from tests.worlds.builders import (
     ANNA,
     BERT,
@@ -32,7 +33,6 @@ from tests.worlds.builders import (
     make_view_request,
     running,
 )
-from tests.worlds.settling import NEXT, TIMED_OUT, TRIO, running_everywhere, settle_trio
 
 
 def verdict_of(outcome: OpOutcome | None) -> Verdict:

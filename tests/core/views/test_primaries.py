@@ -12,6 +12,8 @@ from pmesh.core.views.quorum import MAX_REMEMBERED, confirm, remember
 from pmesh.core.views.state import Facts, MemberState, heartbeat_of
 from pmesh.core.wire.link import Flushed, KnownPrimary, Propose, Superseded, TellView
 from pmesh.ids import Incarnation, JobName, Member
+from tests.core.views.circle import Circle, gathered
+from tests.core.views.one_member import BERTS, NOW, commit, promising, sent, told
 from tests.worlds.builders import (
     ANNA,
     BERT,
@@ -28,8 +30,6 @@ from tests.worlds.builders import (
     make_waiting,
     said_by,
 )
-from tests.worlds.circle import Circle, gathered
-from tests.worlds.one_member import BERTS, NOW, commit, promising, sent, told
 
 MAJORITY = Terms(quorum="majority")
 TRIO = Primary(make_epoch(5), (ANNA, BERT, CARA))

@@ -9,6 +9,16 @@ from pmesh.core.views.state import Facts, Fence, Install, JoinRequest, Send, Ste
 from pmesh.core.wire.link import Commit, Flushed, Propose, Refuse, Superseded, TellView, Veto
 from pmesh.errors import ProtocolError
 from pmesh.ids import Member
+from tests.core.views.one_member import (
+    BERTS,
+    CARA_LOST_ANNA,
+    NOW,
+    TRIO,
+    commit,
+    promising,
+    sent,
+    told,
+)
 from tests.worlds.builders import (
     ANNA,
     BERT,
@@ -30,7 +40,6 @@ from tests.worlds.builders import (
     make_waiting,
     running,
 )
-from tests.worlds.one_member import BERTS, CARA_LOST_ANNA, NOW, TRIO, commit, promising, sent, told
 
 CARAS = all_hearing_each_other(CARA, TRIO, ANNA, BERT)
 

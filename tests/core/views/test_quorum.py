@@ -12,6 +12,7 @@ from pmesh.core.views.quorum import has_majorities, may_run, needed_voters
 from pmesh.core.views.rosters import jobs_to_vote_on
 from pmesh.core.wire.link import Flushed, JobReport, KnownPrimary
 from pmesh.ids import Member
+from tests.core.views.settling import NEXT, settle
 from tests.worlds.builders import (
     ANNA,
     BERT,
@@ -32,7 +33,6 @@ from tests.worlds.builders import (
     make_waiting,
     running,
 )
-from tests.worlds.settling import NEXT, settle
 
 EMMA = make_member("e")
 EVERYONE = [ANNA, BERT, CARA, DORA, EMMA]

@@ -8,8 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pmesh.core.values import Terms
 from pmesh.ids import Incarnation, Member, NodeId
+from tests.core.views.ring import Agent, Rank, RingWorld
 from tests.worlds.builders import make_call
-from tests.worlds.ring import Agent, Rank, RingWorld
 
 NODES = [NodeId(letter * 32) for letter in (b"a", b"b", b"c", b"d")]
 NODE = st.sampled_from(NODES)

@@ -14,6 +14,7 @@ from pmesh.core.views.rosters import in_ring_order, jobs_to_settle, keep_local_r
 from pmesh.core.views.state import Facts, Fence, Install
 from pmesh.core.wire.link import Commit, JobReport, OpReport, ViewRequest, Waiting
 from pmesh.ids import JobName, Member, OpNumber, TrainerId
+from tests.core.views.settling import NEXT, TIMED_OUT, TRIO, running_everywhere, settle, settle_trio
 from tests.worlds.builders import (
     ANNA,
     BERT,
@@ -39,7 +40,6 @@ from tests.worlds.builders import (
     make_waiting,
     running,
 )
-from tests.worlds.settling import NEXT, TIMED_OUT, TRIO, running_everywhere, settle, settle_trio
 
 
 class TestAJobBegins:

@@ -18,9 +18,9 @@ from pmesh.errors import LaneBroken
 from pmesh.net.lanes.executor import Pipeline, Stage
 from pmesh.net.lanes.lane import WAKE_UP_BYTES, Lane, PathLost, Steps, Wait
 from pmesh.net.lanes.multipath import MAX_SUBFLOWS, Facts, MultipathLane
-from tests.net.lanes.test_pipeline import either_way, receive_all, send_all
+from tests.net.lanes.multipath import Paths, connections, drop, names_of, paths_between
+from tests.net.lanes.parts import either_way, receive_all, send_all
 from tests.worlds.lanes import header
-from tests.worlds.multipath import Paths, connections, drop, names_of, paths_between
 
 
 @contextlib.contextmanager

@@ -13,28 +13,11 @@ from trio.testing import assert_checkpoints, wait_all_tasks_blocked
 from pmesh.core.wire.records import MAX_BODY_BYTES
 from pmesh.errors import LaneBroken
 from pmesh.net.lanes.executor import THREADS_FROM_BYTES, Pipeline, Stage
-from pmesh.net.lanes.lane import CallsDiffer, Lane, Steps, Wait
+from pmesh.net.lanes.lane import CallsDiffer, Steps, Wait
+from tests.net.lanes.parts import either_way, receive_all, send_all
 from tests.worlds.lanes import header, lane_pair
 
 BODY = bytes(range(256)) * (MAX_BODY_BYTES // 256)
-SIZES = {"tasks": 0, "threads": THREADS_FROM_BYTES}
-
-either_way = pytest.mark.parametrize("moving_bytes", SIZES.values(), ids=SIZES)
-
-
-def send_all(lane: Lane, bodies: list[bytes], *, first: int = 0, roster: int = 1) -> Steps:
-    yield from lane.flushes()
-    for segment, body in enumerate(bodies[first:], first):
-        yield from lane.sends(header(len(body), segment=segment, roster=roster), body)
-
-
-def receive_all(lane: Lane, sizes: list[int], into: list[bytes], *, roster: int = 1) -> Steps:
-    for segment in range(len(into), len(sizes)):
-        body = bytearray(sizes[segment])
-        yield from lane.receives(
-            header(len(body), segment=segment, roster=roster), memoryview(body)
-        )
-        into.append(bytes(body))
 
 
 def wait_for_ever(wait: Wait) -> Steps:

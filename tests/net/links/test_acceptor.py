@@ -20,8 +20,8 @@ from pmesh.net.links.acceptor import (
     DoorCounters,
 )
 from pmesh.net.links.path import Path, shake_hands
+from tests.net.links.street import Stream, Street, is_closed
 from tests.worlds.nodes import ADAS, ADAS_HELLO, BOBS, BOBS_HELLO, STRANGERS
-from tests.worlds.street import Stream, Street, is_closed
 
 CLIENT_HELLO = bytes.fromhex("16030100dc010000d80303")
 PREAMBLE = encode_preamble(Preamble(bytes(range(16))))

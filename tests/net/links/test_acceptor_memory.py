@@ -47,7 +47,7 @@ class Agent:
 
 @pytest.fixture
 def agent() -> Iterator[Agent]:
-    command = [sys.executable, "-m", "tests.worlds.foreign_acceptor"]
+    command = [sys.executable, "-m", "tests.net.links.foreign_acceptor"]
     with subprocess.Popen(
         command,
         stdin=subprocess.PIPE,

@@ -21,7 +21,7 @@ from pmesh.errors import (
 from pmesh.net.links.interfaces import UNKNOWN, local_address_of
 from pmesh.net.links.path import MAX_QUEUED_BYTES, MAX_QUEUED_MESSAGES, Path, shake_hands
 from pmesh.net.links.tls import TlsContexts, TlsFailed
-from tests.worlds.links import answer, linked, outcomes, tcp_streams
+from tests.net.links.links import answer, linked, outcomes, tcp_streams
 from tests.worlds.nodes import (
     ADA,
     ADAS,

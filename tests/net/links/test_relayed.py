@@ -11,7 +11,7 @@ from pmesh.core.wire.link import MAX_RELAYED_BYTES, Relay
 from pmesh.ids import NodeId
 from pmesh.net.links.path import Path
 from pmesh.net.links.relayed import RelayedStream
-from tests.worlds.links import outcomes
+from tests.net.links.links import outcomes
 from tests.worlds.nodes import ADAS, ADAS_HELLO, BOBS, BOBS_HELLO
 
 

@@ -1,6 +1,6 @@
 """mlx_lm.lora as it is; at the end each rank, not only rank 0, saves its weights.
 
-python -m tests.worlds.lora_program FOLDER ARGUMENT-OF-MLX_LM.LORA...
+python -m tests.e2e.lora_program FOLDER ARGUMENT-OF-MLX_LM.LORA...
 """
 
 import sys

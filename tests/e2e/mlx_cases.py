@@ -1,7 +1,7 @@
 # ruff: noqa: ANN401 - MLX's functions and modules have no types here
 """One rank that calls each function of `mx.distributed`, MLX's own or ours, and prints the results.
 
-python -m tests.worlds.mlx_cases [native]
+python -m tests.e2e.mlx_cases [native]
 """
 
 import json

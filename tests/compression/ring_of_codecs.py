@@ -49,3 +49,9 @@ def all_reduce(
         assert wire is not None
         codec.decode(wire, result[start:end])
     return result
+
+
+def relative_error(codec: Codec, ranks: list[Float32s]) -> float:
+    """The L2 norm of an all-reduce's error, against that of the sum."""
+    exact = np.sum(np.array(ranks, np.float64), axis=0)
+    return float(np.linalg.norm(all_reduce(codec, ranks) - exact) / np.linalg.norm(exact))

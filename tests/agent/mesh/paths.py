@@ -1,0 +1,60 @@
+"""The links and paths between whole agents."""
+
+from collections.abc import Callable
+
+from pmesh.agent.mesh.links import Link, LivePath
+from pmesh.core.links.addresses import BoundAddress
+from pmesh.errors import PeerUnreachable
+from pmesh.net.links.path import Path
+from tests.worlds.trainer import until
+from tests.worlds.village import Machine
+
+
+def live_to(machine: Machine, other: Machine) -> Link:
+    return machine.agent.peers.links[other.key.node]
+
+
+def path_to(machine: Machine, other: Machine) -> LivePath:
+    (live,) = live_to(machine, other).paths.values()
+    return live
+
+
+async def close_path(machine: Machine, other: Machine) -> None:
+    """End the only path, and wait for another."""
+    before = path_to(machine, other)
+    await before.path.aclose()
+    for one, two in ((machine, other), (other, machine)):
+        await until(lambda o=one, t=two: before not in path_set(o, t))  # type: ignore[misc]
+        await until(lambda o=one, t=two: bool(path_set(o, t)))  # type: ignore[misc]
+
+
+def path_set(machine: Machine, other: Machine) -> set[LivePath]:
+    link = machine.agent.peers.links.get(other.key.node)
+    return set() if link is None else set(link.paths.values())
+
+
+def reached_over(machine: Machine, other: Machine) -> str | None:
+    """The kind of the path over which messages go; None if there is no link."""
+    link = machine.agent.peers.links.get(other.key.node)
+    return None if link is None or link.current is None else link.current.kind
+
+
+def build_wall(one: Machine, other: Machine) -> Callable[[], None]:
+    """Neither can dial the other, until what is returned is called."""
+    dials = {machine: machine.agent.peers._dial for machine in (one, other)}  # noqa: SLF001
+
+    def refuse(machine: Machine, far: Machine) -> None:
+        async def dial(addresses: tuple[BoundAddress, ...]) -> tuple[Path, BoundAddress]:
+            if any(address.port == far.port for address, _ in addresses):
+                raise PeerUnreachable("there is a wall")
+            return await dials[machine](addresses)
+
+        machine.agent.peers._dial = dial  # type: ignore[method-assign]  # noqa: SLF001
+
+    def break_down() -> None:
+        for machine, dial in dials.items():
+            machine.agent.peers._dial = dial  # type: ignore[method-assign]  # noqa: SLF001
+
+    refuse(one, other)
+    refuse(other, one)
+    return break_down
