@@ -52,7 +52,7 @@ class Habits:
 
 
 class Trainer:
-    """One training process, and its session with the agent (`pmesh.agent.jobs.trainer`)."""
+    """One training process, and its session with the agent (`pmesh.agent.jobs.session`)."""
 
     def __init__(
         self,

@@ -85,8 +85,8 @@ KNOWN = {
         "since.iterations / seconds",
         "total / max(targets, 1)",
     },
-    "pmesh/net/local/processes.py": {"now / period_s"},
-    "pmesh/net/local/spool.py": {
+    "pmesh/net/sessions/processes.py": {"now / period_s"},
+    "pmesh/net/sessions/spool.py": {
         "directory / f'{start:020}.lines'",
         "remove_tree(self.directory.parent, self.directory.name)",
     },
@@ -144,7 +144,7 @@ KNOWN = {
         "cwd / wanted.path",
     },
     # The functions that are called with the above.
-    "pmesh/paths.py": {
+    "pmesh/home_paths.py": {
         "Path(chosen)",
         "Path(copy)",
         "SYSTEM_TEMPORARY / f'pmesh-{os.getuid()}'",

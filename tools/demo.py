@@ -30,7 +30,7 @@ from pmesh.cli.ring import draw_ring, nodes_of
 from pmesh.cli.sizes import bytes_text
 from pmesh.client.control import ask_status
 from pmesh.errors import PmeshError
-from pmesh.paths import socket_path
+from pmesh.home_paths import socket_path
 from tools.lab.agents import await_status, inherited, new_key
 
 CLONE = Path(__file__).resolve().parent.parent

@@ -1,10 +1,10 @@
 """Shared memory as a trainer's two connections report it: arenas that are granted or gone."""
 
-from pmesh.core.wire.local import ArenaGone, ArenaGranted
+from pmesh.core.wire.session import ArenaGone, ArenaGranted
 from pmesh.errors import UsageError
-from pmesh.net.local.arena_pools import SessionArenas
-from pmesh.net.local.arenas import Arena
-from pmesh.net.local.sessions import Session, refuse
+from pmesh.net.sessions.arena_pools import SessionArenas
+from pmesh.net.sessions.arenas import Arena
+from pmesh.net.sessions.sessions import Session, refuse
 
 SAY_EVERY_S = 10.0  # I6: how often a waiting call reports the ranks for which it waits
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pmesh.core.identity.keys import MeshKey, NodeKey, mesh_key_from_text, mesh_key_text
 from pmesh.errors import AgentAlreadyRunning, ConfigError, KeyFileError
-from pmesh.paths import LOCK_NAME, MESH_KEY_NAME, NODE_KEY_NAME, check_home
+from pmesh.home_paths import LOCK_NAME, MESH_KEY_NAME, NODE_KEY_NAME, check_home
 
 
 def open_own_file(path: Path, flags: int = 0) -> int:

@@ -6,8 +6,8 @@ from collections.abc import Generator
 from dataclasses import dataclass
 
 from pmesh.errors import UsageError
-from pmesh.net.local.arena_pools import ArenaBudget, ArenaShare, Budget
-from pmesh.net.local.sessions import MAX_VISITORS
+from pmesh.net.sessions.arena_pools import ArenaBudget, ArenaShare, Budget
+from pmesh.net.sessions.sessions import MAX_VISITORS
 
 OPEN_FILES = 10_240  # macOS starts programs with 256 and allows this many (OPEN_MAX)
 FEW_OPEN_FILES = 1024  # ample for 64 pending connections, 8 links, lanes and arenas of a few jobs

@@ -26,7 +26,7 @@ from pmesh.agent.events import (
     encode_events,
 )
 from pmesh.agent.jobs.driver import Jobs
-from pmesh.agent.jobs.trainer import serve_trainer
+from pmesh.agent.jobs.session import serve_trainer
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
 from pmesh.agent.launches.router import Launches
 from pmesh.agent.launches.sessions import serve_launch
@@ -74,7 +74,7 @@ from pmesh.core.wire.link import (
     Splice,
     StorePart,
 )
-from pmesh.core.wire.local import (
+from pmesh.core.wire.session import (
     AskEvents,
     AskMachines,
     AskPing,
@@ -89,6 +89,7 @@ from pmesh.core.wire.local import (
     Stopping,
 )
 from pmesh.errors import ConfigError, PmeshError, PortTaken, ProtocolError, UsageError
+from pmesh.home_paths import socket_path
 from pmesh.ids import Incarnation, Member, node_text, path_name
 from pmesh.net.links.acceptor import Acceptor
 from pmesh.net.links.dialer import error_numbers
@@ -96,8 +97,8 @@ from pmesh.net.links.discovery import Discovered, discover, minute_of_now
 from pmesh.net.links.interfaces import AddressWatch
 from pmesh.net.links.listening import listen_at_interfaces
 from pmesh.net.links.tls import TlsContexts
-from pmesh.net.local.processes import Stall, sleep_in_step, tick
-from pmesh.net.local.sessions import (
+from pmesh.net.sessions.processes import Stall, sleep_in_step, tick
+from pmesh.net.sessions.sessions import (
     ENDS_OF_A_SESSION,
     Session,
     SessionCounters,
@@ -105,7 +106,6 @@ from pmesh.net.local.sessions import (
     report_errors,
     serve_sessions,
 )
-from pmesh.paths import socket_path
 
 MOST_FALLS = 3  # within ten minutes; after these the agent is not restarted
 FALLS_WINDOW_S = 600.0

@@ -29,7 +29,7 @@ from pmesh.client.connect import connect
 from pmesh.client.control import ask_status
 from pmesh.client.mesh import Mesh
 from pmesh.errors import ConfigError, RankLost, RunError, UsageError
-from pmesh.paths import home_directory
+from pmesh.home_paths import home_directory
 from pmesh.texts import printable
 
 VALUE_BYTES = 4  # float32

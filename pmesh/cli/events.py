@@ -14,7 +14,7 @@ from pmesh.cli.rows import Rows, output
 from pmesh.cli.terminal import complain, say_json
 from pmesh.client.control import ask_events
 from pmesh.errors import AgentNotRunning, AgentStopped
-from pmesh.paths import home_directory
+from pmesh.home_paths import home_directory
 from pmesh.texts import printable
 
 POLL_INTERVAL_S = 0.5

@@ -16,8 +16,8 @@ from pmesh.client.control import fetch_files
 from pmesh.core.wire.launches import FetchedFiles, FetchFiles
 from pmesh.core.wire.tree import Content, FileEntry, decode_tree_untrusted
 from pmesh.errors import ConfigError, PmeshError, UsageError
+from pmesh.home_paths import home_directory
 from pmesh.ids import SHORT_ID, PathName, path_name
-from pmesh.paths import home_directory
 
 DEFAULT_LIMIT: Final = 10 * 1024**3  # the checkpoints of a night
 _SHOWN_NAME = 40  # characters of a machine's name in that of a directory

@@ -12,7 +12,7 @@ from pmesh.agent.home import load_mesh_key, open_home, read_mesh_key, store_mesh
 from pmesh.cli.terminal import complain, say
 from pmesh.core.identity.keys import MeshKey, mesh_key_from_text, mesh_key_text
 from pmesh.errors import ConfigError, KeyFileError
-from pmesh.paths import MESH_KEY_NAME, check_home, home_directory
+from pmesh.home_paths import MESH_KEY_NAME, check_home, home_directory
 
 MESH_KEY_BYTES = 32
 _PROMPT = "Paste the mesh key (it is not shown) and press Return: "

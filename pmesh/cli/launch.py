@@ -23,7 +23,7 @@ from pmesh.cli.same_code import digests_of
 from pmesh.cli.sync import SendingShown, with_tree
 from pmesh.cli.terminal import complain, ending_signals, say
 from pmesh.client.control import ask_launches
-from pmesh.client.link.connection import error_of
+from pmesh.client.session.connection import error_of
 from pmesh.core.launches.engines import why_not_set
 from pmesh.core.launches.lines import (
     ERROR,
@@ -60,7 +60,7 @@ from pmesh.core.wire.launches import (
     SignalNumber,
     Variable,
 )
-from pmesh.core.wire.local import (
+from pmesh.core.wire.session import (
     MAX_REQUEST_BYTES,
     MAX_SESSION_MESSAGE_BYTES,
     Refused,
@@ -70,8 +70,8 @@ from pmesh.core.wire.local import (
     encode,
 )
 from pmesh.errors import AgentNotRunning, AgentStopped, ConfigError, ProtocolError
+from pmesh.home_paths import home_directory, path_below, socket_path
 from pmesh.ids import MAX_NAME, PRINTABLE, SHORT_ID, path_name
-from pmesh.paths import home_directory, path_below, socket_path
 from pmesh.texts import printable, without_escapes
 
 DEFAULT_SYNC_LIMIT: Final = 100 * 1024**2  # code, and not data sets

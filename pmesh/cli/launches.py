@@ -17,8 +17,8 @@ from pmesh.cli.terminal import complain, say
 from pmesh.client.control import ask_hosts, ask_launches, ask_machines, end_launch, forget_name
 from pmesh.core.wire.launches import AskHosts, LaunchRow
 from pmesh.errors import ConfigError
+from pmesh.home_paths import home_directory
 from pmesh.ids import node_from_text
-from pmesh.paths import home_directory
 from pmesh.texts import printable
 
 

@@ -16,7 +16,7 @@ from pmesh.client.connect import default_wait_for
 from pmesh.client.control import ask_status
 from pmesh.client.launched import Launch
 from pmesh.errors import ConfigError, UsageError
-from pmesh.paths import home_directory
+from pmesh.home_paths import home_directory
 
 RUNNER = "pmesh.mlx.program"
 _VALUED_FLAGS = ("-W", "-X", "--check-hash-based-pycs")  # Python's own, with a word that follows

@@ -7,8 +7,8 @@ import msgspec
 from pmesh.cli.status_all import path_text
 from pmesh.cli.terminal import say, say_json
 from pmesh.client.control import ping
-from pmesh.core.wire.local import WayTried
-from pmesh.paths import home_directory
+from pmesh.core.wire.session import WayTried
+from pmesh.home_paths import home_directory
 
 
 class Used(msgspec.Struct, frozen=True, kw_only=True):

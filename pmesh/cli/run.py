@@ -20,7 +20,7 @@ from pmesh.core.launches.restarts import (
     wait_before_start,
 )
 from pmesh.errors import ConfigError, UsageError
-from pmesh.net.local.groups import Child, start_group
+from pmesh.net.sessions.groups import Child, start_group
 
 # The machine is short of a resource, perhaps because of the crash itself.
 _PASSING_ERRORS = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE})

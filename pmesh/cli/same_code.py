@@ -8,7 +8,7 @@ from typing import Final
 from pmesh.agent.launches.checks import digest_of, python_files
 from pmesh.core.wire.launches import Digest
 from pmesh.errors import ConfigError
-from pmesh.paths import path_below
+from pmesh.home_paths import path_below
 
 MAX_FILES: Final = 300  # that are named one by one: 40 KiB of the 64 of a request
 

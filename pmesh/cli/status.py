@@ -33,7 +33,7 @@ from pmesh.cli.status_all import bandwidth_text, render_all, round_trip_text
 from pmesh.cli.terminal import say, say_json
 from pmesh.cli.troubles import describe_troubles
 from pmesh.client.control import ask_status, stop_agent
-from pmesh.paths import home_directory
+from pmesh.home_paths import home_directory
 from pmesh.texts import printable
 
 SLOWER_PERCENT: Final = 10  # less is within what steps differ by from one to the next

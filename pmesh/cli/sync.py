@@ -34,7 +34,7 @@ from pmesh.core.wire.tree import (
     flaw_of,
 )
 from pmesh.errors import ConfigError, UsageError
-from pmesh.paths import holds_keys, path_below
+from pmesh.home_paths import holds_keys, path_below
 from pmesh.texts import printable
 
 NEVER_SENT: Final = frozenset({".git", "__pycache__"})

@@ -35,7 +35,7 @@ from pmesh.cli.terminal import announce, complain, dropping_lines, ending_signal
 from pmesh.client.control import ask_status
 from pmesh.core.identity.keys import MeshKey, NodeKey
 from pmesh.errors import AgentNotRunning, AgentStopped, ConfigError
-from pmesh.paths import LOG_NAME, home_directory, socket_path
+from pmesh.home_paths import LOG_NAME, home_directory, socket_path
 from pmesh.texts import printable
 
 START_TIMEOUT_S = 15.0  # imports on a slow, cold disk take 5 s

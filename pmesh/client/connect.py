@@ -8,15 +8,15 @@ from typing import Literal, get_args
 
 from pmesh.client.calls.queue import check_timeout
 from pmesh.client.calls.traceback import public
-from pmesh.client.elastic.membership import OnSuperseded, Place
+from pmesh.client.elastic.place import OnSuperseded, Place
 from pmesh.client.mesh import Mesh
 from pmesh.core.values import MAX_JOB_BYTES, Terms
-from pmesh.core.wire.local import SESSION_VERSION, Connect
+from pmesh.core.wire.session import SESSION_VERSION, Connect
 from pmesh.errors import UsageError
+from pmesh.home_paths import home_directory
 from pmesh.ids import PRINTABLE, JobName
-from pmesh.paths import home_directory
 
-_MAX_RANKS = 1024  # what `pmesh.core.wire.local.Connect` allows
+_MAX_RANKS = 1024  # what `pmesh.core.wire.session.Connect` allows
 _MAX_PLACE = 2**31
 
 OnLoss = Literal["continue", "raise"]

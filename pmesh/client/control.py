@@ -5,7 +5,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TypeVar
 
-from pmesh.client.link.connection import AgentConnection, error_of
+from pmesh.client.session.connection import AgentConnection, error_of
 from pmesh.core.wire.launches import (
     AskHosts,
     AskLaunches,
@@ -18,7 +18,7 @@ from pmesh.core.wire.launches import (
     LaunchHost,
     LaunchRow,
 )
-from pmesh.core.wire.local import (
+from pmesh.core.wire.session import (
     AskEvents,
     AskMachines,
     AskPing,

@@ -13,8 +13,8 @@ from pmesh.client.calls.placing import Placing
 from pmesh.client.calls.point_to_point import PointToPoint
 from pmesh.client.calls.queue import Handle, Line
 from pmesh.client.collective.bucketed import LastOp
-from pmesh.client.elastic.membership import Place
-from pmesh.client.link.session import TrainerSession, exchange_rows
+from pmesh.client.elastic.place import Place
+from pmesh.client.session.session import TrainerSession, exchange_rows
 from pmesh.client.trees.arrays import digest
 from pmesh.core.wire.link import Call
 from pmesh.errors import (

@@ -13,10 +13,10 @@ from pmesh.client.calls.reducing import DEFAULT_TIMEOUT_S
 from pmesh.client.calls.store import Store
 from pmesh.client.collective.bucketed import LastOp
 from pmesh.client.collective.differences import state_differences
-from pmesh.client.elastic.membership import Place
+from pmesh.client.elastic.place import Place
 from pmesh.client.elastic.sync import Synced
 from pmesh.client.group import Collectives, Group, Groups, check_ranks, ranks_by_color
-from pmesh.client.link.p2p_session import P2PSession
+from pmesh.client.session.p2p_session import P2PSession
 from pmesh.client.trees.state import pack, unpack_untrusted
 from pmesh.core.ops.reductions import Values
 from pmesh.core.values import View

@@ -9,7 +9,7 @@ links       addresses (which to dial first), dialing (when), health (what a sile
             used, for users), delivery (each message once and in order, over any path), relaying
             (what a third machine forwards)
 wire        framing (lengths, first bytes), link (messages between agents), probes (messages of one
-            path), local (messages between trainer and agent), launches, store and tree (messages
+            path), session (messages between trainer and agent), launches, store and tree (messages
             of launches, messages of stores, and directories that are sent), records (sealed lane
             records), subflows (one lane over several connections)
 values      views, rosters, trainers, verdicts: the values that agents agree on

@@ -7,7 +7,7 @@ from pmesh.client.control import ask_status
 from pmesh.client.launched import Launch
 from pmesh.compression.schemes import named
 from pmesh.errors import UsageError
-from pmesh.paths import home_directory
+from pmesh.home_paths import home_directory
 
 JOB = "mlx_lm.lora"
 _NO_RESUME = "--no-resume"

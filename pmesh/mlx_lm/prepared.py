@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from pmesh.errors import UsageError
+from pmesh.home_paths import is_in_launch_copy
 from pmesh.mlx_lm.files import replace
 from pmesh.mlx_lm.halves import Loss
 from pmesh.mlx_lm.libraries import lora, trainer
-from pmesh.paths import is_in_launch_copy
 
 _POSITIVE = (
     *("batch_size", "iters", "grad_accumulation_steps", "max_seq_length"),

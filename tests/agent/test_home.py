@@ -23,7 +23,7 @@ from pmesh.agent.home import (
 )
 from pmesh.core.identity.keys import MeshKey
 from pmesh.errors import AgentAlreadyRunning, ConfigError, KeyFileError
-from pmesh.paths import LOCK_NAME, MESH_KEY_NAME, NODE_KEY_NAME
+from pmesh.home_paths import LOCK_NAME, MESH_KEY_NAME, NODE_KEY_NAME
 
 
 def test_a_home_is_made_for_its_user_alone(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from pmesh.agent.limits import (
 )
 from pmesh.agent.mesh.peers import Peers
 from pmesh.core.wire.framing import frame
-from pmesh.core.wire.local import (
+from pmesh.core.wire.session import (
     SESSION_VERSION,
     ArenaGranted,
     AskEvents,
@@ -42,7 +42,7 @@ from pmesh.core.wire.local import (
 )
 from pmesh.errors import UsageError
 from pmesh.ids import JobName
-from pmesh.net.local.sessions import MAX_VISITORS, VISIT_S
+from pmesh.net.sessions.sessions import MAX_VISITORS, VISIT_S
 from tests.worlds.trainer import together, until
 from tests.worlds.village import Machine, village
 from tests.worlds.village_ops import machine_of, ones, reduce_all

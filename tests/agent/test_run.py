@@ -22,14 +22,14 @@ from pmesh.core.identity.advertisement import Advertisement
 from pmesh.core.identity.keys import AdvertisementKey, NodeKey
 from pmesh.core.values import View
 from pmesh.core.views.limits import SOUND
-from pmesh.core.wire.local import AskEvents, Events, Leave, StopAgent, Stopping
+from pmesh.core.wire.session import AskEvents, Events, Leave, StopAgent, Stopping
 from pmesh.errors import AgentAlreadyRunning, ConfigError, PmeshError, PortTaken
+from pmesh.home_paths import socket_path
 from pmesh.ids import Epoch, Incarnation
 from pmesh.net.links.discovery import Discovered, Found, minute_of_now
 from pmesh.net.links.interfaces import AddressWatch
 from pmesh.net.links.packet_filter import DiscoveryCounters
-from pmesh.net.local.processes import Stall
-from pmesh.paths import socket_path
+from pmesh.net.sessions.processes import Stall
 from tests.worlds.trainer import Trainer, until
 from tests.worlds.village import MESH, village
 from tests.worlds.village_ops import kinds_of_events

@@ -10,7 +10,7 @@ from trio.testing import MockClock
 from pmesh.agent.mesh.names import load_names
 from pmesh.core.values import Terms
 from pmesh.core.wire.launches import Command, Launch, LaunchTerms
-from pmesh.core.wire.local import AskMachines, ForgetName, Machines, Refused, Reply, Request
+from pmesh.core.wire.session import AskMachines, ForgetName, Machines, Refused, Reply, Request
 from pmesh.errors import UsageError
 from pmesh.ids import node_text
 from tests.worlds.trainer import RefusedError, together, until

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from pmesh.paths import home_directory, socket_path
+from pmesh.home_paths import home_directory, socket_path
 
 
 @pytest.fixture

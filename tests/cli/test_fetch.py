@@ -10,9 +10,9 @@ from pmesh.agent.launches.files import FileStore
 from pmesh.cli.app import run
 from pmesh.core.wire.framing import FrameReader, frame
 from pmesh.core.wire.launches import Fetched, FetchedFiles, FetchFiles, NewFile, TreeName
-from pmesh.core.wire.local import decode_request_untrusted, encode
+from pmesh.core.wire.session import decode_request_untrusted, encode
 from pmesh.core.wire.tree import Entry, FileEntry, LinkEntry, encode_tree
-from pmesh.paths import home_directory, socket_path
+from pmesh.home_paths import home_directory, socket_path
 from tests.worlds.fake_status_agent import agent_at
 
 ONE, TWO = "a" * 52, "b" * 52

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import trio
 
-from pmesh.net.local.groups import start_group
+from pmesh.net.sessions.groups import start_group
 
 RUN = [sys.executable, "-m", "pmesh.cli", "run", "--"]
 FAMILY = "sleep 1000 & echo here; wait"  # the shell and what it has started

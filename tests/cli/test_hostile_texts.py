@@ -33,7 +33,7 @@ from pmesh.core.wire.launches import (
     LaunchSends,
     NewFile,
 )
-from pmesh.core.wire.local import (
+from pmesh.core.wire.session import (
     AskEvents,
     AskPing,
     AskStatus,
@@ -46,7 +46,7 @@ from pmesh.core.wire.local import (
     decode_request_untrusted,
     encode,
 )
-from pmesh.paths import home_directory, socket_path
+from pmesh.home_paths import home_directory, socket_path
 from tests.worlds.fake_status_agent import SNAPSHOT, agent_at, make_chronicle
 
 EVIL = "[/bold] m\x1b]0;you\x07\x9b2J\npmesh: \u202e:boom:"

@@ -19,8 +19,8 @@ from pmesh.cli.launch import Screen, Wishes, launch_of
 from pmesh.core.launches.lines import STARTER
 from pmesh.core.wire.launches import LaunchTerms
 from pmesh.errors import ConfigError
+from pmesh.home_paths import home_directory, socket_path
 from pmesh.ids import NodeId, node_text
-from pmesh.paths import home_directory, socket_path
 from tests.worlds.fake_status_agent import IDS, agent_at, answer_well
 
 HERE = {"PATH": os.environ["PATH"]}

@@ -9,8 +9,8 @@ import pytest
 from pmesh.cli.app import run
 from pmesh.core.wire.framing import frame
 from pmesh.core.wire.launches import Launches, LaunchRow
-from pmesh.core.wire.local import encode
-from pmesh.paths import home_directory, socket_path
+from pmesh.core.wire.session import encode
+from pmesh.home_paths import home_directory, socket_path
 from tests.worlds.fake_status_agent import agent_at
 
 MANY = tuple(f"mac-studio-{number}" for number in range(1, 9))

@@ -8,7 +8,7 @@ import pytest
 
 from pmesh.cli.app import run
 from pmesh.core.wire.framing import frame
-from pmesh.core.wire.local import Pinged, Stopping, encode
+from pmesh.core.wire.session import Pinged, Stopping, encode
 from tests.worlds.fake_status_agent import WAYS, agent_at, answer_well
 
 

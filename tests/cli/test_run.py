@@ -15,7 +15,7 @@ from pmesh.cli.app import run
 from pmesh.cli.run import keep_running
 from pmesh.core.launches.restarts import LONGEST_WAIT_S, STEADY_S, wait_before_start
 from pmesh.errors import UsageError
-from pmesh.net.local.groups import Child
+from pmesh.net.sessions.groups import Child
 
 TERM = signal.SIGTERM
 INT = signal.SIGINT

@@ -22,7 +22,7 @@ from pmesh.cli.terminal import ending_signals
 from pmesh.core.identity.keys import MeshKey, NodeKey, mesh_key_text
 from pmesh.core.wire.link import Address
 from pmesh.errors import ConfigError, PeerUnreachable, PortTaken
-from pmesh.paths import socket_path
+from pmesh.home_paths import socket_path
 from tests.worlds.fake_status_agent import agent_at, answer_well
 
 KEY = MeshKey(bytes(range(32)))

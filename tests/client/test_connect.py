@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import pmesh
-from pmesh.client.link.connection import AgentConnection
+from pmesh.client.session.connection import AgentConnection
 from pmesh.core.values import Terms, Verdict
-from pmesh.core.wire.local import SESSION_VERSION, Connect, Refused
+from pmesh.core.wire.session import SESSION_VERSION, Connect, Refused
 from pmesh.ids import JobName
 from tests.worlds.scripted_agent import ScriptedAgent, Trainer, joins, replies
 from tests.worlds.watched_agent import WatchedAgent

@@ -14,7 +14,7 @@ import pytest
 import trio
 
 import pmesh
-from pmesh.core.wire.local import StartOp
+from pmesh.core.wire.session import StartOp
 from tests.worlds.watched_agent import WatchedAgent, WatchedSession, run_ranks
 
 RANKS = 3
@@ -345,8 +345,8 @@ def test_a_forked_childs_copy_of_a_group_is_not_left(agent: WatchedAgent) -> Non
 def test_after_a_group_has_rested_its_calls_have_their_values(
     agent: WatchedAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pmesh.agent.jobs.trainer.IDLE_S", 0.0)
-    monkeypatch.setattr("pmesh.agent.jobs.trainer.WATCH_S", 0.01)
+    monkeypatch.setattr("pmesh.agent.jobs.session.IDLE_S", 0.0)
+    monkeypatch.setattr("pmesh.agent.jobs.session.WATCH_S", 0.01)
     x = np.arange(100_000.0)
     calls: dict[str, Callable[[Any], Any]] = {
         "all_reduce": lambda g: g.all_reduce(x),

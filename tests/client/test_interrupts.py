@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pmesh
-from pmesh.client.link.session import Done, TrainerSession
+from pmesh.client.session.session import Done, TrainerSession
 from tests.worlds.polling import await_poll_of_main_thread
 from tests.worlds.watched_agent import WatchedAgent
 

@@ -15,9 +15,9 @@ import pytest
 
 import pmesh
 from pmesh.client.control import ask_status, stop_agent
-from pmesh.client.link import connection, session
-from pmesh.core.wire.local import Request
-from pmesh.paths import LOCK_NAME, LOG_NAME
+from pmesh.client.session import connection, session
+from pmesh.core.wire.session import Request
+from pmesh.home_paths import LOCK_NAME, LOG_NAME
 from tests.worlds.fake_status_agent import agent_at
 from tests.worlds.scripted_agent import ScriptedAgent, Step, Trainer, joins, op_done, replies
 

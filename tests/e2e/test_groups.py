@@ -37,7 +37,7 @@ with pmesh.connect(job="groups", wait_for=3) as mesh:
     print(*sums, held.all_reduce(x)[0], group.all_reduce(x)[0])
 """
 
-RESTS_SOON = "import pmesh.agent.jobs.trainer as t; t.IDLE_S = 0.2"
+RESTS_SOON = "import pmesh.agent.jobs.session as t; t.IDLE_S = 0.2"
 
 
 def descriptors(agent: Agent) -> int:

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 import psutil
 import pytest
 
-from pmesh.paths import socket_path
+from pmesh.home_paths import socket_path
 from tests.e2e.harness import Agent, Fleet, Running
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pmesh.paths import socket_path
+from pmesh.home_paths import socket_path
 from tests.e2e.harness import Agent, Fleet
 
 pytestmark = pytest.mark.slow

@@ -25,8 +25,8 @@ from pmesh.core.wire.link import (
     decode_untrusted,
     encode,
 )
-from pmesh.core.wire.local import decode_request_untrusted
-from pmesh.core.wire.local import encode as encode_request
+from pmesh.core.wire.session import decode_request_untrusted
+from pmesh.core.wire.session import encode as encode_request
 from pmesh.core.wire.store import Answer, Answered, decode_message_untrusted
 from pmesh.core.wire.store import encode as encode_of_a_store
 from pmesh.ids import Member, TrainerId

@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 
-from pmesh.client.elastic import membership
+from pmesh.client.elastic import place
 from tools.lab.oplog import (
     TRAINS_ALONE,
     Life,
@@ -41,7 +41,7 @@ def test_who_was_told_so_is_alone_from_then_on() -> None:
     told = Report(what="waiting", at=2.0, says=f"h1 has ended; until then {TRAINS_ALONE}")
     one.hear(told)
 
-    assert TRAINS_ALONE in inspect.getsource(membership)  # who rewords it, does so here too
+    assert TRAINS_ALONE in inspect.getsource(place)  # who rewords it, does so here too
     assert not one.knew_to_be_alone(op(3, done=1.0, names="a"))
     assert one.knew_to_be_alone(op(4, done=2.5, names="a"))
     assert not one.knew_to_be_alone(op(4, done=2.5, names="ab"))

@@ -39,7 +39,7 @@ from pmesh.agent.schema import (
 )
 from pmesh.core.values import Verdict
 from pmesh.core.wire.framing import FrameReader, frame
-from pmesh.core.wire.local import (
+from pmesh.core.wire.session import (
     AskEvents,
     AskMachines,
     AskPing,
@@ -54,7 +54,7 @@ from pmesh.core.wire.local import (
     decode_request_untrusted,
     encode,
 )
-from pmesh.core.wire.local import Status as StatusReply
+from pmesh.core.wire.session import Status as StatusReply
 from pmesh.ids import Incarnation, Member, NodeId
 
 IDS = ["a" * 52, "b" * 52, "c" * 52]

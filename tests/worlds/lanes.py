@@ -24,7 +24,7 @@ from pmesh.net.lanes.executor import run_plan
 from pmesh.net.lanes.lane import Lane
 from pmesh.net.lanes.opening import local_lanes
 from pmesh.net.lanes.ring import RingPosition, all_reduce
-from pmesh.net.local.arena_pools import ArenaBudget, ArenaShare
+from pmesh.net.sessions.arena_pools import ArenaBudget, ArenaShare
 
 EMPTY = memoryview(b"")
 BORN = Epoch(1, NodeId(bytes(32)), Incarnation(1))

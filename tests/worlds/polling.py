@@ -3,7 +3,7 @@
 import sys
 import threading
 
-from pmesh.client.link.connection import AgentConnection
+from pmesh.client.session.connection import AgentConnection
 
 _POLLS = AgentConnection._has_sent.__code__.co_consts  # noqa: SLF001 - with the code of its lambda
 

@@ -11,7 +11,7 @@ from typing import Self
 
 from pmesh.core.values import SignedName, View
 from pmesh.core.wire.framing import FrameReader, frame
-from pmesh.core.wire.local import (
+from pmesh.core.wire.session import (
     MAX_SESSION_MESSAGE_BYTES,
     ArenaGranted,
     ArenaKind,
@@ -25,7 +25,7 @@ from pmesh.core.wire.local import (
     encode,
 )
 from pmesh.ids import Epoch, Incarnation, Member, NodeId, OpNumber, TrainerId
-from pmesh.net.local.arenas import Arena, arena_bytes, create_arena
+from pmesh.net.sessions.arenas import Arena, arena_bytes, create_arena
 
 PATIENCE_S = 20.0
 NODE = NodeId(bytes(32))

@@ -9,7 +9,7 @@ import trio
 from trio.testing import MockClock
 
 from pmesh.core.values import Terms, Verdict
-from pmesh.core.wire.local import (
+from pmesh.core.wire.session import (
     MAX_STORE_DATA_BYTES,
     SESSION_VERSION,
     Attach,

@@ -18,7 +18,7 @@ from pmesh.core.ops.reductions import WIRE_DTYPES, Values
 from pmesh.core.values import Terms, Verdict
 from pmesh.core.wire.framing import FrameReader, frame
 from pmesh.core.wire.link import Call
-from pmesh.core.wire.local import (
+from pmesh.core.wire.session import (
     ENTERS,
     MAX_SESSION_MESSAGE_BYTES,
     SESSION_VERSION,
@@ -43,8 +43,8 @@ from pmesh.core.wire.local import (
     decode_reply_untrusted,
     encode,
 )
+from pmesh.home_paths import socket_path
 from pmesh.ids import JobName, OpNumber, TrainerId
-from pmesh.paths import socket_path
 
 PATIENCE_S = 60.0  # beyond every deadline of ours, on the clock that jumps
 

@@ -19,11 +19,11 @@ import trio
 import pmesh
 from pmesh.agent.containment import Contain
 from pmesh.agent.jobs.driver import Jobs
-from pmesh.agent.jobs.trainer import serve_trainer
+from pmesh.agent.jobs.session import serve_trainer
 from pmesh.core.values import Verdict
 from pmesh.core.wire.framing import frame
 from pmesh.core.wire.link import Call
-from pmesh.core.wire.local import (
+from pmesh.core.wire.session import (
     ENTERS,
     ArenaGranted,
     Attach,
@@ -45,8 +45,8 @@ from pmesh.core.wire.local import (
     encode,
 )
 from pmesh.ids import TrainerId
-from pmesh.net.local.arena_pools import ArenaShare
-from pmesh.net.local.sessions import PeerCredentials, Session
+from pmesh.net.sessions.arena_pools import ArenaShare
+from pmesh.net.sessions.sessions import PeerCredentials, Session
 from pmesh.testing.simulated_mesh import agent_in_a_thread
 from tests.worlds.scripted_agent import PATIENCE_S
 
@@ -266,7 +266,7 @@ def watched_agent(home: Path) -> Iterator[WatchedAgent]:
         await serve_trainer(session, request, jobs, share, contain, **options)
 
     with (
-        mock.patch("pmesh.net.local.sessions.Session", functools.partial(WatchedSession, agent)),
+        mock.patch("pmesh.net.sessions.sessions.Session", functools.partial(WatchedSession, agent)),
         mock.patch("pmesh.agent.run.serve_trainer", serve),
         agent_in_a_thread(home),
     ):

@@ -22,9 +22,9 @@ BATCHES = 20
 TOGETHER = 4  # ops of 256 MiB whose results wait for their check, in which the agents idle
 LEAST_TICKS = 20
 # Each agent writes how late each of its ticks came, ten a second. The agent judges the silence of
-# peers by the same ticks (pmesh/net/local/processes.py).
+# peers by the same ticks (pmesh/net/sessions/processes.py).
 LOG_TICKS = """
-import pmesh.net.local.processes as stalls
+import pmesh.net.sessions.processes as stalls
 from os import environ
 from pathlib import Path
 from typing import Self

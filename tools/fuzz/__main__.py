@@ -26,7 +26,7 @@ CORPUS = Path(__file__).parent / "corpus"
 # Folders and modules below pmesh that handle messages.
 HANDLERS = (
     *("agent/jobs/", "agent/lanes/", "agent/mesh/", "agent/p2p/", "core/jobs/", "core/p2p"),
-    *("core/views/", "core/wire/", "net/links/", "net/local/sessions"),
+    *("core/views/", "core/wire/", "net/links/", "net/sessions/sessions"),
 )
 app = cyclopts.App(name="fuzz", help=__doc__, help_format="plaintext", version_flags=[])
 

@@ -28,7 +28,7 @@ from pmesh.client.connect import Quorum
 from pmesh.client.control import ask_events, ask_status, stop_agent
 from pmesh.core.wire.link import Address
 from pmesh.errors import PmeshError
-from pmesh.paths import socket_path
+from pmesh.home_paths import socket_path
 from tools.fuzz.agent import LONG_STEP, Order
 from tools.fuzz.corpus import Case, load, recorded
 from tools.fuzz.honest import SHARED

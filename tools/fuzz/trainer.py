@@ -20,7 +20,7 @@ from pmesh.core.wire import store
 from pmesh.core.wire.framing import FrameReader, frame
 from pmesh.core.wire.launches import AskLaunches
 from pmesh.core.wire.link import Call, Envelope
-from pmesh.core.wire.local import (
+from pmesh.core.wire.session import (
     ENTERS,
     MAX_REQUEST_BYTES,
     MAX_SESSION_MESSAGE_BYTES,

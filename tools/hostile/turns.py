@@ -18,7 +18,7 @@ import psutil
 from msgspec.structs import replace
 
 from pmesh.core.wire.link import Address
-from pmesh.paths import socket_path
+from pmesh.home_paths import socket_path
 from tools.fuzz.honest import SHARED
 from tools.fuzz.oracles import find_bans
 from tools.hostile.attackers import Order, anything

@@ -23,10 +23,10 @@ from pmesh.core.links.health import WIRED
 from pmesh.core.values import Roster, Trainer, View
 from pmesh.core.views.state import Facts
 from pmesh.core.wire.link import AskResult, Heartbeat, RankProgress, RestLane
-from pmesh.core.wire.local import Connect
+from pmesh.core.wire.session import Connect
 from pmesh.ids import Epoch, JobName, Member, TrainerId
-from pmesh.net.local.arena_pools import SessionArenas
-from pmesh.net.local.processes import ProcessExits
+from pmesh.net.sessions.arena_pools import SessionArenas
+from pmesh.net.sessions.processes import ProcessExits
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
         """The speed of each job of the view, whether it has ranks here or not."""
         self._ended_traffic = (0, 0)
 
-    # --- trainers come and go (`pmesh.agent.jobs.trainer`)
+    # --- trainers come and go (`pmesh.agent.jobs.session`)
 
     def enlist(self, request: Connect, arenas: SessionArenas) -> WaitingTrainer:
         """Add a trainer that waits for its job to begin, or to enter it."""

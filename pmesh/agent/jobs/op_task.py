@@ -34,14 +34,14 @@ from pmesh.core.ops.moving import plan_broadcast
 from pmesh.core.ops.plan import RankPlan
 from pmesh.core.ops.reductions import WIRE_DTYPES, check_reduction
 from pmesh.core.values import OpOutcome, Verdict
-from pmesh.core.wire.local import OpDone, OpFailed, StartOp
 from pmesh.core.wire.records import RecordHeader
+from pmesh.core.wire.session import OpDone, OpFailed, StartOp
 from pmesh.errors import LaneBroken, ProtocolError, UsageError
 from pmesh.ids import OpNumber, Rank
 from pmesh.net.lanes.executor import run_plan
 from pmesh.net.lanes.lane import CallsDiffer, PathLost
 from pmesh.net.lanes.ring import RingPosition, Tensors, all_reduce_coded
-from pmesh.net.local.arenas import Arena
+from pmesh.net.sessions.arenas import Arena
 
 NOTHING = Result(arena=None, nbytes=0)
 BEAT_EVERY_OPS = 8  # unstable ops: after so many, a heartbeat with our progress goes early

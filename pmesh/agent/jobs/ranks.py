@@ -15,8 +15,8 @@ from pmesh.core.wire.link import Call, KnownPrimary
 from pmesh.ids import OpNumber, TrainerId
 from pmesh.net.lanes.lane import Lane, Pace
 from pmesh.net.lanes.ring import RingPosition
-from pmesh.net.local.arena_pools import SessionArenas
-from pmesh.net.local.arenas import Arena
+from pmesh.net.sessions.arena_pools import SessionArenas
+from pmesh.net.sessions.arenas import Arena
 
 MEASURED_BYTES = 1024 * 1024  # that a lane must bring to be measured: 8 ms at 1 Gbit/s
 MAX_LOSSES = 64  # that are kept until a trainer's next call, which may be hours away

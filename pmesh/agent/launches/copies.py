@@ -18,8 +18,8 @@ from pmesh.agent.launches.files import SYNC_NAME, FileStore
 from pmesh.core.wire.launches import TreeName
 from pmesh.core.wire.tree import Content, Entry, FileEntry, LinkEntry, contents_of
 from pmesh.errors import UsageError
+from pmesh.home_paths import A_DIRECTORY, open_directory, remove_tree
 from pmesh.ids import NodeId, PathName, node_text, path_name
-from pmesh.paths import A_DIRECTORY, open_directory, remove_tree
 
 KEPT = 20  # copies of launches, as of their output
 _BUILDING: Final = ".new-"

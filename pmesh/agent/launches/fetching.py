@@ -45,8 +45,8 @@ from pmesh.core.wire.tree import (
     flaw_of,
 )
 from pmesh.errors import PmeshError, ProtocolError, UsageError
+from pmesh.home_paths import HOME_NAMES
 from pmesh.ids import Member, NodeId, PathName, node_text
-from pmesh.paths import HOME_NAMES
 
 ANSWER_S: Final = 5.0  # to look at all names of a copy
 MAX_KEY_BYTES: Final = 256  # of a file with a mesh key, which has 75 characters

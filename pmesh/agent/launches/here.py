@@ -27,10 +27,10 @@ from pmesh.core.wire.launches import (
     RankOutput,
 )
 from pmesh.errors import ProtocolError, UsageError
+from pmesh.home_paths import COPY_VARIABLE, remove_tree
 from pmesh.ids import Member, PathName, path_name
-from pmesh.net.local.groups import PipedChild, start_piped_group
-from pmesh.net.local.spool import Spool
-from pmesh.paths import COPY_VARIABLE, remove_tree
+from pmesh.net.sessions.groups import PipedChild, start_piped_group
+from pmesh.net.sessions.spool import Spool
 
 WINDOW_BYTES = 8 * MAX_OUTPUT_BYTES  # on the way to the starter: heartbeats must pass, too
 DRAIN_S = 1.0  # a process that has left the group may hold a pipe open for ever

@@ -59,9 +59,9 @@ from pmesh.core.wire.launches import (
     WayTo,
 )
 from pmesh.errors import PmeshError, UsageError
+from pmesh.home_paths import remove_tree
 from pmesh.ids import Member, NodeId, PathName, path_name, short_node
-from pmesh.net.local.spool import Spool
-from pmesh.paths import remove_tree
+from pmesh.net.sessions.spool import Spool
 
 LOOK_S = 0.1  # how soon a lost link ends the ranks
 KEPT = 20  # launches whose output is kept

@@ -33,7 +33,7 @@ from pmesh.core.wire.launches import (
 )
 from pmesh.errors import ProtocolError, UsageError
 from pmesh.ids import NodeId, PathName, node_text
-from pmesh.net.local.sessions import Session, refuse
+from pmesh.net.sessions.sessions import Session, refuse
 
 LINES_BYTES = 64 * 1024  # of one message
 SHOWN_AFTER_S = 1.0  # if all files arrive sooner, no progress is shown

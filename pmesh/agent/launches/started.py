@@ -39,7 +39,7 @@ from pmesh.core.wire.launches import (
 )
 from pmesh.errors import ProtocolError
 from pmesh.ids import JobName, Member, NodeId, PathName
-from pmesh.net.local.spool import Spool
+from pmesh.net.sessions.spool import Spool
 
 MAX_QUESTIONS = 4  # for the tree and the contents, in two attempts; each reads up to 16 MiB
 _SIGTERM: SignalNumber = 15

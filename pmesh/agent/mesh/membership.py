@@ -45,7 +45,7 @@ from pmesh.core.wire.link import (
 from pmesh.errors import ProtocolError
 from pmesh.ids import Incarnation, JobName, Member, NodeId
 from pmesh.net.links.acceptor import HANDSHAKE_INTERVAL_S
-from pmesh.net.local.processes import Stall, sleep_in_step
+from pmesh.net.sessions.processes import Stall, sleep_in_step
 
 HEARTBEAT_S = 0.2  # a fifth of the shortest silence that means anything
 QUIET_HEARTBEAT_S = 0.4  # while no job runs: still five before a peer is gone

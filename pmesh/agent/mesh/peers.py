@@ -25,7 +25,7 @@ from pmesh.agent.mesh.links import (
     numbers_of,
 )
 from pmesh.agent.mesh.membership import Membership
-from pmesh.agent.mesh.paths import PathKeeper
+from pmesh.agent.mesh.path_keeper import PathKeeper
 from pmesh.agent.mesh.probing import ProbedPath
 from pmesh.agent.mesh.relays import Relays
 from pmesh.core.links.addresses import BoundAddress, in_dialling_order

@@ -32,8 +32,8 @@ from pmesh.core.wire.records import RecordHeader
 from pmesh.errors import LaneBroken, PmeshError, UsageError
 from pmesh.ids import TrainerId
 from pmesh.net.lanes.lane import CallsDiffer, Lane
-from pmesh.net.local.arena_pools import OutputArenas
-from pmesh.net.local.arenas import Arena
+from pmesh.net.sessions.arena_pools import OutputArenas
+from pmesh.net.sessions.arenas import Arena
 
 ASK_AGAIN_S = 0.2  # a request may have been lost, or have arrived before its view
 STALL_S = 5.0  # a lane that is silent this long is broken; Wi-Fi may be silent just as long

@@ -18,7 +18,7 @@ from pmesh.agent.store.stores import Stores
 from pmesh.core.jobs.rank import COME_BACK
 from pmesh.core.values import Verdict
 from pmesh.core.wire.link import AnnounceMessage, MessageWithdrawn, P2PMessage
-from pmesh.core.wire.local import (
+from pmesh.core.wire.session import (
     MAX_MESSAGES,
     SESSION_VERSION,
     Attach,
@@ -35,8 +35,8 @@ from pmesh.core.wire.local import (
 )
 from pmesh.errors import ProtocolError
 from pmesh.ids import JobName, Member, TrainerId
-from pmesh.net.local.arena_pools import ArenaShare, SessionArenas
-from pmesh.net.local.sessions import Session, refuse
+from pmesh.net.sessions.arena_pools import ArenaShare, SessionArenas
+from pmesh.net.sessions.sessions import Session, refuse
 
 
 class P2PRouter:

@@ -9,7 +9,7 @@ from pmesh.agent.grants import SAY_EVERY_S
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.store.stores import StoreFailed, Stores, describe
 from pmesh.core.values import Verdict
-from pmesh.core.wire.local import (
+from pmesh.core.wire.session import (
     MAX_STORE_DATA_BYTES,
     MessageFailed,
     StoreAnswered,
@@ -23,7 +23,7 @@ from pmesh.core.wire.store import (
     encode,
 )
 from pmesh.errors import ProtocolError
-from pmesh.net.local.sessions import Session
+from pmesh.net.sessions.sessions import Session
 
 MAX_CALLS = 256  # at a time
 _LONGEST_S = 1e9

@@ -25,12 +25,12 @@ from pmesh.client.collective.bucketed import (
 )
 from pmesh.client.collective.buckets import backward_order
 from pmesh.client.collective.differences import fill_missing
-from pmesh.client.elastic.membership import Place
+from pmesh.client.elastic.place import Place
 from pmesh.client.feedback.call import Compression, chosen_for_gradients
-from pmesh.client.link.session import TrainerSession
+from pmesh.client.session.session import TrainerSession
 from pmesh.compression.schemes import Scheme
 from pmesh.core.ops.reductions import Values
-from pmesh.core.wire.local import World
+from pmesh.core.wire.session import World
 from pmesh.errors import UsageError
 
 T = TypeVar("T")

@@ -23,11 +23,11 @@ from pmesh.client.collective.gather_ops import (
     rank_of,
     with_root,
 )
-from pmesh.client.link.session import TrainerSession
+from pmesh.client.session.session import TrainerSession
 from pmesh.client.trees.arrays import evaluate_mlx
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.link import Call
-from pmesh.core.wire.local import World
+from pmesh.core.wire.session import World
 from pmesh.errors import RosterChanged, RunError, UsageError
 
 T = TypeVar("T")

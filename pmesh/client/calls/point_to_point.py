@@ -10,8 +10,8 @@ from weakref import finalize
 from pmesh.client.calls.queue import Caller, Handle, check_timeout
 from pmesh.client.calls.reducing import DEFAULT_TIMEOUT_S
 from pmesh.client.collective.gather_ops import Head, block_of, build
-from pmesh.client.elastic.membership import Place
-from pmesh.client.link.p2p_session import Arrived, P2PSession
+from pmesh.client.elastic.place import Place
+from pmesh.client.session.p2p_session import Arrived, P2PSession
 from pmesh.client.trees.arrays import evaluate_mlx
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.link import Envelope

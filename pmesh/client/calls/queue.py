@@ -15,9 +15,9 @@ from typing import Generic, TypeVar
 from pmesh.client.calls import threads
 from pmesh.client.calls.traceback import make_public, public
 from pmesh.client.collective.bucketed import LastOp
-from pmesh.client.elastic.membership import Place
-from pmesh.client.link.session import TrainerSession
-from pmesh.core.wire.local import World
+from pmesh.client.elastic.place import Place
+from pmesh.client.session.session import TrainerSession
+from pmesh.core.wire.session import World
 from pmesh.errors import MeshClosed, OpTimedOut, PmeshError, UsageError
 from pmesh.ids import Rank, TrainerId
 

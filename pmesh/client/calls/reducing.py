@@ -24,14 +24,14 @@ from pmesh.client.collective.bucketed import (
     written_into,
 )
 from pmesh.client.collective.differences import name_differences, only_orders_differ
-from pmesh.client.elastic.membership import Place
+from pmesh.client.elastic.place import Place
 from pmesh.client.feedback.call import (
     Compression,
     chosen,
     run_compressed,
 )
 from pmesh.client.feedback.memory import Feedback
-from pmesh.client.link.session import TrainerSession
+from pmesh.client.session.session import TrainerSession
 from pmesh.client.trees.arrays import WIRE_OF
 from pmesh.compression.schemes import Scheme
 from pmesh.core.ops.reductions import Values

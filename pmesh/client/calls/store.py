@@ -6,7 +6,7 @@ from typing import cast
 from pmesh.client.calls.queue import check_timeout
 from pmesh.client.calls.reducing import DEFAULT_TIMEOUT_S
 from pmesh.client.calls.traceback import make_public
-from pmesh.client.link.p2p_session import P2PSession
+from pmesh.client.session.p2p_session import P2PSession
 from pmesh.core.wire.store import (
     MAX_KEY_BYTES,
     MAX_KEYS,

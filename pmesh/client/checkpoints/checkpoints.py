@@ -43,7 +43,7 @@ from pmesh.client.trees.raw import RawArray
 from pmesh.client.trees.state import describe, rebuild_untrusted
 from pmesh.core.ops.reductions import Values
 from pmesh.errors import ProtocolError, RosterChanged, UsageError
-from pmesh.paths import is_in_launch_copy
+from pmesh.home_paths import is_in_launch_copy
 
 REST = 19.0
 """Seconds of rest after each second of processor time: a save takes a twentieth of one core."""

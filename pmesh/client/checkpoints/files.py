@@ -26,7 +26,7 @@ from pmesh.client.checkpoints.layout import (
 )
 from pmesh.core.ops.reductions import Values
 from pmesh.errors import ProtocolError, UsageError
-from pmesh.paths import open_directory, remove_tree
+from pmesh.home_paths import open_directory, remove_tree
 
 PIECE_BYTES = 1024 * 1024  # so small that the thread rests often and no step waits long for a core
 _FOLDER = re.compile(r"save-([0-9]{1,20})-step-(-?[0-9]{1,20})-")  # see `Key.folder`

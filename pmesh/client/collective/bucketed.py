@@ -9,8 +9,8 @@ from typing import Any, cast
 import numpy as np
 
 from pmesh.client.collective.buckets import Backward, Bucket, plan_buckets
-from pmesh.client.link.arenas import Region
-from pmesh.client.link.session import Done, TrainerSession
+from pmesh.client.session.arenas import Region
+from pmesh.client.session.session import Done, TrainerSession
 from pmesh.client.trees.arrays import (
     Leaf,
     Tree,
@@ -25,7 +25,7 @@ from pmesh.client.trees.raw import describe_bits
 from pmesh.core.ops.plan import chunk_bounds
 from pmesh.core.ops.reductions import WIRE_DTYPES, Values, check_reduction
 from pmesh.core.wire.link import Call
-from pmesh.core.wire.local import World
+from pmesh.core.wire.session import World
 from pmesh.errors import RankLost, UnsupportedArray, UsageError
 from pmesh.ids import OpNumber, Rank, TrainerId
 

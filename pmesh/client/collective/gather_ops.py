@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pmesh.client.collective.bucketed import LastOp
-from pmesh.client.link.session import Done, TrainerSession, exchange_rows
+from pmesh.client.session.session import Done, TrainerSession, exchange_rows
 from pmesh.client.trees.arrays import digest, no_array
 from pmesh.client.trees.raw import from_raw, to_raw
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.link import Call
-from pmesh.core.wire.local import World
+from pmesh.core.wire.session import World
 from pmesh.errors import OpMismatch, RosterChanged, UnsupportedArray, UsageError
 from pmesh.ids import TrainerId
 

@@ -20,11 +20,11 @@ from typing import NamedTuple, Self
 import numpy as np
 import xxhash
 
-from pmesh.client.link.session import Done, TrainerSession, exchange_rows
+from pmesh.client.session.session import Done, TrainerSession, exchange_rows
 from pmesh.client.trees.state import Packed, digest_of
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.link import Call
-from pmesh.core.wire.local import SYNC_VALUES, World
+from pmesh.core.wire.session import SYNC_VALUES, World
 from pmesh.errors import RankLost, RunError
 from pmesh.ids import Rank, TrainerId
 

@@ -34,7 +34,7 @@ from pmesh.client.feedback.kernels import (
     add_uncompressed,
 )
 from pmesh.client.feedback.memory import Feedback, Memory, Trials
-from pmesh.client.link.session import TrainerSession, exchange_rows
+from pmesh.client.session.session import TrainerSession, exchange_rows
 from pmesh.client.trees.arrays import digest
 from pmesh.compression import fast
 from pmesh.compression.schemes import (
@@ -49,7 +49,7 @@ from pmesh.compression.schemes import (
     spec,
 )
 from pmesh.core.wire.link import Call
-from pmesh.core.wire.local import World
+from pmesh.core.wire.session import World
 from pmesh.errors import UnsupportedCompression
 from pmesh.ids import TrainerId
 

@@ -17,8 +17,8 @@ import numpy as np
 from pmesh.client.collective.bucketed import fill
 from pmesh.client.collective.buckets import Bucket
 from pmesh.client.feedback.memory import Feedback, Memory
-from pmesh.client.link.arenas import Residuals
-from pmesh.client.link.session import Done, TrainerSession
+from pmesh.client.session.arenas import Residuals
+from pmesh.client.session.session import Done, TrainerSession
 from pmesh.client.trees.arrays import Leaf
 from pmesh.compression import one_bit, power_sgd, random_k, top_k
 from pmesh.compression.blocks import Bytes, Float32s
@@ -27,7 +27,7 @@ from pmesh.compression.power_sgd import Plan, plan_matrices
 from pmesh.compression.schemes import PowerSGD, RandomK, TopK
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.link import Call
-from pmesh.core.wire.local import World
+from pmesh.core.wire.session import World
 from pmesh.errors import RunError
 
 

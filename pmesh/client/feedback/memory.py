@@ -13,8 +13,8 @@ from typing import Any, cast
 import numpy as np
 
 from pmesh.client.collective.bucketed import Arrays
-from pmesh.client.link.arenas import Kept, Residuals
-from pmesh.client.link.session import TrainerSession
+from pmesh.client.session.arenas import Kept, Residuals
+from pmesh.client.session.session import TrainerSession
 from pmesh.client.trees.arrays import digest
 from pmesh.compression.blocks import Float32s
 from pmesh.core.ops.reductions import Values

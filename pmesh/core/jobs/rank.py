@@ -18,8 +18,8 @@ from pmesh.core.views import op_log as ledgers
 from pmesh.core.views.op_log import Ledger
 from pmesh.core.views.quorum import is_in_force
 from pmesh.core.wire.link import Call, JobReport, KnownPrimary, RankProgress, ViewRequest
-from pmesh.core.wire.local import World
 from pmesh.core.wire.records import fingerprint
+from pmesh.core.wire.session import World
 from pmesh.ids import OpNumber, Rank, TrainerId
 
 COME_BACK = "mesh.sync() brings it back"

@@ -9,7 +9,7 @@ import trio
 from structlog.testing import capture_logs
 from trio.testing import MockClock
 
-from pmesh.agent.jobs.trainer import Compiler
+from pmesh.agent.jobs.session import Compiler
 from pmesh.compression.codecs import Cast, Int8
 from tests.agent.jobs.buckets import Bucket, reduce_buckets
 from tests.worlds.trainer import until

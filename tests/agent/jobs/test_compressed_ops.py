@@ -10,11 +10,11 @@ import trio
 from trio.testing import MockClock
 
 from pmesh.agent.jobs import op_task
-from pmesh.agent.jobs.trainer import Compiler
+from pmesh.agent.jobs.session import Compiler
 from pmesh.compression.blocks import Float32s
 from pmesh.compression.codecs import codec_of
 from pmesh.core.wire.link import Call
-from pmesh.core.wire.local import ArenaGranted, StartOp, WantArena
+from pmesh.core.wire.session import ArenaGranted, StartOp, WantArena
 from pmesh.errors import LaneBroken
 from pmesh.ids import OpNumber
 from pmesh.net.lanes.ring import RingPosition, Tensors, all_reduce_coded

@@ -18,7 +18,7 @@ from pmesh.core.ops.plan import RankPlan
 from pmesh.core.ops.reductions import Values
 from pmesh.core.values import OpOutcome
 from pmesh.core.wire.link import AskResult, Call
-from pmesh.core.wire.local import StartOp
+from pmesh.core.wire.session import StartOp
 from pmesh.errors import LaneBroken
 from pmesh.ids import OpNumber, TrainerId
 from pmesh.net.lanes.lane import CallsDiffer

@@ -12,7 +12,7 @@ from pmesh.agent.mesh.membership import DOUBT_S
 from pmesh.core.wire.link import AskResult, LinkMessage
 from pmesh.errors import LaneBroken
 from pmesh.ids import OpNumber
-from pmesh.net.local.processes import Stall
+from pmesh.net.sessions.processes import Stall
 from tests.worlds.trainer import Trainer, together
 from tests.worlds.village import village
 from tests.worlds.village_ops import cut, enter, mend

@@ -8,9 +8,9 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from pmesh.agent.jobs import trainer as trainers_module
+from pmesh.agent.jobs import session as sessions_module
 from pmesh.core.wire.link import Call
-from pmesh.core.wire.local import ENTERS, SYNC_VALUES, OpFailed, StartOp
+from pmesh.core.wire.session import ENTERS, SYNC_VALUES, OpFailed, StartOp
 from pmesh.ids import OpNumber
 from tests.worlds.trainer import Trainer, together, until
 from tests.worlds.village import Machine, Village, village
@@ -269,7 +269,7 @@ async def test_who_is_in_the_job_already_may_ask_to_enter_and_is_not_let_in_twic
 async def test_what_is_refused_as_an_op_is_no_end_of_the_session(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainers_module, "SAY_EVERY_S", 1.0)
+    monkeypatch.setattr(sessions_module, "SAY_EVERY_S", 1.0)
     async with village(clock, 2) as here:
         inside = await syncing_job(here, here.machines[0])
         late = await newcomer(here, here.machines[1])

@@ -8,7 +8,7 @@ import trio
 from trio.testing import MockClock
 
 from pmesh.agent.jobs.driver import Jobs
-from pmesh.agent.jobs.trainer import WATCH_S
+from pmesh.agent.jobs.session import WATCH_S
 from pmesh.core.jobs.jobs import LEAVE_GRACE_S
 from pmesh.core.ops.reductions import Values
 from pmesh.core.values import View

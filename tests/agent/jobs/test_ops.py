@@ -11,8 +11,8 @@ from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.core.jobs.attempt import MAX_UNSTABLE_OPS
 from pmesh.core.values import Verdict
 from pmesh.core.wire.link import Call, ViewRequest
-from pmesh.net.local.arena_pools import OutputArenas
-from pmesh.net.local.arenas import Arena, arena_bytes
+from pmesh.net.sessions.arena_pools import OutputArenas
+from pmesh.net.sessions.arenas import Arena, arena_bytes
 from tests.worlds.trainer import Trainer, together, until
 from tests.worlds.village import village
 from tests.worlds.village_ops import ones, reduce_all, verdicts_of_all

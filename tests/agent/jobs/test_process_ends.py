@@ -8,10 +8,10 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from pmesh.agent.jobs.trainer import WATCH_S
-from pmesh.core.wire.local import Leave
-from pmesh.net.local import processes, sessions
-from pmesh.net.local.sessions import PeerCredentials
+from pmesh.agent.jobs.session import WATCH_S
+from pmesh.core.wire.session import Leave
+from pmesh.net.sessions import processes, sessions
+from pmesh.net.sessions.sessions import PeerCredentials
 from tests.worlds.trainer import until
 from tests.worlds.village import Village, village
 from tests.worlds.village_ops import machine_of, ones, ranks_of, reduce_all, swallow

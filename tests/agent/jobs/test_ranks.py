@@ -8,7 +8,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from pmesh.agent.jobs.ranks import LocalRank, Result
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
-from pmesh.net.local.arena_pools import SessionArenas
+from pmesh.net.sessions.arena_pools import SessionArenas
 from tests.worlds.lanes import share_of_one
 from tests.worlds.ranks import (
     BARRIER,

@@ -10,9 +10,9 @@ from trio.testing import MockClock
 
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.core.wire.link import Call, RestLane
-from pmesh.core.wire.local import GroupOf, StartOp
+from pmesh.core.wire.session import GroupOf, StartOp
 from pmesh.ids import JobName, OpNumber
-from pmesh.net.local.arena_pools import IDLE_S
+from pmesh.net.sessions.arena_pools import IDLE_S
 from tests.worlds.trainer import Trainer, together
 from tests.worlds.village import Village, village
 from tests.worlds.village_ops import kinds_of_events, machine_of, ones, ranks_of

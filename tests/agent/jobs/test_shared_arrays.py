@@ -10,9 +10,9 @@ from trio.testing import MockClock
 from pmesh.core.ops.reductions import Values
 from pmesh.core.values import Terms
 from pmesh.core.wire.link import Call
-from pmesh.core.wire.local import DropArena, StartOp
+from pmesh.core.wire.session import DropArena, StartOp
 from pmesh.ids import OpNumber
-from pmesh.net.local.arena_pools import MAX_LENT
+from pmesh.net.sessions.arena_pools import MAX_LENT
 from tests.worlds.trainer import Trainer, together, until
 from tests.worlds.village import village
 from tests.worlds.village_ops import hold_all_reduces, kinds_of_events, machine_of, ones, reduce_all

@@ -9,8 +9,8 @@ import trio
 from trio.testing import MockClock
 
 from pmesh.core.values import Terms
-from pmesh.net.local import processes, sessions
-from pmesh.net.local.sessions import PeerCredentials
+from pmesh.net.sessions import processes, sessions
+from pmesh.net.sessions.sessions import PeerCredentials
 from tests.worlds.trainer import together, until
 from tests.worlds.village import village
 from tests.worlds.village_ops import (

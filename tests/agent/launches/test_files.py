@@ -28,8 +28,8 @@ from pmesh.core.wire.tree import (
     flaw_of,
 )
 from pmesh.errors import UsageError
+from pmesh.home_paths import open_directory
 from pmesh.ids import path_name
-from pmesh.paths import open_directory
 
 TREE = TreeName(bytes(32), 1)
 ID = path_name("0123456789ab")

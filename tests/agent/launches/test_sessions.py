@@ -28,7 +28,7 @@ from pmesh.core.wire.launches import (
     LaunchOver,
     LaunchTerms,
 )
-from pmesh.core.wire.local import (
+from pmesh.core.wire.session import (
     MAX_SESSION_MESSAGE_BYTES,
     AskStatus,
     Refused,
@@ -37,8 +37,8 @@ from pmesh.core.wire.local import (
     encode,
 )
 from pmesh.ids import path_name
-from pmesh.net.local.sessions import Session
-from pmesh.net.local.spool import Spool
+from pmesh.net.sessions.sessions import Session
+from pmesh.net.sessions.spool import Spool
 from tests.agent.launches.here import launches_in
 from tests.worlds.trainer import Trainer, until
 from tests.worlds.village import Machine, Village, village

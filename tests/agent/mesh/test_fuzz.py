@@ -26,8 +26,8 @@ from pmesh.core.values import Terms, View
 from pmesh.core.views.limits import TOLERATED
 from pmesh.core.wire.link import LinkMessage
 from pmesh.core.wire.store import Answer, Answered, Set
+from pmesh.home_paths import socket_path
 from pmesh.ids import Member, NodeId, TrainerId
-from pmesh.paths import socket_path
 from tests.worlds.store_connection import StoreConnection
 from tests.worlds.trainer import OpError, RefusedError, Trainer, together, until
 from tests.worlds.village import MESH, Machine, Village, village

@@ -26,7 +26,7 @@ from pmesh.core.views.state import Facts
 from pmesh.core.wire.link import Commit, Heartbeat, LinkMessage, Propose, TellView, Waiting
 from pmesh.errors import ProtocolError
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, Slot
-from pmesh.net.local.processes import Clocks, Stall, tick
+from pmesh.net.sessions.processes import Clocks, Stall, tick
 from tests.worlds.nodes import signed
 from tests.worlds.trainer import until
 

@@ -10,7 +10,7 @@ from pmesh.agent.mesh.links import Link
 from pmesh.agent.mesh.ping import TRY_S
 from pmesh.core.links.addresses import LocalAddress
 from pmesh.core.links.paths import RELAYED, PathKey, Way
-from pmesh.core.wire.local import AskPing, Pinged, Refused, WayTried
+from pmesh.core.wire.session import AskPing, Pinged, Refused, WayTried
 from pmesh.errors import PeerUnreachable
 from tests.agent.mesh.paths import build_wall, live_to, reached_over
 from tests.worlds.trainer import Trainer, until

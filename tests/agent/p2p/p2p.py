@@ -14,7 +14,7 @@ from pmesh.agent.p2p.router import P2PRouter
 from pmesh.core.ops.reductions import Values
 from pmesh.core.values import Verdict
 from pmesh.core.wire.link import Envelope, P2PMessage
-from pmesh.core.wire.local import (
+from pmesh.core.wire.session import (
     SESSION_VERSION,
     ArenaGranted,
     Attach,

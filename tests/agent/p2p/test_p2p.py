@@ -19,7 +19,7 @@ from pmesh.core.wire.link import (
     MessageDelivered,
     RequestMessage,
 )
-from pmesh.core.wire.local import (
+from pmesh.core.wire.session import (
     SESSION_VERSION,
     Attach,
     DropArena,
@@ -29,7 +29,7 @@ from pmesh.core.wire.local import (
     SendMessage,
 )
 from pmesh.ids import JobName, TrainerId
-from pmesh.net.local.arena_pools import MAX_ARENAS, SessionArenas
+from pmesh.net.sessions.arena_pools import MAX_ARENAS, SessionArenas
 from tests.agent.p2p.p2p import MessageError, P2PConnection, attach, lose_first, told
 from tests.worlds.lanes import share_of_one
 from tests.worlds.trainer import Trainer, together, until

@@ -24,8 +24,8 @@ from pmesh.agent.status import snapshot
 from pmesh.core.links import health
 from pmesh.core.links.paths import PathKey
 from pmesh.core.values import Terms
-from pmesh.core.wire.local import AskStatus, Compresses
-from pmesh.core.wire.local import Status as StatusReply
+from pmesh.core.wire.session import AskStatus, Compresses
+from pmesh.core.wire.session import Status as StatusReply
 from pmesh.errors import UsageError
 from pmesh.ids import node_text
 from tests.worlds.fake_status_agent import SNAPSHOT

@@ -11,7 +11,7 @@ from pmesh.agent.store.stores import Stores
 from pmesh.core.store.pipe import AGAIN_S
 from pmesh.core.values import Terms
 from pmesh.core.wire.link import StorePart
-from pmesh.core.wire.local import (
+from pmesh.core.wire.session import (
     MAX_STORE_DATA_BYTES,
     SESSION_VERSION,
     Attach,

@@ -10,7 +10,7 @@ import pytest
 
 import pmesh
 from pmesh.client.calls import reducing
-from pmesh.core.wire.local import Joined, OpDone, Request, StartOp, World
+from pmesh.core.wire.session import Joined, OpDone, Request, StartOp, World
 from pmesh.ids import OpNumber, Rank, TrainerId
 from tests.worlds.scripted_agent import VIEW, ScriptedAgent, Trainer, op_done, replies
 from tests.worlds.watched_agent import WatchedAgent, WatchedSession, run_ranks

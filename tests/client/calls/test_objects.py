@@ -10,7 +10,7 @@ import pytest
 import pmesh
 from pmesh.client.calls import moving
 from pmesh.core.values import Verdict
-from pmesh.core.wire.local import OpFailed, Request
+from pmesh.core.wire.session import OpFailed, Request
 from pmesh.ids import OpNumber
 from tests.worlds.scripted_agent import ScriptedAgent, Trainer, joins
 from tests.worlds.watched_agent import WatchedAgent, run_ranks

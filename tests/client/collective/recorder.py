@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pmesh.client.link.arenas import Region
-from pmesh.client.link.session import Done
+from pmesh.client.session.arenas import Region
+from pmesh.client.session.session import Done
 from pmesh.core.ops.reductions import WIRE_DTYPES, Values
 from pmesh.core.wire.link import Call
-from pmesh.core.wire.local import World
+from pmesh.core.wire.session import World
 from pmesh.ids import OpNumber, TrainerId
 
 

@@ -10,7 +10,7 @@ import pytest
 import pmesh
 from pmesh.client.collective.bucketed import Collective, run_collective, take_apart
 from pmesh.client.collective.buckets import Backward, backward_order
-from pmesh.client.link.session import TrainerSession
+from pmesh.client.session.session import TrainerSession
 from pmesh.testing import SimulatedMesh
 from tests.client.collective.recorder import Recorder
 

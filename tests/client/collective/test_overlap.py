@@ -8,7 +8,7 @@ import pytest
 import pmesh
 from pmesh.client.collective import bucketed
 from pmesh.client.collective.bucketed import Collective, run_collective, take_apart
-from pmesh.client.link.session import TrainerSession
+from pmesh.client.session.session import TrainerSession
 from pmesh.errors import MeshClosed
 from pmesh.ids import TrainerId
 from tests.client.collective.recorder import Recorder

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 import pmesh
-from pmesh.client.elastic import membership
+from pmesh.client.elastic import place
 from pmesh.core.values import Verdict
-from pmesh.core.wire.local import ENTERS, Connect, Joined, OpFailed, Request, World
+from pmesh.core.wire.session import ENTERS, Connect, Joined, OpFailed, Request, World
 from pmesh.ids import OpNumber, TrainerId
 from tests.worlds.scripted_agent import VIEW, ScriptedAgent, Trainer, op_done, replies
 
@@ -17,7 +17,7 @@ SUPERSEDED = Verdict("HistorySuperseded", "the job went on elsewhere")
 
 @pytest.fixture(autouse=True)
 def _try_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "_TRY_AGAIN_S", 0.001)
+    monkeypatch.setattr(place, "_TRY_AGAIN_S", 0.001)
 
 
 def newcomer(trainer: Trainer, request: Request | None) -> None:

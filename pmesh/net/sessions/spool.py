@@ -15,8 +15,8 @@ from typing import NamedTuple, Protocol
 
 import trio
 
+from pmesh.home_paths import remove_tree
 from pmesh.net.links.acceptor import RETRY_S
-from pmesh.paths import remove_tree
 
 SEGMENT_BYTES = 16 * 1024 * 1024
 MAX_SEGMENTS = 32  # 512 MiB: 80 minutes of 1,000 lines a second

@@ -19,7 +19,7 @@ from typing import Protocol, cast
 
 import numpy as np
 
-from pmesh.core.wire.local import ArenaKind
+from pmesh.core.wire.session import ArenaKind
 
 SMALLEST_BYTES = 64 * 1024  # so that small ops of any size share one arena
 _TOUCH_BYTES = 32 * 1024 * 1024  # faulted in at once; other threads may run between pieces

@@ -14,7 +14,7 @@ from typing import cast
 import msgspec
 import numpy as np
 
-from pmesh.client.link.arenas import (
+from pmesh.client.session.arenas import (
     Kept,
     Mapped,
     Region,
@@ -22,7 +22,7 @@ from pmesh.client.link.arenas import (
     UsersArrays,
     values_in,
 )
-from pmesh.client.link.connection import (
+from pmesh.client.session.connection import (
     ANSWER_S,
     FIRST_ANSWER_S,
     AgentConnection,
@@ -34,7 +34,7 @@ from pmesh.core.jobs.call_count import CallCount
 from pmesh.core.ops.kinds import KINDS, Extent, extent_of
 from pmesh.core.ops.reductions import WIRE_DTYPES, Values
 from pmesh.core.wire.link import Call
-from pmesh.core.wire.local import (
+from pmesh.core.wire.session import (
     ENTERS,
     MAX_COMPRESSION_TEXT,
     ArenaGone,

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import pmesh
-from pmesh.client.link import connection
+from pmesh.client.session import connection
 from pmesh.core.values import Verdict
 from pmesh.core.wire.framing import frame
-from pmesh.core.wire.local import (
+from pmesh.core.wire.session import (
     ArenaGone,
     ArenaGranted,
     Joined,

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from pmesh import paths
+from pmesh import home_paths
 from pmesh.errors import ConfigError
-from pmesh.paths import MAX_SOCKET_PATH_BYTES, home_directory, socket_path
+from pmesh.home_paths import MAX_SOCKET_PATH_BYTES, home_directory, socket_path
 
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(paths, "SYSTEM_TEMPORARY", tmp_path)
+    monkeypatch.setattr(home_paths, "SYSTEM_TEMPORARY", tmp_path)
     return tmp_path
 
 
@@ -123,9 +123,9 @@ def test_a_link_to_a_home_is_judged_by_where_it_leads(tmp_path: Path) -> None:
 
 def test_a_home_that_others_can_read_is_refused_only_where_it_holds_keys(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
-    paths.check_home(tmp_path)
+    home_paths.check_home(tmp_path)
     with pytest.raises(ConfigError, match="holds keys, and other users can enter it"):
-        paths.check_home(tmp_path, holds_keys=True)
+        home_paths.check_home(tmp_path, holds_keys=True)
 
 
 def test_a_socket_of_another_user_is_refused(

@@ -12,14 +12,14 @@ import msgspec
 import numpy as np
 
 from pmesh.client.elastic.sync import Offer, Synced, run_sync
-from pmesh.client.link.connection import AgentConnection, error_of, mesh_ended
-from pmesh.client.link.in_step import in_step
-from pmesh.client.link.interrupts import interrupts, postponed
-from pmesh.client.link.p2p_session import P2PSession
-from pmesh.client.link.session import TrainerSession
+from pmesh.client.session.connection import AgentConnection, error_of, mesh_ended
+from pmesh.client.session.in_step import in_step
+from pmesh.client.session.interrupts import interrupts, postponed
+from pmesh.client.session.p2p_session import P2PSession
+from pmesh.client.session.session import TrainerSession
 from pmesh.client.trees.state import Packed
 from pmesh.core.ops.reductions import Values
-from pmesh.core.wire.local import SESSION_VERSION, Attach, Connect, GroupOf, Refused, World
+from pmesh.core.wire.session import SESSION_VERSION, Attach, Connect, GroupOf, Refused, World
 from pmesh.errors import (
     AgentNotRunning,
     AgentStopped,

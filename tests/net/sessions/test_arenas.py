@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pmesh.core.wire.local import ArenaKind
-from pmesh.net.local import arenas
-from pmesh.net.local.arenas import Arena, arena_bytes, create_arena
+from pmesh.core.wire.session import ArenaKind
+from pmesh.net.sessions import arenas
+from pmesh.net.sessions.arenas import Arena, arena_bytes, create_arena
 
 MIB = 1024 * 1024
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from pmesh.client.link import sends as module
-from pmesh.client.link.sends import Send, Sends
+from pmesh.client.session import sends as module
+from pmesh.client.session.sends import Send, Sends
 from pmesh.core.wire.link import Envelope
 from pmesh.ids import TrainerId
 

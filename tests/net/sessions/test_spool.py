@@ -12,7 +12,7 @@ import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pmesh.net.local.spool import Spool
+from pmesh.net.sessions.spool import Spool
 
 
 def read_all(spool: Spool, most: int) -> bytes:

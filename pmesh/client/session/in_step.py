@@ -3,7 +3,7 @@
 from collections.abc import Generator
 from contextlib import contextmanager
 
-from pmesh.client.link.session import TrainerSession
+from pmesh.client.session.session import TrainerSession
 from pmesh.core.jobs.call_count import COMPARE, MOST_COMPARED
 from pmesh.errors import OpMismatch
 

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pmesh.client.link.arenas import Mapped
-from pmesh.client.link.connection import AgentConnection, error_of, mesh_ended
-from pmesh.client.link.interrupts import postponed, wait
-from pmesh.client.link.sends import Send, Sends
+from pmesh.client.session.arenas import Mapped
+from pmesh.client.session.connection import AgentConnection, error_of, mesh_ended
+from pmesh.client.session.interrupts import postponed, wait
+from pmesh.client.session.sends import Send, Sends
 from pmesh.core.ops.reductions import Values
 from pmesh.core.values import Verdict
 from pmesh.core.wire.link import Envelope
-from pmesh.core.wire.local import (
+from pmesh.core.wire.session import (
     MAX_MESSAGES,
     MAX_STORE_DATA_BYTES,
     ArenaGone,

@@ -14,7 +14,7 @@ import numpy as np
 
 from pmesh.compression.blocks import Float32s
 from pmesh.core.ops.reductions import WIRE_DTYPES, Values
-from pmesh.core.wire.local import ArenaGranted
+from pmesh.core.wire.session import ArenaGranted
 from pmesh.errors import ProtocolError
 
 

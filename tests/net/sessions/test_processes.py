@@ -15,7 +15,7 @@ import trio
 import trio.testing
 from trio.testing import wait_all_tasks_blocked
 
-from pmesh.net.local.processes import (
+from pmesh.net.sessions.processes import (
     Clocks,
     ProcessExits,
     Stall,
@@ -270,7 +270,7 @@ def test_each_system_has_its_names_for_the_two_clocks(
         "for number, name in enumerate(('BOOTTIME', 'MONOTONIC', 'UPTIME_RAW')):\n"
         "    setattr(time, 'CLOCK_' + name, 100 + number)\n"
         "time.clock_gettime = float\n"
-        "from pmesh.net.local.processes import read_clocks\n"
+        "from pmesh.net.sessions.processes import read_clocks\n"
         f"clocks = read_clocks()\n"
         f"assert clocks.elapsed_s == time.{elapsed}, clocks\n"
         f"assert clocks.awake_s == time.{awake}, clocks\n"

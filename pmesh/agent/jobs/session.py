@@ -23,7 +23,7 @@ from pmesh.core.jobs.rank import COME_BACK
 from pmesh.core.ops.kinds import ring_codec_name
 from pmesh.core.values import MAX_JOB_BYTES, Verdict
 from pmesh.core.wire.link import Waiting
-from pmesh.core.wire.local import (
+from pmesh.core.wire.session import (
     ENTERS,
     SESSION_VERSION,
     ArenaGone,
@@ -43,9 +43,9 @@ from pmesh.core.wire.local import (
 )
 from pmesh.errors import ProtocolError
 from pmesh.ids import JobName, OpNumber, TrainerId
-from pmesh.net.local.arena_pools import IDLE_S, ArenaShare, SessionArenas
-from pmesh.net.local.processes import TrainerProcess
-from pmesh.net.local.sessions import ENDS_OF_A_SESSION, Session, refuse, report_errors
+from pmesh.net.sessions.arena_pools import IDLE_S, ArenaShare, SessionArenas
+from pmesh.net.sessions.processes import TrainerProcess
+from pmesh.net.sessions.sessions import ENDS_OF_A_SESSION, Session, refuse, report_errors
 
 
 class Compiler:

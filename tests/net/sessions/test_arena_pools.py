@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pmesh.errors import ProtocolError, UsageError
-from pmesh.net.local.arena_pools import (
+from pmesh.net.sessions.arena_pools import (
     IDLE_S,
     MAX_ARENAS,
     MAX_INPUT_ARENAS,
@@ -20,7 +20,7 @@ from pmesh.net.local.arena_pools import (
     OutputArenas,
     SessionArenas,
 )
-from pmesh.net.local.arenas import SMALLEST_BYTES
+from pmesh.net.sessions.arenas import SMALLEST_BYTES
 from tests.worlds.lanes import share_of_one
 
 MIB = 1024 * 1024

@@ -6,7 +6,7 @@ import mmap
 import numpy as np
 import pytest
 
-from pmesh.client.link.arenas import Mapped, Region, UsersArrays, values_in
+from pmesh.client.session.arenas import Mapped, Region, UsersArrays, values_in
 from pmesh.core.ops.reductions import Values
 from pmesh.errors import ProtocolError
 

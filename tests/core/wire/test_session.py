@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from pmesh.core.values import Terms, Verdict
 from pmesh.core.wire.link import Call
-from pmesh.core.wire.local import (
+from pmesh.core.wire.session import (
     MAX_REQUEST_BYTES,
     SESSION_VERSION,
     AskEvents,

@@ -12,9 +12,9 @@ from typing import Generic, TypeVar
 
 import trio
 
-from pmesh.core.wire.local import ArenaKind
+from pmesh.core.wire.session import ArenaKind
 from pmesh.errors import ProtocolError, UsageError
-from pmesh.net.local.arenas import Arena, arena_bytes, create_arena
+from pmesh.net.sessions.arenas import Arena, arena_bytes, create_arena
 
 H = TypeVar("H", bound=Hashable)
 

@@ -11,11 +11,11 @@ from collections import deque
 from pathlib import Path
 
 from pmesh import errors
-from pmesh.client.link.arenas import Mapped, map_arena
-from pmesh.client.link.interrupts import wait
+from pmesh.client.session.arenas import Mapped, map_arena
+from pmesh.client.session.interrupts import wait
 from pmesh.core.values import Verdict
 from pmesh.core.wire.framing import FrameReader, frame
-from pmesh.core.wire.local import (
+from pmesh.core.wire.session import (
     MAX_SESSION_MESSAGE_BYTES,
     ArenaGranted,
     Reply,
@@ -31,7 +31,7 @@ from pmesh.errors import (
     ProtocolError,
     RunError,
 )
-from pmesh.paths import LOCK_NAME, LOG_NAME, socket_path
+from pmesh.home_paths import LOCK_NAME, LOG_NAME, socket_path
 
 SILENCE_S = 60.0  # while a call waits, an agent that lives sends something every 10 s (I6)
 FIRST_ANSWER_S = 4.0  # an agent that lives answers a Connect within 3 s

@@ -1,6 +1,6 @@
 """The Unix socket at which local programs reach their agent, and one session on it.
 
-Tensors are passed in shared memory instead (`pmesh.net.local.arenas`). The kernel proves that a
+Tensors are passed in shared memory instead (`pmesh.net.sessions.arenas`). The kernel proves that a
 program belongs to the same user; it may still send garbage, send nothing, or disappear.
 """
 
@@ -23,7 +23,7 @@ import trio
 
 from pmesh.core.values import Verdict
 from pmesh.core.wire.framing import FrameReader, frame
-from pmesh.core.wire.local import (
+from pmesh.core.wire.session import (
     MAX_REQUEST_BYTES,
     Refused,
     Reply,

@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pmesh.client.link.arenas import Kept, Residuals
-from pmesh.client.link.connection import AgentConnection
-from pmesh.client.link.session import Done, TrainerSession
+from pmesh.client.session.arenas import Kept, Residuals
+from pmesh.client.session.connection import AgentConnection
+from pmesh.client.session.session import Done, TrainerSession
 from pmesh.core.values import Verdict
 from pmesh.core.wire.link import Call
-from pmesh.core.wire.local import (
+from pmesh.core.wire.session import (
     SESSION_VERSION,
     ArenaGranted,
     Connect,
@@ -26,7 +26,7 @@ from pmesh.core.wire.local import (
 )
 from pmesh.errors import AgentStopped, RankLost, UsageError
 from pmesh.ids import JobName, OpNumber, TrainerId
-from pmesh.net.local.arenas import Arena
+from pmesh.net.sessions.arenas import Arena
 from tests.worlds.scripted_agent import ScriptedAgent, Step, Trainer, joins, replies
 
 COUNT = 100

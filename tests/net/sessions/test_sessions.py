@@ -13,7 +13,7 @@ import trio
 import trio.testing
 
 from pmesh.core.wire.framing import FrameReader, frame
-from pmesh.core.wire.local import (
+from pmesh.core.wire.session import (
     ArenaGranted,
     AskStatus,
     DropArena,
@@ -26,9 +26,9 @@ from pmesh.core.wire.local import (
     encode,
 )
 from pmesh.errors import AgentAlreadyRunning, ConfigError, ProtocolError
-from pmesh.net.local import sessions
-from pmesh.net.local.arenas import create_arena
-from pmesh.net.local.sessions import (
+from pmesh.net.sessions import sessions
+from pmesh.net.sessions.arenas import create_arena
+from pmesh.net.sessions.sessions import (
     MAX_VISITORS,
     PeerCredentials,
     Session,

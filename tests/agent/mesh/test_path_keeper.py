@@ -15,7 +15,7 @@ from trio.testing import MockClock
 from pmesh.agent.events import Event
 from pmesh.agent.mesh import peers
 from pmesh.agent.mesh.links import Link, LivePath, live_path
-from pmesh.agent.mesh.paths import PathKeeper
+from pmesh.agent.mesh.path_keeper import PathKeeper
 from pmesh.agent.mesh.peers import REDIAL_S
 from pmesh.agent.mesh.probing import PathBandwidth
 from pmesh.core.links.addresses import BoundAddress, LocalAddress

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import pmesh
-from pmesh.client.elastic import membership
-from pmesh.client.link.connection import AgentConnection
+from pmesh.client.elastic import place
+from pmesh.client.session.connection import AgentConnection
 from pmesh.core.values import Verdict
-from pmesh.core.wire.local import ENTERS, Connect, Refused, Request, StartOp
+from pmesh.core.wire.session import ENTERS, Connect, Refused, Request, StartOp
 from pmesh.ids import OpNumber, TrainerId
 from tests.worlds.scripted_agent import PATIENCE_S, ScriptedAgent, Trainer, joins, replies
 from tests.worlds.watched_agent import WatchedAgent, WatchedSession, watched_agent
@@ -25,7 +25,7 @@ APART = TrainerId(0)
 
 @pytest.fixture(autouse=True)
 def _try_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "_TRY_AGAIN_S", 0.001)
+    monkeypatch.setattr(place, "_TRY_AGAIN_S", 0.001)
 
 
 def two_ranks(
@@ -335,7 +335,7 @@ def test_closing_ends_the_wait_for_an_agent(
         scripted.wait_until_closed()
         with pytest.raises(pmesh.AgentStopped):
             mesh.barrier()
-    monkeypatch.setattr(membership, "AgentConnection", try_in_vain)
+    monkeypatch.setattr(place, "AgentConnection", try_in_vain)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(lambda: mesh.sync(None))
         assert tried.wait(20)
@@ -360,7 +360,7 @@ def test_closing_ends_a_reconnection_that_has_just_been_made(
             mesh.close()  # the lock is held, so it only interrupts
             return connection
 
-        monkeypatch.setattr(membership, "AgentConnection", closed_meanwhile)
+        monkeypatch.setattr(place, "AgentConnection", closed_meanwhile)
         with pytest.raises(pmesh.MeshClosed, match="it was closed"):
             mesh.sync({})
 

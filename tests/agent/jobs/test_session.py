@@ -7,10 +7,10 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from pmesh.agent.jobs.trainer import MOST_WISHES, PREDECESSOR_S
+from pmesh.agent.jobs.session import MOST_WISHES, PREDECESSOR_S
 from pmesh.core.values import OpOutcome, Terms, Verdict
 from pmesh.core.wire.link import Address, Call
-from pmesh.core.wire.local import (
+from pmesh.core.wire.session import (
     SESSION_VERSION,
     AskStatus,
     Connect,
@@ -21,8 +21,8 @@ from pmesh.core.wire.local import (
     WantArena,
 )
 from pmesh.ids import JobName, OpNumber, Slot
-from pmesh.net.local import arena_pools
-from pmesh.net.local.arenas import Arena
+from pmesh.net.sessions import arena_pools
+from pmesh.net.sessions.arenas import Arena
 from tests.worlds.trainer import ANY, RefusedError, Trainer, together, until
 from tests.worlds.village import Village, village
 from tests.worlds.village_ops import RAISE, machine_of, ranks_of

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import pmesh
-from pmesh.client.elastic import membership
+from pmesh.client.elastic import place
 from pmesh.testing import SimulatedMesh
 from tests.worlds.every_array import make
 from tests.worlds.scripted_agent import ScriptedAgent, joins
@@ -306,7 +306,7 @@ def test_out_is_a_copy(mesh: pmesh.Mesh) -> None:
 def test_once_its_agent_has_stopped_it_is_an_array_like_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(membership, "_TRY_AGAIN_S", 0.001)
+    monkeypatch.setattr(place, "_TRY_AGAIN_S", 0.001)
     with ScriptedAgent(tmp_path, joins) as agent:
         mesh = pmesh.connect("job", home=agent.home, on_superseded="sync")
         agent.wait_until_closed()
