@@ -70,7 +70,7 @@ OPTIMIZERS: dict[str, Make] = {
 }
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_twenty_steps_are_those_of_one_machine(name: str, replicas: int) -> None:
     make = OPTIMIZERS[name]

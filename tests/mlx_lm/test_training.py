@@ -52,7 +52,7 @@ def assert_close(one: Adapters, other: Adapters, *, within: float = 1e-5) -> Non
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "full"])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks_learn_what_one_rank_learns_though_the_batch_does_not_divide(
     tmp_path: Path, kind: str, size: int
 ) -> None:
@@ -337,6 +337,7 @@ def run_apart(base: Path, machines: Sequence[int], **options: Any) -> tuple[str,
     return end, [trainer for _, trainer in results]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_after_any_one_machine_is_lost_with_its_disk_the_others_go_on_from_the_last_save(
     tmp_path: Path, lost: int
@@ -355,6 +356,7 @@ def test_after_any_one_machine_is_lost_with_its_disk_the_others_go_on_from_the_l
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
 def test_with_a_new_machine_in_the_place_of_a_lost_one_the_weights_are_the_same_bits(
     tmp_path: Path, lost: int
@@ -370,6 +372,7 @@ def test_with_a_new_machine_in_the_place_of_a_lost_one_the_weights_are_the_same_
     assert [info["iteration"] for info in trainers[0].said.losses] == [6]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_the_newest_state_that_any_machine_has(tmp_path: Path) -> None:
     whole, _ = run_apart(tmp_path, [0, 1])
     run_apart(tmp_path, [2, 3], iters=4)

@@ -241,6 +241,7 @@ def test_a_reduce_brings_the_sum_to_its_root_alone(
     assert results[root].tobytes() == reduced(sources, reduction).tobytes()
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(
     st.lists(st.integers(0, 60), min_size=1, max_size=9),

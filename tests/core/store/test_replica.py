@@ -230,6 +230,7 @@ def test_writes_beyond_those_whose_answers_are_remembered_wait_at_their_machine(
     assert post.answers[1, 3 * REMEMBERED - 1] == 3 * REMEMBERED
 
 
+@pytest.mark.slow
 def test_a_call_that_waits_makes_no_write_dearer_and_a_newcomer_gets_a_small_copy() -> None:
     """B7: nothing grows with the number of writes."""
     post = Post(ANNA, BERT, CARA)
@@ -410,6 +411,7 @@ def forgets_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Copy, "answer_to", lambda *_: None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "break_it",
     [answers_at_once, reads_its_own_copy, waits_for_no_report, forgets_answers],
