@@ -176,7 +176,7 @@ def _context(protocol: int, credentials: Credentials) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False  # the node key is the name
-    context.verify_mode = ssl.CERT_REQUIRED
+    context.verify_mode = ssl.CERT_REQUIRED  # I7: nothing is read before it
     context.verify_flags |= ssl.VerifyFlags(_NO_CHECK_TIME)  # clocks at home may be years off
     context.load_verify_locations(cadata=credentials.ca_der)
     # Python loads our own certificate only by path: a pipe has one, and leaves no file.
