@@ -150,7 +150,7 @@ def read_only() -> Any:
     [
         (read_only, pmesh.UnsupportedArray, "out= takes numpy arrays that may be written to and"),
         (lambda: make("mlx", "float32", [0, 0]), pmesh.UsageError, "shapes and dtypes"),
-        (lambda: np.zeros(3), pmesh.UsageError, "paths, shapes and dtypes of what is reduced"),
+        (lambda: np.zeros(3), pmesh.UsageError, "same paths, shapes and dtypes as the input"),
         (lambda: np.zeros((2, 1)), pmesh.UsageError, "paths, shapes and dtypes"),
         (lambda: np.zeros(2, np.float32), pmesh.UsageError, "paths, shapes and dtypes"),
         (lambda: [np.zeros(2)], pmesh.UsageError, "paths, shapes and dtypes"),
