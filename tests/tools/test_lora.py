@@ -34,14 +34,14 @@ def test_the_tiny_model_and_its_data_are_where_the_command_that_it_prints_says(
 def test_killed_ranks_come_back_and_all_end_with_the_same_adapters(tmp_path: Path) -> None:
     results = tmp_path / "kills.json"
 
-    code = main(["kills", "--kills", "2", "--iterations", "120", "--json", str(results)])
+    code = main(["kills", "--kills", "1", "--iterations", "60", "--json", str(results)])
 
     tally = json.loads(results.read_text())
     assert tally["violations"] == []
     assert code == 0
-    assert tally["kills"] == 2
-    assert tally["trainings"] >= 2
-    assert len(tally["back_s"]) >= 1
+    assert tally["kills"] == 1
+    assert tally["trainings"] >= 1
+    assert len(tally["back_s"]) == 1
 
 
 @pytest.mark.parametrize(
