@@ -48,11 +48,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     """Run a slow test, and its programs, without measuring coverage.
 
-    To measure it makes a test three times as slow; what `make test` runs reaches the floors alone.
+    To measure it makes a test three times as slow. What `make test` runs reaches the floors, with a
+    few slow tests that are marked `measured`.
     pytest-cov has `no_cover` for this. In a worker of xdist it measures twice and stops once.
     """
     trace = sys.gettrace()
-    if item.get_closest_marker("slow") is None or trace is None:
+    slow, measured = map(item.get_closest_marker, ("slow", "measured"))
+    if slow is None or measured is not None or trace is None:
         return (yield)
     config = os.environ.pop(OF_SUBPROCESSES, None)
     sys.settrace(None)

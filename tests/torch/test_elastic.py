@@ -12,7 +12,7 @@ from pmesh.torch.staging import Target
 from tests.torch.conftest import Programs
 from tests.torch.elastic import WAYS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.measured]
 
 
 @pytest.fixture

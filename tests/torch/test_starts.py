@@ -9,7 +9,7 @@ import torch.distributed as dist
 import pmesh.torch
 from tests.torch.conftest import Programs
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.measured]
 
 
 @pytest.mark.parametrize(
