@@ -182,6 +182,8 @@ def test_the_others_go_on_without_a_killed_agent_whether_it_leads_or_follows(fle
     follows.await_status(lambda status: len(status.view.members) == 2)
 
 
+@pytest.mark.slow
+@pytest.mark.measured
 def test_a_restarted_machine_is_training_again_by_itself(fleet: Fleet) -> None:
     agents = fleet.start_ring("mac-1", "mac-2", "mac-3")
     trainers = [fleet.start_trainer(agent, ELASTIC, "3") for agent in agents]

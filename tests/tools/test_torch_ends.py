@@ -8,6 +8,8 @@ import pytest
 pytest.importorskip("torch")
 
 
+@pytest.mark.slow
+@pytest.mark.measured
 @pytest.mark.timeout(600)
 def test_two_short_trainings_end_well() -> None:
     # A process of its own: it starts one that forks, and must have no threads.

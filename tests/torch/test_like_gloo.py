@@ -7,6 +7,7 @@ import torch
 
 from tests.torch.scenarios import SAME
 
+pytestmark = [pytest.mark.slow, pytest.mark.measured]
 Found = dict[str, list[dict[str, Any]]]
 
 

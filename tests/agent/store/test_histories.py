@@ -66,7 +66,12 @@ async def cut_off_and_back(there: Sharing, rank: int, *, for_s: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 8))]
+    "seed",
+    [
+        *range(2),
+        *(pytest.param(i, marks=[pytest.mark.slow, pytest.mark.measured]) for i in (2, 3)),
+        *(pytest.param(i, marks=pytest.mark.slow) for i in range(4, 8)),
+    ],
 )
 async def test_with_a_majority_all_calls_on_all_sides_are_as_on_one_machine(
     clock: MockClock, seed: int

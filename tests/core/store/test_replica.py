@@ -67,7 +67,16 @@ def holds(world: World) -> bool:
     )
 
 
-@pytest.mark.parametrize("seeds", [range(i, i + 50) for i in range(0, 300, 50)])
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        *(range(i, i + 50) for i in (0, 50)),
+        *(
+            pytest.param(range(i, i + 50), marks=[pytest.mark.slow, pytest.mark.measured])
+            for i in (100, 150, 200, 250)
+        ),
+    ],
+)
 def test_calls_are_as_on_one_machine_whoever_is_lost_and_comes(seeds: range) -> None:
     for seed in seeds:
         assert holds(run(seed)), seed
