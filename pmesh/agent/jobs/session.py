@@ -123,7 +123,7 @@ async def serve_trainer(
     )
     try:
         if request.version != SESSION_VERSION:
-            await refuse(session, "ProtocolVersionMismatch", _other_version(request.version))
+            await refuse(session, "ProtocolVersionMismatch", other_version(request.version))
         elif len(request.job.encode()) > MAX_JOB_BYTES:
             await refuse(session, "UsageError", _too_long(request.job))
         elif await trainer.join():
@@ -140,7 +140,7 @@ def _too_long(job: str) -> str:
     return f"the job's name {job!r} takes {nbytes} bytes in UTF-8, {MAX_JOB_BYTES} are allowed"
 
 
-def _other_version(version: int) -> str:
+def other_version(version: int) -> str:
     return (
         f"the trainer speaks session version {version}, the agent {SESSION_VERSION}: "
         "install the same pmesh for both, then 'pmesh down' and 'pmesh up'"

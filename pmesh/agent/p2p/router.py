@@ -11,6 +11,7 @@ import trio
 
 from pmesh.agent.grants import SAY_EVERY_S, Grants
 from pmesh.agent.jobs.ranks import LocalRank
+from pmesh.agent.jobs.session import other_version
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
 from pmesh.agent.p2p.endpoint import MessageLost, P2PEndpoint, Received
 from pmesh.agent.store.serving import StoreCalls
@@ -126,8 +127,7 @@ async def serve_p2p(
     """Serve a trainer's messages and store calls until it disconnects, with arenas from `share`."""
     rank = room.rank_of(request.job, request.trainer, pid=session.pid)
     if request.version != SESSION_VERSION:
-        text = f"the trainer speaks session version {request.version}, the agent {SESSION_VERSION}"
-        await refuse(session, "ProtocolVersionMismatch", text)
+        await refuse(session, "ProtocolVersionMismatch", other_version(request.version))
         return
     if rank is None:
         text = f"this trainer is not in job {request.job!r}; {COME_BACK}"
