@@ -48,9 +48,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     """Run a slow test, and its programs, without measuring coverage.
 
-    To measure it makes a test three times as slow. What `make test` runs reaches the floors, with a
-    few slow tests that are marked `measured`.
-    pytest-cov has `no_cover` for this. In a worker of xdist it measures twice and stops once.
+    Measuring takes three times as long. The quick tests reach the floors, together with a few slow
+    ones that are marked `measured`. pytest-cov has the mark `no_cover` for this, but in a worker of
+    xdist it begins two measurements, and stops one.
     """
     trace = sys.gettrace()
     slow, measured = map(item.get_closest_marker, ("slow", "measured"))

@@ -10,12 +10,12 @@ from tests.worlds.trainer import until
 from tests.worlds.village import Machine
 
 
-def live_to(machine: Machine, other: Machine) -> Link:
+def link_to(machine: Machine, other: Machine) -> Link:
     return machine.agent.peers.links[other.key.node]
 
 
 def path_to(machine: Machine, other: Machine) -> LivePath:
-    (live,) = live_to(machine, other).paths.values()
+    (live,) = link_to(machine, other).paths.values()
     return live
 
 

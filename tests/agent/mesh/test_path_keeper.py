@@ -24,7 +24,7 @@ from pmesh.core.wire.link import Address, PeerInterface
 from pmesh.errors import PeerUnreachable
 from pmesh.net.links.interfaces import AddressWatch
 from pmesh.net.links.path import Path
-from tests.agent.mesh.paths import live_to, path_set, path_to
+from tests.agent.mesh.paths import link_to, path_set, path_to
 from tests.worlds.trainer import until
 from tests.worlds.village import Machine, village
 
@@ -50,12 +50,12 @@ def events_of(machine: Machine, kind: str) -> list[Event]:
 
 
 async def add_path(machine: Machine, other: Machine) -> LivePath:
-    link = live_to(machine, other)
+    link = link_to(machine, other)
     before = set(link.paths)
     loopback = socket.if_indextoname(1)
     own = LocalAddress(interface=loopback, host="127.0.0.1", prefix_bits=8, kind="wired")
     await machine.agent.peers.dial_way(Way(PathKey("eth1", "eth1"), own, other.address))
-    await until(lambda: len(live_to(other, machine).paths) == len(link.paths))
+    await until(lambda: len(link_to(other, machine).paths) == len(link.paths))
     (new,) = set(link.paths) - before
     return link.paths[new]
 
@@ -67,7 +67,7 @@ async def test_a_switch_to_another_path_is_told_once_the_peer_was_heard_there_wi
     async with village(clock, 2) as here:
         one, two = here.machines
         await trio.sleep(3)
-        old = live_to(one, two).current
+        old = link_to(one, two).current
         assert old is not None
         new = await add_path(one, two)
         await trio.sleep(3)
@@ -80,7 +80,7 @@ async def test_a_switch_to_another_path_is_told_once_the_peer_was_heard_there_wi
         assert event.duration_s is not None
         assert before - heard <= event.duration_s <= trio.current_time() - heard
         assert event.text.startswith(f"mac-1 is reached over {new} after {event.duration_s:.2f} s")
-        assert live_to(one, two).current is new
+        assert link_to(one, two).current is new
         assert event.text in one.lines
 
 
@@ -92,7 +92,7 @@ async def test_of_a_path_that_is_not_used_only_the_log_tells(clock: MockClock) -
         with capture_logs() as log:
             new = await add_path(one, two)
             await new.path.aclose()
-            await until(lambda: len(live_to(two, one).paths) == 1)
+            await until(lambda: len(link_to(two, one).paths) == 1)
         assert {line["event"] for line in log} == {"a path is there", "a path has ended"}
         assert not events_of(one, "path changed")
         assert not events_of(two, "path changed")
@@ -108,13 +108,13 @@ async def test_who_has_lost_its_last_path_is_dialled_at_all_its_addresses(
     async with village(clock, 2) as here:
         one, two = here.machines
         await trio.sleep(1)  # a path that ends sooner has been refused
-        link, lost = live_to(two, one), path_to(two, one)
+        link, lost = link_to(two, one), path_to(two, one)
         monkeypatch.setattr(one.agent.peers, "_dial", dial_in_vain)
         with socket.create_server(("127.0.0.1", 0)) as silent:  # where the pulled cable led
             lost.dialled = Address("127.0.0.1", silent.getsockname()[1]), None
             two.agent.peers._end_path(link, lost, "it is silent")  # noqa: SLF001
             await until(lambda: path_set(two, one) not in (set(), {lost}))
-        assert live_to(two, one) is link
+        assert link_to(two, one) is link
         assert not any("is gone" in line for line in one.lines + two.lines)
 
 
@@ -166,7 +166,7 @@ async def test_a_new_connection_goes_over_the_best_path_whoever_dialled_it(
 
     async with village(clock, 2) as here:
         one, two = here.machines
-        link, accepted = live_to(one, two), path_to(one, two)
+        link, accepted = link_to(one, two), path_to(one, two)
         await trio.sleep(1)  # by then it is steady
         assert accepted.dialled is None
         slow = replace(
@@ -190,7 +190,7 @@ async def test_lanes_leave_a_path_of_a_worse_kind_when_a_better_one_is_taken(
     left: list[set[str]] = []
     async with village(clock, 2) as here:
         one, two = here.machines
-        link, cable = live_to(one, two), path_to(one, two)
+        link, cable = link_to(one, two), path_to(one, two)
 
         def path_failed(ours: frozenset[str], _: frozenset[str], *, outranked: bool) -> None:
             assert outranked
@@ -212,7 +212,7 @@ async def test_a_path_that_carries_far_less_than_it_claims_is_left_for_one_that_
     async with village(clock, 2) as here:
         one, two = here.machines
         await trio.sleep(3)
-        link = live_to(one, two)
+        link = link_to(one, two)
         old, new = link.current, await add_path(one, two)
         assert old is not None
         for live, carried_mbit_s in ((old, 94), (new, 180)):
@@ -224,7 +224,7 @@ async def test_a_path_that_carries_far_less_than_it_claims_is_left_for_one_that_
         new.bandwidth.note(190, "probe")
         await until(lambda: link.current is new)
         assert link.carriers()[0] is new
-        theirs = live_to(two, one)  # it has measured nothing, but was told
+        theirs = link_to(two, one)  # it has measured nothing, but was told
         for path in theirs.paths.values():
             path.speed_mbit_s = 1000
         await until(lambda: theirs.current is theirs.paths[new.key])

@@ -24,7 +24,7 @@ from pmesh.core.wire.link import (
 from pmesh.errors import NodeKeyCopied, PeerUnreachable, PmeshError
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, OpNumber, TrainerId, short_node
 from pmesh.net.links.dialer import dial
-from tests.agent.mesh.paths import close_path, live_to, path_set, path_to
+from tests.agent.mesh.paths import close_path, link_to, path_set, path_to
 from tests.worlds.builders import make_roster, make_view
 from tests.worlds.trainer import together, until
 from tests.worlds.village import Machine, Village, village
@@ -57,9 +57,9 @@ async def test_a_link_that_ends_is_dialled_again_and_nobody_is_gone(clock: MockC
         epoch = one.agent.membership.view.epoch
         for machine, other in ((one, two), (two, one)):
             await trio.sleep(1)  # a link that ends sooner has been refused
-            link = live_to(machine, other)
+            link = link_to(machine, other)
             await close_path(machine, other)
-            assert live_to(machine, other) is link
+            assert link_to(machine, other) is link
         await trio.sleep(3)
         assert one.agent.membership.view.epoch == epoch
 
@@ -153,7 +153,7 @@ async def test_a_silent_peer_is_gone_after_two_seconds(clock: MockClock) -> None
     async with village(clock, 2) as here:
         one, two = here.machines
         began = trio.current_time()
-        live_to(two, one).send = deaf  # type: ignore[method-assign]
+        link_to(two, one).send = deaf  # type: ignore[method-assign]
         await until(lambda: any("mac-1 is gone: silent for 2" in line for line in one.lines))
         assert 1.9 < trio.current_time() - began < 3
 
@@ -171,7 +171,7 @@ async def test_a_peer_that_is_dropped_without_a_link_is_lost_all_the_same(
 async def test_a_peer_that_breaks_the_protocol_is_dropped_and_shown(clock: MockClock) -> None:
     async with village(clock, 2) as here:
         one, two = here.machines
-        link = live_to(two, one)
+        link = link_to(two, one)
         link.send(link.peer)
         gone = "mac-1 is gone: it broke the protocol: "
         await until(lambda: any(line.startswith(gone) for line in one.lines))
@@ -182,11 +182,11 @@ async def test_a_peer_that_breaks_the_protocol_is_dropped_and_shown(clock: MockC
 async def test_the_end_of_a_link_that_was_replaced_loses_nobody(clock: MockClock) -> None:
     async with village(clock, 2) as here:
         one, two = here.machines
-        old = live_to(one, two)
+        old = link_to(one, two)
         new = Link(path_to(one, two), contain=one.agent._containment.contain)  # noqa: SLF001
         one.agent.peers.links[two.key.node] = new
         one.agent.peers._end(old, "it was restarted")  # noqa: SLF001 - a late redial's finding
-        assert live_to(one, two) is new
+        assert link_to(one, two) is new
         assert len(one.names) == 2
         assert not any("is gone" in line for line in one.lines)
 
@@ -261,7 +261,7 @@ async def test_names_and_messages_for_members_without_a_link(clock: MockClock) -
         assert not peers.we_dialled(stranger)
         epoch = Epoch(1, stranger.node, Incarnation(1))
         ask = AskResult(JobName("x"), epoch, 1, OpNumber(0), TrainerId(0), TrainerId(1))
-        live_to(one, two).send(ask)  # of a job that nobody knows
+        link_to(one, two).send(ask)  # of a job that nobody knows
         peers.send(stranger, ask)
         peers.send(old, ask)  # of an incarnation that is gone
         with pytest.raises(PeerUnreachable, match="no path to"):
@@ -304,7 +304,7 @@ async def test_what_no_honest_member_would_send_is_answered_by_a_ban_that_grows(
     async with village(clock, 2) as here:
         one, two = here.machines
         for _ in range(3):
-            liar = live_to(two, one)
+            liar = link_to(two, one)
             liar.send(Commit(two.agent.membership.view, ()))
             await until(lambda: not links_in_use(one))
             gone_at = trio.current_time()
@@ -340,7 +340,7 @@ async def test_an_error_of_ours_ends_one_link_and_the_agent_goes_on(
             heard(member, message)
 
         monkeypatch.setattr(one.agent.membership, "receive", stumble)
-        live_to(two, one).send(AskView(two.agent.membership.view.epoch))
+        link_to(two, one).send(AskView(two.agent.membership.view.epoch))
         await until(lambda: two.key.node not in links_in_use(one))
         assert three.key.node in links_in_use(one)
         assert [line for line in one.lines if "internal error" in line or "inside pmesh" in line]
@@ -444,11 +444,11 @@ async def test_a_redial_that_meets_another_incarnation_is_a_restart(clock: MockC
 async def newcomer_before_the_old_link_has_ended(here: Village) -> Machine:
     """The second machine is frozen, and its next process has just met the first."""
     one, two = here.machines
-    live_to(two, one).send = deaf  # type: ignore[method-assign]
+    link_to(two, one).send = deaf  # type: ignore[method-assign]
     again = here.new_machine("again", peers=[one.address], key=two.key)
     await again.start()
     await until(lambda: one.key.node in again.agent.peers.links)
-    assert live_to(one, two).peer.name == "mac-1"  # which may still show that it lives
+    assert link_to(one, two).peer.name == "mac-1"  # which may still show that it lives
     return again
 
 
@@ -485,11 +485,11 @@ async def test_a_message_that_is_too_large_is_our_own_error_and_the_link_stays(
 ) -> None:
     async with village(clock, 2) as here:
         one, two = here.machines
-        link, me = live_to(one, two), one.agent.membership.state.me
+        link, me = link_to(one, two), one.agent.membership.state.me
         too_large = TellView(make_view(1, me, rosters=[make_roster(*[me] * 4000)]))
         link.send(too_large)
         await here.job(one, two)
-        assert live_to(one, two) is link
+        assert link_to(one, two) is link
         (event,) = [e for e in events_of(one) if e.kind == "internal error"]
         assert event.text.startswith(f"a message to {two.settings.name} ended with an error")
         assert "a TellView of" in event.text

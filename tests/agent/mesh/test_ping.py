@@ -12,7 +12,7 @@ from pmesh.core.links.addresses import LocalAddress
 from pmesh.core.links.paths import RELAYED, PathKey, Way
 from pmesh.core.wire.session import AskPing, Pinged, Refused, WayTried
 from pmesh.errors import PeerUnreachable
-from tests.agent.mesh.paths import build_wall, live_to, reached_over
+from tests.agent.mesh.paths import build_wall, link_to, reached_over
 from tests.worlds.trainer import Trainer, until
 from tests.worlds.village import Machine, village
 
@@ -49,7 +49,7 @@ async def test_a_path_that_is_there_is_asked_for_its_round_trip(clock: MockClock
             assert way.address.startswith("127.0.0.1:")
             used = Pinged(interface=way.interface, remote=way.remote, why="no other way answers")
             assert pinged == used
-        assert len(live_to(one, two).paths) == 1
+        assert len(link_to(one, two).paths) == 1
 
 
 async def test_a_way_that_answers_stays_as_a_path(
@@ -57,7 +57,7 @@ async def test_a_way_that_answers_stays_as_a_path(
 ) -> None:
     async with village(clock, 2) as here:
         one, two = here.machines
-        way, link = offer_a_way(two, monkeypatch), live_to(one, two)
+        way, link = offer_a_way(two, monkeypatch), link_to(one, two)
         (live,) = link.paths.values()
         live.key, live.speed_mbit_s = way.key, 1000
         link.paths.clear()
@@ -107,7 +107,7 @@ async def test_a_link_local_way_to_an_end_that_has_not_answered_is_shown(
 ) -> None:
     async with village(clock, 2) as here:
         one, two = here.machines
-        (key,) = live_to(one, two).paths
+        (key,) = link_to(one, two).paths
         local = replace(CABLE, host="fe80::1", prefix_bits=64)
 
         async def vanish(_: Way) -> None:
@@ -164,7 +164,7 @@ async def test_a_machine_without_a_link_is_refused(clock: MockClock) -> None:
 async def test_a_link_between_two_paths_uses_none(clock: MockClock) -> None:
     async with village(clock, 2) as here:
         one, two = here.machines
-        link = live_to(one, two)
+        link = link_to(one, two)
         link._current = None  # noqa: SLF001 - as while V6 dials again
         _, pinged = await ping(one, "mac-1")
         assert pinged == Pinged()
@@ -175,7 +175,7 @@ async def test_a_relayed_path_has_no_address(clock: MockClock) -> None:
         _, one, other = here.machines
         await trio.sleep(1)
         build_wall(one, other)
-        (live,) = live_to(one, other).paths.values()
+        (live,) = link_to(one, other).paths.values()
         await live.path.aclose()
         await until(lambda: reached_over(one, other) == reached_over(other, one) == RELAYED)
         for machine, name in ((one, other.settings.name), (other, one.settings.name)):

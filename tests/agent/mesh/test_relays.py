@@ -1,7 +1,6 @@
 """Agents of which two can't reach each other, but both reach a third."""
 
 import itertools
-from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -9,49 +8,16 @@ import trio
 from trio.testing import MockClock
 
 from pmesh.agent.mesh import probing
-from pmesh.agent.mesh.links import Link, LivePath
+from pmesh.agent.mesh.links import LivePath
 from pmesh.agent.mesh.relays import LINGER_S, MAX_OPENING, RELAY_AFTER_S
-from pmesh.core.links.addresses import BoundAddress
 from pmesh.core.links.health import LONGEST_SILENCE_S
 from pmesh.core.links.paths import LONGEST_RELAYED_S, RELAYED
 from pmesh.core.links.relaying import MAX_RELAYED, WINDOW_BYTES, Onward
 from pmesh.core.wire.link import MAX_RELAYED_BYTES, Relay
-from pmesh.errors import PeerUnreachable
 from pmesh.ids import Incarnation, Member, NodeId
-from pmesh.net.links.path import Path
+from tests.agent.mesh.paths import build_wall, link_to, reached_over
 from tests.worlds.trainer import until
 from tests.worlds.village import Machine, village
-
-
-def link_to(machine: Machine, other: Machine) -> Link:
-    return machine.agent.peers.links[other.key.node]
-
-
-def reached_over(machine: Machine, other: Machine) -> str | None:
-    """The kind of the path over which messages go; None if there is no link."""
-    link = machine.agent.peers.links.get(other.key.node)
-    return None if link is None or link.current is None else link.current.kind
-
-
-def build_wall(one: Machine, other: Machine) -> Callable[[], None]:
-    """Neither can dial the other, until what is returned is called."""
-    dials = {machine: machine.agent.peers._dial for machine in (one, other)}  # noqa: SLF001
-
-    def refuse(machine: Machine, far: Machine) -> None:
-        async def dial(addresses: tuple[BoundAddress, ...]) -> tuple[Path, BoundAddress]:
-            if any(address.port == far.port for address, _ in addresses):
-                raise PeerUnreachable("there is a wall")
-            return await dials[machine](addresses)
-
-        machine.agent.peers._dial = dial  # type: ignore[method-assign]  # noqa: SLF001
-
-    def break_down() -> None:
-        for machine, dial in dials.items():
-            machine.agent.peers._dial = dial  # type: ignore[method-assign]  # noqa: SLF001
-
-    refuse(one, other)
-    refuse(other, one)
-    return break_down
 
 
 def swallow(live: LivePath) -> None:
