@@ -21,24 +21,13 @@ from pmesh.core.views.state import (
     heartbeat_of,
     is_vouched_for,
 )
+from pmesh.core.wire.channels import ForRanks
+from pmesh.core.wire.control import LinkMessage
+from pmesh.core.wire.lanes import AskResult, OfferLane, RestLane, Splice
 from pmesh.core.wire.launches import LaunchMessage
-from pmesh.core.wire.link import (
-    PROTOCOL_VERSION,
-    AgreementMessage,
-    AskResult,
-    Commit,
-    ForRanks,
-    Heartbeat,
-    Hello,
-    KnownPeers,
-    LinkMessage,
-    MeasuredEdge,
-    OfferLane,
-    Relay,
-    RestLane,
-    Splice,
-    TellView,
-)
+from pmesh.core.wire.link import PROTOCOL_VERSION, Hello, KnownPeers
+from pmesh.core.wire.relays import Relay
+from pmesh.core.wire.views import AgreementMessage, Commit, Heartbeat, MeasuredEdge, TellView
 from pmesh.ids import Epoch, Incarnation, Member, NodeId, OpNumber
 from simulation import ops
 from simulation.healing import Healing

@@ -4,7 +4,7 @@ from random import Random
 
 from pmesh.core.values import Terms
 from pmesh.core.views.ring import UNKNOWN
-from pmesh.core.wire.link import MeasuredEdge
+from pmesh.core.wire.views import MeasuredEdge
 from pmesh.ids import JobName
 from simulation.network import Conditions
 from simulation.ops import OP_TIMEOUT_S

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from pmesh.core.ops.kinds import BOUND_KINDS
 from pmesh.core.values import OpOutcome, Roster, Trainer, Verdict, View
 from pmesh.core.views.outcomes import outcome_of
-from pmesh.core.wire.link import AskResult
+from pmesh.core.wire.lanes import AskResult
 from pmesh.ids import Epoch, JobName, Member, OpNumber
 from simulation.lane_messages import OpResult
 from simulation.network import Timeline

@@ -5,7 +5,7 @@ from typing import TypeAlias
 import msgspec
 
 from pmesh.core.values import Roster
-from pmesh.core.wire.link import Call
+from pmesh.core.wire.calls import Call
 from pmesh.ids import Epoch, JobName, Member, OpNumber, TrainerId
 
 

@@ -7,7 +7,8 @@ import msgspec
 
 from pmesh.core.links import health
 from pmesh.core.links.health import WIRED, Condition, Health
-from pmesh.core.wire.link import Heartbeat, LinkMessage
+from pmesh.core.wire.control import LinkMessage
+from pmesh.core.wire.views import Heartbeat
 from pmesh.ids import Member
 from simulation.lane_messages import LaneMessage
 from simulation.network import Network

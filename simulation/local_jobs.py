@@ -9,7 +9,8 @@ from pmesh.core.jobs.attempt import timed_out
 from pmesh.core.jobs.jobs import JobsState
 from pmesh.core.values import Roster, Terms, Trainer, Verdict, View
 from pmesh.core.views.state import Facts
-from pmesh.core.wire.link import AskResult, Heartbeat
+from pmesh.core.wire.lanes import AskResult
+from pmesh.core.wire.views import Heartbeat
 from pmesh.ids import JobName, Member, OpNumber
 from simulation import ops
 from simulation.lane_messages import LaneMessage, age

@@ -10,7 +10,8 @@ from typing import assert_never
 from pmesh.core.jobs import attempt as attempts
 from pmesh.core.jobs.attempt import Fail, Failed, Fetch, ReportLate, RequestView, Run, Wait
 from pmesh.core.values import OpOutcome, Verdict
-from pmesh.core.wire.link import AskResult, Call
+from pmesh.core.wire.calls import Call
+from pmesh.core.wire.lanes import AskResult
 from pmesh.ids import Member, OpNumber
 from simulation.invariants import Violation
 from simulation.lane_messages import LaneMessage, OpResult, Retained, Token

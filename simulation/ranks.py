@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from pmesh.core.jobs.attempt import OpState
 from pmesh.core.jobs.rank import RankState
 from pmesh.core.values import Roster, Trainer, Verdict
-from pmesh.core.wire.link import Call
+from pmesh.core.wire.calls import Call
 from pmesh.ids import OpNumber, TrainerId
 from simulation.lane_messages import OpResult, Token
 

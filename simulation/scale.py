@@ -18,14 +18,8 @@ from pmesh.core.views import agreement, leader
 from pmesh.core.views.leader import ring_order
 from pmesh.core.views.ring import measure_costs
 from pmesh.core.views.state import Facts, Peer
-from pmesh.core.wire.link import (
-    Commit,
-    Heartbeat,
-    LinkMessage,
-    MeasuredEdge,
-    decode_untrusted,
-    encode,
-)
+from pmesh.core.wire.control import LinkMessage, decode_untrusted, encode
+from pmesh.core.wire.views import Commit, Heartbeat, MeasuredEdge
 from pmesh.ids import Epoch, JobName
 from simulation.agents import HEARTBEAT_S, Agent
 from simulation.cluster import Cluster

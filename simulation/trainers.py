@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pmesh.core.jobs.jobs import LEFT
 from pmesh.core.values import Terms, Verdict
-from pmesh.core.wire.link import Call
+from pmesh.core.wire.calls import Call
 from pmesh.ids import JobName, OpNumber
 from simulation import ops
 from simulation.local_jobs import LocalJobs, WaitingTrainer

@@ -24,7 +24,7 @@ import cyclopts
 import numpy as np
 import trio
 
-from pmesh.core.wire.link import OfferLane
+from pmesh.core.wire.lanes import OfferLane
 from pmesh.ids import Epoch, Incarnation, JobName, NodeId, TrainerId
 from pmesh.net.lanes.lane import WAKE_UP_BYTES, Lane
 from pmesh.net.lanes.multipath import Facts, MultipathLane

@@ -56,6 +56,7 @@ from pmesh.core.identity.keys import AdvertisementKey, MeshKey, NodeKey
 from pmesh.core.identity.names import sign_name
 from pmesh.core.links.addresses import announced_addresses, announced_interfaces
 from pmesh.core.values import View
+from pmesh.core.wire.lanes import AskResult, OfferLane, RestLane, Splice
 from pmesh.core.wire.launches import (
     AskHosts,
     AskLaunches,
@@ -65,15 +66,7 @@ from pmesh.core.wire.launches import (
     Launch,
     LaunchMessage,
 )
-from pmesh.core.wire.link import (
-    PROTOCOL_VERSION,
-    AskResult,
-    Hello,
-    OfferLane,
-    RestLane,
-    Splice,
-    StorePart,
-)
+from pmesh.core.wire.link import PROTOCOL_VERSION, Hello
 from pmesh.core.wire.session import (
     AskEvents,
     AskMachines,
@@ -88,6 +81,7 @@ from pmesh.core.wire.session import (
     StopAgent,
     Stopping,
 )
+from pmesh.core.wire.store import StorePart
 from pmesh.errors import ConfigError, PmeshError, PortTaken, ProtocolError, UsageError
 from pmesh.home_paths import socket_path
 from pmesh.ids import Incarnation, Member, node_text, path_name

@@ -16,7 +16,7 @@ from pmesh.client.collective.bucketed import LastOp
 from pmesh.client.elastic.place import Place
 from pmesh.client.session.session import TrainerSession, exchange_rows
 from pmesh.client.trees.arrays import digest
-from pmesh.core.wire.link import Call
+from pmesh.core.wire.calls import Call
 from pmesh.errors import (
     AgentStopped,
     GroupBroken,

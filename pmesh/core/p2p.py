@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
-from pmesh.core.wire.link import EAGER_BYTES, Envelope
+from pmesh.core.wire.calls import Envelope
+from pmesh.core.wire.p2p import EAGER_BYTES
 from pmesh.ids import TrainerId
 
 MAX_KEPT = 256  # messages of a pair not yet received; a receiver notes as many

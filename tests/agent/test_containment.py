@@ -16,7 +16,7 @@ from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.lanes import rendezvous
 from pmesh.agent.p2p import router
 from pmesh.agent.run import Agent
-from pmesh.core.wire.link import OfferLane
+from pmesh.core.wire.lanes import OfferLane
 from pmesh.core.wire.session import (
     SESSION_VERSION,
     AskStatus,

@@ -31,8 +31,8 @@ from pmesh.agent.events import (
 from pmesh.agent.schema import json_schema
 from pmesh.core.jobs.jobs import LEFT
 from pmesh.core.values import OpOutcome, Primary, Roster, Seat, Terms, Trainer, Verdict, View
-from pmesh.core.wire.link import RELAYED, MeasuredEdge
 from pmesh.core.wire.session import MAX_SESSION_MESSAGE_BYTES, Events, encode
+from pmesh.core.wire.views import RELAYED, MeasuredEdge
 from pmesh.errors import UsageError
 from pmesh.ids import (
     Epoch,

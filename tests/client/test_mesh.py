@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import pmesh
-from pmesh.core.wire.link import Call
+from pmesh.core.wire.calls import Call
 from pmesh.ids import OpNumber, Rank
 from tests.worlds.watched_agent import WatchedAgent, run_ranks
 

@@ -10,7 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pmesh.core import p2p
 from pmesh.core.p2p import EAGER_ROOM_BYTES, MAX_KEPT, Inbox, Outbox, Transfer, Wanted
-from pmesh.core.wire.link import EAGER_BYTES, AnnounceMessage, Envelope, MessageAddress
+from pmesh.core.wire.calls import Envelope
+from pmesh.core.wire.p2p import EAGER_BYTES, AnnounceMessage, MessageAddress
 from pmesh.ids import JobName, TrainerId
 from tests.worlds.builders import make_epoch
 

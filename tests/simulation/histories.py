@@ -13,7 +13,9 @@ import msgspec
 
 from pmesh.core.links.health import DEAF, WIRED
 from pmesh.core.values import Terms, Verdict
-from pmesh.core.wire.link import AskResult, Call, Commit, Heartbeat
+from pmesh.core.wire.calls import Call
+from pmesh.core.wire.lanes import AskResult
+from pmesh.core.wire.views import Commit, Heartbeat
 from pmesh.ids import Epoch, JobName, OpNumber, TrainerId
 from simulation import ops
 from simulation.agents import DOUBT_S, Agent

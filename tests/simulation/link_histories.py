@@ -2,7 +2,7 @@
 
 from pmesh.core.links.health import LONGEST_SILENCE_S, WIRED
 from pmesh.core.values import Verdict
-from pmesh.core.wire.link import MeasuredEdge
+from pmesh.core.wire.views import MeasuredEdge
 from pmesh.ids import TrainerId
 from simulation.agents import Agent
 from simulation.cluster import Cluster

@@ -32,7 +32,7 @@ from pmesh.core.views import (
 from pmesh.core.views.agreement import StallGuard
 from pmesh.core.views.op_log import Ledger
 from pmesh.core.views.state import Fence, Install, MemberState, Peer, Step
-from pmesh.core.wire.link import Propose
+from pmesh.core.wire.views import Propose
 from pmesh.ids import Epoch, Incarnation, Member
 from simulation import lane_messages, ops
 from simulation.agents import Agent

@@ -7,7 +7,7 @@ import pytest
 
 from pmesh.core.jobs.call_count import COMPARE, MOST_COMPARED, CallCount
 from pmesh.core.values import Verdict
-from pmesh.core.wire.link import Call
+from pmesh.core.wire.calls import Call
 from pmesh.ids import OpNumber
 from simulation import ops
 from simulation.lane_messages import OpResult

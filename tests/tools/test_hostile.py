@@ -9,7 +9,8 @@ from zeroconf._protocol.incoming import DNSIncoming
 from pmesh.core.identity import advertisement as adverts
 from pmesh.core.identity.keys import AdvertisementKey
 from pmesh.core.values import Primary, Roster, Seat, Trainer, View
-from pmesh.core.wire.link import Commit, Heartbeat, LinkMessage, Propose, encode
+from pmesh.core.wire.control import LinkMessage, encode
+from pmesh.core.wire.views import Commit, Heartbeat, Propose
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, Slot, TrainerId
 from tests.worlds.builders import unsigned
 from tools.hostile.liar import TWISTS, Liar, Twist

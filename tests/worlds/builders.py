@@ -15,8 +15,8 @@ from pmesh.core.values import (
 )
 from pmesh.core.views.ring import UNKNOWN
 from pmesh.core.views.state import MemberState, Peer
-from pmesh.core.wire.link import (
-    Call,
+from pmesh.core.wire.calls import Call
+from pmesh.core.wire.views import (
     Flushed,
     Heartbeat,
     JobReport,

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from pmesh.core.ops.plan import RankPlan
 from pmesh.core.ops.reductions import Values
-from pmesh.core.wire.link import OfferLane
+from pmesh.core.wire.lanes import OfferLane
 from pmesh.core.wire.records import OVERHEAD_BYTES, RecordHeader
 from pmesh.ids import Epoch, Incarnation, JobName, NodeId, TrainerId
 from pmesh.net.lanes.executor import run_plan

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from pmesh.core.jobs.rank import RankState
 from pmesh.core.values import OpOutcome, Primary, Roster, Trainer, Verdict
-from pmesh.core.wire.link import Call
+from pmesh.core.wire.calls import Call
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, OpNumber, Slot, TrainerId
 from tests.worlds.builders import unsigned
 

@@ -16,8 +16,8 @@ from msgspec.structs import replace
 
 from pmesh.core.ops.reductions import WIRE_DTYPES, Values
 from pmesh.core.values import Terms, Verdict
+from pmesh.core.wire.calls import Call
 from pmesh.core.wire.framing import FrameReader, frame
-from pmesh.core.wire.link import Call
 from pmesh.core.wire.session import (
     ENTERS,
     MAX_SESSION_MESSAGE_BYTES,

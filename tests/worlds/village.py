@@ -18,7 +18,8 @@ from pmesh.agent.config import Listen, Settings
 from pmesh.agent.run import Agent
 from pmesh.core.identity.keys import MeshKey, NodeKey
 from pmesh.core.values import Terms
-from pmesh.core.wire.link import Address, OfferLane, Splice
+from pmesh.core.wire.lanes import OfferLane, Splice
+from pmesh.core.wire.link import Address
 from pmesh.errors import NetworkError
 from pmesh.ids import Member
 from pmesh.net.lanes.lane import Lane

@@ -18,7 +18,7 @@ from pmesh.core.ops.kinds import KINDS, extent_of
 from pmesh.core.ops.plan import RankPlan
 from pmesh.core.ops.reductions import WIRE_DTYPES, Values
 from pmesh.core.values import Terms, Verdict
-from pmesh.core.wire.link import Call
+from pmesh.core.wire.calls import Call
 from pmesh.core.wire.session import OpDone, OpFailed, StartOp
 from pmesh.ids import OpNumber
 from tests.worlds.trainer import OpError, Trainer, together, until

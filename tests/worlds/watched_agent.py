@@ -21,8 +21,8 @@ from pmesh.agent.containment import Contain
 from pmesh.agent.jobs.driver import Jobs
 from pmesh.agent.jobs.session import serve_trainer
 from pmesh.core.values import Verdict
+from pmesh.core.wire.calls import Call
 from pmesh.core.wire.framing import frame
-from pmesh.core.wire.link import Call
 from pmesh.core.wire.session import (
     ENTERS,
     ArenaGranted,

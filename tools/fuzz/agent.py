@@ -25,21 +25,15 @@ from pmesh.agent.mesh.links import Link
 from pmesh.cli import main
 from pmesh.core.links.delivery import PREFIX_BYTES, Packet
 from pmesh.core.values import View
+from pmesh.core.wire.channels import MAX_MESSAGE_BYTES
+from pmesh.core.wire.control import LinkMessage, PathMessage, decode_untrusted
 from pmesh.core.wire.launches import (
     MAX_OUTPUT_BYTES,
     LaunchPrepared,
     PrepareLaunch,
     RankOutput,
 )
-from pmesh.core.wire.link import (
-    MAX_MESSAGE_BYTES,
-    Commit,
-    Heartbeat,
-    LinkMessage,
-    PathMessage,
-    TellView,
-    decode_untrusted,
-)
+from pmesh.core.wire.views import Commit, Heartbeat, TellView
 from pmesh.errors import ProtocolError
 from pmesh.ids import NodeId, node_text
 from tools.fuzz.claims import choose_claims

@@ -5,7 +5,8 @@ from random import Random
 from typing import Any, TypeAlias
 
 from pmesh.core.values import Verdict, View
-from pmesh.core.wire.link import MAX_ENTRIES, MAX_MESSAGE_BYTES, ViewRequest, Waiting
+from pmesh.core.wire.channels import MAX_ENTRIES, MAX_MESSAGE_BYTES
+from pmesh.core.wire.views import ViewRequest, Waiting
 from pmesh.ids import JobName, Member, OpNumber, Slot
 
 LONGEST_TEXTS = 3  # of 64 KiB, in one frame; more of them are shorter

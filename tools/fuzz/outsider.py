@@ -26,6 +26,7 @@ from pmesh.core.identity.certificates import issue_credentials
 from pmesh.core.identity.keys import MeshKey, NodeKey, mesh_key_from_text
 from pmesh.core.identity.names import sign_name
 from pmesh.core.links.delivery import PREFIX_BYTES, pack
+from pmesh.core.wire.lanes import OfferLane, Splice
 from pmesh.core.wire.launches import (
     BeginRanks,
     Command,
@@ -37,19 +38,16 @@ from pmesh.core.wire.launches import (
 )
 from pmesh.core.wire.link import (
     MAX_HELLO_BYTES,
-    MAX_STORE_PART_BYTES,
     PROTOCOL_VERSION,
     Address,
-    Heartbeat,
     Hello,
     KnownPeers,
     Leaving,
-    OfferLane,
-    Relay,
-    Splice,
-    StorePart,
 )
 from pmesh.core.wire.records import Preamble, encode_preamble
+from pmesh.core.wire.relays import Relay
+from pmesh.core.wire.store import MAX_STORE_PART_BYTES, StorePart
+from pmesh.core.wire.views import Heartbeat
 from pmesh.errors import PmeshError
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, TrainerId, path_name
 from pmesh.net.lanes.opening import dial_lane

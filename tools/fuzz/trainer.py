@@ -17,9 +17,9 @@ import msgspec
 import trio
 
 from pmesh.core.wire import store
+from pmesh.core.wire.calls import Call, Envelope
 from pmesh.core.wire.framing import FrameReader, frame
 from pmesh.core.wire.launches import AskLaunches
-from pmesh.core.wire.link import Call, Envelope
 from pmesh.core.wire.session import (
     ENTERS,
     MAX_REQUEST_BYTES,

@@ -25,7 +25,8 @@ from pmesh.core.identity.certificates import issue_credentials
 from pmesh.core.identity.keys import AdvertisementKey, MeshKey, NodeKey, mesh_key_from_text
 from pmesh.core.identity.names import sign_name
 from pmesh.core.values import SignedName
-from pmesh.core.wire.link import PROTOCOL_VERSION, Address, Heartbeat, Hello, KnownPeers, Leaving
+from pmesh.core.wire.link import PROTOCOL_VERSION, Address, Hello, KnownPeers, Leaving
+from pmesh.core.wire.views import Heartbeat
 from pmesh.ids import Epoch, Incarnation, Member, NodeId
 from pmesh.net.links.path import Path as Link
 from pmesh.net.links.path import shake_hands

@@ -15,12 +15,11 @@ from pmesh.core.identity.keys import NodeKey
 from pmesh.core.identity.names import sign_name
 from pmesh.core.links.delivery import Packet
 from pmesh.core.values import Roster, Seat, SignedName, Trainer, View
-from pmesh.core.wire.link import (
+from pmesh.core.wire.control import LinkMessage, PathMessage
+from pmesh.core.wire.views import (
     AskToJoin,
     Commit,
     Heartbeat,
-    LinkMessage,
-    PathMessage,
     Propose,
     Refuse,
     Superseded,

@@ -22,8 +22,9 @@ from pmesh.core.jobs.speed import Speed
 from pmesh.core.links.health import WIRED
 from pmesh.core.values import Roster, Trainer, View
 from pmesh.core.views.state import Facts
-from pmesh.core.wire.link import AskResult, Heartbeat, RankProgress, RestLane
+from pmesh.core.wire.lanes import AskResult, RestLane
 from pmesh.core.wire.session import Connect
+from pmesh.core.wire.views import Heartbeat, RankProgress
 from pmesh.ids import Epoch, JobName, Member, TrainerId
 from pmesh.net.sessions.arena_pools import SessionArenas
 from pmesh.net.sessions.processes import ProcessExits

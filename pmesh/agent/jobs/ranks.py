@@ -11,7 +11,8 @@ from pmesh.core.jobs.jobs import LEFT
 from pmesh.core.jobs.rank import Fence, RankState
 from pmesh.core.jobs.speed import OwnTime
 from pmesh.core.values import Roster, Trainer, Verdict
-from pmesh.core.wire.link import Call, KnownPrimary
+from pmesh.core.wire.calls import Call
+from pmesh.core.wire.views import KnownPrimary
 from pmesh.ids import OpNumber, TrainerId
 from pmesh.net.lanes.lane import Lane, Pace
 from pmesh.net.lanes.ring import RingPosition

@@ -10,7 +10,8 @@ from pmesh.agent.jobs.ranks import LocalRank, Result
 from pmesh.agent.lanes.rendezvous import LaneEnd
 from pmesh.core.jobs.attempt import ASK_AGAIN_S
 from pmesh.core.values import OpOutcome
-from pmesh.core.wire.link import AskResult, Call
+from pmesh.core.wire.calls import Call
+from pmesh.core.wire.lanes import AskResult
 from pmesh.core.wire.records import fingerprint
 from pmesh.errors import LaneBroken
 from pmesh.ids import Member, OpNumber

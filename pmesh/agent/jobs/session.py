@@ -22,7 +22,6 @@ from pmesh.core.jobs.jobs import LEFT
 from pmesh.core.jobs.rank import COME_BACK
 from pmesh.core.ops.kinds import ring_codec_name
 from pmesh.core.values import MAX_JOB_BYTES, Verdict
-from pmesh.core.wire.link import Waiting
 from pmesh.core.wire.session import (
     ENTERS,
     SESSION_VERSION,
@@ -41,6 +40,7 @@ from pmesh.core.wire.session import (
     WantArena,
     World,
 )
+from pmesh.core.wire.views import Waiting
 from pmesh.errors import ProtocolError
 from pmesh.ids import JobName, OpNumber, TrainerId
 from pmesh.net.sessions.arena_pools import IDLE_S, ArenaShare, SessionArenas

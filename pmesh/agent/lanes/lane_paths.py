@@ -16,7 +16,7 @@ import trio
 
 from pmesh.agent.containment import Tasks
 from pmesh.agent.lanes.splices import Reach
-from pmesh.core.wire.link import OfferLane
+from pmesh.core.wire.lanes import OfferLane
 from pmesh.core.wire.records import Preamble
 from pmesh.errors import LaneBroken, NetworkError
 from pmesh.ids import Member

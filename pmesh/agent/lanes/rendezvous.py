@@ -19,7 +19,7 @@ import trio
 from pmesh.agent.containment import Tasks
 from pmesh.agent.lanes.lane_paths import LanePaths
 from pmesh.agent.lanes.splices import Reach, Splices
-from pmesh.core.wire.link import OfferLane, Splice
+from pmesh.core.wire.lanes import OfferLane, Splice
 from pmesh.core.wire.records import LANE_ID_BYTES, decode_preamble_untrusted
 from pmesh.errors import LaneBroken, NetworkError
 from pmesh.ids import Epoch, JobName, Member, TrainerId

@@ -17,7 +17,7 @@ from typing import Protocol
 import trio
 
 from pmesh.agent.containment import Tasks
-from pmesh.core.wire.link import OfferLane, Splice
+from pmesh.core.wire.lanes import OfferLane, Splice
 from pmesh.core.wire.records import (
     LANE_ID_BYTES,
     PREAMBLE_BYTES,

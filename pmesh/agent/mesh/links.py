@@ -15,7 +15,8 @@ from pmesh.core.links.addresses import BoundAddress, LocalAddress, interface_of
 from pmesh.core.links.delivery import Delivery, Packet
 from pmesh.core.links.health import WIFI, WIRED, Health, Thresholds
 from pmesh.core.links.paths import Flaps, PathKey, PathState, Way
-from pmesh.core.wire.link import Address, Hello, LinkMessage, PathMessage, PeerInterface, encode
+from pmesh.core.wire.control import LinkMessage, PathMessage, encode
+from pmesh.core.wire.link import Address, Hello, PeerInterface
 from pmesh.core.wire.probes import AskProbe, Ping, Pong, Probe
 from pmesh.errors import NodeKeyCopied, PeerUnreachable
 from pmesh.ids import Incarnation, Member, NodeId, short_node

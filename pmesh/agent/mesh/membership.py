@@ -34,14 +34,8 @@ from pmesh.core.views.state import (
     heartbeat_of,
     is_vouched_for,
 )
-from pmesh.core.wire.link import (
-    RELAYED,
-    AgreementMessage,
-    Heartbeat,
-    LinkMessage,
-    MeasuredEdge,
-    TellView,
-)
+from pmesh.core.wire.control import LinkMessage
+from pmesh.core.wire.views import RELAYED, AgreementMessage, Heartbeat, MeasuredEdge, TellView
 from pmesh.errors import ProtocolError
 from pmesh.ids import Incarnation, JobName, Member, NodeId
 from pmesh.net.links.acceptor import HANDSHAKE_INTERVAL_S

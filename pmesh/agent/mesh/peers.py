@@ -31,21 +31,12 @@ from pmesh.agent.mesh.relays import Relays
 from pmesh.core.links.addresses import BoundAddress, in_dialling_order
 from pmesh.core.links.dialing import STEADY_AFTER_S
 from pmesh.core.links.paths import MAX_PATHS, Way
+from pmesh.core.wire.channels import ForRanks
+from pmesh.core.wire.control import LinkMessage, RanksMessage
+from pmesh.core.wire.lanes import AskResult, OfferLane, RestLane, Splice
 from pmesh.core.wire.launches import AnyLaunchMessage, LaunchMessage
-from pmesh.core.wire.link import (
-    Address,
-    AskResult,
-    ForRanks,
-    Hello,
-    KnownPeers,
-    Leaving,
-    LinkMessage,
-    OfferLane,
-    RanksMessage,
-    Relay,
-    RestLane,
-    Splice,
-)
+from pmesh.core.wire.link import Address, Hello, KnownPeers, Leaving
+from pmesh.core.wire.relays import Relay
 from pmesh.errors import (
     MeshKeyMismatch,
     NetworkError,

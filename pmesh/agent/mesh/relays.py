@@ -17,7 +17,8 @@ from pmesh.agent.mesh.membership import Membership
 from pmesh.core.links import paths
 from pmesh.core.links.paths import Attempts
 from pmesh.core.links.relaying import MAX_RELAYED, Forwarding, Onward
-from pmesh.core.wire.link import Hello, Relay
+from pmesh.core.wire.link import Hello
+from pmesh.core.wire.relays import Relay
 from pmesh.errors import PeerUnreachable, PmeshError
 from pmesh.ids import Member, NodeId
 from pmesh.net.links.path import Path, shake_hands

@@ -19,9 +19,9 @@ from pmesh.core import p2p
 from pmesh.core.ops.plan import SEGMENT_BYTES
 from pmesh.core.p2p import Inbox, Outbox, Transfer, Wanted
 from pmesh.core.values import Roster, Verdict
-from pmesh.core.wire.link import (
+from pmesh.core.wire.calls import Envelope
+from pmesh.core.wire.p2p import (
     AnnounceMessage,
-    Envelope,
     MessageAddress,
     MessageDelivered,
     MessageWithdrawn,

@@ -18,7 +18,7 @@ from pmesh.agent.store.serving import StoreCalls
 from pmesh.agent.store.stores import Stores
 from pmesh.core.jobs.rank import COME_BACK
 from pmesh.core.values import Verdict
-from pmesh.core.wire.link import AnnounceMessage, MessageWithdrawn, P2PMessage
+from pmesh.core.wire.p2p import AnnounceMessage, MessageWithdrawn, P2PMessage
 from pmesh.core.wire.session import (
     MAX_MESSAGES,
     SESSION_VERSION,

@@ -16,8 +16,7 @@ from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.core.store.pipe import WINDOW_BYTES, Part, Pipe
 from pmesh.core.store.replica import MOST_ASKED_BYTES, Finished, Keepers, Replica
 from pmesh.core.values import MAX_MEMBERS, Roster, Verdict
-from pmesh.core.wire.link import MAX_STORE_PART_BYTES, StorePart
-from pmesh.core.wire.store import Answer, Command, Get, Wait
+from pmesh.core.wire.store import MAX_STORE_PART_BYTES, Answer, Command, Get, StorePart, Wait
 from pmesh.errors import PmeshError
 from pmesh.ids import Epoch, JobName, Member, TrainerId
 

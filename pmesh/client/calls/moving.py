@@ -26,7 +26,7 @@ from pmesh.client.collective.gather_ops import (
 from pmesh.client.session.session import TrainerSession
 from pmesh.client.trees.arrays import evaluate_mlx
 from pmesh.core.ops.reductions import Values
-from pmesh.core.wire.link import Call
+from pmesh.core.wire.calls import Call
 from pmesh.core.wire.session import World
 from pmesh.errors import RosterChanged, RunError, UsageError
 

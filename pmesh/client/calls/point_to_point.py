@@ -14,7 +14,7 @@ from pmesh.client.elastic.place import Place
 from pmesh.client.session.p2p_session import Arrived, P2PSession
 from pmesh.client.trees.arrays import evaluate_mlx
 from pmesh.core.ops.reductions import Values
-from pmesh.core.wire.link import Envelope
+from pmesh.core.wire.calls import Envelope
 from pmesh.errors import MeshClosed, PmeshError, ProtocolError, UsageError
 from pmesh.ids import Rank, TrainerId
 

@@ -13,7 +13,7 @@ from pmesh.client.session.session import TrainerSession, exchange_rows
 from pmesh.client.trees.arrays import Leaf, Tree, digest, flatten
 from pmesh.client.trees.raw import library_of
 from pmesh.core.ops.reductions import Values
-from pmesh.core.wire.link import Call
+from pmesh.core.wire.calls import Call
 from pmesh.errors import AgentStopped, HistorySuperseded, OpMismatch, PmeshError
 
 MOST_SHOWN = 3

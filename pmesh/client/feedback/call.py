@@ -48,7 +48,7 @@ from pmesh.compression.schemes import (
     scheme_of,
     spec,
 )
-from pmesh.core.wire.link import Call
+from pmesh.core.wire.calls import Call
 from pmesh.core.wire.session import World
 from pmesh.errors import UnsupportedCompression
 from pmesh.ids import TrainerId

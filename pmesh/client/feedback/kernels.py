@@ -26,7 +26,7 @@ from pmesh.compression.codecs import codec_of
 from pmesh.compression.power_sgd import Plan, plan_matrices
 from pmesh.compression.schemes import PowerSGD, RandomK, TopK
 from pmesh.core.ops.reductions import Values
-from pmesh.core.wire.link import Call
+from pmesh.core.wire.calls import Call
 from pmesh.core.wire.session import World
 from pmesh.errors import RunError
 

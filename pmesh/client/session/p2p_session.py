@@ -21,7 +21,7 @@ from pmesh.client.session.interrupts import postponed, wait
 from pmesh.client.session.sends import Send, Sends
 from pmesh.core.ops.reductions import Values
 from pmesh.core.values import Verdict
-from pmesh.core.wire.link import Envelope
+from pmesh.core.wire.calls import Envelope
 from pmesh.core.wire.session import (
     MAX_MESSAGES,
     MAX_STORE_DATA_BYTES,

@@ -4,7 +4,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 
 from pmesh.core.ops.reductions import Values
-from pmesh.core.wire.link import Envelope
+from pmesh.core.wire.calls import Envelope
 from pmesh.ids import TrainerId
 
 MAX_SENDS = 224  # under way; each takes an arena and a descriptor, and a session has at most 256

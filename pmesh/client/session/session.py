@@ -33,7 +33,7 @@ from pmesh.compression.blocks import Float32s
 from pmesh.core.jobs.call_count import CallCount
 from pmesh.core.ops.kinds import KINDS, Extent, extent_of
 from pmesh.core.ops.reductions import WIRE_DTYPES, Values
-from pmesh.core.wire.link import Call
+from pmesh.core.wire.calls import Call
 from pmesh.core.wire.session import (
     ENTERS,
     MAX_COMPRESSION_TEXT,

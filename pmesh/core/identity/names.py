@@ -11,14 +11,7 @@ from typing import TypeAlias
 
 from pmesh.core.identity.keys import NodeKey, verify
 from pmesh.core.values import SignedName, View
-from pmesh.core.wire.link import (
-    AgreementMessage,
-    Commit,
-    Flushed,
-    Propose,
-    Superseded,
-    TellView,
-)
+from pmesh.core.wire.views import AgreementMessage, Commit, Flushed, Propose, Superseded, TellView
 from pmesh.errors import ProtocolError
 from pmesh.ids import Member
 

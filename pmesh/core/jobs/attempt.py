@@ -12,7 +12,7 @@ from pmesh.core.jobs.progress import Progress
 from pmesh.core.jobs.rank import RankState
 from pmesh.core.ops.kinds import KINDS
 from pmesh.core.values import OpOutcome, Verdict
-from pmesh.core.wire.link import Call
+from pmesh.core.wire.calls import Call
 from pmesh.core.wire.session import World
 from pmesh.ids import OpNumber, TrainerId
 

@@ -7,7 +7,7 @@ the ranks compare their counts before the next one, in a small op of its own. A 
 fails its calls, without an op, up to the one that the rank furthest ahead has begun.
 """
 
-from pmesh.core.wire.link import Call
+from pmesh.core.wire.calls import Call
 
 COMPARE = Call("all_reduce", "int64", (1,), "max", tree="calls made, after an error")
 """The op in which ranks compare their counts; the program has not called it."""

@@ -17,7 +17,7 @@ from pmesh.core.values import Roster, Terms, Trainer, Verdict, View, nbytes_of
 from pmesh.core.views import room
 from pmesh.core.views.rosters import is_same_history
 from pmesh.core.views.state import Facts, MemberState
-from pmesh.core.wire.link import (
+from pmesh.core.wire.views import (
     MAX_REQUESTS_BYTES,
     MAX_WAITING,
     Heartbeat,

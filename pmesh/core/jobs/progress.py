@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 from pmesh.core.jobs.rank import RankState
 from pmesh.core.values import Roster, View
-from pmesh.core.wire.link import RankProgress
+from pmesh.core.wire.views import RankProgress
 from pmesh.ids import JobName, OpNumber, TrainerId
 
 AnyRank = TypeVar("AnyRank", bound=RankState[Any])

@@ -17,9 +17,10 @@ from pmesh.core.values import OpOutcome, Roster, Trainer, Verdict
 from pmesh.core.views import op_log as ledgers
 from pmesh.core.views.op_log import Ledger
 from pmesh.core.views.quorum import is_in_force
-from pmesh.core.wire.link import Call, JobReport, KnownPrimary, RankProgress, ViewRequest
+from pmesh.core.wire.calls import Call
 from pmesh.core.wire.records import fingerprint
 from pmesh.core.wire.session import World
+from pmesh.core.wire.views import JobReport, KnownPrimary, RankProgress, ViewRequest
 from pmesh.ids import OpNumber, Rank, TrainerId
 
 COME_BACK = "mesh.sync() brings it back"

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from pmesh.core.wire.link import PathMessage, decode_untrusted
+from pmesh.core.wire.control import PathMessage, decode_untrusted
 from pmesh.errors import ProtocolError
 
 _PREFIX: Final = struct.Struct(">QQ")

@@ -8,7 +8,7 @@ end wait for no more than that.
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from pmesh.core.wire.link import Relay
+from pmesh.core.wire.relays import Relay
 from pmesh.errors import ProtocolError
 from pmesh.ids import NodeId
 

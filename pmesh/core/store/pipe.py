@@ -10,8 +10,12 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from pmesh.core.wire.framing import FrameReader, frame
-from pmesh.core.wire.link import MAX_STORE_PART_BYTES
-from pmesh.core.wire.store import MAX_COMMAND_BYTES, StoreMessage, decode_message_untrusted
+from pmesh.core.wire.store import (
+    MAX_COMMAND_BYTES,
+    MAX_STORE_PART_BYTES,
+    StoreMessage,
+    decode_message_untrusted,
+)
 from pmesh.errors import ProtocolError
 
 PART_BYTES = MAX_STORE_PART_BYTES

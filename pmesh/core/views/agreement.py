@@ -49,7 +49,8 @@ from pmesh.core.views.state import (
     patience,
     slowness,
 )
-from pmesh.core.wire.link import (
+from pmesh.core.wire.link import Leaving
+from pmesh.core.wire.views import (
     AgreementMessage,
     AskToJoin,
     AskView,
@@ -57,7 +58,6 @@ from pmesh.core.wire.link import (
     Flushed,
     Heartbeat,
     JobReport,
-    Leaving,
     Propose,
     Refuse,
     Superseded,

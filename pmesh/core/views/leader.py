@@ -33,7 +33,7 @@ from pmesh.core.views.state import (
     needs_epoch,
     patience,
 )
-from pmesh.core.wire.link import Commit, Flushed, Propose, ViewRequest, Waiting
+from pmesh.core.wire.views import Commit, Flushed, Propose, ViewRequest, Waiting
 from pmesh.ids import Epoch, JobName, Member
 
 

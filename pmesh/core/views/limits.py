@@ -30,7 +30,7 @@ from pmesh.core.views.state import (
     is_stale,
     slowness,
 )
-from pmesh.core.wire.link import (
+from pmesh.core.wire.views import (
     MAX_REQUESTS_BYTES,
     AgreementMessage,
     Commit,

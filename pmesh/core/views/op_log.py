@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from pmesh.core.values import OpOutcome
-from pmesh.core.wire.link import Call, OpReport, RankReport
+from pmesh.core.wire.calls import Call
+from pmesh.core.wire.views import OpReport, RankReport
 from pmesh.ids import OpNumber, TrainerId
 
 NONE_YET = -1

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pmesh.core.ops.kinds import BOUND_KINDS
 from pmesh.core.values import OpOutcome, Roster, Verdict
 from pmesh.core.views.op_log import NONE_YET
-from pmesh.core.wire.link import JobReport, OpReport, ViewRequest
+from pmesh.core.wire.views import JobReport, OpReport, ViewRequest
 from pmesh.ids import OpNumber, TrainerId
 
 Reports = Mapping[OpNumber, Mapping[TrainerId, OpReport]]

@@ -23,7 +23,7 @@ a later one.
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from pmesh.core.values import Roster, View
-from pmesh.core.wire.link import KnownPrimary
+from pmesh.core.wire.views import KnownPrimary
 from pmesh.ids import Epoch, Member
 
 MAX_REMEMBERED = 32  # jobs that a member dropped out of and that may still run

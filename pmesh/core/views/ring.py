@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from pmesh.core.wire.link import RELAYED, MeasuredEdge
+from pmesh.core.wire.views import RELAYED, MeasuredEdge
 from pmesh.ids import Incarnation, Member
 
 if TYPE_CHECKING:

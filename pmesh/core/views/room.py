@@ -26,7 +26,8 @@ from pmesh.core.values import (
     cut_text,
     nbytes_of,
 )
-from pmesh.core.wire.link import Flushed, OpReport, Waiting, bound_of
+from pmesh.core.wire.control import bound_of
+from pmesh.core.wire.views import Flushed, OpReport, Waiting
 from pmesh.ids import MAX_NAME, JobName, Member, Slot
 
 ADMITTED_BYTES: Final = 64 * 1024

@@ -16,7 +16,7 @@ from pmesh.core.views.outcomes import (
 )
 from pmesh.core.views.quorum import Voters, has_majorities, may_run, needed_voters
 from pmesh.core.views.room import admit
-from pmesh.core.wire.link import Flushed, JobReport, KnownPrimary, ViewRequest, Waiting
+from pmesh.core.wire.views import Flushed, JobReport, KnownPrimary, ViewRequest, Waiting
 from pmesh.ids import Epoch, JobName, Member, OpNumber, Slot, TrainerId
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from pmesh.core.values import SignedName, View
 from pmesh.core.views.ring import UNKNOWN, Costs
-from pmesh.core.wire.link import (
+from pmesh.core.wire.views import (
     MAX_WAITING,
     AgreementMessage,
     Flushed,

@@ -14,7 +14,8 @@ from typing import Final
 
 import msgspec
 
-from pmesh.core.wire.link import PROTOCOL_VERSION, Hello, decode_untrusted
+from pmesh.core.wire.control import decode_untrusted
+from pmesh.core.wire.link import PROTOCOL_VERSION, Hello
 from pmesh.core.wire.records import PREAMBLE_BYTES, PREAMBLE_MAGIC
 from pmesh.errors import ProtocolError
 from pmesh.ids import NodeId

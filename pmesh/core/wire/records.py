@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
-from pmesh.core.wire.link import Call
+from pmesh.core.wire.calls import Call
 from pmesh.errors import ProtocolError
 
 _HEADER = struct.Struct(">IQQIQq")

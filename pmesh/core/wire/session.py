@@ -10,8 +10,8 @@ import msgspec
 from msgspec import Meta
 
 from pmesh.core.values import MAX_MEMBERS, Name, Terms, Verdict, View
+from pmesh.core.wire.calls import Call, Envelope
 from pmesh.core.wire.launches import LaunchReply, LaunchRequest
-from pmesh.core.wire.link import Call, Envelope
 from pmesh.errors import ProtocolError
 from pmesh.ids import PRINTABLE, JobName, OpNumber, TrainerId
 

@@ -24,7 +24,7 @@ from typing import NamedTuple, TypeAlias
 
 import trio
 
-from pmesh.core.wire.link import OfferLane
+from pmesh.core.wire.lanes import OfferLane
 from pmesh.core.wire.records import (
     HEADER_BYTES,
     MAX_BODY_BYTES,

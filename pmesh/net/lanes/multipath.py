@@ -21,7 +21,7 @@ from typing import NamedTuple
 import trio
 
 from pmesh.core.wire import subflows as core
-from pmesh.core.wire.link import OfferLane
+from pmesh.core.wire.lanes import OfferLane
 from pmesh.core.wire.records import OVERHEAD_BYTES, Opener, RecordHeader, Sealer
 from pmesh.errors import ProtocolError
 from pmesh.net.lanes.lane import Lane, Steps, Wait

@@ -13,7 +13,7 @@ import socket
 import msgspec
 import trio
 
-from pmesh.core.wire.link import OfferLane
+from pmesh.core.wire.lanes import OfferLane
 from pmesh.core.wire.records import Preamble, encode_preamble, subflow_key
 from pmesh.net.lanes.lane import WAKE_UP_BYTES, Lane
 

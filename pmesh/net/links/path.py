@@ -15,16 +15,10 @@ import trio
 from pmesh.core.identity.certificates import node_of_certificate_untrusted
 from pmesh.core.identity.names import check_name_untrusted
 from pmesh.core.links.delivery import PREFIX_BYTES, Packet, pack, unpack_untrusted
+from pmesh.core.wire.channels import MAX_MESSAGE_BYTES
+from pmesh.core.wire.control import PathMessage, encode
 from pmesh.core.wire.framing import FrameReader, OtherProtocol, frame, read_hello_untrusted
-from pmesh.core.wire.link import (
-    MAX_HELLO_BYTES,
-    MAX_MESSAGE_BYTES,
-    PROTOCOL_VERSION,
-    Address,
-    Hello,
-    PathMessage,
-    encode,
-)
+from pmesh.core.wire.link import MAX_HELLO_BYTES, PROTOCOL_VERSION, Address, Hello
 from pmesh.errors import (
     MeshKeyMismatch,
     PeerUnreachable,

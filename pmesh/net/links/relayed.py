@@ -6,7 +6,7 @@ from typing import Final
 import trio
 
 from pmesh.core.links.relaying import WINDOW_BYTES
-from pmesh.core.wire.link import MAX_RELAYED_BYTES, Relay
+from pmesh.core.wire.relays import MAX_RELAYED_BYTES, Relay
 from pmesh.ids import NodeId
 
 _SAY_AFTER_BYTES: Final = WINDOW_BYTES // 4  # read: the other end's window is rarely empty

@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 
 from pmesh.compression.blocks import Float32s
-from pmesh.core.wire.link import Call
+from pmesh.core.wire.calls import Call
 from pmesh.core.wire.session import ArenaGranted, OpDone, OpFailed, StartOp, WantArena
 from pmesh.ids import OpNumber
 from tests.worlds.trainer import OpError, Trainer, together

@@ -13,7 +13,7 @@ from pmesh.agent.jobs import op_task
 from pmesh.agent.jobs.session import Compiler
 from pmesh.compression.blocks import Float32s
 from pmesh.compression.codecs import codec_of
-from pmesh.core.wire.link import Call
+from pmesh.core.wire.calls import Call
 from pmesh.core.wire.session import ArenaGranted, StartOp, WantArena
 from pmesh.errors import LaneBroken
 from pmesh.ids import OpNumber

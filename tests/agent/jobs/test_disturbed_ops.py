@@ -17,7 +17,8 @@ from pmesh.core.links.health import WIRED
 from pmesh.core.ops.plan import RankPlan
 from pmesh.core.ops.reductions import Values
 from pmesh.core.values import OpOutcome
-from pmesh.core.wire.link import AskResult, Call
+from pmesh.core.wire.calls import Call
+from pmesh.core.wire.lanes import AskResult
 from pmesh.core.wire.session import StartOp
 from pmesh.errors import LaneBroken
 from pmesh.ids import OpNumber, TrainerId

@@ -9,7 +9,8 @@ from trio.testing import MockClock
 
 from pmesh.agent.jobs import retained
 from pmesh.agent.mesh.membership import DOUBT_S
-from pmesh.core.wire.link import AskResult, LinkMessage
+from pmesh.core.wire.control import LinkMessage
+from pmesh.core.wire.lanes import AskResult
 from pmesh.errors import LaneBroken
 from pmesh.ids import OpNumber
 from pmesh.net.sessions.processes import Stall

@@ -9,7 +9,7 @@ import trio
 from trio.testing import MockClock
 
 from pmesh.agent.jobs import session as sessions_module
-from pmesh.core.wire.link import Call
+from pmesh.core.wire.calls import Call
 from pmesh.core.wire.session import ENTERS, SYNC_VALUES, OpFailed, StartOp
 from pmesh.ids import OpNumber
 from tests.worlds.trainer import Trainer, together, until

@@ -12,7 +12,7 @@ from pmesh.agent.jobs.session import WATCH_S
 from pmesh.core.jobs.jobs import LEAVE_GRACE_S
 from pmesh.core.ops.reductions import Values
 from pmesh.core.values import View
-from pmesh.core.wire.link import Call
+from pmesh.core.wire.calls import Call
 from pmesh.ids import TrainerId
 from tests.worlds.trainer import Trainer, together, until
 from tests.worlds.village import Village, village

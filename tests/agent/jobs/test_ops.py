@@ -10,7 +10,8 @@ from trio.testing import MockClock
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.core.jobs.attempt import MAX_UNSTABLE_OPS
 from pmesh.core.values import Verdict
-from pmesh.core.wire.link import Call, ViewRequest
+from pmesh.core.wire.calls import Call
+from pmesh.core.wire.views import ViewRequest
 from pmesh.net.sessions.arena_pools import OutputArenas
 from pmesh.net.sessions.arenas import Arena, arena_bytes
 from tests.worlds.trainer import Trainer, together, until

@@ -11,7 +11,7 @@ from trio.testing import MockClock
 from pmesh.agent.mesh.membership import Membership
 from pmesh.core.ops.reductions import Values
 from pmesh.core.values import Terms
-from pmesh.core.wire.link import AgreementMessage, Heartbeat
+from pmesh.core.wire.views import AgreementMessage, Heartbeat
 from pmesh.ids import Member
 from tests.worlds.trainer import Trainer, together, until
 from tests.worlds.village import village

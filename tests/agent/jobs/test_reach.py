@@ -16,7 +16,7 @@ from pmesh.agent.lanes.rendezvous import LaneRendezvous
 from pmesh.core.ops.plan import RankPlan
 from pmesh.core.ops.reductions import Values
 from pmesh.core.values import OpOutcome
-from pmesh.core.wire.link import Call
+from pmesh.core.wire.calls import Call
 from pmesh.core.wire.records import OVERHEAD_BYTES
 from pmesh.ids import OpNumber
 from tests.worlds.trainer import OpError, Trainer, together, until

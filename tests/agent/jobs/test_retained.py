@@ -15,7 +15,7 @@ from pmesh.agent.jobs.retained import ResultServer
 from pmesh.core.jobs.attempt import ASK_AGAIN_S
 from pmesh.core.ops.reductions import Values
 from pmesh.core.values import OpOutcome
-from pmesh.core.wire.link import AskResult
+from pmesh.core.wire.lanes import AskResult
 from pmesh.ids import Member, OpNumber, TrainerId
 from pmesh.net.lanes import ring
 from pmesh.net.lanes.ring import RingPosition

@@ -9,7 +9,8 @@ from trio.testing import MockClock
 
 from pmesh.agent.jobs.session import MOST_WISHES, PREDECESSOR_S
 from pmesh.core.values import OpOutcome, Terms, Verdict
-from pmesh.core.wire.link import Address, Call
+from pmesh.core.wire.calls import Call
+from pmesh.core.wire.link import Address
 from pmesh.core.wire.session import (
     SESSION_VERSION,
     AskStatus,

@@ -8,7 +8,7 @@ from itertools import count
 import trio
 
 from pmesh.agent.lanes.rendezvous import LaneEnd, LaneKey, LaneRendezvous
-from pmesh.core.wire.link import OfferLane, Splice
+from pmesh.core.wire.lanes import OfferLane, Splice
 from pmesh.core.wire.records import PREAMBLE_BYTES
 from pmesh.errors import NetworkError, PeerUnreachable
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, TrainerId

@@ -9,7 +9,7 @@ from trio.testing import MockClock
 from pmesh.agent.lanes import edge_costs
 from pmesh.core.links.health import WIFI, WIRED
 from pmesh.core.ops.cost import EdgeCost
-from pmesh.core.wire.link import Call
+from pmesh.core.wire.calls import Call
 from pmesh.core.wire.records import RecordHeader
 from pmesh.net.lanes.ring import RingPosition
 from tests.worlds.trainer import Trainer, together

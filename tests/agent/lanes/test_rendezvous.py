@@ -10,7 +10,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 from pmesh.agent.lanes import rendezvous as rendezvous_module
 from pmesh.agent.lanes.rendezvous import LaneEnd
 from pmesh.agent.lanes.splices import MAX_DIALS
-from pmesh.core.wire.link import OfferLane
+from pmesh.core.wire.lanes import OfferLane
 from pmesh.core.wire.records import Preamble, encode_preamble
 from pmesh.errors import LaneBroken, PeerUnreachable
 from pmesh.ids import Member

@@ -11,7 +11,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from pmesh.agent.lanes.rendezvous import LaneEnd, LaneRendezvous
 from pmesh.agent.lanes.splices import ARRIVAL_S, IDLE_S, MAX_ALL_SPLICES, MAX_DIALS, MAX_SPLICES
-from pmesh.core.wire.link import OfferLane, Splice
+from pmesh.core.wire.lanes import OfferLane, Splice
 from pmesh.core.wire.records import PREAMBLE_BYTES, Preamble, encode_preamble
 from pmesh.errors import LaneBroken, NetworkError, PeerUnreachable
 from pmesh.ids import Member

@@ -14,7 +14,7 @@ from pmesh.agent.lanes.rendezvous import (
     UNTAKEN_S,
     LaneEnd,
 )
-from pmesh.core.wire.link import Splice
+from pmesh.core.wire.lanes import Splice
 from pmesh.errors import LaneBroken
 from pmesh.ids import JobName, Member, TrainerId
 from tests.agent.lanes.sides import JOB, A, B, C, edge, made_offer, opened, take, two_sides

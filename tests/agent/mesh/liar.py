@@ -10,7 +10,9 @@ from pmesh.core.identity.certificates import issue_credentials
 from pmesh.core.identity.keys import NodeKey
 from pmesh.core.identity.names import sign_name
 from pmesh.core.values import SignedName, View
-from pmesh.core.wire.link import PROTOCOL_VERSION, Hello, PathMessage, Propose, TellView
+from pmesh.core.wire.control import PathMessage
+from pmesh.core.wire.link import PROTOCOL_VERSION, Hello
+from pmesh.core.wire.views import Propose, TellView
 from pmesh.errors import PeerUnreachable, ProtocolError
 from pmesh.ids import Epoch, Incarnation, Member
 from pmesh.net.links.path import Path, shake_hands

@@ -24,7 +24,7 @@ from pmesh.agent.mesh.links import Link
 from pmesh.core.store.pipe import Pipe
 from pmesh.core.values import Terms, View
 from pmesh.core.views.limits import TOLERATED
-from pmesh.core.wire.link import LinkMessage
+from pmesh.core.wire.control import LinkMessage
 from pmesh.core.wire.store import Answer, Answered, Set
 from pmesh.home_paths import socket_path
 from pmesh.ids import Member, NodeId, TrainerId

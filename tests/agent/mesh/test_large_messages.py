@@ -13,20 +13,9 @@ import trio
 from trio.testing import MockClock
 
 from pmesh.agent.mesh.links import Link
-from pmesh.core.wire.link import (
-    MAX_ADDRESSES,
-    PROTOCOL_VERSION,
-    AskToJoin,
-    Flushed,
-    Heartbeat,
-    Hello,
-    LinkMessage,
-    PeerInterface,
-    Propose,
-    TellView,
-    Waiting,
-    encode,
-)
+from pmesh.core.wire.control import LinkMessage, encode
+from pmesh.core.wire.link import MAX_ADDRESSES, PROTOCOL_VERSION, Hello, PeerInterface
+from pmesh.core.wire.views import AskToJoin, Flushed, Heartbeat, Propose, TellView, Waiting
 from pmesh.errors import PmeshError
 from pmesh.ids import JobName, Slot
 from tests.agent.mesh.liar import LIAR, SAID, lying_to, of

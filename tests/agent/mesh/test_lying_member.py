@@ -12,18 +12,10 @@ from pmesh.agent.mesh.dial_targets import MAX_INTRODUCED
 from pmesh.agent.mesh.links import Link
 from pmesh.core.identity.names import sign_name
 from pmesh.core.values import Roster, Seat, View
-from pmesh.core.wire.link import (
-    PROTOCOL_VERSION,
-    Address,
-    Commit,
-    Hello,
-    KnownPeers,
-    LinkMessage,
-    OfferLane,
-    Refuse,
-    Splice,
-    TellView,
-)
+from pmesh.core.wire.control import LinkMessage
+from pmesh.core.wire.lanes import OfferLane, Splice
+from pmesh.core.wire.link import PROTOCOL_VERSION, Address, Hello, KnownPeers
+from pmesh.core.wire.views import Commit, Refuse, TellView
 from pmesh.errors import LaneBroken
 from pmesh.ids import MAX_COUNTER, Epoch, Incarnation, JobName, Member, NodeId, TrainerId
 from pmesh.net.lanes.lane import Lane

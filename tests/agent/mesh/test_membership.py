@@ -23,7 +23,8 @@ from pmesh.core.identity.names import check_name_untrusted, sign_name
 from pmesh.core.links.health import DEAF, LONGEST_SILENCE_S, WIRED, Condition
 from pmesh.core.values import Seat, SignedName, View
 from pmesh.core.views.state import Facts
-from pmesh.core.wire.link import Commit, Heartbeat, LinkMessage, Propose, TellView, Waiting
+from pmesh.core.wire.control import LinkMessage
+from pmesh.core.wire.views import Commit, Heartbeat, Propose, TellView, Waiting
 from pmesh.errors import ProtocolError
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, Slot
 from pmesh.net.sessions.processes import Clocks, Stall, tick

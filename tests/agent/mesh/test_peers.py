@@ -12,15 +12,10 @@ from trio.testing import MockClock
 from pmesh.agent.mesh.bans import BANNED_S, MAX_BANNED, Bans
 from pmesh.agent.mesh.links import Link
 from pmesh.core.identity.keys import NodeKey
-from pmesh.core.wire.link import (
-    Address,
-    AgreementMessage,
-    AskResult,
-    AskView,
-    Commit,
-    LinkMessage,
-    TellView,
-)
+from pmesh.core.wire.control import LinkMessage
+from pmesh.core.wire.lanes import AskResult
+from pmesh.core.wire.link import Address
+from pmesh.core.wire.views import AgreementMessage, AskView, Commit, TellView
 from pmesh.errors import NodeKeyCopied, PeerUnreachable, PmeshError
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, OpNumber, TrainerId, short_node
 from pmesh.net.links.dialer import dial

@@ -13,7 +13,7 @@ from pmesh.agent.mesh.relays import LINGER_S, MAX_OPENING, RELAY_AFTER_S
 from pmesh.core.links.health import LONGEST_SILENCE_S
 from pmesh.core.links.paths import LONGEST_RELAYED_S, RELAYED
 from pmesh.core.links.relaying import MAX_RELAYED, WINDOW_BYTES, Onward
-from pmesh.core.wire.link import MAX_RELAYED_BYTES, Relay
+from pmesh.core.wire.relays import MAX_RELAYED_BYTES, Relay
 from pmesh.ids import Incarnation, Member, NodeId
 from tests.agent.mesh.paths import build_wall, link_to, reached_over
 from tests.worlds.trainer import until

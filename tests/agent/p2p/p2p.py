@@ -13,7 +13,8 @@ from trio.testing import MockClock
 from pmesh.agent.p2p.router import P2PRouter
 from pmesh.core.ops.reductions import Values
 from pmesh.core.values import Verdict
-from pmesh.core.wire.link import Envelope, P2PMessage
+from pmesh.core.wire.calls import Envelope
+from pmesh.core.wire.p2p import P2PMessage
 from pmesh.core.wire.session import (
     SESSION_VERSION,
     ArenaGranted,

@@ -12,13 +12,8 @@ from trio.testing import MockClock
 from pmesh.agent.grants import SAY_EVERY_S
 from pmesh.agent.p2p import router
 from pmesh.core.p2p import MAX_KEPT
-from pmesh.core.wire.link import (
-    AnnounceMessage,
-    Envelope,
-    MessageAddress,
-    MessageDelivered,
-    RequestMessage,
-)
+from pmesh.core.wire.calls import Envelope
+from pmesh.core.wire.p2p import AnnounceMessage, MessageAddress, MessageDelivered, RequestMessage
 from pmesh.core.wire.session import (
     SESSION_VERSION,
     Attach,

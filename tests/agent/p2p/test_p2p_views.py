@@ -10,7 +10,7 @@ from trio.testing import MockClock
 
 from pmesh.agent.p2p import endpoint
 from pmesh.agent.p2p.endpoint import LanesIn
-from pmesh.core.wire.link import (
+from pmesh.core.wire.p2p import (
     AnnounceMessage,
     MessageDelivered,
     MessageWithdrawn,

@@ -10,7 +10,6 @@ from pmesh.agent.store.serving import MAX_CALLS
 from pmesh.agent.store.stores import Stores
 from pmesh.core.store.pipe import AGAIN_S
 from pmesh.core.values import Terms
-from pmesh.core.wire.link import StorePart
 from pmesh.core.wire.session import (
     MAX_STORE_DATA_BYTES,
     SESSION_VERSION,
@@ -27,6 +26,7 @@ from pmesh.core.wire.store import (
     Get,
     Keys,
     Set,
+    StorePart,
     Wait,
     encode,
 )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import pmesh
-from pmesh.core.wire.link import Call
+from pmesh.core.wire.calls import Call
 from tests.worlds.every_array import KINDS, make, seen
 from tests.worlds.watched_agent import WatchedAgent, run_ranks
 

@@ -14,7 +14,7 @@ from pmesh.client import mesh as mesh_module
 from pmesh.client.elastic import sync
 from pmesh.client.trees.state import Packed
 from pmesh.core.ops.reductions import Values
-from pmesh.core.wire.link import Call
+from pmesh.core.wire.calls import Call
 from pmesh.core.wire.session import StartOp
 from pmesh.errors import ProtocolError
 from pmesh.ids import Rank

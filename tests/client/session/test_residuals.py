@@ -10,7 +10,7 @@ from pmesh.client.session.arenas import Kept, Residuals
 from pmesh.client.session.connection import AgentConnection
 from pmesh.client.session.session import Done, TrainerSession
 from pmesh.core.values import Verdict
-from pmesh.core.wire.link import Call
+from pmesh.core.wire.calls import Call
 from pmesh.core.wire.session import (
     SESSION_VERSION,
     ArenaGranted,

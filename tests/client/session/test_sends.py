@@ -5,7 +5,7 @@ import pytest
 
 from pmesh.client.session import sends as module
 from pmesh.client.session.sends import Send, Sends
-from pmesh.core.wire.link import Envelope
+from pmesh.core.wire.calls import Envelope
 from pmesh.ids import TrainerId
 
 A, B = TrainerId(1), TrainerId(2)

@@ -7,7 +7,7 @@ from hypothesis import given
 from pmesh.core.identity.keys import NodeKey
 from pmesh.core.identity.names import check_name_untrusted, claims_of, sign_name
 from pmesh.core.values import SignedName
-from pmesh.core.wire.link import AgreementMessage, Commit, Superseded, TellView
+from pmesh.core.wire.views import AgreementMessage, Commit, Superseded, TellView
 from pmesh.errors import ProtocolError
 from pmesh.ids import Incarnation, Member
 from tests.worlds.builders import (

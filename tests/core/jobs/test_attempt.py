@@ -19,7 +19,8 @@ from pmesh.core.jobs.attempt import (
 from pmesh.core.jobs.progress import Progress
 from pmesh.core.jobs.rank import RankState
 from pmesh.core.values import OpOutcome, Roster, Terms, Verdict
-from pmesh.core.wire.link import Call, RankProgress
+from pmesh.core.wire.calls import Call
+from pmesh.core.wire.views import RankProgress
 from pmesh.ids import OpNumber
 from tests.worlds.ranks import (
     BARRIER,

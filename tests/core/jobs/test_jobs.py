@@ -10,7 +10,8 @@ from pmesh.core.jobs.jobs import LEAVE_GRACE_S, LEFT, JobsState, WaitingTrainer
 from pmesh.core.jobs.rank import RankState
 from pmesh.core.values import Roster, Terms, Trainer, View, nbytes_of
 from pmesh.core.views.state import MemberState, Peer
-from pmesh.core.wire.link import MAX_REQUESTS_BYTES, Call, RankProgress, Waiting
+from pmesh.core.wire.calls import Call
+from pmesh.core.wire.views import MAX_REQUESTS_BYTES, RankProgress, Waiting
 from pmesh.ids import Slot
 from tests.worlds.builders import (
     BERT,

@@ -6,7 +6,7 @@ import pytest
 from pmesh.core.jobs.progress import Progress, lanes_stand_still
 from pmesh.core.jobs.rank import RankState
 from pmesh.core.values import OpOutcome, Roster, Terms, View
-from pmesh.core.wire.link import RankProgress
+from pmesh.core.wire.views import RankProgress
 from tests.worlds.builders import unsigned
 from tests.worlds.ranks import BARRIER, ME, OTHER, RESULT, ZERO, A, rank_of, roster, trainer
 

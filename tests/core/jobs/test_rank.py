@@ -4,7 +4,8 @@ import msgspec
 
 from pmesh.core.jobs.rank import RankState
 from pmesh.core.values import OpOutcome, Primary, Terms, Trainer, Verdict
-from pmesh.core.wire.link import Call, KnownPrimary
+from pmesh.core.wire.calls import Call
+from pmesh.core.wire.views import KnownPrimary
 from pmesh.ids import Epoch, Incarnation, Member, NodeId, TrainerId
 from tests.worlds.builders import unsigned
 from tests.worlds.ranks import (

@@ -21,6 +21,7 @@ from pmesh.core.launches.engines import (
     unreachable,
     why_not_set,
 )
+from pmesh.core.wire.control import decode_untrusted, encode
 from pmesh.core.wire.launches import (
     AnyLaunchMessage,
     BeginRanks,
@@ -31,7 +32,6 @@ from pmesh.core.wire.launches import (
     RankGroup,
     Variable,
 )
-from pmesh.core.wire.link import decode_untrusted, encode
 from pmesh.errors import ProtocolError, UsageError
 from pmesh.ids import JobName, NodeId, path_name
 

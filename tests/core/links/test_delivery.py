@@ -5,8 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pmesh.core.links.delivery import PREFIX_BYTES, Delivery, pack, unpack_untrusted
-from pmesh.core.wire.link import Leaving, Refuse, encode
+from pmesh.core.wire.control import encode
+from pmesh.core.wire.link import Leaving
 from pmesh.core.wire.probes import Ping
+from pmesh.core.wire.views import Refuse
 from pmesh.errors import ProtocolError
 from tests.worlds.builders import make_epoch
 

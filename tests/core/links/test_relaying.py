@@ -3,7 +3,7 @@
 import pytest
 
 from pmesh.core.links.relaying import MAX_RELAYED, WINDOW_BYTES, Forwarding, Onward
-from pmesh.core.wire.link import Relay
+from pmesh.core.wire.relays import Relay
 from pmesh.errors import ProtocolError
 from pmesh.ids import NodeId
 

@@ -7,7 +7,7 @@ import pytest
 
 from pmesh.core.ops.cost import EdgeCost
 from pmesh.core.ops.kinds import KINDS, Extent, Setting, extent_of
-from pmesh.core.wire.link import Call
+from pmesh.core.wire.calls import Call
 from pmesh.core.wire.session import StartOp
 from pmesh.ids import OpNumber
 

@@ -8,8 +8,8 @@ import msgspec
 from pmesh.core.values import View
 from pmesh.core.views import agreement
 from pmesh.core.views.state import Facts, Fence, Install, MemberState, Send, Step, heartbeat_of
-from pmesh.core.wire import link
-from pmesh.core.wire.link import AgreementMessage, Heartbeat, TellView
+from pmesh.core.wire import control
+from pmesh.core.wire.views import AgreementMessage, Heartbeat, TellView
 from pmesh.ids import Epoch, Member
 from tests.worlds.builders import said_by
 
@@ -72,14 +72,14 @@ class Circle:
     def send(self, sender: Member, to: Member, message: AgreementMessage) -> None:
         """Over the codec, so that whatever is said can travel."""
         if (sender, to) in self.wires:
-            self.wires[sender, to].append(link.encode(message))
+            self.wires[sender, to].append(control.encode(message))
 
     def carrying(self, *kinds: type[AgreementMessage]) -> list[tuple[Member, Member]]:
         """The wires on which such a message is on its way."""
         return sorted(
             wire
             for wire, waiting in self.wires.items()
-            if any(isinstance(link.decode_untrusted(data), kinds) for data in waiting)
+            if any(isinstance(control.decode_untrusted(data), kinds) for data in waiting)
         )
 
     # Inputs
@@ -98,7 +98,7 @@ class Circle:
 
     def deliver(self, sender: Member, to: Member) -> AgreementMessage:
         """The next message on this wire arrives."""
-        message = link.decode_untrusted(self.wires[sender, to].popleft())
+        message = control.decode_untrusted(self.wires[sender, to].popleft())
         assert isinstance(message, AgreementMessage)
         self.hear(sender, to, message)
         return message

@@ -4,7 +4,7 @@ from pmesh.core.values import View
 from pmesh.core.views.agreement import receive
 from pmesh.core.views.ring import USUAL, edge_cost
 from pmesh.core.views.state import Facts, Install, MemberState, Send, Step
-from pmesh.core.wire.link import AgreementMessage, Commit
+from pmesh.core.wire.views import AgreementMessage, Commit
 from pmesh.ids import Member
 from tests.worlds.builders import (
     ANNA,

@@ -15,7 +15,8 @@ from pmesh.core.views.op_log import Ledger
 from pmesh.core.views.outcomes import outcome_of
 from pmesh.core.views.rosters import is_same_history
 from pmesh.core.views.state import Facts, MemberState
-from pmesh.core.wire.link import Call, Flushed, JobReport, Propose, ViewRequest, Waiting
+from pmesh.core.wire.calls import Call
+from pmesh.core.wire.views import Flushed, JobReport, Propose, ViewRequest, Waiting
 from pmesh.ids import Epoch, Member, OpNumber, Slot, TrainerId
 from tests.worlds.builders import DIGITS, make_call, make_verdict, said_by
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from pmesh.core.values import Roster, View
 from pmesh.core.views.rosters import Change, next_rosters
-from pmesh.core.wire.link import Flushed, JobReport, ViewRequest
+from pmesh.core.wire.views import Flushed, JobReport, ViewRequest
 from pmesh.ids import Member
 from tests.worlds.builders import (
     ANNA,

@@ -30,7 +30,8 @@ from pmesh.core.views.state import (
     Step,
     needs_epoch,
 )
-from pmesh.core.wire.link import AskView, Heartbeat, Leaving, Refuse, Superseded, TellView, Veto
+from pmesh.core.wire.link import Leaving
+from pmesh.core.wire.views import AskView, Heartbeat, Refuse, Superseded, TellView, Veto
 from pmesh.ids import Incarnation, Member
 from tests.core.views.circle import gathered
 from tests.core.views.one_member import (

@@ -18,7 +18,7 @@ from pmesh.core.values import Roster, Terms
 from pmesh.core.views.bound import agreement_bound_s
 from pmesh.core.views.quorum import may_run
 from pmesh.core.views.state import FLUSH_DEADLINE_S, MOST_FAILURES, Facts, Install, Step
-from pmesh.core.wire.link import Commit, Flushed, Propose, Waiting
+from pmesh.core.wire.views import Commit, Flushed, Propose, Waiting
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, Slot
 from tests.core.views.circle import HEARTBEAT_S, Circle, gathered
 from tests.worlds.builders import (

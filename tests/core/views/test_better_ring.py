@@ -10,14 +10,7 @@ from pmesh.core.values import Roster
 from pmesh.core.views.agreement import pass_time
 from pmesh.core.views.rosters import is_reordered
 from pmesh.core.views.state import RING_PAUSE_S, RING_RETRY_S, Facts, MemberState, Send
-from pmesh.core.wire.link import (
-    Commit,
-    Flushed,
-    MeasuredEdge,
-    OpReport,
-    Propose,
-    RankProgress,
-)
+from pmesh.core.wire.views import Commit, Flushed, MeasuredEdge, OpReport, Propose, RankProgress
 from pmesh.ids import Incarnation, Member, OpNumber, TrainerId
 from tests.core.views.one_member import NOW, told
 from tests.worlds.builders import (

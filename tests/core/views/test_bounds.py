@@ -37,8 +37,9 @@ from pmesh.core.views import agreement
 from pmesh.core.views.limits import check_message
 from pmesh.core.views.room import ADMITTED_BYTES, SHARE_BYTES
 from pmesh.core.views.state import Facts, Install, MemberState, Send, Step, heartbeat_of
-from pmesh.core.wire import link
-from pmesh.core.wire.link import (
+from pmesh.core.wire import control, link, views
+from pmesh.core.wire.control import bound_of, decode_untrusted, encode
+from pmesh.core.wire.views import (
     MAX_PRIMARIES,
     MAX_REQUESTS_BYTES,
     MAX_WAITING,
@@ -57,9 +58,6 @@ from pmesh.core.wire.link import (
     TellView,
     ViewRequest,
     Waiting,
-    bound_of,
-    decode_untrusted,
-    encode,
 )
 from pmesh.errors import ProtocolError
 from pmesh.ids import (
@@ -474,7 +472,7 @@ CUT_WHEN_MADE = {
     link.KnownPeers: "one Hello in each",
     Heartbeat: "own entries, each with a bound (test_the_largest_heartbeat)",
     TellView: "MAX_VIEW_BYTES, which limits.check_view demands and leader.decide keeps",
-    link.Superseded: "the same",
+    views.Superseded: "the same",
     Propose: "the same, and test_the_largest_proposal",
     Commit: "the same, and test_the_largest_commit",
     Flushed: "the same, and room.fit_answer",
@@ -513,12 +511,12 @@ def worst_bytes(info: msgspec.inspect.Type) -> float:  # noqa: PLR0911, C901 - o
             raise NotImplementedError(info)
 
 
-KINDS: tuple[type[link.PathMessage], ...] = typing.get_args(link.PathMessage)
+KINDS: tuple[type[control.PathMessage], ...] = typing.get_args(control.PathMessage)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_every_kind_of_message_fits_by_its_fields_or_is_cut_when_it_is_made(
-    kind: type[link.PathMessage],
+    kind: type[control.PathMessage],
 ) -> None:
     """A new kind fails here: bound its fields, or say where it is cut and test that."""
     fits = worst_bytes(msgspec.inspect.type_info(kind)) <= bound_of(kind)

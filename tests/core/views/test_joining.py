@@ -9,7 +9,7 @@ from pmesh.core.values import View
 from pmesh.core.views.agreement import lose, pass_time
 from pmesh.core.views.leader import propose
 from pmesh.core.views.state import JOIN_REQUEST_S, PATIENCE_S, Facts, JoinRequest, MemberState, Step
-from pmesh.core.wire.link import AskToJoin, Heartbeat, Propose, TellView
+from pmesh.core.wire.views import AskToJoin, Heartbeat, Propose, TellView
 from pmesh.ids import Member
 from tests.core.views.circle import Circle, gathered
 from tests.core.views.one_member import BERTS, NOW, TRIO, sent, told

@@ -18,7 +18,7 @@ from pmesh.core.views.state import (
     MemberState,
     Skip,
 )
-from pmesh.core.wire.link import Commit, Flushed, MeasuredEdge
+from pmesh.core.wire.views import Commit, Flushed, MeasuredEdge
 from pmesh.ids import Incarnation, Member, node_text
 from tests.worlds.builders import (
     ANNA,

@@ -35,7 +35,7 @@ from pmesh.core.views.state import (
     Proposal,
     Skip,
 )
-from pmesh.core.wire.link import (
+from pmesh.core.wire.views import (
     AgreementMessage,
     AskToJoin,
     Commit,

@@ -8,7 +8,7 @@ import pytest
 from pmesh.core.values import OpOutcome, Roster, Terms, Verdict, View
 from pmesh.core.views.outcomes import outcome_of
 from pmesh.core.views.rosters import Change, jobs_to_settle, next_rosters
-from pmesh.core.wire.link import Flushed, JobReport, ViewRequest
+from pmesh.core.wire.views import Flushed, JobReport, ViewRequest
 from pmesh.ids import Member, OpNumber
 from tests.core.views.settling import NEXT, TIMED_OUT, TRIO, running_everywhere, settle, settle_trio
 from tests.worlds.builders import (

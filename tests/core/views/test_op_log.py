@@ -16,7 +16,7 @@ from pmesh.core.views.op_log import (
     stabilize,
     start,
 )
-from pmesh.core.wire.link import OpReport, RankReport
+from pmesh.core.wire.views import OpReport, RankReport
 from pmesh.ids import OpNumber, TrainerId
 from tests.worlds.builders import (
     completed,

@@ -11,8 +11,9 @@ from pmesh.core.ops.kinds import BOUND_KINDS
 from pmesh.core.values import OpOutcome, Roster, Terms, Verdict
 from pmesh.core.views.op_log import Ledger, complete, fail, report, start
 from pmesh.core.views.outcomes import gather, outcome_of
-from pmesh.core.wire.link import Call, JobReport, OpReport, ViewRequest
+from pmesh.core.wire.calls import Call
 from pmesh.core.wire.records import fingerprint
+from pmesh.core.wire.views import JobReport, OpReport, ViewRequest
 from pmesh.ids import Member, OpNumber, TrainerId
 from tests.core.views.settling import NEXT, TIMED_OUT, TRIO, running_everywhere, settle_trio
 from tests.worlds.builders import (

@@ -10,7 +10,7 @@ from pmesh.core.values import Primary, Roster, Terms, View
 from pmesh.core.views.agreement import lose
 from pmesh.core.views.quorum import MAX_REMEMBERED, confirm, remember
 from pmesh.core.views.state import Facts, MemberState, heartbeat_of
-from pmesh.core.wire.link import Flushed, KnownPrimary, Propose, Superseded, TellView
+from pmesh.core.wire.views import Flushed, KnownPrimary, Propose, Superseded, TellView
 from pmesh.ids import Incarnation, JobName, Member
 from tests.core.views.circle import Circle, gathered
 from tests.core.views.one_member import BERTS, NOW, commit, promising, sent, told

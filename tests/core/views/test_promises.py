@@ -6,7 +6,7 @@ import pytest
 
 from pmesh.core.views.agreement import lose
 from pmesh.core.views.state import Facts, Fence, Install, JoinRequest, Send, Step
-from pmesh.core.wire.link import Commit, Flushed, Propose, Refuse, Superseded, TellView, Veto
+from pmesh.core.wire.views import Commit, Flushed, Propose, Refuse, Superseded, TellView, Veto
 from pmesh.errors import ProtocolError
 from pmesh.ids import Member
 from tests.core.views.one_member import (

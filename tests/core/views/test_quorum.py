@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pmesh.core.values import Primary, Roster, Terms, View
 from pmesh.core.views.quorum import has_majorities, may_run, needed_voters
 from pmesh.core.views.rosters import jobs_to_vote_on
-from pmesh.core.wire.link import Flushed, JobReport, KnownPrimary
+from pmesh.core.wire.views import Flushed, JobReport, KnownPrimary
 from pmesh.ids import Member
 from tests.core.views.settling import NEXT, settle
 from tests.worlds.builders import (

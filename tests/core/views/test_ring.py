@@ -29,7 +29,7 @@ from pmesh.core.views.ring import (
     plan_ring,
     slowest_edge,
 )
-from pmesh.core.wire.link import RELAYED, MeasuredEdge
+from pmesh.core.wire.views import RELAYED, MeasuredEdge
 from pmesh.ids import Incarnation, Member, NodeId
 from tests.worlds.builders import ANNA, BERT, CARA, DORA
 

@@ -15,13 +15,9 @@ from pmesh.core.values import (
 )
 from pmesh.core.views.limits import check_view
 from pmesh.core.views.room import ADMITTED_BYTES, admit, fit, fit_answer
-from pmesh.core.wire.link import (
-    MAX_MESSAGE_BYTES,
-    MAX_WAITING,
-    OpReport,
-    Waiting,
-    encode,
-)
+from pmesh.core.wire.channels import MAX_MESSAGE_BYTES
+from pmesh.core.wire.control import encode
+from pmesh.core.wire.views import MAX_WAITING, OpReport, Waiting
 from pmesh.errors import ProtocolError
 from pmesh.ids import (
     MAX_NAME,

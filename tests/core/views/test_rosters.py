@@ -12,7 +12,7 @@ from pmesh.core.views.leader import ring_order
 from pmesh.core.views.outcomes import gather, op_to_enter, outcome_of
 from pmesh.core.views.rosters import in_ring_order, jobs_to_settle, keep_local_rosters
 from pmesh.core.views.state import Facts, Fence, Install
-from pmesh.core.wire.link import Commit, JobReport, OpReport, ViewRequest, Waiting
+from pmesh.core.wire.views import Commit, JobReport, OpReport, ViewRequest, Waiting
 from pmesh.ids import JobName, Member, OpNumber, TrainerId
 from tests.core.views.settling import NEXT, TIMED_OUT, TRIO, running_everywhere, settle, settle_trio
 from tests.worlds.builders import (

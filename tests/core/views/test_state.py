@@ -20,7 +20,7 @@ from pmesh.core.views.state import (
     is_vouched_for,
     needs_epoch,
 )
-from pmesh.core.wire.link import MeasuredEdge, RankProgress
+from pmesh.core.wire.views import MeasuredEdge, RankProgress
 from pmesh.ids import Incarnation, Member, TrainerId
 from tests.worlds.builders import (
     ANNA,

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pmesh.core.wire.control import encode
 from pmesh.core.wire.framing import (
     FIRST_BYTES,
     MAX_CLIENT_HELLO_BYTES,
@@ -19,7 +20,7 @@ from pmesh.core.wire.framing import (
     read_hello_untrusted,
     recognize,
 )
-from pmesh.core.wire.link import PROTOCOL_VERSION, Address, Hello, Leaving, encode
+from pmesh.core.wire.link import PROTOCOL_VERSION, Address, Hello, Leaving
 from pmesh.core.wire.records import Preamble, encode_preamble
 from pmesh.errors import ProtocolError
 from pmesh.ids import Incarnation, Member, NodeId

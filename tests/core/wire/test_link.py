@@ -7,27 +7,20 @@ from hypothesis import strategies as st
 
 from pmesh.core.values import View
 from pmesh.core.wire import link
-from pmesh.core.wire.link import (
-    MAX_MESSAGE_BYTES,
-    Address,
-    AnnounceMessage,
+from pmesh.core.wire.calls import Call, Envelope
+from pmesh.core.wire.channels import MAX_MESSAGE_BYTES
+from pmesh.core.wire.control import PathMessage, decode_untrusted, encode
+from pmesh.core.wire.lanes import OfferLane
+from pmesh.core.wire.link import Address, Hello, KnownPeers, PeerInterface
+from pmesh.core.wire.p2p import AnnounceMessage, MessageAddress
+from pmesh.core.wire.views import (
     AskToJoin,
-    Call,
     Commit,
-    Envelope,
     Flushed,
     Heartbeat,
-    Hello,
-    KnownPeers,
     KnownPrimary,
-    MessageAddress,
-    OfferLane,
-    PathMessage,
-    PeerInterface,
     Refuse,
     TellView,
-    decode_untrusted,
-    encode,
 )
 from pmesh.errors import ProtocolError
 from pmesh.ids import Incarnation, JobName, Member, NodeId, TrainerId

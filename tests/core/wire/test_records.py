@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pmesh.core.wire.link import Call
+from pmesh.core.wire.calls import Call
 from pmesh.core.wire.records import (
     HEADER_BYTES,
     MAX_BODY_BYTES,

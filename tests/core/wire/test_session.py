@@ -10,7 +10,7 @@ from msgspec import inspect
 from msgspec.structs import replace
 
 from pmesh.core.values import Terms, Verdict
-from pmesh.core.wire.link import Call
+from pmesh.core.wire.calls import Call
 from pmesh.core.wire.session import (
     MAX_REQUEST_BYTES,
     SESSION_VERSION,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import trio
 
-from pmesh.core.wire.link import OfferLane
+from pmesh.core.wire.lanes import OfferLane
 from pmesh.net.lanes.lane import Lane
 from pmesh.net.lanes.multipath import Facts, MultipathLane
 from pmesh.net.lanes.opening import offer_of_connection

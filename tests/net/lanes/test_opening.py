@@ -8,7 +8,7 @@ import pytest
 import trio
 import trio.testing
 
-from pmesh.core.wire.link import OfferLane
+from pmesh.core.wire.lanes import OfferLane
 from pmesh.core.wire.records import (
     OVERHEAD_BYTES,
     PREAMBLE_BYTES,

@@ -6,7 +6,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import trio
 import trio.testing
 
-from pmesh.core.wire.link import Flushed, Hello
+from pmesh.core.wire.link import Hello
+from pmesh.core.wire.views import Flushed
 from pmesh.errors import (
     PmeshError,
 )

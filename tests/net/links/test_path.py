@@ -10,8 +10,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from pmesh.core.links.delivery import pack
+from pmesh.core.wire.control import encode
 from pmesh.core.wire.framing import frame
-from pmesh.core.wire.link import PROTOCOL_VERSION, Leaving, encode
+from pmesh.core.wire.link import PROTOCOL_VERSION, Leaving
 from pmesh.errors import (
     MeshKeyMismatch,
     PeerUnreachable,

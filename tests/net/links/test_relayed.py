@@ -7,7 +7,7 @@ import trio
 import trio.testing
 
 from pmesh.core.links.relaying import WINDOW_BYTES, Forwarding
-from pmesh.core.wire.link import MAX_RELAYED_BYTES, Relay
+from pmesh.core.wire.relays import MAX_RELAYED_BYTES, Relay
 from pmesh.ids import NodeId
 from pmesh.net.links.path import Path
 from pmesh.net.links.relayed import RelayedStream
