@@ -21,12 +21,8 @@ from pmesh.core.views.state import (
     heartbeat_of,
     is_vouched_for,
 )
-from pmesh.core.wire.channels import ForRanks
-from pmesh.core.wire.control import LinkMessage
-from pmesh.core.wire.lanes import AskResult, OfferLane, RestLane, Splice
-from pmesh.core.wire.launches import LaunchMessage
-from pmesh.core.wire.link import PROTOCOL_VERSION, Hello, KnownPeers
-from pmesh.core.wire.relays import Relay
+from pmesh.core.wire.lanes import AskResult
+from pmesh.core.wire.link import PROTOCOL_VERSION, Hello
 from pmesh.core.wire.views import AgreementMessage, Commit, Heartbeat, MeasuredEdge, TellView
 from pmesh.ids import Epoch, Incarnation, Member, NodeId, OpNumber
 from simulation import ops
@@ -213,7 +209,7 @@ class Agent:
             link.health = health.heard_from(link.health, now=self.now).health
             self._receive_on_link(link, message)
 
-    def _receive_on_link(self, link: Link, message: LinkMessage) -> None:
+    def _receive_on_link(self, link: Link, message: Message) -> None:
         match message:
             case Heartbeat():
                 self._measure(link, message)
@@ -223,11 +219,8 @@ class Agent:
                 self.jobs.marked(link.member, message)
             case AskResult():
                 self._answer(message)
-            case Hello() | OfferLane() | RestLane() | KnownPeers() | ForRanks():
-                raise AssertionError(f"no simulated agent sends {message}")
-            case Relay() | Splice() | LaunchMessage():
-                raise AssertionError(f"no simulated agent sends {message}")
             case _:
+                assert isinstance(message, AgreementMessage)  # noqa: S101 - no others are sent
                 self._handle(link.member, message)
 
     # --- what the agreement wants done

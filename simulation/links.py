@@ -7,11 +7,12 @@ import msgspec
 
 from pmesh.core.links import health
 from pmesh.core.links.health import WIRED, Condition, Health
-from pmesh.core.wire.control import LinkMessage
+from pmesh.core.wire.link import Hello
 from pmesh.core.wire.views import Heartbeat
 from pmesh.ids import Member
 from simulation.lane_messages import LaneMessage
 from simulation.network import Network
+from simulation.wire import AnyMessage
 
 REDIAL_S = 1.0
 """How often a peer that is gone is dialled."""
@@ -19,7 +20,7 @@ REDIAL_S = 1.0
 RELAY_AFTER_S = 2.0
 """V5: How long a peer is missing before another one forwards to it."""
 
-Message = LinkMessage | LaneMessage
+Message = Hello | AnyMessage | LaneMessage
 """What simulated agents send each other; values that nobody changes, so they travel as they are."""
 
 
@@ -139,7 +140,7 @@ class Links:
             None,
         )
 
-    def send_control(self, to: Member, message: LinkMessage) -> None:
+    def send_control(self, to: Member, message: AnyMessage) -> None:
         """Send a control message to a member, if there is a link."""
         self.send(to, "link", message)
 

@@ -18,7 +18,8 @@ from pmesh.core.views import agreement, leader
 from pmesh.core.views.leader import ring_order
 from pmesh.core.views.ring import measure_costs
 from pmesh.core.views.state import Facts, Peer
-from pmesh.core.wire.control import LinkMessage, decode_untrusted, encode
+from pmesh.core.wire.channels import encode
+from pmesh.core.wire.link import Hello
 from pmesh.core.wire.views import Commit, Heartbeat, MeasuredEdge
 from pmesh.ids import Epoch, JobName
 from simulation.agents import HEARTBEAT_S, Agent
@@ -27,6 +28,7 @@ from simulation.lane_messages import Retained, Token
 from simulation.links import Message
 from simulation.network import Conditions
 from simulation.trainers import Habits
+from simulation.wire import AnyMessage, decode_untrusted
 
 LATENCY_S = 0.001  # at most, in a wired network at home
 EDGE = MeasuredEdge(600, 1000)
@@ -72,12 +74,12 @@ class _Meter:
         cluster.network.swallow = self._count
 
     def _count(self, _from: int, _to: int, _channel: str, message: Message) -> bool:
-        assert not isinstance(message, Token | Retained)  # noqa: S101 - no job runs
+        assert not isinstance(message, Hello | Token | Retained)  # noqa: S101 - no job runs
         self.messages += 1
         self.total_bytes += LENGTH_BYTES + self._size(message)
         return False
 
-    def _size(self, message: LinkMessage) -> int:
+    def _size(self, message: AnyMessage) -> int:
         size = len(encode(message))
         if isinstance(message, Commit):
             self.commit_bytes = max(self.commit_bytes, size)

@@ -34,7 +34,7 @@ from pmesh.agent.limits import Admission, open_files_limit, plan_files
 from pmesh.agent.mesh.findings import Findings
 from pmesh.agent.mesh.membership import DOUBT_S, Membership
 from pmesh.agent.mesh.names import Names, load_names
-from pmesh.agent.mesh.peers import BeyondMesh, Peers
+from pmesh.agent.mesh.peers import Peers
 from pmesh.agent.mesh.ping import ping
 from pmesh.agent.mesh.probing import Probing
 from pmesh.agent.mesh.storms import count_packets, watch_storms
@@ -56,17 +56,19 @@ from pmesh.core.identity.keys import AdvertisementKey, MeshKey, NodeKey
 from pmesh.core.identity.names import sign_name
 from pmesh.core.links.addresses import announced_addresses, announced_interfaces
 from pmesh.core.values import View
-from pmesh.core.wire.lanes import AskResult, OfferLane, RestLane, Splice
+from pmesh.core.wire.channels import Channels
+from pmesh.core.wire.lanes import LANES
 from pmesh.core.wire.launches import (
+    LAUNCHES,
     AskHosts,
     AskLaunches,
     EndLaunch,
     FetchFiles,
     FollowLaunch,
     Launch,
-    LaunchMessage,
 )
 from pmesh.core.wire.link import PROTOCOL_VERSION, Hello
+from pmesh.core.wire.p2p import P2P
 from pmesh.core.wire.session import (
     AskEvents,
     AskMachines,
@@ -81,7 +83,8 @@ from pmesh.core.wire.session import (
     StopAgent,
     Stopping,
 )
-from pmesh.core.wire.store import StorePart
+from pmesh.core.wire.store import STORES
+from pmesh.core.wire.views import VIEWS
 from pmesh.errors import ConfigError, PmeshError, PortTaken, ProtocolError, UsageError
 from pmesh.home_paths import socket_path
 from pmesh.ids import Incarnation, Member, node_text, path_name
@@ -178,6 +181,7 @@ class Agent:
         self._contexts = TlsContexts.of(issue_credentials(mesh_key, node_key))
         self._announce = announce
         self.stopped = stopped
+        self.channels = Channels()
         self.has_started = False
         self.begins_anew: str | None = None
         """Why another agent, with another incarnation, must follow this one; else None."""
@@ -275,7 +279,7 @@ class Agent:
             watch=self._watch,
             nursery=ContainedTasks(nursery, contain, "a link"),
             jitter=random.random,
-            on_message=self._receive,
+            channels=self.channels,
             noticed=self._event_log.add,
             path_failed=self._leave_path,
             contain=contain,
@@ -312,21 +316,11 @@ class Agent:
             contain=contain,
             launch_ids=lambda: path_name(secrets.token_hex(6)),
         )
-
-    def _receive(self, member: Member, message: BeyondMesh) -> None:
-        match message:
-            case OfferLane() | Splice():
-                self.jobs.rendezvous.accept(member, message)
-            case RestLane():
-                self.jobs.rest_lane(member, message)
-            case AskResult():
-                self.jobs.results.answer(member, message)
-            case StorePart():
-                self.stores.receive(member, message)
-            case LaunchMessage():
-                self.launches.receive(member, message)
-            case _:
-                self.p2p.receive(member, message)
+        self.channels.register(VIEWS, self.membership.receive)
+        self.channels.register(LANES, self.jobs.receive)
+        self.channels.register(P2P, self.p2p.receive)
+        self.channels.register(STORES, self.stores.receive)
+        self.channels.register(LAUNCHES, self.launches.receive)
 
     def _leave_path(
         self, ours: AbstractSet[str], theirs: AbstractSet[str], *, outranked: bool = False

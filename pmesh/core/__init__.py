@@ -8,11 +8,11 @@ links       addresses (which to dial first), dialing (when), health (what a sile
             (which path of a link is used), bandwidth (what a path carries), reasons (why a path is
             used, for users), delivery (each message once and in order, over any path), relaying
             (what a third machine forwards)
-wire        framing (lengths, first bytes), channels (what all messages between agents are), link,
-            probes, views, lanes, p2p, store, relays and launches (the messages of each), control
-            (all of them as bytes), calls (what an op is called with), session (messages between
-            trainer and agent), tree (directories that are sent), records (sealed lane records),
-            subflows (one lane over several connections)
+wire        framing (lengths, first bytes), channels (who receives which message between agents),
+            link, probes, views, lanes, p2p, store, relays and launches (the messages of each),
+            calls (what an op is called with), session (messages between trainer and agent), tree
+            (directories that are sent), records (sealed lane records), subflows (one lane over
+            several connections)
 values      views, rosters, trainers, verdicts: the values that agents agree on
 views       state (what one member knows), agreement (the effects of a message), leader (the
             leader's half), rosters (jobs in a view change), room (what fits into a view), outcomes

@@ -14,8 +14,7 @@ import trio
 from msgspec import inspect
 
 from pmesh.core.links.delivery import PREFIX_BYTES
-from pmesh.core.wire.channels import MAX_MESSAGE_BYTES
-from pmesh.core.wire.control import LinkMessage, bound_of, decode_untrusted, encode
+from pmesh.core.wire.channels import MAX_MESSAGE_BYTES, encode
 from pmesh.core.wire.link import Address, Hello, KnownPeers
 from pmesh.core.wire.session import decode_request_untrusted
 from pmesh.core.wire.session import encode as encode_request
@@ -23,6 +22,7 @@ from pmesh.core.wire.store import Answer, Answered, decode_message_untrusted
 from pmesh.core.wire.store import encode as encode_of_a_store
 from pmesh.core.wire.views import Commit
 from pmesh.ids import Member, TrainerId
+from simulation.wire import AnyMessage, decode_untrusted
 from tests.worlds.builders import ANNA, BERT, make_roster, make_view, unsigned
 from tools.fuzz.agent import accepts, new_liar
 from tools.fuzz.corpus import Case, Recorder, keep, load, recorded
@@ -77,7 +77,7 @@ def test_no_lie_names_a_host_beyond_this_machine() -> None:
 
 def test_examples_of_all_messages_and_requests_can_be_decoded() -> None:
     for seed in range(20):
-        for kind in get_args(LinkMessage):
+        for kind in get_args(AnyMessage):
             message = example(inspect.type_info(kind), new_dice(seed))
             assert decode_untrusted(encode(message)) == message
         for kind in REQUESTS:
@@ -112,17 +112,17 @@ def test_a_seed_tells_the_same_lies_again() -> None:
 def test_a_liar_says_the_truth_too_and_invents_all_kinds_of_messages() -> None:
     said = [lie for seed in range(16) for lie in once_each(lies_of(seed))]
     assert COMMIT in said
-    assert {type(lie) for lie in said} == set(get_args(LinkMessage))
+    assert {type(lie) for lie in said} == set(get_args(AnyMessage))
 
 
 def test_a_liar_sends_messages_of_the_largest_size_and_thousands_of_one() -> None:
     said = [lies_of(seed) for seed in range(8)]
     taken = [lie for lies in said for lie in once_each(lies) if accepts(lie)]
-    assert max(len(encode(lie)) / bound_of(type(lie)) for lie in taken) > 0.9
+    assert max(len(encode(lie)) / lie.most_bytes for lie in taken) > 0.9
     assert max(max(Counter(map(id, lies)).values()) for lies in said) >= max(MANY_TIMES)
 
 
-@pytest.mark.parametrize("kind", get_args(LinkMessage), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", get_args(AnyMessage), ids=lambda kind: kind.__name__)
 def test_a_message_of_any_kind_grows_up_to_what_its_receiver_takes(kind: type) -> None:
     room = MAX_MESSAGE_BYTES - PREFIX_BYTES
     for seed in range(4):
@@ -134,7 +134,7 @@ def test_a_message_of_any_kind_grows_up_to_what_its_receiver_takes(kind: type) -
 
 
 def test_a_case_is_kept_with_all_that_was_sent(tmp_path: Path) -> None:
-    record = Recorder(tmp_path / "lies")
+    record = Recorder(tmp_path / "lies", encode)
     record(COMMIT)
     record(PEERS)
     messages = recorded(tmp_path / "lies")

@@ -9,9 +9,10 @@ from zeroconf._protocol.incoming import DNSIncoming
 from pmesh.core.identity import advertisement as adverts
 from pmesh.core.identity.keys import AdvertisementKey
 from pmesh.core.values import Primary, Roster, Seat, Trainer, View
-from pmesh.core.wire.control import LinkMessage, encode
+from pmesh.core.wire.channels import encode
 from pmesh.core.wire.views import Commit, Heartbeat, Propose
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, Slot, TrainerId
+from simulation.wire import AnyMessage
 from tests.worlds.builders import unsigned
 from tools.hostile.liar import TWISTS, Liar, Twist
 from tools.hostile.packets import RECORDS, announce, invent
@@ -72,7 +73,7 @@ def test_a_liar_proposes_before_it_commits_and_begins_when_it_has_seen_a_view(
     assert not [said for _ in range(50) for said in liar.lies(beat(), YOU)]
     liar.see(Commit(view(), ()))
 
-    said: list[LinkMessage] = []
+    said: list[AnyMessage] = []
     while not any(isinstance(message, Commit) for message in said):
         said = list(liar.lies(beat(), YOU))
 

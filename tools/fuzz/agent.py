@@ -20,13 +20,12 @@ import trio
 from msgspec.structs import replace
 
 from pmesh.agent.home import load_node_key, open_home
-from pmesh.agent.mesh import bans
+from pmesh.agent.mesh import bans, links
 from pmesh.agent.mesh.links import Link
 from pmesh.cli import main
 from pmesh.core.links.delivery import PREFIX_BYTES, Packet
 from pmesh.core.values import View
-from pmesh.core.wire.channels import MAX_MESSAGE_BYTES
-from pmesh.core.wire.control import LinkMessage, PathMessage, decode_untrusted
+from pmesh.core.wire.channels import MAX_MESSAGE_BYTES, Message
 from pmesh.core.wire.launches import (
     MAX_OUTPUT_BYTES,
     LaunchPrepared,
@@ -36,6 +35,7 @@ from pmesh.core.wire.launches import (
 from pmesh.core.wire.views import Commit, Heartbeat, TellView
 from pmesh.errors import ProtocolError
 from pmesh.ids import NodeId, node_text
+from simulation.wire import AnyMessage, AnyPathMessage, decode_untrusted, encode_unbounded
 from tools.fuzz.claims import choose_claims
 from tools.fuzz.corpus import Recorder, load
 from tools.fuzz.liar import Liar
@@ -87,12 +87,12 @@ class Order(msgspec.Struct, frozen=True):
     """A case, whose messages it sends first."""
 
 
-def receive_untrusted(message: object) -> PathMessage:
+def receive_untrusted(message: Message) -> AnyPathMessage:
     """What its receiver does first, without the checks of an honest sender."""
-    return decode_untrusted(msgspec.msgpack.encode(message))
+    return decode_untrusted(encode_unbounded(message))
 
 
-def accepts(message: object) -> bool:
+def accepts(message: Message) -> bool:
     """Whether a receiver takes the message."""
     try:
         receive_untrusted(message)
@@ -103,7 +103,7 @@ def accepts(message: object) -> bool:
 
 def new_liar(seed: int) -> Liar:
     """One that speaks to other members."""
-    return Liar(seed, get_args(LinkMessage), receive_untrusted, room=ROOM)
+    return Liar(seed, get_args(AnyMessage), receive_untrusted, room=ROOM)
 
 
 def insist_on_claims(liar: Liar, beat: Heartbeat, view: View, link: Link) -> None:
@@ -127,7 +127,7 @@ def lying(
     """
     views: list[View] = []
 
-    def lie(link: Link, message: LinkMessage) -> None:
+    def lie(link: Link, message: AnyMessage) -> None:
         if isinstance(message, Commit | TellView):
             views[:] = [message.view]
         if not on(link):
@@ -141,16 +141,26 @@ def lying(
                 send(link, message)
             else:
                 tell(said)
-                send(link, msgspec.Raw(msgspec.msgpack.encode(said)))  # also if it is too large
+                send(link, said)
 
     return lie
 
 
+class Replayed(Message, frozen=True):
+    """The bytes of a message, which are sent as they are."""
+
+    data: bytes
+
+
+def _encode_lie(message: Message) -> bytes:
+    return message.data if isinstance(message, Replayed) else encode_unbounded(message)
+
+
 def _replaying(send: Send, order: Order) -> Send:
     # As they were, also if they can't be decoded.
-    left = [msgspec.Raw(message) for message in load(Path(order.replay)).messages]
+    left = [Replayed(message) for message in load(Path(order.replay)).messages]
 
-    def replay(link: Link, message: LinkMessage) -> None:
+    def replay(link: Link, message: AnyMessage) -> None:
         if isinstance(message, Heartbeat) and Path(order.begin).exists():
             for said in left[:REPLAYED_AT_ONCE]:
                 send(link, said)
@@ -161,12 +171,13 @@ def _replaying(send: Send, order: Order) -> Send:
 
 
 def _listening(receive: Callable[[Link, Packet], bool], liar: Liar) -> Callable[..., bool]:
-    outputs: dict[Link, Iterator[LinkMessage]] = {}
+    outputs: dict[Link, Iterator[AnyMessage]] = {}
 
     def listen(link: Link, packet: Packet) -> bool:
-        liar.hear(packet.message)
+        message = decode_untrusted(packet.message)
+        liar.hear(message)
         is_new = receive(link, packet)
-        match packet.message:
+        match message:
             case PrepareLaunch() as asked:
                 outputs[link] = output_of(asked)
                 return False  # what the honest agent would answer is not said
@@ -191,7 +202,7 @@ def tell_bans() -> None:
     setattr(bans.Bans, "add", tell)  # noqa: B010 - a type checker would not have it
 
 
-def output_of(asked: PrepareLaunch) -> Iterator[LinkMessage]:
+def output_of(asked: PrepareLaunch) -> Iterator[AnyMessage]:
     """It refuses to run the command, and has output all the same."""
     yield LaunchPrepared(asked.launch, "no")
     for number in range(LIES_OF_OUTPUT):
@@ -205,10 +216,15 @@ def _be(order: Order) -> None:
     secrets.randbits = lambda k: order.number % 2**k  # the agent's incarnation is drawn so
     tell_bans()
     trio.run = partial(trio.run, instruments=[Steps()])  # type: ignore[assignment]
+    setattr(links, "encode", _encode_lie)  # noqa: B010 - a lie may be too large
     if order.replay:
         Link.send = _replaying(Link.send, order)  # type: ignore[method-assign, assignment]
     if order.seed >= 0:
-        liar, tell, begin = new_liar(order.seed), Recorder(Path(order.log)), Path(order.begin)
+        liar, tell, begin = (
+            new_liar(order.seed),
+            Recorder(Path(order.log), encode_unbounded),
+            Path(order.begin),
+        )
         Link.send = lying(Link.send, liar, on=lambda _: begin.exists(), tell=tell)  # type: ignore[method-assign, assignment]
         Link.receive_untrusted = _listening(Link.receive_untrusted, liar)  # type: ignore[method-assign]
         lie_about_stores(new_store_liar(order.seed), begin.exists)

@@ -1,7 +1,8 @@
 """What has broken something once is kept, and tried again first."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -23,12 +24,13 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 class Recorder:
     """Writes what is sent into a file, so that it is there however the process ends."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, encode: Callable[[Any], bytes]) -> None:
         self._file = file
+        self._encode = encode
 
     def __call__(self, message: object) -> None:
         with self._file.open("ab") as file:
-            file.write(frame(msgspec.msgpack.encode(message)))
+            file.write(frame(self._encode(message)))
 
 
 def recorded(file: Path) -> tuple[bytes, ...]:

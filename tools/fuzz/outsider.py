@@ -26,6 +26,7 @@ from pmesh.core.identity.certificates import issue_credentials
 from pmesh.core.identity.keys import MeshKey, NodeKey, mesh_key_from_text
 from pmesh.core.identity.names import sign_name
 from pmesh.core.links.delivery import PREFIX_BYTES, pack
+from pmesh.core.wire.framing import read_hello_untrusted
 from pmesh.core.wire.lanes import OfferLane, Splice
 from pmesh.core.wire.launches import (
     BeginRanks,
@@ -48,11 +49,12 @@ from pmesh.core.wire.records import Preamble, encode_preamble
 from pmesh.core.wire.relays import Relay
 from pmesh.core.wire.store import MAX_STORE_PART_BYTES, StorePart
 from pmesh.core.wire.views import Heartbeat
-from pmesh.errors import PmeshError
+from pmesh.errors import PmeshError, ProtocolError
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, TrainerId, path_name
 from pmesh.net.lanes.opening import dial_lane
 from pmesh.net.links.path import Path, shake_hands
 from pmesh.net.links.tls import TlsContexts
+from simulation.wire import decode_untrusted, encode_unbounded
 from tools.fuzz.agent import ROOM, accepts, new_liar
 from tools.fuzz.corpus import Recorder
 from tools.fuzz.large import fill
@@ -91,10 +93,18 @@ def largest_hello(dice: Random) -> Hello:
     """One that can't be a few bytes larger, if some attempts come to that."""
     largest = small = hello_of(NodeKey.from_seed(dice.randbytes(32)), "liar")
     for _ in range(ATTEMPTS):
-        largest = max(largest, fill(small, dice, accepts, room=MAX_HELLO_BYTES), key=_size)
+        largest = max(largest, fill(small, dice, _accepts_hello, room=MAX_HELLO_BYTES), key=_size)
         if _size(largest) > MAX_HELLO_BYTES - PREFIX_BYTES:
             break
     return largest
+
+
+def _accepts_hello(hello: Hello) -> bool:
+    try:
+        read_hello_untrusted(msgspec.msgpack.encode(hello), proven=hello.member.node)
+    except ProtocolError:
+        return False
+    return True
 
 
 def _size(message: object) -> int:
@@ -119,7 +129,7 @@ class Life:
     async def send(self, messages: Iterable[Any]) -> None:
         """To all of its links, as fast as they take it."""
         for message in messages:
-            data = pack(0, 0, msgspec.msgpack.encode(message))
+            data = pack(0, 0, encode_unbounded(message))
             for link in self.links:
                 link.send_packet(data)
             while any(link._queued_bytes > UNSENT_BYTES for link in self.links):  # noqa: ASYNC110, SLF001 - a path tells nobody
@@ -327,7 +337,7 @@ async def _listen(link: Path, liar: Liar, life: trio.CancelScope) -> None:
     """Learn from what it is told; when one agent has refused it, that life is over."""
     with contextlib.suppress(*GONE):
         while True:
-            liar.hear((await link.receive()).message)
+            liar.hear(decode_untrusted((await link.receive()).message))
     life.cancel()
 
 
@@ -345,7 +355,7 @@ async def _main(order: Order) -> None:
         mesh_key=mesh_key_from_text(os.environ["PMESH_KEY"]),
         liar=new_liar(order.seed),
         actions=order.actions or tuple(ACTIONS),
-        tell=Recorder(File(order.log)) if order.log else lambda _: None,
+        tell=Recorder(File(order.log), encode_unbounded) if order.log else lambda _: None,
     )
     await attack.run()
 

@@ -167,7 +167,7 @@ async def _learn(stream: trio.SocketStream, liar: Liar) -> None:
 
 
 async def _main(path: str, seed: str, log: str, replay: str = "") -> None:
-    liar, tell = new_liar(int(seed)), Recorder(Path(log))
+    liar, tell = new_liar(int(seed)), Recorder(Path(log), msgspec.msgpack.encode)
     if replay:
         await _replay(Path(path), liar, load(Path(replay)), tell)
     await lie_to_agent(Path(path), liar, tell=tell)

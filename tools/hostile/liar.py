@@ -15,7 +15,6 @@ from pmesh.core.identity.keys import NodeKey
 from pmesh.core.identity.names import sign_name
 from pmesh.core.links.delivery import Packet
 from pmesh.core.values import Roster, Seat, SignedName, Trainer, View
-from pmesh.core.wire.control import LinkMessage, PathMessage
 from pmesh.core.wire.views import (
     AskToJoin,
     Commit,
@@ -27,6 +26,7 @@ from pmesh.core.wire.views import (
     Veto,
 )
 from pmesh.ids import MAX_COUNTER, Epoch, Incarnation, Member
+from simulation.wire import AnyMessage, AnyPathMessage, decode_untrusted
 
 SEED_VARIABLE: Final = "HOSTILE_SEED"
 PATCH: Final = f"""
@@ -108,7 +108,7 @@ class Liar:
         self.told = 0
         """How many views."""
 
-    def see(self, message: PathMessage) -> None:
+    def see(self, message: AnyPathMessage) -> None:
         """Take note of what it or another has said in earnest."""
         match message:
             case Commit(view=view) | TellView(view=view) | Superseded(view=view):
@@ -120,7 +120,7 @@ class Liar:
             case _:
                 pass
 
-    def lies(self, beat: Heartbeat, you: Member) -> Iterator[LinkMessage]:
+    def lies(self, beat: Heartbeat, you: Member) -> Iterator[AnyMessage]:
         """What to say now: some of it in order, so that it is believed."""
         # An agent's first heartbeat is of the view that it has alone, which it leads.
         me = self._me = self._me or Member(beat.view.leader, beat.view.incarnation)
@@ -161,7 +161,7 @@ def lie(seed: int) -> None:
     liar = Liar(Random(seed))  # noqa: S311 - repeats a run
     send, receive = Link.send, Link.receive_untrusted
 
-    def lying_send(link: Link, message: LinkMessage) -> None:
+    def lying_send(link: Link, message: AnyMessage) -> None:
         liar.see(message)
         send(link, message)
         before = liar.told
@@ -172,7 +172,7 @@ def lie(seed: int) -> None:
                 print("lied", liar.told, flush=True)
 
     def lying_receive(link: Link, packet: Packet) -> bool:
-        liar.see(packet.message)
+        liar.see(decode_untrusted(packet.message))
         return receive(link, packet)
 
     setattr(Link, "send", lying_send)  # noqa: B010 - a type checker would not have it

@@ -5,6 +5,7 @@ It follows the views (`pmesh.agent.mesh.membership.Follower`), and gives ops lan
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from typing import assert_never
 
 import msgspec
 import trio
@@ -22,7 +23,7 @@ from pmesh.core.jobs.speed import Speed
 from pmesh.core.links.health import WIRED
 from pmesh.core.values import Roster, Trainer, View
 from pmesh.core.views.state import Facts
-from pmesh.core.wire.lanes import AskResult, RestLane
+from pmesh.core.wire.lanes import AskResult, LaneMessage, OfferLane, RestLane, Splice
 from pmesh.core.wire.session import Connect
 from pmesh.core.wire.views import Heartbeat, RankProgress
 from pmesh.ids import Epoch, JobName, Member, TrainerId
@@ -228,6 +229,18 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
                     trainer.member,
                     RestLane(roster.job, roster.born, roster.number, rank.id, receiver),
                 )
+
+    def receive(self, member: Member, message: LaneMessage) -> None:
+        """Handle a member's message about lanes."""
+        match message:
+            case OfferLane() | Splice():
+                self.rendezvous.accept(member, message)
+            case RestLane():
+                self.rest_lane(member, message)
+            case AskResult():
+                self.results.answer(member, message)
+            case _:
+                assert_never(message)
 
     def rest_lane(self, member: Member, message: RestLane) -> None:
         """Answer a lane's sender, which asks to close it, or take the receiver's answer."""

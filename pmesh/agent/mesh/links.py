@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, assert_never
 
 import trio
 
@@ -15,9 +15,9 @@ from pmesh.core.links.addresses import BoundAddress, LocalAddress, interface_of
 from pmesh.core.links.delivery import Delivery, Packet
 from pmesh.core.links.health import WIFI, WIRED, Health, Thresholds
 from pmesh.core.links.paths import Flaps, PathKey, PathState, Way
-from pmesh.core.wire.control import LinkMessage, PathMessage, encode
+from pmesh.core.wire.channels import Message, encode
 from pmesh.core.wire.link import Address, Hello, PeerInterface
-from pmesh.core.wire.probes import AskProbe, Ping, Pong, Probe
+from pmesh.core.wire.probes import PATHS, AskProbe, Ping, Pong, Probe
 from pmesh.errors import NodeKeyCopied, PeerUnreachable
 from pmesh.ids import Incarnation, Member, NodeId, short_node
 from pmesh.net.lanes.multipath import UNKNOWN_BYTES_PER_S, Carrier, Facts
@@ -132,11 +132,16 @@ class LivePath:
             await self._answered.wait()
         return self._answer_took_s
 
-    def hear(self, message: PathMessage) -> LinkMessage | None:
-        """Note a sign of life; return the message, but None if it is the path's own matter."""
+    def hear_untrusted(self, packet: Packet) -> bool:
+        """Note a sign of life, and handle a message of the path itself; return whether it is one.
+
+        Raises ProtocolError.
+        """
         now = self.last_heard = trio.current_time()
         self.asked_at = None
-        match message:
+        if packet.message[:1] != bytes((PATHS.number,)):
+            return False
+        match message := PATHS.decode_untrusted(packet.message):
             case Ping(sent_us, mbit_s):
                 self.peer_mbit_s = mbit_s
                 self.path.send(Pong(sent_us))
@@ -155,8 +160,8 @@ class LivePath:
             case Probe():
                 self.bandwidth.receive(message)
             case _:
-                return message
-        return None
+                assert_never(message)
+        return True
 
     def judge(self) -> None:
         """Weigh its present silence, for V12."""
@@ -233,7 +238,7 @@ class Link:
         """Return how an error names the peer."""
         return self.peer.name if self._current is None else str(self._current.path)
 
-    def send(self, message: LinkMessage) -> None:
+    def send(self, message: Message) -> None:
         """Send a message; never waits. It is kept until the peer has acknowledged it.
 
         One that can't be encoded, as it would be too large, is not sent: that is this agent's own

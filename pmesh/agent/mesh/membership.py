@@ -34,7 +34,7 @@ from pmesh.core.views.state import (
     heartbeat_of,
     is_vouched_for,
 )
-from pmesh.core.wire.control import LinkMessage
+from pmesh.core.wire.channels import Message
 from pmesh.core.wire.views import RELAYED, AgreementMessage, Heartbeat, MeasuredEdge, TellView
 from pmesh.errors import ProtocolError
 from pmesh.ids import Incarnation, JobName, Member, NodeId
@@ -126,7 +126,7 @@ class Membership:
         *,
         names: Names,
         follower: Follower,
-        send: Callable[[Member, LinkMessage], None],
+        send: Callable[[Member, Message], None],
         drop: Callable[[NodeId, str], None],
         ban: Callable[[NodeId, str], None],
         installed: Callable[[View, View, Mapping[Member, str]], None],

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TypeAlias
+from typing import assert_never
 
 import msgspec
 import structlog
@@ -31,12 +31,9 @@ from pmesh.agent.mesh.relays import Relays
 from pmesh.core.links.addresses import BoundAddress, in_dialling_order
 from pmesh.core.links.dialing import STEADY_AFTER_S
 from pmesh.core.links.paths import MAX_PATHS, Way
-from pmesh.core.wire.channels import ForRanks
-from pmesh.core.wire.control import LinkMessage, RanksMessage
-from pmesh.core.wire.lanes import AskResult, OfferLane, RestLane, Splice
-from pmesh.core.wire.launches import AnyLaunchMessage, LaunchMessage
-from pmesh.core.wire.link import Address, Hello, KnownPeers, Leaving
-from pmesh.core.wire.relays import Relay
+from pmesh.core.wire.channels import Channels, Message
+from pmesh.core.wire.link import LINK, Address, Hello, KnownPeers, Leaving
+from pmesh.core.wire.relays import RELAYS
 from pmesh.errors import (
     MeshKeyMismatch,
     NetworkError,
@@ -61,9 +58,6 @@ MAX_LINKS_PER_ADDRESS = 16  # one machine that invents nodes leaves room for oth
 
 _log = structlog.get_logger()
 
-BeyondMesh: TypeAlias = OfferLane | Splice | RestLane | AskResult | RanksMessage | AnyLaunchMessage
-"""Messages that do not concern the mesh itself, but jobs or launches."""
-
 
 class Peers:
     """All links of one agent."""
@@ -78,7 +72,7 @@ class Peers:
         watch: AddressWatch,
         nursery: Tasks,
         jitter: Callable[[], float],
-        on_message: Callable[[Member, BeyondMesh], None],
+        channels: Channels,
         noticed: Callable[[News], None],
         path_failed: PathFailed,
         contain: Contain,
@@ -87,7 +81,7 @@ class Peers:
         self._contexts = contexts
         self._watch = watch
         self._nursery = nursery
-        self._on_message = on_message
+        self._channels = channels
         self._noticed = noticed
         self._path_failed = path_failed
         self._contain = contain
@@ -107,6 +101,7 @@ class Peers:
             admit=lambda path, relay: self._admit(path, dialled=None, relay=relay),
             nursery=nursery,
         )
+        channels.register(RELAYS, self.relays.receive)
         self._bans = Bans()
         self.broken_links = 0
         """How many paths ended because the peer did what no honest member would."""
@@ -431,15 +426,15 @@ class Peers:
         try:
             while not errors:
                 packet = await live.path.receive()
-                message = live.hear(packet.message)
+                is_of_path = live.hear_untrusted(packet)
                 if (switched := link.end_switch(live)) is not None:
                     self._tell_switch(link, *switched)
-                if message is None or not link.receive_untrusted(packet):
+                if is_of_path or not link.receive_untrusted(packet):
                     continue
                 with self._contain(
                     f"the link to {self.name_of(link.member)}", errors.append, passing=(PmeshError,)
                 ):
-                    self._receive(link, message)
+                    self._receive_untrusted(link, packet.message)
             self._ban(link.node)
             return errors[0], True
         except trio.EndOfChannel:
@@ -464,22 +459,19 @@ class Peers:
         self.broken_links += 1
         self._bans.add(node, now=trio.current_time())
 
-    def _receive(self, link: Link, message: LinkMessage) -> None:
-        match message:
-            case Hello():
-                raise ProtocolError("a Hello out of its place")
+    def _receive_untrusted(self, link: Link, data: bytes) -> None:
+        if data[:1] != bytes((LINK.number,)):
+            self._channels.receive_untrusted(link.member, data)
+            return
+        match message := LINK.decode_untrusted(data):
             case KnownPeers(peers):
                 for peer in peers:
                     self._know(link, peer)
-            case OfferLane() | Splice() | RestLane() | AskResult() | ForRanks() | LaunchMessage():
-                self._on_message(link.member, message)
-            case Relay():
-                self.relays.receive(link, message)
             case Leaving():
                 link.leaving = True
                 self._end(link, "its agent was stopped")
             case _:
-                self.membership.receive(link.member, message)
+                assert_never(message)
 
     async def _redial(self, link: Link, last: LivePath, why: str) -> None:
         """V6: an end of file means gone only if a redial fails or meets another incarnation."""
@@ -542,7 +534,7 @@ class Peers:
 
     # --- implements `pmesh.agent.lanes.splices.Reach`
 
-    def send(self, member: Member, message: LinkMessage) -> None:
+    def send(self, member: Member, message: Message) -> None:
         """Send on the link to the member; dropped if there is none."""
         link = self.links.get(member.node)
         if link is not None and link.member == member:

@@ -69,10 +69,12 @@ class Relays:
         self._opening: dict[Member, NodeId] = {}
         """Who is to be reached, and over whom."""
 
-    def receive(self, link: Link, message: Relay) -> None:
-        """Handle a message on a link. Raises ProtocolError if no honest agent would send it."""
+    def receive(self, member: Member, message: Relay) -> None:
+        """Handle a peer's message. Raises ProtocolError if no honest agent would send it."""
+        link, far = self._links().get(member.node), self._links().get(message.far)
+        if link is None or link.member != member:
+            return
         if message.to_forward:
-            far = self._links().get(message.far)
             reachable = far is not None and far.is_direct and link.is_direct
             onward = self.forwarding.forward(link.node, message, reachable=reachable)
             if onward is not None:

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from pmesh.core.wire.control import PathMessage, decode_untrusted
 from pmesh.errors import ProtocolError
 
 _PREFIX: Final = struct.Struct(">QQ")
@@ -24,7 +23,8 @@ class Packet(NamedTuple):
     """Of the message on its link, from 1; 0 if it belongs to the path and has no order."""
     acknowledged: int
     """The highest number that its sender has received."""
-    message: PathMessage
+    message: bytes
+    """As `pmesh.core.wire.channels.encode` has made it: it may be garbage."""
 
 
 def pack(number: int, acknowledged: int, message: bytes) -> bytes:
@@ -33,11 +33,11 @@ def pack(number: int, acknowledged: int, message: bytes) -> bytes:
 
 
 def unpack_untrusted(packet: bytes) -> Packet:
-    """Reverse `pack`, and decode the message. Raises ProtocolError."""
-    if len(packet) < PREFIX_BYTES:
+    """Reverse `pack`. Raises ProtocolError."""
+    if len(packet) <= PREFIX_BYTES:
         raise ProtocolError(f"a packet of {len(packet)} bytes")
     number, acknowledged = _PREFIX.unpack_from(packet)
-    return Packet(number, acknowledged, decode_untrusted(packet[PREFIX_BYTES:]))
+    return Packet(number, acknowledged, packet[PREFIX_BYTES:])
 
 
 class Delivery:

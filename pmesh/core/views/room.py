@@ -26,7 +26,6 @@ from pmesh.core.values import (
     cut_text,
     nbytes_of,
 )
-from pmesh.core.wire.control import bound_of
 from pmesh.core.wire.views import Flushed, OpReport, Waiting
 from pmesh.ids import MAX_NAME, JobName, Member, Slot
 
@@ -192,7 +191,7 @@ def fit_answer(answer: Flushed) -> Flushed:
 
     What ranks report of their ops decides what their trainers get, so of that only texts can go.
     """
-    if nbytes_of(answer) <= bound_of(Flushed):
+    if nbytes_of(answer) <= Flushed.most_bytes:
         return answer
 
     def short(op: OpReport) -> OpReport:

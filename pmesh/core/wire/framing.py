@@ -10,12 +10,11 @@ version. The rest is read only if the versions are equal.
 
 import enum
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
-from pmesh.core.wire.control import decode_untrusted
-from pmesh.core.wire.link import PROTOCOL_VERSION, Hello
+from pmesh.core.wire.link import MAX_HELLO_BYTES, PROTOCOL_VERSION, Hello
 from pmesh.core.wire.records import PREAMBLE_BYTES, PREAMBLE_MAGIC
 from pmesh.errors import ProtocolError
 from pmesh.ids import NodeId
@@ -113,6 +112,9 @@ class _AnyHello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     protocol: int
 
 
+_Greeting = TypeVar("_Greeting", Hello, _AnyHello)
+
+
 @dataclass(frozen=True, slots=True)
 class OtherProtocol:
     """A peer that speaks another version."""
@@ -120,18 +122,30 @@ class OtherProtocol:
     protocol: int
 
 
+def encode_hello(hello: Hello) -> bytes:
+    """Return the greeting as bytes. Raises ValueError if it is larger than any peer takes."""
+    data = msgspec.msgpack.encode(hello)
+    if len(data) > MAX_HELLO_BYTES:
+        raise ValueError(f"a Hello of {len(data)} bytes, {MAX_HELLO_BYTES} are allowed")
+    return data
+
+
 def read_hello_untrusted(data: bytes, *, proven: NodeId) -> Hello | OtherProtocol:
     """Return the Hello of the peer whose node key TLS has proven.
 
     Raises ProtocolError for anything but a Hello, and for one in the name of another node.
     """
-    try:
-        protocol = msgspec.msgpack.decode(data, type=_AnyHello).protocol
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
-        raise ProtocolError(f"not a Hello: {e}") from e
+    protocol = _decode(data, _AnyHello).protocol
     if protocol != PROTOCOL_VERSION:
         return OtherProtocol(protocol)
-    hello = decode_untrusted(data)
-    if not isinstance(hello, Hello) or hello.member.node != proven:
+    hello = _decode(data, Hello)
+    if hello.member.node != proven:
         raise ProtocolError("a Hello in the name of another node")
     return hello
+
+
+def _decode(data: bytes, kind: type[_Greeting]) -> _Greeting:
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+        raise ProtocolError(f"not a Hello: {e}") from e

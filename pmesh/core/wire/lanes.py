@@ -1,17 +1,21 @@
 """Messages about lanes between the ranks of a job (`pmesh.agent.lanes.rendezvous`)."""
 
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 from msgspec import Meta
 
 from pmesh.core.values import Id, Job, Op, RosterNumber
-from pmesh.core.wire.channels import Message
+from pmesh.core.wire.channels import Channel, Message
 from pmesh.ids import Epoch, Member
 
 _Key = Annotated[bytes, Meta(min_length=32, max_length=32)]
 
 
-class OfferLane(Message, frozen=True, tag=20):
+class _LaneMessage(Message, frozen=True):
+    channel = 3
+
+
+class OfferLane(_LaneMessage, frozen=True, tag=20):
     """The sender of data offers a lane, with one key for each direction, used once."""
 
     lane: Annotated[bytes, Meta(min_length=16, max_length=16)]
@@ -33,7 +37,7 @@ class OfferLane(Message, frozen=True, tag=20):
     """True if the lane runs over several connections (`pmesh.core.wire.subflows`)."""
 
 
-class AskResult(Message, frozen=True, tag=21):
+class AskResult(_LaneMessage, frozen=True, tag=21):
     """A survivor that missed the end of an op asks a holder for its result (O2)."""
 
     job: Job
@@ -44,7 +48,7 @@ class AskResult(Message, frozen=True, tag=21):
     receiver: Id
 
 
-class RestLane(Message, frozen=True, tag=27):
+class RestLane(_LaneMessage, frozen=True, tag=27):
     """The group of a lane rests: the lane's sender asks to close it until the next op.
 
     The receiver answers with the same message. It agrees, and has closed its end, unless it has
@@ -60,7 +64,7 @@ class RestLane(Message, frozen=True, tag=27):
     """None: this asks."""
 
 
-class Splice(Message, frozen=True, tag=35):
+class Splice(_LaneMessage, frozen=True, tag=35):
     """Asks the receiver to continue a connection between the two to another member, both ways."""
 
     ticket: Annotated[bytes, Meta(min_length=16, max_length=16)]
@@ -69,3 +73,7 @@ class Splice(Message, frozen=True, tag=35):
     """If it is the receiver, it takes the connection as if it had come through its door."""
     dial: bool = False
     """True if the receiver of this message dials, False if the sender does."""
+
+
+LaneMessage: TypeAlias = OfferLane | Splice | RestLane | AskResult
+LANES: Channel[LaneMessage] = Channel(_LaneMessage.channel, LaneMessage)

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from pmesh.core.values import MAX_MEMBERS, MAX_TRAINERS, Job, Name
+from pmesh.core.wire.channels import Channel, Message
 from pmesh.core.wire.tree import MAX_ENTRIES, MAX_PATH, MAX_TREE_BYTES, Sha256
 from pmesh.ids import MAX_NAME, PRINTABLE, NodeId, PathName
 
@@ -49,10 +50,6 @@ Host: TypeAlias = Annotated[
 """An IPv4 address; "" for none. It becomes part of environments, so it can be nothing else."""
 Interface: TypeAlias = Annotated[str, Meta(max_length=15, pattern=r"^[A-Za-z0-9_.-]*\Z")]
 """The name of a network interface, as long as systems allow (IFNAMSIZ); "" for none."""
-
-
-class _Message(msgspec.Struct, frozen=True, array_like=True):
-    pass
 
 
 class Variable(NamedTuple):
@@ -112,9 +109,10 @@ class LaunchTerms(msgspec.Struct, frozen=True, array_like=True):
 # --- between two agents
 
 
-class LaunchMessage(_Message, frozen=True):
+class LaunchMessage(Message, frozen=True):
     """A message between two agents about one launch."""
 
+    channel = 7
     launch: LaunchId
 
 
@@ -339,6 +337,7 @@ AnyLaunchMessage: TypeAlias = (
     | FilesMessage
     | NewFilesMessage
 )
+LAUNCHES: Channel[AnyLaunchMessage] = Channel(LaunchMessage.channel, AnyLaunchMessage)
 
 
 # --- between a local program and its agent

@@ -1,15 +1,15 @@
 """Messages of a link itself: how two agents introduce themselves, and others, and part."""
 
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
 from pmesh.core.values import Name, SignedName
-from pmesh.core.wire.channels import MAX_ENTRIES, Message
+from pmesh.core.wire.channels import MAX_ENTRIES, Channel, Message
 from pmesh.ids import Member
 
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 MAX_HELLO_BYTES = 16 * 1024  # 64 addresses and interfaces take 8 KiB; each peer passes it on
 MAX_ADDRESSES = 64  # of one machine; a Mac with every port in use has about ten
 _Count = Annotated[int, Meta(ge=0, le=2**62)]
@@ -40,10 +40,9 @@ class PeerInterface(msgspec.Struct, frozen=True, array_like=True):
     """IP addresses without a scope."""
 
 
-class Hello(Message, frozen=True, tag=1):
-    """The first message on a path, from both sides."""
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """The first message on a path, from both sides; of no channel, so that any version reads it."""
 
-    most_bytes = MAX_HELLO_BYTES
     protocol: Annotated[int, Meta(ge=0, le=2**16 - 1)]
     member: Member
     said: SignedName
@@ -61,12 +60,20 @@ class Hello(Message, frozen=True, tag=1):
         return self.said.name
 
 
-class KnownPeers(Message, frozen=True, tag=22):
+class _LinkMessage(Message, frozen=True):
+    channel = 1
+
+
+class KnownPeers(_LinkMessage, frozen=True, tag=22):
     """The peers that the sender has links with, and their addresses: one address finds them all."""
 
     most_bytes = MAX_HELLO_BYTES + 16  # one peer in a message
     peers: Annotated[tuple[Hello, ...], Meta(max_length=MAX_ENTRIES)]
 
 
-class Leaving(Message, frozen=True, tag=12):
+class Leaving(_LinkMessage, frozen=True, tag=12):
     """The sender ends cleanly: this is no failure."""
+
+
+LinkMessage: TypeAlias = KnownPeers | Leaving
+LINK: Channel[LinkMessage] = Channel(_LinkMessage.channel, LinkMessage)

@@ -7,7 +7,7 @@ from msgspec import Meta
 
 from pmesh.core.values import Id, Job, RosterNumber
 from pmesh.core.wire.calls import Envelope
-from pmesh.core.wire.channels import ForRanks
+from pmesh.core.wire.channels import Channel, Message
 from pmesh.ids import Epoch
 
 EAGER_BYTES = 16 * 1024  # a token's activations of the largest open models
@@ -26,9 +26,10 @@ class MessageAddress(msgspec.Struct, frozen=True, array_like=True):
     """Its number among all messages from this sender to this receiver, from 0, of any tag."""
 
 
-class P2PLinkMessage(ForRanks, frozen=True):
+class P2PLinkMessage(Message, frozen=True):
     """A message between two agents about a point-to-point message."""
 
+    channel = 4
     address: MessageAddress
 
 
@@ -64,3 +65,4 @@ class MessageWithdrawn(P2PLinkMessage, frozen=True, tag=26):
 
 
 P2PMessage: TypeAlias = AnnounceMessage | RequestMessage | MessageDelivered | MessageWithdrawn
+P2P: Channel[P2PMessage] = Channel(P2PLinkMessage.channel, P2PMessage)

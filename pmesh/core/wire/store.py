@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from pmesh.core.values import MAX_TRAINERS, Id, Job
-from pmesh.core.wire.channels import ForRanks
+from pmesh.core.wire.channels import Channel, Message
 from pmesh.errors import ProtocolError
 from pmesh.ids import PRINTABLE
 
@@ -116,9 +116,10 @@ class Answer(_Message, frozen=True):
 # --- what the copies of one store say to each other
 
 
-class StorePart(ForRanks, frozen=True, tag=36):
+class StorePart(Message, frozen=True, tag=1):
     """A part of what two copies of a job's store say to each other (`pmesh.core.store.pipe`)."""
 
+    channel = 5
     job: Job
     roster: _Count
     """A hash of the roster under which it is said: both ends must have installed the same one."""
@@ -127,6 +128,9 @@ class StorePart(ForRanks, frozen=True, tag=36):
     read: _Count
     """How many bytes of the receiver's the sender has read."""
     data: Annotated[bytes, Meta(max_length=MAX_STORE_PART_BYTES)] = b""
+
+
+STORES: Channel[StorePart] = Channel(StorePart.channel, StorePart)
 
 
 class Report(_Message, frozen=True, tag=20):

@@ -21,7 +21,7 @@ from pmesh.core.values import (
     View,
 )
 from pmesh.core.wire.calls import Call
-from pmesh.core.wire.channels import MAX_ENTRIES, Message
+from pmesh.core.wire.channels import MAX_ENTRIES, Channel, Message
 from pmesh.core.wire.link import Leaving
 from pmesh.ids import Epoch, Incarnation, Member, Slot
 
@@ -34,6 +34,10 @@ _Cost = Annotated[int, Meta(ge=0, le=1000)]  # sixteenths of an octave: 992 for 
 _CostRow = Annotated[tuple[_Cost, ...], Meta(max_length=MAX_MEMBERS)]
 _Microseconds = Annotated[int, Meta(ge=0, le=2**62)]
 _Seats = Annotated[tuple[Member, ...], Meta(max_length=MAX_MEMBERS)]
+
+
+class _ViewMessage(Message, frozen=True):
+    channel = 2
 
 
 class OpReport(msgspec.Struct, frozen=True, array_like=True):
@@ -142,7 +146,7 @@ class MeasuredEdge(msgspec.Struct, frozen=True, array_like=True):
     travel directly."""
 
 
-class Heartbeat(Message, frozen=True, tag=2):
+class Heartbeat(_ViewMessage, frozen=True, tag=2):
     """The state of a member. It is self-contained: the next one makes up for a lost one."""
 
     most_bytes = 160 * 1024  # view requests 64, waiting, progress and in_force 16 + 16 + 45 KiB
@@ -177,20 +181,20 @@ class Heartbeat(Message, frozen=True, tag=2):
     (V12)."""
 
 
-class AskView(Message, frozen=True, tag=3):
+class AskView(_ViewMessage, frozen=True, tag=3):
     """Requests the view of an epoch that a heartbeat named."""
 
     epoch: Epoch
 
 
-class TellView(Message, frozen=True, tag=4):
+class TellView(_ViewMessage, frozen=True, tag=4):
     """A view that the sender has installed."""
 
     most_bytes = MAX_VIEW_BYTES + 16
     view: View
 
 
-class AskToJoin(Message, frozen=True, tag=5):
+class AskToJoin(_ViewMessage, frozen=True, tag=5):
     """Asks the leader of a heavier view to let the sender join."""
 
     view: Epoch
@@ -198,7 +202,7 @@ class AskToJoin(Message, frozen=True, tag=5):
     """True: only with all of its view, so that no job is split. False: it waited too long."""
 
 
-class Propose(Message, frozen=True, tag=6):
+class Propose(_ViewMessage, frozen=True, tag=6):
     """The leader asks the future members of an epoch to flush."""
 
     most_bytes = MAX_VIEW_BYTES + 32 * 1024  # 256 jobs, and 64 members twice
@@ -212,7 +216,7 @@ class Propose(Message, frozen=True, tag=6):
     """The jobs whose ops must stop; the others run on (V7)."""
 
 
-class Flushed(Message, frozen=True, tag=7):
+class Flushed(_ViewMessage, frozen=True, tag=7):
     """A promise to install nothing below this epoch, and to deliver nothing older for its jobs."""
 
     epoch: Epoch
@@ -226,27 +230,27 @@ class Flushed(Message, frozen=True, tag=7):
     """Only of jobs that require a quorum."""
 
 
-class Refuse(Message, frozen=True, tag=8):
+class Refuse(_ViewMessage, frozen=True, tag=8):
     """The epoch does not exceed the one that the sender has promised (V1)."""
 
     epoch: Epoch
     promised: Epoch
 
 
-class Veto(Message, frozen=True, tag=9):
+class Veto(_ViewMessage, frozen=True, tag=9):
     """A member that should be in the proposal, or should lead it, is alive."""
 
     epoch: Epoch
 
 
-class Superseded(Message, frozen=True, tag=10):
+class Superseded(_ViewMessage, frozen=True, tag=10):
     """The receiver's lineage continued without it; this view is the proof."""
 
     most_bytes = MAX_VIEW_BYTES + 16
     view: View
 
 
-class Commit(Message, frozen=True, tag=11):
+class Commit(_ViewMessage, frozen=True, tag=11):
     """The decided view. The receiver installs it if it promised its epoch (V1)."""
 
     most_bytes = MAX_VIEW_BYTES + 16 * 1024  # 64 x 64 costs of 3 bytes
@@ -255,7 +259,7 @@ class Commit(Message, frozen=True, tag=11):
     """The costs from which the ring was planned: a row for each member, in sorted order."""
 
 
-AgreementMessage: TypeAlias = (
+ViewMessage: TypeAlias = (
     Heartbeat
     | AskView
     | TellView
@@ -266,5 +270,6 @@ AgreementMessage: TypeAlias = (
     | Veto
     | Superseded
     | Commit
-    | Leaving
 )
+AgreementMessage: TypeAlias = ViewMessage | Leaving
+VIEWS: Channel[ViewMessage] = Channel(_ViewMessage.channel, ViewMessage)

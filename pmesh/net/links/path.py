@@ -15,9 +15,14 @@ import trio
 from pmesh.core.identity.certificates import node_of_certificate_untrusted
 from pmesh.core.identity.names import check_name_untrusted
 from pmesh.core.links.delivery import PREFIX_BYTES, Packet, pack, unpack_untrusted
-from pmesh.core.wire.channels import MAX_MESSAGE_BYTES
-from pmesh.core.wire.control import PathMessage, encode
-from pmesh.core.wire.framing import FrameReader, OtherProtocol, frame, read_hello_untrusted
+from pmesh.core.wire.channels import CHANNEL_BYTES, MAX_MESSAGE_BYTES, Message, encode
+from pmesh.core.wire.framing import (
+    FrameReader,
+    OtherProtocol,
+    encode_hello,
+    frame,
+    read_hello_untrusted,
+)
 from pmesh.core.wire.link import MAX_HELLO_BYTES, PROTOCOL_VERSION, Address, Hello
 from pmesh.errors import (
     MeshKeyMismatch,
@@ -234,7 +239,7 @@ async def _exchange_hellos(
     with naming(wire.remote):
         node = node_of_certificate_untrusted(certificate)
     ours = hello(node)
-    await wire.send(frame(encode(ours)))
+    await wire.send(frame(encode_hello(ours)))
     try:
         data = await wire.next_frame()
     except trio.EndOfChannel:
@@ -248,7 +253,7 @@ async def _exchange_hellos(
             f"{wire.remote} speaks protocol {theirs.protocol}, this machine {PROTOCOL_VERSION}; "
             "install the same version of pmesh on both"
         )
-    wire.frames.max_bytes = PREFIX_BYTES + MAX_MESSAGE_BYTES
+    wire.frames.max_bytes = PREFIX_BYTES + CHANNEL_BYTES + MAX_MESSAGE_BYTES
     return Path(wire, ours, theirs)
 
 
@@ -306,7 +311,7 @@ class Path:
         """The share of the segments that were sent again; see `loss_of`."""
         return loss_of(self._wire.stream)
 
-    def send(self, message: PathMessage) -> None:
+    def send(self, message: Message) -> None:
         """Queue a message of the path itself, which has no number on the link; never waits."""
         self.send_packet(pack(0, 0, encode(message)))
 

@@ -9,11 +9,11 @@ from trio.testing import MockClock
 
 from pmesh.agent.jobs import retained
 from pmesh.agent.mesh.membership import DOUBT_S
-from pmesh.core.wire.control import LinkMessage
 from pmesh.core.wire.lanes import AskResult
 from pmesh.errors import LaneBroken
 from pmesh.ids import OpNumber
 from pmesh.net.sessions.processes import Stall
+from simulation.wire import AnyMessage
 from tests.worlds.trainer import Trainer, together
 from tests.worlds.village import village
 from tests.worlds.village_ops import cut, enter, mend
@@ -90,7 +90,7 @@ async def test_after_an_own_stall_an_op_ends_only_when_the_others_confirm_the_vi
         await reduce_all(trainers)
         (rank,) = one.agent.jobs.ranks
         (live,) = one.agent.peers.links.values()
-        unsent = list[LinkMessage]()
+        unsent = list[AnyMessage]()
         with monkeypatch.context() as patch:
             patch.setattr(live, "send", unsent.append)  # nobody is asked yet
             one.agent.membership.judge(Stall(late_s=DOUBT_S, slept_s=0.0))

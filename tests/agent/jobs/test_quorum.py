@@ -8,31 +8,32 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from pmesh.agent.mesh.membership import Membership
 from pmesh.core.ops.reductions import Values
 from pmesh.core.values import Terms
-from pmesh.core.wire.views import AgreementMessage, Heartbeat
+from pmesh.core.wire.channels import Channels, Message
+from pmesh.core.wire.views import Heartbeat
 from pmesh.ids import Member
+from tests.worlds.control import change_received
 from tests.worlds.trainer import Trainer, together, until
-from tests.worlds.village import village
+from tests.worlds.village import Village, village
 from tests.worlds.village_ops import machine_of, ones, ranks_of, snapshot_of
 
 MAJORITY = Terms(quorum="majority")
 
 
 @contextmanager
-def nobody_seen_to_install(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def nobody_seen_to_install(monkeypatch: pytest.MonkeyPatch, here: Village) -> Iterator[None]:
     """What peers say of their views comes late; they are heard all the same."""
-    real = Membership.receive
+    memberships = {m.agent.channels: m.agent.membership for m in here.machines}
 
-    def receive(self: Membership, member: Member, message: AgreementMessage) -> None:
-        before = self.state.peers.get(member.node)
+    def change(channels: Channels, member: Member, message: Message) -> Message:
+        before = memberships[channels].state.peers.get(member.node)
         if isinstance(message, Heartbeat) and before is not None:
             message = msgspec.structs.replace(message, view=before.view.epoch, in_force=())
-        real(self, member, message)
+        return message
 
     with monkeypatch.context() as patch:
-        patch.setattr(Membership, "receive", receive)
+        change_received(patch, change)
         yield
 
 
@@ -47,7 +48,7 @@ async def test_an_op_waits_until_the_others_are_seen_to_have_installed_its_roste
             results.append(await trainer.reduce(ones(9)))
 
         async with trio.open_nursery() as nursery:
-            with nobody_seen_to_install(monkeypatch):
+            with nobody_seen_to_install(monkeypatch, here):
                 await machine_of(here, c).kill()
                 await until(lambda: all(rank.size == 2 for rank in ranks_of(here)[:2]))
                 for trainer in (a, b):
@@ -63,7 +64,7 @@ async def test_who_waits_for_a_majority_says_so(
     async with village(clock, 3) as here:
         a, b, c = await here.job(*here.machines, terms=MAJORITY)
         await together(*[t.sync for t in (a, b, c)])
-        with nobody_seen_to_install(monkeypatch):
+        with nobody_seen_to_install(monkeypatch, here):
             await machine_of(here, c).kill()
             await until(lambda: all(rank.size == 2 for rank in ranks_of(here)[:2]))
             (job,) = snapshot_of(here.machines[0]).jobs

@@ -10,13 +10,13 @@ from pmesh.core.identity.certificates import issue_credentials
 from pmesh.core.identity.keys import NodeKey
 from pmesh.core.identity.names import sign_name
 from pmesh.core.values import SignedName, View
-from pmesh.core.wire.control import PathMessage
 from pmesh.core.wire.link import PROTOCOL_VERSION, Hello
 from pmesh.core.wire.views import Propose, TellView
 from pmesh.errors import PeerUnreachable, ProtocolError
 from pmesh.ids import Epoch, Incarnation, Member
 from pmesh.net.links.path import Path, shake_hands
 from pmesh.net.links.tls import TlsContexts
+from simulation.wire import AnyPathMessage, decode_untrusted
 from tests.worlds.builders import make_heartbeat
 from tests.worlds.village import MESH, Machine
 
@@ -32,7 +32,7 @@ class Liar:
     """A program with the mesh key, and what it has been told."""
 
     link: Path
-    heard: list[PathMessage] = field(default_factory=list)
+    heard: list[AnyPathMessage] = field(default_factory=list)
     ended: bool = False
 
     def ask_to_promise(self, epoch: Epoch, base: View, honest: Member) -> None:
@@ -44,7 +44,7 @@ class Liar:
     async def read(self) -> None:
         try:
             while True:
-                self.heard.append((await self.link.receive()).message)
+                self.heard.append(decode_untrusted((await self.link.receive()).message))
         except (trio.EndOfChannel, trio.ClosedResourceError, PeerUnreachable, ProtocolError):
             self.ended = True
 

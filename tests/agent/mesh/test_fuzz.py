@@ -24,10 +24,10 @@ from pmesh.agent.mesh.links import Link
 from pmesh.core.store.pipe import Pipe
 from pmesh.core.values import Terms, View
 from pmesh.core.views.limits import TOLERATED
-from pmesh.core.wire.control import LinkMessage
 from pmesh.core.wire.store import Answer, Answered, Set
 from pmesh.home_paths import socket_path
 from pmesh.ids import Member, NodeId, TrainerId
+from simulation.wire import AnyMessage
 from tests.worlds.store_connection import StoreConnection
 from tests.worlds.trainer import OpError, RefusedError, Trainer, together, until
 from tests.worlds.village import MESH, Machine, Village, village
@@ -311,7 +311,7 @@ async def test_however_much_a_member_says_of_itself_the_others_pass_on_what_all_
         claims = CLAIMS[claim](view, me, Random(FIRST_SEED))  # noqa: S311 - no secret
         send = Link.send
 
-        def send_more(link: Link, message: LinkMessage) -> None:
+        def send_more(link: Link, message: AnyMessage) -> None:
             his = any(own is link for own in hostile.agent.peers.links.values())
             if his and claims.keys() <= set(message.__struct_fields__):
                 more = msgspec.structs.replace(message, **claims)

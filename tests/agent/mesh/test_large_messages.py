@@ -13,11 +13,12 @@ import trio
 from trio.testing import MockClock
 
 from pmesh.agent.mesh.links import Link
-from pmesh.core.wire.control import LinkMessage, encode
+from pmesh.core.wire.channels import CHANNEL_BYTES, encode
 from pmesh.core.wire.link import MAX_ADDRESSES, PROTOCOL_VERSION, Hello, PeerInterface
 from pmesh.core.wire.views import AskToJoin, Flushed, Heartbeat, Propose, TellView, Waiting
 from pmesh.errors import PmeshError
 from pmesh.ids import JobName, Slot
+from simulation.wire import AnyMessage, encode_unbounded
 from tests.agent.mesh.liar import LIAR, SAID, lying_to, of
 from tests.worlds.builders import make_heartbeat, make_view
 from tests.worlds.trainer import Trainer, together
@@ -66,7 +67,7 @@ async def trains_on(trainers: list[Trainer]) -> None:
 async def test_a_hello_of_any_size_parts_nobody(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch, nbytes: int
 ) -> None:
-    monkeypatch.setattr("pmesh.net.links.path.encode", msgspec.msgpack.encode)
+    monkeypatch.setattr("pmesh.net.links.path.encode_hello", msgspec.msgpack.encode)
     async with village(clock, 2) as here:
         one, two = here.machines
         trainers, links = await here.job(one, two), links_between(one, two)
@@ -118,12 +119,12 @@ async def test_error_texts_of_any_size_part_nobody(
         ]
         send = Link.send
 
-        def ask_too(link: Link, message: LinkMessage) -> None:
+        def ask_too(link: Link, message: AnyMessage) -> None:
             """In each heartbeat, in bytes that no agent of ours would make."""
             if link in hostile.agent.peers.links.values() and isinstance(message, Heartbeat):
-                raw = msgspec.msgpack.decode(encode(message))
+                raw = msgspec.msgpack.decode(encode(message)[CHANNEL_BYTES:])
                 raw[8] = asked
-                packet = link._delivery.send(msgspec.msgpack.encode(raw))  # noqa: SLF001
+                packet = link._delivery.send(encode_unbounded(raw, Heartbeat.channel))  # noqa: SLF001
                 if link.current is not None:
                     link.current.path.send_packet(packet)
             else:

@@ -12,7 +12,6 @@ from pmesh.agent.mesh.dial_targets import MAX_INTRODUCED
 from pmesh.agent.mesh.links import Link
 from pmesh.core.identity.names import sign_name
 from pmesh.core.values import Roster, Seat, View
-from pmesh.core.wire.control import LinkMessage
 from pmesh.core.wire.lanes import OfferLane, Splice
 from pmesh.core.wire.link import PROTOCOL_VERSION, Address, Hello, KnownPeers
 from pmesh.core.wire.views import Commit, Refuse, TellView
@@ -20,6 +19,7 @@ from pmesh.errors import LaneBroken
 from pmesh.ids import MAX_COUNTER, Epoch, Incarnation, JobName, Member, NodeId, TrainerId
 from pmesh.net.lanes.lane import Lane
 from pmesh.net.lanes.opening import dial_lane
+from simulation.wire import AnyMessage
 from tests.agent.mesh.liar import ALL_KEYS, CRONY, KEY, LIAR, SAID, THIRD, Told, lying_to, of
 from tests.worlds.builders import make_heartbeat, make_roster, make_view, unsigned
 from tests.worlds.lanes import descriptors
@@ -121,7 +121,7 @@ async def test_a_leader_that_never_commits_is_left_out_and_gets_no_link_for_a_wh
         (liar,) = (m for m in here.machines if of(m) == leader)
         honest = [m for m in here.machines if m is not liar]
 
-        def withhold(link: Link, message: LinkMessage) -> None:
+        def withhold(link: Link, message: AnyMessage) -> None:
             if not (
                 link in liar.agent.peers.links.values() and isinstance(message, Commit | TellView)
             ):
@@ -151,7 +151,7 @@ async def test_a_leader_that_swaps_the_names_of_two_seats_is_refused_and_nobody_
         (liar,) = (m for m in here.machines if of(m) == leader)
         honest = [m for m in here.machines if m is not liar]
 
-        def lie(link: Link, message: LinkMessage) -> None:
+        def lie(link: Link, message: AnyMessage) -> None:
             if link in liar.agent.peers.links.values() and isinstance(message, Commit):
                 message = Commit(swapped(message.view), message.costs)
             send(link, message)

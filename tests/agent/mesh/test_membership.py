@@ -23,8 +23,8 @@ from pmesh.core.identity.names import check_name_untrusted, sign_name
 from pmesh.core.links.health import DEAF, LONGEST_SILENCE_S, WIRED, Condition
 from pmesh.core.values import Seat, SignedName, View
 from pmesh.core.views.state import Facts
-from pmesh.core.wire.control import LinkMessage
-from pmesh.core.wire.views import Commit, Heartbeat, Propose, TellView, Waiting
+from pmesh.core.wire.channels import Message
+from pmesh.core.wire.views import AgreementMessage, Commit, Heartbeat, Propose, TellView, Waiting
 from pmesh.errors import ProtocolError
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, Slot
 from pmesh.net.sessions.processes import Clocks, Stall, tick
@@ -89,7 +89,7 @@ class World:
             for side in self.sides.values():
                 inbox, side.inbox = side.inbox, []
                 for sender, message in inbox:
-                    side.membership.receive(sender, message)  # type: ignore[arg-type]
+                    side.membership.receive(sender, message)
             await trio.lowlevel.checkpoint()
 
 
@@ -100,7 +100,7 @@ class Side:
         self.me = me
         self.world = world
         self.links: set[Member] = set()
-        self.inbox: list[tuple[Member, LinkMessage]] = []
+        self.inbox: list[tuple[Member, AgreementMessage]] = []
         self.dropped: list[str] = []
         self.noticed: list[tuple[str, str]] = []
         self.changes: list[tuple[int, Mapping[Member, str]]] = []
@@ -120,7 +120,8 @@ class Side:
         )
         self.follower.membership = self.membership
 
-    def send(self, member: Member, message: LinkMessage) -> None:
+    def send(self, member: Member, message: Message) -> None:
+        assert isinstance(message, AgreementMessage)
         if member in self.links:
             self.world.sides[member].inbox.append((self.me, message))
 
@@ -394,7 +395,7 @@ async def test_after_an_own_stall_nothing_is_delivered_until_a_fresh_echo_names_
     two.membership.beat()  # it was on its way when we fell asleep, so it proves nothing
     one.membership.judge(Stall(late_s=0.0, slept_s=DOUBT_S))
     for _, message in one.inbox:
-        one.membership.receive(B, message)  # type: ignore[arg-type] # all are of the agreement
+        one.membership.receive(B, message)  # all are of the agreement
     one.inbox.clear()
     assert last_word(one) == "doubt"
     await world.deliver()  # our question
@@ -429,7 +430,7 @@ async def test_a_view_promised_before_a_sleep_is_doubted_before_it_is_followed(
         for side in sides:
             inbox, side.inbox = side.inbox, []
             for sender, message in inbox:
-                side.membership.receive(sender, message)  # type: ignore[arg-type] # all are
+                side.membership.receive(sender, message)  # all are
             side.membership.reevaluate()
             side.membership.beat()
         await trio.sleep(HEARTBEAT_S)

@@ -12,15 +12,16 @@ from trio.testing import MockClock
 from pmesh.agent.mesh.bans import BANNED_S, MAX_BANNED, Bans
 from pmesh.agent.mesh.links import Link
 from pmesh.core.identity.keys import NodeKey
-from pmesh.core.wire.control import LinkMessage
+from pmesh.core.wire.channels import Channels, Message
 from pmesh.core.wire.lanes import AskResult
 from pmesh.core.wire.link import Address
-from pmesh.core.wire.views import AgreementMessage, AskView, Commit, TellView
+from pmesh.core.wire.views import AskView, Commit, TellView
 from pmesh.errors import NodeKeyCopied, PeerUnreachable, PmeshError
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, OpNumber, TrainerId, short_node
 from pmesh.net.links.dialer import dial
 from tests.agent.mesh.paths import close_path, link_to, path_set, path_to
 from tests.worlds.builders import make_roster, make_view
+from tests.worlds.control import change_received
 from tests.worlds.trainer import together, until
 from tests.worlds.village import Machine, Village, village
 from tests.worlds.village_ops import events_of
@@ -28,7 +29,11 @@ from tests.worlds.village_ops import events_of
 RESET = b"\x01\0\0\0\0\0\0\0"  # SO_LINGER: closing resets
 
 
-def deaf(message: LinkMessage) -> None:
+class OnNoChannel(Message, frozen=True, tag=1):
+    channel = 99
+
+
+def deaf(message: Message) -> None:
     """A link's `send` that sends nothing."""
 
 
@@ -166,8 +171,7 @@ async def test_a_peer_that_is_dropped_without_a_link_is_lost_all_the_same(
 async def test_a_peer_that_breaks_the_protocol_is_dropped_and_shown(clock: MockClock) -> None:
     async with village(clock, 2) as here:
         one, two = here.machines
-        link = link_to(two, one)
-        link.send(link.peer)
+        link_to(two, one).send(OnNoChannel())
         gone = "mac-1 is gone: it broke the protocol: "
         await until(lambda: any(line.startswith(gone) for line in one.lines))
         await here.settle(one, two)  # it may try again, and then all is well
@@ -327,14 +331,13 @@ async def test_an_error_of_ours_ends_one_link_and_the_agent_goes_on(
 ) -> None:
     async with village(clock, 3) as here:
         one, two, three = here.machines
-        heard = one.agent.membership.receive
 
-        def stumble(member: Member, message: AgreementMessage) -> None:
-            if member == two.agent.membership.state.me and isinstance(message, AskView):
+        def stumble(channels: Channels, _: Member, message: Message) -> Message:
+            if channels is one.agent.channels and isinstance(message, AskView):
                 raise ZeroDivisionError("of ours")
-            heard(member, message)
+            return message
 
-        monkeypatch.setattr(one.agent.membership, "receive", stumble)
+        change_received(monkeypatch, stumble)
         link_to(two, one).send(AskView(two.agent.membership.view.epoch))
         await until(lambda: two.key.node not in links_in_use(one))
         assert three.key.node in links_in_use(one)

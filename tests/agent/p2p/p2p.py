@@ -10,10 +10,10 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from pmesh.agent.p2p.router import P2PRouter
 from pmesh.core.ops.reductions import Values
 from pmesh.core.values import Verdict
 from pmesh.core.wire.calls import Envelope
+from pmesh.core.wire.channels import Channels, Message
 from pmesh.core.wire.p2p import P2PMessage
 from pmesh.core.wire.session import (
     SESSION_VERSION,
@@ -32,6 +32,7 @@ from pmesh.core.wire.session import (
     WantArena,
 )
 from pmesh.ids import JobName, Member, TrainerId
+from tests.worlds.control import change_received
 from tests.worlds.trainer import Trainer, until
 from tests.worlds.village import Machine, Village, village
 from tests.worlds.village_ops import machine_of
@@ -196,25 +197,26 @@ def lose_first(
     monkeypatch: pytest.MonkeyPatch, kind: type[P2PMessage], count: int
 ) -> list[P2PMessage]:
     """The first messages of a kind don't arrive; returns those."""
-    real, lost = P2PRouter.receive, list[P2PMessage]()
+    lost = list[P2PMessage]()
 
-    def receive(room: P2PRouter, member: Member, message: P2PMessage) -> None:
-        if isinstance(message, kind) and len(lost) < count:
-            lost.append(message)
-        else:
-            real(room, member, message)
+    def lose(_: Channels, __: Member, message: Message) -> Message | None:
+        if not isinstance(message, kind) or len(lost) == count:
+            return message
+        lost.append(message)
+        return None
 
-    monkeypatch.setattr(P2PRouter, "receive", receive)
+    change_received(monkeypatch, lose)
     return lost
 
 
 def told(monkeypatch: pytest.MonkeyPatch) -> list[P2PMessage]:
     """What agents tell each other from now on."""
-    real, heard = P2PRouter.receive, list[P2PMessage]()
+    heard = list[P2PMessage]()
 
-    def receive(room: P2PRouter, member: Member, message: P2PMessage) -> None:
-        heard.append(message)
-        real(room, member, message)
+    def hear(_: Channels, __: Member, message: Message) -> Message:
+        if isinstance(message, P2PMessage):
+            heard.append(message)
+        return message
 
-    monkeypatch.setattr(P2PRouter, "receive", receive)
+    change_received(monkeypatch, hear)
     return heard

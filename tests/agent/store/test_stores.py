@@ -7,9 +7,9 @@ import trio
 from trio.testing import MockClock
 
 from pmesh.agent.store.serving import MAX_CALLS
-from pmesh.agent.store.stores import Stores
 from pmesh.core.store.pipe import AGAIN_S
 from pmesh.core.values import Terms
+from pmesh.core.wire.channels import Channels, Message
 from pmesh.core.wire.session import (
     MAX_STORE_DATA_BYTES,
     SESSION_VERSION,
@@ -31,6 +31,7 @@ from pmesh.core.wire.store import (
     encode,
 )
 from pmesh.ids import JobName, Member
+from tests.worlds.control import change_received
 from tests.worlds.store_connection import Sharing, StoreConnection, sharing
 from tests.worlds.trainer import together, until
 from tests.worlds.village_ops import cut, enter, machine_of, mend, ranks_of
@@ -77,14 +78,14 @@ async def test_the_agent_that_coordinates_is_killed_and_every_answered_add_count
 
 def deafen(monkeypatch: pytest.MonkeyPatch, there: Sharing, ranks: Collection[int]) -> None:
     """The agents of these ranks get no more store messages from that of rank 0."""
-    real, speaker = Stores.receive, there.machine_of(0).agent.membership.state.me
-    deaf = [there.machine_of(rank).agent.stores for rank in ranks]
+    speaker = there.machine_of(0).agent.membership.state.me
+    deaf = [there.machine_of(rank).agent.channels for rank in ranks]
 
-    def receive(stores: Stores, member: Member, part: StorePart) -> None:
-        if stores not in deaf or member != speaker:
-            real(stores, member, part)
+    def lose(channels: Channels, member: Member, message: Message) -> Message | None:
+        is_lost = channels in deaf and member == speaker and isinstance(message, StorePart)
+        return None if is_lost else message
 
-    monkeypatch.setattr(Stores, "receive", receive)
+    change_received(monkeypatch, lose)
 
 
 async def test_what_not_all_machines_have_is_not_answered(

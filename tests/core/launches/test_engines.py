@@ -21,7 +21,7 @@ from pmesh.core.launches.engines import (
     unreachable,
     why_not_set,
 )
-from pmesh.core.wire.control import decode_untrusted, encode
+from pmesh.core.wire.channels import encode
 from pmesh.core.wire.launches import (
     AnyLaunchMessage,
     BeginRanks,
@@ -34,6 +34,7 @@ from pmesh.core.wire.launches import (
 )
 from pmesh.errors import ProtocolError, UsageError
 from pmesh.ids import JobName, NodeId, path_name
+from simulation.wire import decode_untrusted, encode_unbounded
 
 A, B = (NodeId(bytes([n]) * 32) for n in (1, 2))
 LAUNCH = path_name("ab" * 6)
@@ -135,7 +136,7 @@ def test_neighbours_without_an_address_are_named() -> None:
 def test_a_message_that_brings_variables_to_ranks_is_refused() -> None:
     forged = [42, LAUNCH, 0, [[0, [["LD_PRELOAD", "x.so"], ["BASH_ENV", "x"]], []]]]
     with pytest.raises(ProtocolError):
-        decode_untrusted(msgspec.msgpack.encode(forged))
+        decode_untrusted(encode_unbounded(forged, BeginRanks.channel))
 
 
 def test_only_the_command_brings_variables() -> None:

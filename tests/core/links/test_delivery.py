@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pmesh.core.links.delivery import PREFIX_BYTES, Delivery, pack, unpack_untrusted
-from pmesh.core.wire.control import encode
+from pmesh.core.wire.channels import encode
 from pmesh.core.wire.link import Leaving
 from pmesh.core.wire.probes import Ping
 from pmesh.core.wire.views import Refuse
@@ -77,7 +77,7 @@ def test_all_messages_arrive_in_order_and_once_whatever_becomes_of_the_paths(
     two.do(1, "send")
     two.take_all(0)
     for me in (0, 1):
-        assert two.got[1 - me] == [message(number) for number in range(two.sent[me])]
+        assert two.got[1 - me] == [encode(message(number)) for number in range(two.sent[me])]
     assert list(two.ends[0].packets_again()) == []
 
 

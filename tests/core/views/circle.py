@@ -8,9 +8,10 @@ import msgspec
 from pmesh.core.values import View
 from pmesh.core.views import agreement
 from pmesh.core.views.state import Facts, Fence, Install, MemberState, Send, Step, heartbeat_of
-from pmesh.core.wire import control
+from pmesh.core.wire.channels import encode
 from pmesh.core.wire.views import AgreementMessage, Heartbeat, TellView
 from pmesh.ids import Epoch, Member
+from simulation.wire import decode_untrusted
 from tests.worlds.builders import said_by
 
 HEARTBEAT_S = 0.2
@@ -72,14 +73,14 @@ class Circle:
     def send(self, sender: Member, to: Member, message: AgreementMessage) -> None:
         """Over the codec, so that whatever is said can travel."""
         if (sender, to) in self.wires:
-            self.wires[sender, to].append(control.encode(message))
+            self.wires[sender, to].append(encode(message))
 
     def carrying(self, *kinds: type[AgreementMessage]) -> list[tuple[Member, Member]]:
         """The wires on which such a message is on its way."""
         return sorted(
             wire
             for wire, waiting in self.wires.items()
-            if any(isinstance(control.decode_untrusted(data), kinds) for data in waiting)
+            if any(isinstance(decode_untrusted(data), kinds) for data in waiting)
         )
 
     # Inputs
@@ -98,7 +99,7 @@ class Circle:
 
     def deliver(self, sender: Member, to: Member) -> AgreementMessage:
         """The next message on this wire arrives."""
-        message = control.decode_untrusted(self.wires[sender, to].popleft())
+        message = decode_untrusted(self.wires[sender, to].popleft())
         assert isinstance(message, AgreementMessage)
         self.hear(sender, to, message)
         return message

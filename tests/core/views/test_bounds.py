@@ -37,8 +37,8 @@ from pmesh.core.views import agreement
 from pmesh.core.views.limits import check_message
 from pmesh.core.views.room import ADMITTED_BYTES, SHARE_BYTES
 from pmesh.core.views.state import Facts, Install, MemberState, Send, Step, heartbeat_of
-from pmesh.core.wire import control, link, views
-from pmesh.core.wire.control import bound_of, decode_untrusted, encode
+from pmesh.core.wire import link, views
+from pmesh.core.wire.channels import encode
 from pmesh.core.wire.views import (
     MAX_PRIMARIES,
     MAX_REQUESTS_BYTES,
@@ -72,6 +72,7 @@ from pmesh.ids import (
     Slot,
     TrainerId,
 )
+from simulation.wire import AnyPathMessage, decode_untrusted
 from tests.worlds.builders import (
     ANNA,
     BERT,
@@ -511,15 +512,15 @@ def worst_bytes(info: msgspec.inspect.Type) -> float:  # noqa: PLR0911, C901 - o
             raise NotImplementedError(info)
 
 
-KINDS: tuple[type[control.PathMessage], ...] = typing.get_args(control.PathMessage)
+KINDS: tuple[type[AnyPathMessage], ...] = typing.get_args(AnyPathMessage)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_every_kind_of_message_fits_by_its_fields_or_is_cut_when_it_is_made(
-    kind: type[control.PathMessage],
+    kind: type[AnyPathMessage],
 ) -> None:
     """A new kind fails here: bound its fields, or say where it is cut and test that."""
-    fits = worst_bytes(msgspec.inspect.type_info(kind)) <= bound_of(kind)
+    fits = worst_bytes(msgspec.inspect.type_info(kind)) <= kind.most_bytes
     assert fits or kind in CUT_WHEN_MADE or is_of_launches(kind)
 
 
@@ -553,19 +554,19 @@ def test_the_largest_view_is_within_its_bound() -> None:
 def test_the_largest_proposal_is_within_its_bound() -> None:
     jobs = (LONGEST_JOB,) * MAX_JOBS
     proposal = Propose(LATE, VIEW, MEMBERS, MEMBERS, jobs)
-    assert bytes_beside_the_view(proposal) + MAX_VIEW_BYTES <= bound_of(Propose)
+    assert bytes_beside_the_view(proposal) + MAX_VIEW_BYTES <= Propose.most_bytes
 
 
 def test_the_largest_commit_is_within_its_bound() -> None:
     costs = tuple((1000,) * MAX_MEMBERS for _ in MEMBERS)
-    assert bytes_beside_the_view(Commit(VIEW, costs)) + MAX_VIEW_BYTES <= bound_of(Commit)
+    assert bytes_beside_the_view(Commit(VIEW, costs)) + MAX_VIEW_BYTES <= Commit.most_bytes
 
 
 def test_a_flush_answer_has_room_for_its_ranks_beside_the_largest_of_all_else() -> None:
     answer = Flushed(
         LATE, unsigned(LONGEST_NAME), VIEW, (), (WAITS,) * MAX_WAITING, (PRIMARY,) * MAX_PRIMARIES
     )
-    rest = bound_of(Flushed) - MAX_VIEW_BYTES - bytes_beside_the_view(answer)
+    rest = Flushed.most_bytes - MAX_VIEW_BYTES - bytes_beside_the_view(answer)
     assert rest >= 56 * 1024
 
 
@@ -588,7 +589,7 @@ def test_the_largest_heartbeat_is_within_its_bound() -> None:
         in_force=(PRIMARY,) * MAX_JOBS,
         silent=tuple(m.incarnation for m in MEMBERS),
     )
-    assert nbytes_of(beat) + MAX_REQUESTS_BYTES <= bound_of(Heartbeat)
+    assert nbytes_of(beat) + MAX_REQUESTS_BYTES <= Heartbeat.most_bytes
 
 
 def test_the_shares_leave_room_for_what_view_changes_add() -> None:

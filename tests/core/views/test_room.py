@@ -15,8 +15,7 @@ from pmesh.core.values import (
 )
 from pmesh.core.views.limits import check_view
 from pmesh.core.views.room import ADMITTED_BYTES, admit, fit, fit_answer
-from pmesh.core.wire.channels import MAX_MESSAGE_BYTES
-from pmesh.core.wire.control import encode
+from pmesh.core.wire.channels import MAX_MESSAGE_BYTES, encode
 from pmesh.core.wire.views import MAX_WAITING, OpReport, Waiting
 from pmesh.errors import ProtocolError
 from pmesh.ids import (

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pmesh.core.wire.control import encode
+from pmesh.core.wire.channels import encode
 from pmesh.core.wire.framing import (
     FIRST_BYTES,
     MAX_CLIENT_HELLO_BYTES,
@@ -16,6 +16,7 @@ from pmesh.core.wire.framing import (
     FirstBytes,
     FrameReader,
     OtherProtocol,
+    encode_hello,
     frame,
     read_hello_untrusted,
     recognize,
@@ -167,7 +168,7 @@ HELLO = Hello(PROTOCOL_VERSION, Member(ADA, Incarnation(7)), unsigned("ada"), (A
 
 
 def test_a_hello_of_our_version_is_read_whole() -> None:
-    assert read_hello_untrusted(encode(HELLO), proven=ADA) == HELLO
+    assert read_hello_untrusted(encode_hello(HELLO), proven=ADA) == HELLO
 
 
 @given(
@@ -183,7 +184,7 @@ def test_another_version_is_recognized_whatever_its_hello_looks_like(
 
 def test_a_hello_in_the_name_of_another_node_is_refused() -> None:
     with pytest.raises(ProtocolError, match="another node"):
-        read_hello_untrusted(encode(HELLO), proven=NodeId(b"b" * 32))
+        read_hello_untrusted(encode_hello(HELLO), proven=NodeId(b"b" * 32))
 
 
 @pytest.mark.parametrize(
@@ -194,7 +195,7 @@ def test_anything_but_a_hello_is_refused(data: bytes) -> None:
         read_hello_untrusted(data, proven=ADA)
 
 
-@given(st.one_of(st.binary(), st.binary().map(lambda rest: encode(HELLO)[:2] + rest)))
+@given(st.one_of(st.binary(), st.binary().map(lambda rest: encode_hello(HELLO)[:2] + rest)))
 def test_garbage_raises_protocol_error_only(data: bytes) -> None:
     with contextlib.suppress(ProtocolError):
         read_hello_untrusted(data, proven=ADA)

@@ -1,4 +1,5 @@
 import typing
+from collections import defaultdict
 
 import msgspec
 import pytest
@@ -8,11 +9,15 @@ from hypothesis import strategies as st
 from pmesh.core.values import View
 from pmesh.core.wire import link
 from pmesh.core.wire.calls import Call, Envelope
-from pmesh.core.wire.channels import MAX_MESSAGE_BYTES
-from pmesh.core.wire.control import PathMessage, decode_untrusted, encode
-from pmesh.core.wire.lanes import OfferLane
-from pmesh.core.wire.link import Address, Hello, KnownPeers, PeerInterface
-from pmesh.core.wire.p2p import AnnounceMessage, MessageAddress
+from pmesh.core.wire.channels import CHANNEL_BYTES, MAX_MESSAGE_BYTES, Message, encode
+from pmesh.core.wire.framing import encode_hello
+from pmesh.core.wire.lanes import LaneMessage, OfferLane
+from pmesh.core.wire.launches import AnyLaunchMessage
+from pmesh.core.wire.link import Address, Hello, KnownPeers, LinkMessage
+from pmesh.core.wire.p2p import AnnounceMessage, MessageAddress, P2PMessage
+from pmesh.core.wire.probes import PathMessage
+from pmesh.core.wire.relays import Relay
+from pmesh.core.wire.store import StorePart
 from pmesh.core.wire.views import (
     AskToJoin,
     Commit,
@@ -21,9 +26,11 @@ from pmesh.core.wire.views import (
     KnownPrimary,
     Refuse,
     TellView,
+    ViewMessage,
 )
 from pmesh.errors import ProtocolError
 from pmesh.ids import Incarnation, JobName, Member, NodeId, TrainerId
+from simulation.wire import AnyPathMessage, decode_untrusted, encode_unbounded
 from tests.worlds.builders import (
     ANNA,
     BERT,
@@ -37,16 +44,16 @@ from tests.worlds.builders import (
 )
 from tests.worlds.strategies import garbled, values_of
 
-KINDS: tuple[type[msgspec.Struct], ...] = typing.get_args(PathMessage)
+KINDS: tuple[type[msgspec.Struct], ...] = typing.get_args(AnyPathMessage)
 MESSAGES = st.sampled_from(KINDS).flatmap(values_of)
 """Each kind as often as any other."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_message_comes_back_from_its_bytes(kind: type[PathMessage]) -> None:
+def test_every_kind_of_message_comes_back_from_its_bytes(kind: type[AnyPathMessage]) -> None:
     @settings(max_examples=25)  # 15 kinds
     @given(values_of(kind))
-    def comes_back(message: PathMessage) -> None:
+    def comes_back(message: AnyPathMessage) -> None:
         decoded = decode_untrusted(encode(message))
         assert decoded == message
         assert type(decoded) is type(message)
@@ -59,25 +66,33 @@ def test_whatever_a_peer_sends_is_a_message_or_a_protocol_error(data: bytes) -> 
     try:
         message = decode_untrusted(data)
     except ProtocolError as e:
-        assert str(e).startswith("not a control message: ")  # noqa: PT017 - both ends are allowed
+        assert str(e).startswith(("not a control message: ", "a control message on no channel: "))  # noqa: PT017 - both ends are allowed
     else:
         assert isinstance(message, KINDS)
+
+
+REFUSE = encode(Refuse(make_epoch(2), make_epoch(1)))
 
 
 @pytest.mark.parametrize(
     "data",
     [
         pytest.param(b"", id="nothing"),
-        pytest.param(b"\x93\x63\x00\x00", id="an unknown tag"),
-        pytest.param(b"\x91" * 100_000, id="arrays all the way down"),
+        pytest.param(b"\x02", id="a channel and nothing on it"),
+        pytest.param(b"\xff" + REFUSE[1:], id="a channel that nobody has"),
+        pytest.param(b"\x03" + REFUSE[1:], id="a message of another channel"),
+        pytest.param(b"\x02\x93\x63\x00\x00", id="an unknown tag"),
+        pytest.param(b"\x02" + b"\x91" * 100_000, id="arrays all the way down"),
         pytest.param(
-            b"\x94" + encode(Refuse(make_epoch(2), make_epoch(1)))[1:] + b"\x91" * 100_000,
+            b"\x02\x94" + REFUSE[2:] + b"\x91" * 100_000,
             id="a field to skip that is nested deeper than any stack",
         ),
-        pytest.param(b"\x92\x16\xdd\xff\xff\xff\xff", id="an array of 2^32 values"),
-        pytest.param(b"\x94\x01\x01\x92\xc4\x00\x01\xa1\xff", id="a name that is not UTF-8"),
-        pytest.param(encode(Refuse(make_epoch(2), make_epoch(1))) + b"\x00", id="bytes left over"),
-        pytest.param(encode(Refuse(make_epoch(2), make_epoch(1)))[:-1], id="a byte too few"),
+        pytest.param(b"\x01\x92\x16\xdd\xff\xff\xff\xff", id="an array of 2^32 values"),
+        pytest.param(
+            b"\x01\x92\x16\x91\x94\x01\x01\x92\xc4\x00\x01\xa1\xff", id="a name that is not UTF-8"
+        ),
+        pytest.param(REFUSE + b"\x00", id="bytes left over"),
+        pytest.param(REFUSE[:-1], id="a byte too few"),
     ],
 )
 def test_garbage_of_every_kind_is_a_protocol_error(data: bytes) -> None:
@@ -92,45 +107,56 @@ def offer(lane: bytes = bytes(16), key: bytes = bytes(32), job: JobName = DIGITS
     return OfferLane(lane, job, make_epoch(1), 1, TrainerId(0), TrainerId(1), key, bytes(32))
 
 
+def knows(hello: Hello) -> KnownPeers:
+    return KnownPeers((hello,))
+
+
 @pytest.mark.parametrize(
     "message",
     [
-        pytest.param(Hello(1, ANNA, unsigned("x" * 65)), id="a name of 65 characters"),
-        pytest.param(Hello(1, ANNA, NAMELESS, (Address("h" * 256, 1),)), id="a host name too long"),
-        pytest.param(Hello(1, ANNA, NAMELESS, (Address("host", 0),)), id="port 0"),
-        pytest.param(Hello(1, ANNA, NAMELESS, (Address("host", 65536),)), id="port 65536"),
-        pytest.param(Hello(1, ANNA, NAMELESS, (Address("host", 1),) * 65), id="65 addresses"),
+        pytest.param(knows(Hello(1, ANNA, unsigned("x" * 65))), id="a name of 65 characters"),
+        pytest.param(
+            knows(Hello(1, ANNA, NAMELESS, (Address("h" * 256, 1),))),
+            id="a host name too long",
+        ),
+        pytest.param(knows(Hello(1, ANNA, NAMELESS, (Address("host", 0),))), id="port 0"),
+        pytest.param(knows(Hello(1, ANNA, NAMELESS, (Address("host", 65536),))), id="port 65536"),
+        pytest.param(
+            knows(Hello(1, ANNA, NAMELESS, (Address("host", 1),) * 65)), id="65 addresses"
+        ),
         pytest.param(offer(lane=bytes(15)), id="a lane id of 15 bytes"),
         pytest.param(offer(key=bytes(33)), id="a key of 33 bytes"),
         pytest.param(offer(job=JobName("x" * 65)), id="a job's name of 65 characters"),
     ],
 )
-def test_values_beyond_their_limits_are_refused(message: PathMessage) -> None:
+def test_values_beyond_their_limits_are_refused(message: AnyPathMessage) -> None:
     with pytest.raises(ProtocolError):
         decode_untrusted(encode(message))
 
 
 def test_a_message_beyond_its_bound_is_neither_made_nor_taken() -> None:
-    addresses = (Address("h" * 255, 1),) * 64
-    interfaces = (PeerInterface("eth0", "wired", 0, ("h" * 255,) * 4),)
-    hello = Hello(1, ANNA, unsigned("mac-a"), addresses[:56], interfaces)
-    assert decode_untrusted(encode(hello)) == hello
-    large = msgspec.structs.replace(hello, addresses=addresses)
-    with pytest.raises(ValueError, match=r"a Hello of 17.* bytes, 16384 are allowed"):
+    told = KnownPeers((Hello(1, ANNA, unsigned("mac-a"), (Address("h" * 255, 1),) * 31),) * 2)
+    assert decode_untrusted(encode(told)) == told
+    large = KnownPeers(told.peers * 2)
+    with pytest.raises(ValueError, match=r"a KnownPeers of 3.* bytes, 16400 are allowed"):
         encode(large)
-    with pytest.raises(ProtocolError, match=r"a Hello of 17.* bytes, 16384 are allowed"):
-        decode_untrusted(msgspec.msgpack.encode(large))
+    with pytest.raises(ProtocolError, match=r"a KnownPeers of 3.* bytes, 16400 are allowed"):
+        decode_untrusted(encode_unbounded(large))
 
 
-def test_the_bytes_of_version_fourteen_do_not_change_unnoticed() -> None:
+def payload(message: Message) -> bytes:
+    return encode(message)[CHANNEL_BYTES:]
+
+
+def test_the_bytes_of_version_fifteen_do_not_change_unnoticed() -> None:
     nobody = Member(NodeId(b"n"), Incarnation(7))
-    assert link.PROTOCOL_VERSION == 14
-    assert encode(Hello(1, nobody, unsigned("mac"), (Address("h", 9),))).hex() == (
+    assert link.PROTOCOL_VERSION == 15
+    assert encode_hello(Hello(1, nobody, unsigned("mac"), (Address("h", 9),))).hex() == (
         f"97 01 01 92 c4 01 6e 07 92 a3 6d6163 c4 40 {'00' * 64} 91 92 a1 68 09 90 00".replace(
             " ", ""
         )
     )
-    assert msgspec.msgpack.decode(encode(AskToJoin(make_epoch(1), whole=True))) == [
+    assert msgspec.msgpack.decode(payload(AskToJoin(make_epoch(1), whole=True))) == [
         5,
         list(make_epoch(1)),
         True,
@@ -138,7 +164,7 @@ def test_the_bytes_of_version_fourteen_do_not_change_unnoticed() -> None:
     view = View(make_epoch(1), ())
     known = KnownPrimary(DIGITS, make_epoch(1), make_epoch(3))
     flushed = Flushed(make_epoch(4), unsigned("mac"), view, (), primaries=(known,))
-    assert msgspec.msgpack.decode(encode(flushed)) == [
+    assert msgspec.msgpack.decode(payload(flushed)) == [
         7,
         list(make_epoch(4)),
         ["mac", bytes(64)],
@@ -151,70 +177,80 @@ def test_the_bytes_of_version_fourteen_do_not_change_unnoticed() -> None:
         MessageAddress(DIGITS, make_epoch(1), TrainerId(0), TrainerId(1), 3),
         *(Envelope(5, "int8", (2,), 2), 1, -1, b"xy"),
     )
-    assert msgspec.msgpack.decode(encode(said))[2:] == [[5, "int8", [2], 2], 1, -1, b"xy"]
-    assert msgspec.msgpack.decode(encode(Commit(view, ((0,),)))) == [
+    assert msgspec.msgpack.decode(payload(said))[2:] == [[5, "int8", [2], 2], 1, -1, b"xy"]
+    assert msgspec.msgpack.decode(payload(Commit(view, ((0,),)))) == [
         11,
         [list(make_epoch(1)), [], []],
         [[0]],
     ]
 
 
-def test_the_tags_are_those_of_version_fourteen() -> None:
-    tags = {kind.__struct_config__.tag: kind.__name__ for kind in KINDS}
-    assert tags == {
-        1: "Hello",
-        2: "Heartbeat",
-        3: "AskView",
-        4: "TellView",
-        5: "AskToJoin",
-        6: "Propose",
-        7: "Flushed",
-        8: "Refuse",
-        9: "Veto",
-        10: "Superseded",
-        11: "Commit",
-        12: "Leaving",
-        20: "OfferLane",
-        21: "AskResult",
-        22: "KnownPeers",
-        23: "AnnounceMessage",
-        24: "RequestMessage",
-        25: "MessageDelivered",
-        26: "MessageWithdrawn",
-        27: "RestLane",
-        28: "Ping",
-        29: "Pong",
-        30: "AskProbe",
-        31: "Probe",
-        34: "Relay",
-        35: "Splice",
-        36: "StorePart",
-        40: "PrepareLaunch",
-        41: "LaunchPrepared",
-        42: "BeginRanks",
-        43: "SignalRanks",
-        44: "RankEnded",
-        45: "RankOutput",
-        46: "OutputRead",
-        47: "RankInput",
-        48: "InputRead",
-        49: "StopLaunch",
-        50: "AskFiles",
-        51: "FilePart",
-        52: "FilesStored",
-        53: "RankFails",
-        54: "GiveUpRank",
-        55: "AskNewFiles",
-        56: "NewFiles",
-        57: "AskNewContents",
-        58: "NewPart",
-        59: "NewStored",
+def test_the_channels_and_tags_are_those_of_version_fifteen() -> None:
+    assert tags_of(PathMessage) == {0: {28: "Ping", 29: "Pong", 30: "AskProbe", 31: "Probe"}}
+    assert tags_of(LinkMessage) == {1: {12: "Leaving", 22: "KnownPeers"}}
+    assert tags_of(ViewMessage) == {
+        2: {
+            2: "Heartbeat",
+            3: "AskView",
+            4: "TellView",
+            5: "AskToJoin",
+            6: "Propose",
+            7: "Flushed",
+            8: "Refuse",
+            9: "Veto",
+            10: "Superseded",
+            11: "Commit",
+        }
+    }
+    assert tags_of(LaneMessage) == {
+        3: {20: "OfferLane", 21: "AskResult", 27: "RestLane", 35: "Splice"}
+    }
+    assert tags_of(P2PMessage) == {
+        4: {
+            23: "AnnounceMessage",
+            24: "RequestMessage",
+            25: "MessageDelivered",
+            26: "MessageWithdrawn",
+        }
+    }
+    assert tags_of(StorePart | Relay) == {5: {1: "StorePart"}, 6: {1: "Relay"}}
+    assert tags_of(AnyLaunchMessage) == {
+        7: {
+            40: "PrepareLaunch",
+            41: "LaunchPrepared",
+            42: "BeginRanks",
+            43: "SignalRanks",
+            44: "RankEnded",
+            45: "RankOutput",
+            46: "OutputRead",
+            47: "RankInput",
+            48: "InputRead",
+            49: "StopLaunch",
+            50: "AskFiles",
+            51: "FilePart",
+            52: "FilesStored",
+            53: "RankFails",
+            54: "GiveUpRank",
+            55: "AskNewFiles",
+            56: "NewFiles",
+            57: "AskNewContents",
+            58: "NewPart",
+            59: "NewStored",
+        }
     }
 
 
+def tags_of(union: object) -> dict[int, dict[object, str]]:
+    """The names by channel and tag."""
+    tags = defaultdict[int, dict[object, str]](dict)
+    for kind in typing.get_args(union):
+        tags[kind.channel][kind.__struct_config__.tag] = kind.__name__
+    return tags
+
+
 def test_a_later_version_may_append_fields() -> None:
-    longer = [*msgspec.msgpack.decode(encode(Refuse(make_epoch(2), make_epoch(1)))), "new"]
-    decoded = decode_untrusted(msgspec.msgpack.encode(longer))
+    longer = [*msgspec.msgpack.decode(payload(Refuse(make_epoch(2), make_epoch(1)))), "new"]
+    decoded = decode_untrusted(encode_unbounded(longer, Refuse.channel))
     assert decoded == Refuse(make_epoch(2), make_epoch(1))
 
 

@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from pmesh.core.links.delivery import pack
-from pmesh.core.wire.control import encode
+from pmesh.core.wire.channels import encode
 from pmesh.core.wire.framing import frame
 from pmesh.core.wire.link import PROTOCOL_VERSION, Leaving
 from pmesh.errors import (
@@ -22,6 +22,7 @@ from pmesh.errors import (
 from pmesh.net.links.interfaces import UNKNOWN, local_address_of
 from pmesh.net.links.path import MAX_QUEUED_BYTES, MAX_QUEUED_MESSAGES, Path, shake_hands
 from pmesh.net.links.tls import TlsContexts, TlsFailed
+from simulation.wire import decode_untrusted
 from tests.net.links.links import answer, linked, outcomes, tcp_streams
 from tests.worlds.nodes import (
     ADA,
@@ -43,8 +44,8 @@ async def test_messages_arrive_in_order_both_ways() -> None:
         for message in sent:
             ada.send(message)
             bob.send(message)
-        assert [(await bob.receive()).message for _ in sent] == sent
-        assert [(await ada.receive()).message for _ in sent] == sent
+        assert [decode_untrusted((await bob.receive()).message) for _ in sent] == sent
+        assert [decode_untrusted((await ada.receive()).message) for _ in sent] == sent
         assert ada.messages_received == bob.messages_received == len(sent)
         assert ada.bytes_sent == bob.bytes_received
 
@@ -78,7 +79,7 @@ async def test_a_receiver_may_give_up_and_come_back() -> None:
         with trio.move_on_after(0):
             await bob.receive()
         ada.send(answer(60_000))
-        assert (await bob.receive()).message == answer(60_000)
+        assert decode_untrusted((await bob.receive()).message) == answer(60_000)
 
 
 async def test_a_flood_of_messages_leaves_other_tasks_their_turn() -> None:
@@ -109,7 +110,7 @@ async def test_a_closed_link_delivers_what_was_queued_and_then_ends() -> None:
         ada.send(Leaving())
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ada.aclose)
-            assert (await bob.receive()).message == Leaving()
+            assert decode_untrusted((await bob.receive()).message) == Leaving()
             with pytest.raises(trio.EndOfChannel):
                 await bob.receive()
             await bob.aclose()
@@ -138,7 +139,7 @@ async def test_a_reader_whose_end_is_the_writers_end_loses_no_farewell() -> None
         ada.send(Leaving())
         await trio.lowlevel.checkpoint()  # the writer has taken it
         nursery.start_soon(ada.aclose)
-        assert (await bob.receive()).message == Leaving()
+        assert decode_untrusted((await bob.receive()).message) == Leaving()
         with pytest.raises(trio.EndOfChannel):
             await bob.receive()
         await bob.aclose()
@@ -255,7 +256,7 @@ async def test_a_full_queue_is_still_delivered() -> None:
         for _ in range(MAX_QUEUED_MESSAGES):
             await bob.receive()
         ada.send(Leaving())
-        assert (await bob.receive()).message == Leaving()
+        assert decode_untrusted((await bob.receive()).message) == Leaving()
 
 
 async def test_what_has_been_sent_no_longer_counts_as_queued() -> None:
@@ -263,7 +264,7 @@ async def test_what_has_been_sent_no_longer_counts_as_queued() -> None:
         message = answer(200_000)
         for _ in range(MAX_QUEUED_BYTES // 200_000 + 2):
             ada.send(message)
-            assert (await bob.receive()).message == message
+            assert decode_untrusted((await bob.receive()).message) == message
 
 
 async def test_a_member_can_not_pass_its_late_failure_off_as_another_key(
@@ -294,7 +295,7 @@ async def test_no_goodbye_goes_into_the_middle_of_a_record() -> None:
         before = ada.bytes_sent
         await ada.aclose()
         assert ada.bytes_sent == before
-        assert (await bob.receive()).message == Leaving()
+        assert decode_untrusted((await bob.receive()).message) == Leaving()
         with pytest.raises(PeerUnreachable, match="without a goodbye"):
             await bob.receive()
 

@@ -1,0 +1,47 @@
+"""All control messages between agents at once, for what sends or reads any of them.
+
+An agent needs no such list: each part registers its channel (`pmesh.core.wire.channels`).
+"""
+
+from typing import Any, TypeAlias
+
+import msgspec
+
+from pmesh.core.wire.channels import Channel, Message
+from pmesh.core.wire.lanes import LANES, LaneMessage
+from pmesh.core.wire.launches import LAUNCHES, AnyLaunchMessage
+from pmesh.core.wire.link import LINK, LinkMessage
+from pmesh.core.wire.p2p import P2P, P2PMessage
+from pmesh.core.wire.probes import PATHS, PathMessage
+from pmesh.core.wire.relays import RELAYS, Relay
+from pmesh.core.wire.store import STORES, StorePart
+from pmesh.core.wire.views import VIEWS, AgreementMessage
+from pmesh.errors import ProtocolError
+
+AnyMessage: TypeAlias = (
+    LinkMessage | AgreementMessage | LaneMessage | P2PMessage | StorePart | Relay | AnyLaunchMessage
+)
+"""Those of a link, which are delivered once and in order."""
+AnyPathMessage: TypeAlias = AnyMessage | PathMessage
+
+_CHANNELS: dict[int, Channel[Any]] = {
+    channel.number: channel
+    for channel in (PATHS, LINK, VIEWS, LANES, P2P, STORES, RELAYS, LAUNCHES)
+}
+
+
+def encode_unbounded(message: object, channel: int | None = None) -> bytes:
+    """Return a message as bytes, also where it is larger than any honest machine would make it."""
+    if channel is None:
+        assert isinstance(message, Message)  # noqa: S101 - else the channel is named
+        channel = message.channel
+    return bytes((channel,)) + msgspec.msgpack.encode(message)
+
+
+def decode_untrusted(data: bytes) -> AnyPathMessage:
+    """Reverse `encode` for a message of any channel; raise ProtocolError for anything else."""
+    channel = _CHANNELS.get(data[0]) if data else None
+    if channel is None:
+        raise ProtocolError(f"a control message on no channel: {data[:1].hex()!r}")
+    message: AnyPathMessage = channel.decode_untrusted(data)
+    return message
