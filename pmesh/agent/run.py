@@ -91,11 +91,10 @@ from pmesh.core.wire.session import (
 from pmesh.errors import ConfigError, PmeshError, PortTaken, ProtocolError, UsageError
 from pmesh.home_paths import socket_path
 from pmesh.ids import Incarnation, Member, node_text, path_name
-from pmesh.net.links.acceptor import Acceptor
+from pmesh.net.links.acceptor import Acceptor, listen_at_interfaces
 from pmesh.net.links.dialer import error_numbers
 from pmesh.net.links.discovery import Discovered, discover, minute_of_now
 from pmesh.net.links.interfaces import AddressWatch
-from pmesh.net.links.listening import listen_at_interfaces
 from pmesh.net.links.tls import TlsContexts
 from pmesh.net.sessions.processes import Stall, sleep_in_step, tick
 from pmesh.net.sessions.sessions import (
