@@ -39,7 +39,7 @@ from pmesh.errors import (
 from pmesh.ids import JobName, Member, NodeId, Slot, node_text
 from pmesh.net.links.acceptor import DoorCounters
 from pmesh.net.links.discovery import Found
-from pmesh.net.links.negotiated import able_mbit_s
+from pmesh.net.links.hardware import able_mbit_s
 
 
 class _Waiter(NamedTuple):
