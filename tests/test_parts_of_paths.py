@@ -62,7 +62,7 @@ KNOWN = {
     },
     "pmesh/mlx_lm/prepared.py": {"Path(options.adapter_path)"},
     "pmesh/mlx_lm/session.py": {"Path(options.adapter_path)"},
-    "pmesh/testing/simulated_mesh.py": {"Path(home)"},
+    "pmesh/testing.py": {"Path(home)"},
     "pmesh/torch/options.py": {"Path(sys.argv[0] if sys.argv and sys.argv[0] else 'torch')"},
     # Directories as this machine lists them, and git, whose answer `flaw_of` checks.
     "pmesh/cli/sync.py": {

@@ -28,8 +28,7 @@ from pmesh.cli.sizes import parse_size
 from pmesh.client.connect import connect
 from pmesh.client.mesh import Mesh
 from pmesh.errors import UsageError
-from pmesh.testing import SimulatedMesh
-from pmesh.testing.simulated_mesh import agent_in_a_thread
+from pmesh.testing import SimulatedMesh, agent_in_a_thread
 from tests.worlds.fake_status_agent import agent_at, answer_well
 
 PNG = b"\x89PNG"

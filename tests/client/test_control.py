@@ -13,7 +13,7 @@ from pmesh.client.control import ask_events, ask_status, stop_agent
 from pmesh.core.wire.framing import frame
 from pmesh.core.wire.session import Leave, Status, Stopping, encode
 from pmesh.errors import AgentNotRunning, AgentStopped, ProtocolError
-from pmesh.testing.simulated_mesh import agent_in_a_thread
+from pmesh.testing import agent_in_a_thread
 from tests.worlds.fake_status_agent import agent_at, answer_well, answer_with, make_chronicle
 
 Ask = Callable[[Path], object]

@@ -1,4 +1,4 @@
-"""A mesh of threads with a real agent and no network, for unit tests of training scripts."""
+"""`SimulatedMesh`: ranks in threads and a real agent, without a network, for users' tests."""
 
 import contextlib
 import secrets
