@@ -18,7 +18,7 @@ from pmesh.ids import TrainerId
 
 _logger = logging.getLogger("pmesh")
 
-# MLX's own functions, which `patches` replaces later.
+# MLX's own functions, which `program` replaces later.
 NativeGroup: TypeAlias = mx.distributed.Group
 _native_init = mx.distributed.init
 _native_is_available = mx.distributed.is_available
