@@ -12,7 +12,7 @@ import pmesh
 from pmesh.client.launched import Launch
 from pmesh.mlx_lm import session, train
 from pmesh.mlx_lm.libraries import lora, mx
-from pmesh.mlx_lm.prepared import parse
+from pmesh.mlx_lm.session import parse
 from pmesh.mlx_lm.training import digest
 from tests.worlds.watched_agent import watched_agent
 from tools.lora.tiny import make_data, make_model
