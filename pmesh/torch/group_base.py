@@ -18,11 +18,10 @@ from pmesh.errors import (
     RankLost,
     RosterChanged,
 )
-from pmesh.torch.library import Store, Tensor, dist, torch
+from pmesh.torch.library import Store, Tensor, Tensors, dist, torch
 from pmesh.torch.work import MessageWork, Work
 
 T = TypeVar("T")
-Tensors = Sequence[Tensor]
 
 _ENDS = (RankLost, GroupBroken, RosterChanged, HistorySuperseded, AgentStopped, MeshClosed)
 """After these errors the group no longer has all the ranks that torch counts on."""

@@ -9,13 +9,23 @@ from pmesh.client.calls.point_to_point import ANY
 from pmesh.client.calls.queue import Handle
 from pmesh.compression.schemes import Scheme
 from pmesh.errors import UsageError
-from pmesh.torch.arguments import check_dtype, counts_of, list_in, list_of, one_of, options_for
-from pmesh.torch.group_base import GroupBase, Tensors
-from pmesh.torch.library import Tensor, dist, torch
-from pmesh.torch.monitored_barrier import monitored_barrier
-from pmesh.torch.reductions import Reduction, reduction_of
-from pmesh.torch.sparse import is_sparse, sum_sparse
-from pmesh.torch.staging import Target, given, pieces, targets
+from pmesh.torch.arguments import (
+    Reduction,
+    Target,
+    check_dtype,
+    counts_of,
+    given,
+    list_in,
+    list_of,
+    one_of,
+    options_for,
+    pieces,
+    reduction_of,
+    targets,
+)
+from pmesh.torch.composed import is_sparse, monitored_barrier, sum_sparse
+from pmesh.torch.group_base import GroupBase
+from pmesh.torch.library import Tensor, Tensors, dist, torch
 from pmesh.torch.work import Work
 
 

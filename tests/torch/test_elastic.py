@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from pmesh.client.calls.queue import Line
+from pmesh.torch.arguments import Target
 from pmesh.torch.data_parallel import Gradients, cut_into_buckets
-from pmesh.torch.staging import Target
 from tests.torch.conftest import Programs
 from tests.torch.elastic import WAYS
 
