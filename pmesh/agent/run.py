@@ -40,10 +40,9 @@ from pmesh.agent.mesh.probing import Probing
 from pmesh.agent.mesh.storms import count_packets, watch_storms
 from pmesh.agent.mesh.turned_away import watch as watch_turned_away
 from pmesh.agent.p2p.router import P2PRouter, serve_p2p
+from pmesh.agent.schema import OTHER_MESH, TurnedAwayStatus, describe_other_mesh, encode_status
 from pmesh.agent.schema import Status as Snapshot
-from pmesh.agent.schema import TurnedAwayStatus, encode_status
-from pmesh.agent.status.others import OTHER_MESH, describe_other_mesh
-from pmesh.agent.status.snapshot import (
+from pmesh.agent.snapshot import (
     Sources,
     describe_peers,
     describe_unlinked,

@@ -28,8 +28,7 @@ from pmesh.agent.config import (
 )
 from pmesh.agent.home import NODE_KEY_BYTES, hold_home, load_node_key, open_home, open_own_file
 from pmesh.agent.limits import raise_open_files
-from pmesh.agent.schema import decode_status
-from pmesh.agent.status.others import describe_other_mesh
+from pmesh.agent.schema import decode_status, describe_other_mesh
 from pmesh.cli.keys import find_mesh_key, has_mesh_key
 from pmesh.cli.terminal import announce, complain, dropping_lines, ending_signals, say
 from pmesh.client.control import ask_status

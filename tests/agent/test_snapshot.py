@@ -11,6 +11,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from pmesh.agent import snapshot
 from pmesh.agent.schema import (
     SCHEMA_VERSION,
     HeldOffStatus,
@@ -20,7 +21,6 @@ from pmesh.agent.schema import (
     encode_status,
     json_schema,
 )
-from pmesh.agent.status import snapshot
 from pmesh.core.links import health
 from pmesh.core.links.paths import PathKey
 from pmesh.core.values import Terms

@@ -16,8 +16,7 @@ from pmesh.agent.mesh.links import Link
 from pmesh.agent.mesh.membership import Membership
 from pmesh.agent.mesh.peers import Peers
 from pmesh.agent.p2p.router import P2PRouter
-from pmesh.agent.schema import Status
-from pmesh.agent.status.others import OTHER_MESH, name_peer
+from pmesh.agent.schema import OTHER_MESH, Status, name_peer
 from pmesh.core.links.reasons import USUAL_MBIT_S, why_slow
 from pmesh.core.values import Roster, Seat
 from pmesh.core.views.quorum import is_in_force
