@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from pmesh.torch.library import Tensor, Tensors, TorchOptions, dist, torch
+from pmesh.torch.library import Tensor, TensorList, TorchOptions, dist, torch
 
 _NAMES = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 _PMESH_OF = {"AVG": "mean", "PRODUCT": "prod"}
@@ -37,12 +37,12 @@ def options_for(
     return made
 
 
-def list_of(tensors: Tensor | Tensors) -> list[Tensor]:
+def list_of(tensors: Tensor | TensorList) -> list[Tensor]:
     """Return a list of the tensors, of which there may be a single one."""
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
-def one_of(tensors: Tensor | Tensors, what: str) -> Tensor:
+def one_of(tensors: Tensor | TensorList, what: str) -> Tensor:
     """Return the only tensor. Raises ValueError unless there is exactly one."""
     found = list_of(tensors)
     if len(found) != 1:
@@ -56,7 +56,7 @@ def list_in(lists: Sequence[Any]) -> list[Tensor]:
     return [*lists] if isinstance(inner, torch.Tensor) else [*inner]
 
 
-def check_dtype(outs: Tensors, x: Tensor, what: str) -> None:
+def check_dtype(outs: TensorList, x: Tensor, what: str) -> None:
     """Raise ValueError unless all outputs have the dtype of `x`."""
     for out in outs:
         if out.dtype != x.dtype:
@@ -78,7 +78,7 @@ def counts_of(x: Tensor, splits: Sequence[int], size: int) -> list[int]:
 # --- reductions
 
 
-class Reduction(NamedTuple):
+class TorchReduction(NamedTuple):
     """How pmesh computes one of torch's reductions."""
 
     name: str
@@ -94,7 +94,7 @@ class Reduction(NamedTuple):
             result.copy_(torch.div(result, ranks, rounding_mode="trunc"))
 
 
-def reduction_of(op: Any, xs: Sequence[Tensor]) -> Reduction:  # noqa: ANN401 - torch's ReduceOp, which has no types here
+def reduction_of(op: Any, xs: Sequence[Tensor]) -> TorchReduction:  # noqa: ANN401 - torch's ReduceOp, which has no types here
     """Return how to reduce these tensors.
 
     The average of integers is rounded towards zero, as in NCCL.
@@ -104,12 +104,12 @@ def reduction_of(op: Any, xs: Sequence[Tensor]) -> Reduction:  # noqa: ANN401 - 
             `BXOR` and `PREMUL_SUM`.
     """
     if op == dist.ReduceOp.AVG and all(x.dtype in _DIVIDED for x in xs):
-        return Reduction("sum", is_divided=True)
+        return TorchReduction("sum", is_divided=True)
     for name in _NAMES:
         if op == getattr(dist.ReduceOp, name):
-            return Reduction(_PMESH_OF.get(name, name.lower()))
+            return TorchReduction(_PMESH_OF.get(name, name.lower()))
     if op == dist.ReduceOp.PREMUL_SUM:
-        return Reduction("sum", op.factor)
+        return TorchReduction("sum", op.factor)
     raise ValueError(f"the backend 'pmesh' has no reduction {op}")
 
 
@@ -131,7 +131,7 @@ def check(x: Tensor) -> None:
         raise ValueError(f"the backend 'pmesh' can't move a tensor that is {what}")
 
 
-class Target:
+class StagedTensor:
     """A tensor to be written, and the memory that pmesh writes: the tensor's, or a CPU copy."""
 
     def __init__(self, x: Tensor, *, filled: bool = False) -> None:
@@ -152,9 +152,9 @@ class Target:
             self._tensor.copy_(self.memory)
 
 
-def targets(xs: Sequence[Tensor]) -> list[Target]:
+def targets(xs: Sequence[Tensor]) -> list[StagedTensor]:
     """Return a target for each tensor."""
-    return [Target(x) for x in xs]
+    return [StagedTensor(x) for x in xs]
 
 
 def pieces(x: Tensor, counts: Sequence[int]) -> list[Tensor]:

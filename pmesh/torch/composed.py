@@ -13,7 +13,7 @@ import numpy as np
 from pmesh.client.calls.point_to_point import MAX_TAG
 from pmesh.client.group import Collectives
 from pmesh.errors import OpTimedOut, PmeshError
-from pmesh.torch.arguments import Reduction
+from pmesh.torch.arguments import TorchReduction
 from pmesh.torch.library import Tensor, torch
 
 _TAG = MAX_TAG  # a program may use this tag too, but is unlikely to
@@ -25,7 +25,7 @@ def is_sparse(x: Tensor) -> bool:
     return bool(x.layout == torch.sparse_coo)
 
 
-def sum_sparse(calls: Collectives, x: Tensor, reduction: Reduction, timeout_s: float) -> None:
+def sum_sparse(calls: Collectives, x: Tensor, reduction: TorchReduction, timeout_s: float) -> None:
     """Write the sum or the mean of all ranks' tensors into `x`. Each op has this timeout.
 
     All ranks add in the same order, so they have the same bits.

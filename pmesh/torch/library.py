@@ -12,8 +12,8 @@ dist: Any = import_module("torch.distributed")
 
 Tensor: TypeAlias = Any
 """A torch.Tensor."""
-Tensors: TypeAlias = Sequence[Tensor]
-Store: TypeAlias = Any
+TensorList: TypeAlias = Sequence[Tensor]
+TorchStore: TypeAlias = Any
 """A torch.distributed.Store."""
 TorchFuture: TypeAlias = Any
 """A torch.futures.Future."""

@@ -15,7 +15,7 @@ from pmesh.client.connect import connect
 from pmesh.client.group import Collectives
 from pmesh.client.mesh import Mesh
 from pmesh.errors import PmeshError, UsageError
-from pmesh.torch.library import Store, dist
+from pmesh.torch.library import TorchStore, dist
 from pmesh.torch.options import Options, options_of
 from pmesh.torch.process_group import ProcessGroup
 from pmesh.torch.store import MeshStore
@@ -24,7 +24,7 @@ _JOIN_S = 300.0  # as `pmesh.connect` waits by default
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class TorchWorld:
     """The mesh under the default process group."""
 
     mesh: Mesh
@@ -85,7 +85,7 @@ class Worlds:
     """The world of this process, from the rendezvous to `destroy_process_group`."""
 
     def __init__(self) -> None:
-        self.current: World | None = None
+        self.current: TorchWorld | None = None
         self.elastic: Elastic | None = None
         self._waiting: Mesh | None = None
         self._store: MeshStore | None = None
@@ -119,16 +119,16 @@ class Worlds:
 
     def begin(
         self,
-        store: Store,
+        store: TorchStore,
         rank: int,
         size: int,
         options: Options,
         timeout: timedelta | None,
-    ) -> World:
+    ) -> TorchWorld:
         """Return the world of a default group, whose ranks come from `meet` or from torch."""
         if self._waiting is not None:
             mesh, self._waiting = self._waiting, None
-            self.current = World(mesh, tuple(range(mesh.size)))
+            self.current = TorchWorld(mesh, tuple(range(mesh.size)))
         else:
             self.check_not_elastic()
             self.end()
@@ -178,8 +178,8 @@ class Worlds:
 
 
 def world_of(
-    store: Store, rank: int, size: int, options: Options, timeout: timedelta | None
-) -> World:
+    store: TorchStore, rank: int, size: int, options: Options, timeout: timedelta | None
+) -> TorchWorld:
     """Return the world of ranks that torch has numbered, which meet through torch's store.
 
     Raises:
@@ -196,7 +196,7 @@ def world_of(
         raise UsageError(
             f"the ranks do not fit together: they are given as [rank, world_size] {theirs}"
         )
-    return World(mesh, tuple(theirs.index([each, size]) for each in range(size)))
+    return TorchWorld(mesh, tuple(theirs.index([each, size]) for each in range(size)))
 
 
 WORLDS = Worlds()
@@ -254,9 +254,9 @@ def create(backend_options: Any, pg_options: object) -> ProcessGroup:  # noqa: A
 
 
 def _group_in(
-    world: World,
+    world: TorchWorld,
     ranks: Sequence[int],
-    store: Store,
+    store: TorchStore,
     rank: int,
     *,
     timeout: timedelta,
