@@ -24,8 +24,8 @@ from pmesh.mlx_lm.batches import Batches
 from pmesh.mlx_lm.halves import Loss
 from pmesh.mlx_lm.libraries import datasets, lora, trainer
 from pmesh.mlx_lm.state import State, replace
-from pmesh.mlx_lm.terms import MODEL, Terms, describe_model, describe_rows, option_terms
-from pmesh.mlx_lm.training import Run, Training, evaluate
+from pmesh.mlx_lm.terms import MODEL, RunTerms, describe_model, describe_rows, option_terms
+from pmesh.mlx_lm.training import RunSetup, Training, evaluate
 
 PATIENCE_S = 1800.0  # another machine may still be downloading the model
 _POSITIVE = (
@@ -141,7 +141,7 @@ def run_session(prepared: Prepared, launch: Launch, *, resumes: bool) -> None:
     options = prepared.options
     folder = Path(options.adapter_path)
     state = State(prepared.model, prepared.optimizer, _terms(prepared, launch))
-    run = Run(
+    run = RunSetup(
         args=prepared.args,
         loss=prepared.loss,
         seed=options.seed,
@@ -159,7 +159,7 @@ def run_session(prepared: Prepared, launch: Launch, *, resumes: bool) -> None:
             _test(mesh, prepared, test)
 
 
-def _terms(prepared: Prepared, launch: Launch) -> Terms:
+def _terms(prepared: Prepared, launch: Launch) -> RunTerms:
     return {
         **option_terms(prepared.options.__dict__),
         "--compression": launch.compression or "the agent's",

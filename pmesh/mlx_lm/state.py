@@ -12,7 +12,7 @@ from typing import Any, cast
 from pmesh.client.collective.differences import state_differences
 from pmesh.errors import UsageError
 from pmesh.mlx_lm.libraries import mx, trees
-from pmesh.mlx_lm.terms import Terms, check_resumable
+from pmesh.mlx_lm.terms import RunTerms, check_resumable
 
 ADAPTERS = "adapters.safetensors"
 
@@ -22,7 +22,7 @@ _COUNTS = ("iteration", "validated", "trained_tokens")
 class State:
     """The trained weights, the optimizer's state, and the progress of the run."""
 
-    def __init__(self, model: Any, optimizer: Any, terms: Terms) -> None:
+    def __init__(self, model: Any, optimizer: Any, terms: RunTerms) -> None:
         self.model = model
         self.optimizer = optimizer
         self.terms = terms
