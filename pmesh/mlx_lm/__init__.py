@@ -9,7 +9,7 @@ import importlib.util
 import os
 
 from pmesh.client.control import ask_status
-from pmesh.client.launched import Launch
+from pmesh.client.launched import MLXLaunch
 from pmesh.compression.schemes import named
 from pmesh.errors import UsageError
 from pmesh.home_paths import home_directory
@@ -39,7 +39,7 @@ def train(arguments: list[str]) -> int:
         PmeshError: As for `pmesh.connect` and `Mesh.sync`.
         SystemExit: mlx-lm's parser has refused the options, and has printed why.
     """
-    launch = Launch.of(os.environ) or Launch(job=JOB, wait_for=1)
+    launch = MLXLaunch.of(os.environ) or MLXLaunch(job=JOB, wait_for=1)
     if launch.compression not in {"", "none"}:
         named(launch.compression)
     ask_status(home_directory(None))  # fails now without an agent, not after loading the model

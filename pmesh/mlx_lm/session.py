@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from pmesh.client.connect import connect
-from pmesh.client.launched import Launch
+from pmesh.client.launched import MLXLaunch
 from pmesh.client.mesh import Mesh
 from pmesh.errors import UsageError
 from pmesh.home_paths import is_in_launch_copy
@@ -129,7 +129,7 @@ def prepare(options: Any) -> Prepared:
     )
 
 
-def run_session(prepared: Prepared, launch: Launch, *, resumes: bool) -> None:
+def run_session(prepared: Prepared, launch: MLXLaunch, *, resumes: bool) -> None:
     """Join the job, train, and test if the options ask for it.
 
     Raises:
@@ -159,7 +159,7 @@ def run_session(prepared: Prepared, launch: Launch, *, resumes: bool) -> None:
             _test(mesh, prepared, test)
 
 
-def _terms(prepared: Prepared, launch: Launch) -> RunTerms:
+def _terms(prepared: Prepared, launch: MLXLaunch) -> RunTerms:
     return {
         **option_terms(prepared.options.__dict__),
         "--compression": launch.compression or "the agent's",
