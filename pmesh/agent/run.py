@@ -33,7 +33,7 @@ from pmesh.agent.launches.sessions import serve_launch
 from pmesh.agent.limits import Admission, open_files_limit, plan_files
 from pmesh.agent.mesh.findings import Findings
 from pmesh.agent.mesh.membership import DOUBT_S, Membership
-from pmesh.agent.mesh.names import Names, load_names
+from pmesh.agent.mesh.names import MachineNames, load_names
 from pmesh.agent.mesh.peers import BeyondMesh, Peers
 from pmesh.agent.mesh.ping import ping
 from pmesh.agent.mesh.probing import Probing
@@ -203,7 +203,7 @@ class Agent:
             listener=self._say,
         )
         owners = load_names(settings.home)
-        self._names = Names(owners, noticed=self._event_log.add)
+        self._names = MachineNames(owners, noticed=self._event_log.add)
         self._version = version("pmesh")  # it opens a file; later no descriptor may be left
         self._files = plan_files(open_files_limit())
         memory_bytes = psutil.virtual_memory().total

@@ -10,7 +10,7 @@ import trio
 
 from pmesh.agent import schema
 from pmesh.agent.jobs.driver import Jobs
-from pmesh.agent.mesh.dial_targets import Key, Refusal
+from pmesh.agent.mesh.dial_targets import Refusal, TargetKey
 from pmesh.agent.mesh.findings import Findings
 from pmesh.agent.mesh.links import Link
 from pmesh.agent.mesh.membership import Membership
@@ -37,7 +37,7 @@ from pmesh.errors import (
 )
 from pmesh.ids import JobName, Member, NodeId, Slot, node_text
 from pmesh.net.links.acceptor import DoorCounters
-from pmesh.net.links.discovery import Found
+from pmesh.net.links.discovery import AgentFound
 from pmesh.net.links.hardware import able_mbit_s
 
 
@@ -375,7 +375,9 @@ def describe_peers(peers: Peers, findings: Findings) -> Iterator[schema.PeerStat
             )
 
 
-def _each_once(refusals: Mapping[Key, Refusal], others: Collection[Address]) -> Iterator[Refusal]:
+def _each_once(
+    refusals: Mapping[TargetKey, Refusal], others: Collection[Address]
+) -> Iterator[Refusal]:
     """Yield the refusals without those of machines of another mesh that are shown already.
 
     Such a machine has no node id before TLS is over: mDNS names it by its addresses, `--peer` by
@@ -407,7 +409,7 @@ def describe_unlinked(peers: Peers, findings: Findings, *, own_name: str) -> tup
     )
 
 
-def _foreign(found: Found, *, other_mesh: bool) -> schema.PeerStatus:
+def _foreign(found: AgentFound, *, other_mesh: bool) -> schema.PeerStatus:
     theirs = found.advertisement
     reason = (
         OTHER_MESH

@@ -26,7 +26,7 @@ from pmesh.core.wire.session import AskEvents, Events, Leave, StopAgent, Stoppin
 from pmesh.errors import AgentAlreadyRunning, ConfigError, PmeshError, PortTaken
 from pmesh.home_paths import socket_path
 from pmesh.ids import Epoch, Incarnation
-from pmesh.net.links.discovery import Discovered, Found, minute_of_now
+from pmesh.net.links.discovery import AgentFound, Discovered, minute_of_now
 from pmesh.net.links.interfaces import AddressWatch
 from pmesh.net.links.packet_filter import DiscoveryCounters
 from pmesh.net.sessions.processes import Stall
@@ -167,7 +167,7 @@ async def test_mdns_finds_a_peer(clock: MockClock, monkeypatch: pytest.MonkeyPat
                 minute=minute_of_now(),
             )
             async with found:
-                await found.send(Found(advertisement=theirs))
+                await found.send(AgentFound(advertisement=theirs))
                 await trio.sleep_forever()
 
         monkeypatch.setattr(run, "discover", discover_one)

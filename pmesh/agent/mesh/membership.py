@@ -14,7 +14,7 @@ import msgspec
 import structlog
 import trio
 
-from pmesh.agent.mesh.names import Names
+from pmesh.agent.mesh.names import MachineNames
 from pmesh.agent.mesh.probing import Probing
 from pmesh.core.identity.names import Claim, check_name_untrusted, claims_of
 from pmesh.core.links import health
@@ -130,7 +130,7 @@ class Membership:
         me: Member,
         said: SignedName,
         *,
-        names: Names,
+        names: MachineNames,
         follower: Follower,
         send: Callable[[Member, LinkMessage], None],
         drop: Callable[[NodeId, str], None],

@@ -48,7 +48,7 @@ OTHER_HOSTS: Final = "other addresses"
 StreamT = TypeVar("StreamT", bound=trio.abc.HalfCloseableStream)
 Authenticated: TypeAlias = Callable[[], None]
 _Outcome: TypeAlias = Literal["garbage", "closed_early", "timed_out", "refused"]
-Handler: TypeAlias = Callable[[StreamT, bytes, Authenticated], Awaitable[None]]
+ConnectionHandler: TypeAlias = Callable[[StreamT, bytes, Authenticated], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +113,8 @@ class Acceptor(Generic[StreamT]):
     def __init__(
         self,
         *,
-        on_link: Handler[StreamT],
-        on_lane: Handler[StreamT],
+        on_link: ConnectionHandler[StreamT],
+        on_lane: ConnectionHandler[StreamT],
         uses: Callable[[StreamT], bool] = lambda _: True,
         contain: Callable[[str], contextlib.AbstractContextManager[object]] = (
             contextlib.nullcontext
