@@ -16,7 +16,7 @@ import psutil
 import structlog
 import trio
 
-from pmesh.agent.config import Settings, host_port_text
+from pmesh.agent.config import AgentSettings, host_port_text
 from pmesh.agent.containment import ContainedTasks, Containment
 from pmesh.agent.events import (
     Event,
@@ -40,8 +40,13 @@ from pmesh.agent.mesh.probing import Probing
 from pmesh.agent.mesh.storms import count_packets, watch_storms
 from pmesh.agent.mesh.turned_away import watch as watch_turned_away
 from pmesh.agent.p2p.router import P2PRouter, serve_p2p
-from pmesh.agent.schema import OTHER_MESH, TurnedAwayStatus, describe_other_mesh, encode_status
-from pmesh.agent.schema import Status as Snapshot
+from pmesh.agent.schema import (
+    OTHER_MESH,
+    Status,
+    TurnedAwayStatus,
+    describe_other_mesh,
+    encode_status,
+)
 from pmesh.agent.snapshot import (
     Sources,
     describe_peers,
@@ -83,7 +88,7 @@ from pmesh.core.wire.session import (
     Events,
     ForgetName,
     Machines,
-    Status,
+    StatusReply,
     StopAgent,
     Stopping,
 )
@@ -118,7 +123,7 @@ _log = structlog.get_logger()
 
 
 async def run_agent(
-    settings: Settings,
+    settings: AgentSettings,
     mesh_key: MeshKey,
     node_key: NodeKey,
     announce: Callable[[str], None],
@@ -170,7 +175,7 @@ class Agent:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: AgentSettings,
         mesh_key: MeshKey,
         node_key: NodeKey,
         announce: Callable[[str], None],
@@ -462,7 +467,7 @@ class Agent:
             case Connect() | Attach():
                 await self._serve_trainer(session, request)
             case AskStatus():
-                await session.send(Status(encode_status(self._snapshot())))
+                await session.send(StatusReply(encode_status(self._snapshot())))
             case AskEvents(after):
                 await session.send(Events(encode_events(self._event_log.since(after))))
             case AskPing(name):
@@ -550,7 +555,7 @@ class Agent:
             programs=programs.refused + programs.silent + programs.garbage,
         )
 
-    def _snapshot(self) -> Snapshot:
+    def _snapshot(self) -> Status:
         return take_snapshot(
             Sources(
                 version=self._version,

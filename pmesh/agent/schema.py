@@ -22,7 +22,7 @@ OTHER_MESH: Final = (
     "what 'pmesh key show' prints here; then pmesh down, and pmesh up"
 )
 
-Health: TypeAlias = Literal["self", "healthy", "degraded", "suspect", "gone"]
+MemberHealth: TypeAlias = Literal["self", "healthy", "degraded", "suspect", "gone"]
 PeerState: TypeAlias = Literal[
     "connecting",
     "linked",
@@ -97,7 +97,7 @@ class MemberStatus(_Part, frozen=True, kw_only=True):
         int,
         Meta(description="Its place in the ring, from 0; it sends to the next, the last to 0."),
     ]
-    health: Health
+    health: MemberHealth
     rtt_ms: Annotated[
         float | None,
         Meta(description="From the agent that was asked; null for itself and while unknown."),

@@ -24,7 +24,7 @@ from pmesh.core.wire.session import (
     Attached,
     ReceiveMessage,
     Refused,
-    Status,
+    StatusReply,
 )
 from pmesh.errors import ProtocolError
 from pmesh.ids import Incarnation, JobName, Member, NodeId, TrainerId
@@ -228,7 +228,7 @@ async def test_an_agent_without_a_descriptor_for_a_lane_stays_and_the_job_goes_o
 
 async def still_serves(here: Village, machine: Machine) -> None:
     asker = await here.trainer(machine)
-    assert isinstance(await asker.ask(AskStatus()), Status)
+    assert isinstance(await asker.ask(AskStatus()), StatusReply)
 
 
 async def test_an_error_in_a_command_ends_its_session_and_the_program_is_told(

@@ -14,7 +14,7 @@ import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from pmesh.agent import run
-from pmesh.agent.config import Listen, Settings
+from pmesh.agent.config import AgentSettings, Listen
 from pmesh.agent.events import decode_events
 from pmesh.agent.mesh.peers import Peers
 from pmesh.agent.run import MOST_FALLS, Agent, open_listeners, run_agent
@@ -37,8 +37,8 @@ from tests.worlds.village_ops import kinds_of_events
 KEY = NodeKey.from_seed(b"k" * 32)
 
 
-def settings_in(home: Path, *, port: int = 0, mdns: bool = False) -> Settings:
-    return Settings(home=home, name="mac", listen=Listen("127.0.0.1", port), mdns=mdns)
+def settings_in(home: Path, *, port: int = 0, mdns: bool = False) -> AgentSettings:
+    return AgentSettings(home=home, name="mac", listen=Listen("127.0.0.1", port), mdns=mdns)
 
 
 @contextlib.contextmanager

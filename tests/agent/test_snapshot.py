@@ -24,8 +24,7 @@ from pmesh.agent.schema import (
 from pmesh.core.links import health
 from pmesh.core.links.paths import PathKey
 from pmesh.core.values import Terms
-from pmesh.core.wire.session import AskStatus, Compresses
-from pmesh.core.wire.session import Status as StatusReply
+from pmesh.core.wire.session import AskStatus, Compresses, StatusReply
 from pmesh.errors import UsageError
 from pmesh.ids import node_text
 from tests.worlds.fake_status_agent import SNAPSHOT

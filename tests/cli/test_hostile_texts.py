@@ -41,7 +41,7 @@ from pmesh.core.wire.session import (
     Pinged,
     Refused,
     Reply,
-    Status,
+    StatusReply,
     WayTried,
     decode_request_untrusted,
     encode,
@@ -71,7 +71,7 @@ def replies_to(request: object) -> list[Reply]:  # noqa: PLR0911 - one for each 
     lines = f"0 0 o {SHOWN}\x1b]0;\x07\n0 0 n failed\n{STARTER} 0 n stopped\n7 0 o seven\n"
     match request:
         case AskStatus():
-            return [Status(status())]
+            return [StatusReply(status())]
         case AskEvents(after):
             return [Events(encode_events(events.since(after)))]
         case AskPing():

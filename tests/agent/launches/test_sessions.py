@@ -33,7 +33,7 @@ from pmesh.core.wire.session import (
     AskStatus,
     Refused,
     Reply,
-    Status,
+    StatusReply,
     encode,
 )
 from pmesh.ids import path_name
@@ -153,5 +153,5 @@ async def test_with_few_files_followers_are_refused_and_commands_are_answered(
         refused = await (await here.trainer(machine)).ask(FollowLaunch("night", follow=True))
         assert isinstance(refused, Refused)
         assert "4 programs show launches here" in refused.verdict.message
-        assert isinstance(await (await here.trainer(machine)).ask(AskStatus()), Status)
+        assert isinstance(await (await here.trainer(machine)).ask(AskStatus()), StatusReply)
         assert isinstance(await (await here.trainer(machine)).ask(AskLaunches()), Launches)
