@@ -26,11 +26,11 @@ from pmesh.core.views.limits import is_led_astray
 from pmesh.core.views.ring import UNKNOWN, Edges, measured_edges
 from pmesh.core.views.state import (
     Facts,
-    Fence,
+    FenceJobs,
     Install,
     MemberState,
+    MemberStep,
     Send,
-    Step,
     heartbeat_of,
     is_vouched_for,
 )
@@ -154,7 +154,7 @@ class Membership:
         self._lost_contacts: dict[NodeId, _Contact] = {}
         self.probing = probing
         self._losses: dict[Member, str] = {}
-        self._inputs: deque[Callable[[Facts, float], Step]] = deque()
+        self._inputs: deque[Callable[[Facts, float], MemberStep]] = deque()
         self._draining = False
         self._reported: object = None
         self._stall_guard = StallGuard()
@@ -376,7 +376,7 @@ class Membership:
         seats = (self.names.of_seat(s) for s in self.view.seats if s.member.node == node)
         return next(seats, "a stranger")
 
-    def _step(self, decide: Callable[[Facts, float], Step]) -> None:
+    def _step(self, decide: Callable[[Facts, float], MemberStep]) -> None:
         """Queue an input, as an action may cause another input while it is carried out."""
         self._inputs.append(decide)
         if self._draining:
@@ -392,7 +392,7 @@ class Membership:
             self._reported = urgent
             self.beat()
 
-    def _advance(self, decide: Callable[[Facts, float], Step]) -> None:
+    def _advance(self, decide: Callable[[Facts, float], MemberStep]) -> None:
         before = self.state
         step = decide(self._facts(), trio.current_time())
         self.state = step.state
@@ -400,7 +400,7 @@ class Membership:
             match action:
                 case Send(to, message):
                     self.send(to, message)
-                case Fence(jobs):
+                case FenceJobs(jobs):
                     self._follower.fence(jobs)
                 case Install(view):
                     after = self._stall_guard.install(before, view)

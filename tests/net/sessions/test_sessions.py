@@ -43,7 +43,7 @@ ASK = frame(encode(AskStatus()))
 
 
 async def echo(session: Session) -> None:
-    """Answers each AskStatus with a Status, until the program leaves."""
+    """Answers each AskStatus with a StatusReply, until the program leaves."""
     first = await session.receive()
     session.stay()
     if isinstance(first, Leave):
