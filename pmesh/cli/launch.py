@@ -30,7 +30,7 @@ from pmesh.core.launches.lines import (
     MACHINE,
     NOTE,
     STARTER,
-    Line,
+    OutputLine,
     label_of,
     labels,
     read_lines,
@@ -480,7 +480,7 @@ class Screen:
             stream.write("".join(lines))
             stream.flush()
 
-    def _format(self, line: Line, stream: TextIO) -> str:
+    def _format(self, line: OutputLine, stream: TextIO) -> str:
         text = without_escapes(line.text.decode(errors="replace"))
         text = _printable(text.rstrip("\r").rpartition("\r")[2])
         if line.seat == STARTER:

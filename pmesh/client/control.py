@@ -14,9 +14,9 @@ from pmesh.core.wire.launches import (
     FetchFiles,
     Hosts,
     LaunchEnding,
-    Launches,
     LaunchHost,
     LaunchRow,
+    LaunchRows,
 )
 from pmesh.core.wire.session import (
     AskEvents,
@@ -123,10 +123,10 @@ def ask_launches(home: Path, *, timeout_s: float = 5.0) -> tuple[LaunchRow, ...]
     """
     rows: list[LaunchRow] = []
     with closing(AgentConnection(home, silence_s=timeout_s)) as connection:
-        some = _ask(connection, AskLaunches(), Launches).rows
+        some = _ask(connection, AskLaunches(), LaunchRows).rows
         while some:
             rows += some
-            some = _await(connection, Launches).rows
+            some = _await(connection, LaunchRows).rows
     return tuple(rows)
 
 

@@ -318,8 +318,10 @@ class Cast:
             with np.errstate(invalid="ignore"):  # forged bytes may hold a signalling NaN
                 self._halves(wire, len(out)).load(0, out)
 
-    def _halves(self, wire: Bytes, count: int) -> "_Halves":
-        return (_Fp16s if self.name == "fp16" else _Halves)(wire.view(_dtype_of(self.name))[:count])
+    def _halves(self, wire: Bytes, count: int) -> "_HalvesPiece":
+        return (_Fp16s if self.name == "fp16" else _HalvesPiece)(
+            wire.view(_dtype_of(self.name))[:count]
+        )
 
 
 @cache
@@ -332,7 +334,7 @@ def _dtype_of(name: str) -> np.dtype[Any]:
     return bfloat16
 
 
-class _Halves:
+class _HalvesPiece:
     """A piece of bf16."""
 
     def __init__(self, halves: Halves) -> None:
@@ -351,7 +353,7 @@ class _Halves:
         self.load(start, image)
 
 
-class _Fp16s(_Halves):
+class _Fp16s(_HalvesPiece):
     """A piece of fp16."""
 
     def store(self, start: int, values: Float32s, image: Float32s) -> int:
@@ -426,8 +428,8 @@ class Int8:
         """See `Codec.hop`; nothing is clipped."""
         terms = HopArguments(own, own_scale, divisor, residual, residual_out)
         terms.check(self.wire_bytes(len(own)), incoming, outgoing)
-        arrived = None if incoming is None else _Blocks(incoming, len(own))
-        sent = _Blocks(outgoing, len(own), draw=draw if self._stochastic else None)
+        arrived = None if incoming is None else _Int8Piece(incoming, len(own))
+        sent = _Int8Piece(outgoing, len(own), draw=draw if self._stochastic else None)
         sent.rest[:] = 0
         if self._compiled is None:
             return hop_in_parts(arrived, terms, sent)
@@ -444,7 +446,7 @@ class Int8:
 
     def decode(self, wire: Bytes, out: Float32s) -> None:
         check_wire(wire, self.wire_bytes(len(out)), len(out))
-        blocks = _Blocks(wire, len(out))
+        blocks = _Int8Piece(wire, len(out))
         if self._compiled is not None:
             self._compiled.decode_int8(blocks.scales, blocks.codes, out)
             return
@@ -453,7 +455,7 @@ class Int8:
                 blocks.load(part.start, out[part])
 
 
-class _Blocks:
+class _Int8Piece:
     """A piece; its parts begin at multiples of a block."""
 
     def __init__(self, wire: Bytes, count: int, *, draw: int | None = None) -> None:

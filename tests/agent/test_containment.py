@@ -257,7 +257,7 @@ async def test_an_error_before_a_trainer_has_joined_leaves_nobody_waiting(
     async with village(clock, 1) as here:
         (machine,) = here.machines
         with capture_logs(), monkeypatch.context() as patch:
-            patch.setattr(session._Trainer, "_describe_wait", fail)  # noqa: SLF001 - after 1 s
+            patch.setattr(session._TrainerSession, "_describe_wait", fail)  # noqa: SLF001 - after 1 s
             with pytest.raises(RefusedError, match="ZeroDivisionError"):
                 await (await here.trainer(machine)).join("digits", 2)
         assert machine.agent.jobs.waiters == {}
@@ -280,7 +280,7 @@ def fails_for(patch: pytest.MonkeyPatch, whom: TrainerId, where: object, name: s
     ("where", "name"),
     [
         pytest.param(session, "run_op", id="in an op"),
-        pytest.param(session._Trainer, "_look_at", id="beside an op"),  # noqa: SLF001 - a task of its own
+        pytest.param(session._TrainerSession, "_look_at", id="beside an op"),  # noqa: SLF001 - a task of its own
     ],
 )
 async def test_an_error_in_a_trainers_session_makes_it_depart_and_the_others_go_on(

@@ -26,10 +26,10 @@ from pmesh.core.wire.launches import (
     FollowLaunch,
     Launch,
     LaunchBegan,
-    Launches,
     LaunchLines,
     LaunchOver,
     LaunchRow,
+    LaunchRows,
     LaunchSends,
     NewFile,
 )
@@ -78,7 +78,7 @@ def replies_to(request: object) -> list[Reply]:  # noqa: PLR0911 - one for each 
             way = WayTried(interface=EVIL, remote=EVIL, kind=EVIL, why_not=EVIL)
             return [way, Pinged(interface=EVIL, remote=EVIL, why=EVIL)]
         case AskLaunches():
-            return [Launches((row,)), Launches(())]
+            return [LaunchRows((row,)), LaunchRows(())]
         case FetchFiles():
             new = FetchedFiles(EVIL, "a" * 52, "", 2, 3, (NewFile(EVIL, 1),))
             return [Fetched("l", (new, FetchedFiles(EVIL, "b" * 52, EVIL)))]
