@@ -47,12 +47,7 @@ from pmesh.agent.schema import (
     describe_other_mesh,
     encode_status,
 )
-from pmesh.agent.snapshot import (
-    Sources,
-    describe_peers,
-    describe_unlinked,
-    take_snapshot,
-)
+from pmesh.agent.snapshot import Sources, describe_peers, describe_unlinked, take_snapshot
 from pmesh.agent.store.stores import Stores
 from pmesh.core.identity.advertisement import Advertisement
 from pmesh.core.identity.certificates import issue_credentials

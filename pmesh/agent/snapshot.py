@@ -21,13 +21,7 @@ from pmesh.core.links.reasons import USUAL_MBIT_S, why_slow
 from pmesh.core.values import Roster, Seat
 from pmesh.core.views.quorum import is_in_force
 from pmesh.core.views.ring import UNKNOWN, worse_of
-from pmesh.core.wire.link import (
-    PROTOCOL_VERSION,
-    Address,
-    Hello,
-    MeasuredEdge,
-    PeerInterface,
-)
+from pmesh.core.wire.link import PROTOCOL_VERSION, Address, Hello, MeasuredEdge, PeerInterface
 from pmesh.errors import (
     MeshKeyMismatch,
     NodeKeyCopied,

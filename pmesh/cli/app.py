@@ -310,12 +310,12 @@ def run_(
         collect: At the end, bring what the ranks have written into their copies to this directory.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
-    from pmesh.cli.launch import LaunchOptions, launch_of, run_launch  # noqa: PLC0415 - for speed
+    from pmesh.cli.launch import RunOptions, launch_of, run_launch  # noqa: PLC0415 - for speed
 
     terms = LaunchTerms(
         "pmesh" if engine == "mpi" else engine, restarts, grace, detach, hang_timeout
     )
-    options = LaunchOptions(
+    options = RunOptions(
         on="all" if on is None else on,
         count=count,
         per_node=per_node,
@@ -331,7 +331,7 @@ def run_(
         collect=collect,
     )
     if on is None:
-        if engine == "mpi" or options != LaunchOptions(terms=LaunchTerms(restarts=restarts)):
+        if engine == "mpi" or options != RunOptions(terms=LaunchTerms(restarts=restarts)):
             raise ConfigError(
                 "without --on only --restarts can be given; name the machines, such as: --on all"
             )

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pmesh.agent.schema import decode_status
-from pmesh.cli.bench_calls import COLLECTIVES, STRATEGIES, BenchCollective, Trial
+from pmesh.cli.bench_calls import COLLECTIVES, STRATEGIES, Benchmark, Trial
 from pmesh.cli.rows import Rows, output
 from pmesh.cli.sizes import parse_size
 from pmesh.cli.terminal import complain, say_json
@@ -71,11 +71,11 @@ class BenchPlan:
     """The rows to measure; all ranks must have the same plan."""
 
     sizes: tuple[int, ...]
-    collectives: tuple[BenchCollective, ...]
+    collectives: tuple[Benchmark, ...]
     strategies: tuple[str, ...]
     seconds: float
 
-    def steps(self) -> Iterator[tuple[BenchCollective, str, int]]:
+    def steps(self) -> Iterator[tuple[Benchmark, str, int]]:
         """Yield the rows in order, without strategies that a collective does not have."""
         for collective in self.collectives:
             for strategy in collective.strategies:
@@ -90,7 +90,7 @@ class BenchPlan:
 
 
 def measure_row(
-    mesh: Mesh, collective: BenchCollective, strategy: str, nbytes: int, *, seconds: float
+    mesh: Mesh, collective: Benchmark, strategy: str, nbytes: int, *, seconds: float
 ) -> BenchRow:
     """Repeat the call for about `seconds`, but at least `LEAST_CALLS` times.
 

@@ -27,7 +27,7 @@ Prepare: TypeAlias = Callable[[Mesh, int, str], Trial]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BenchCollective:
+class Benchmark:
     """One row of the table."""
 
     name: str
@@ -148,24 +148,22 @@ def _there_and_back(ranks: int) -> float:
     return 2 * _all_but_own(ranks)
 
 
-COLLECTIVES: Final[Sequence[BenchCollective]] = (
-    BenchCollective(
+COLLECTIVES: Final[Sequence[Benchmark]] = (
+    Benchmark(
         name="all_reduce",
         prepare=_all_reduce,
         bus_factor=_there_and_back,
         strategies=get_args(Strategy),
     ),
-    BenchCollective(
-        name="all_reduce_shared", prepare=_all_reduce_shared, bus_factor=_there_and_back
-    ),
-    BenchCollective(name="reduce", prepare=_reduce, bus_factor=_one_way),
-    BenchCollective(name="broadcast", prepare=_broadcast, bus_factor=_one_way),
-    BenchCollective(name="all_gather", prepare=_all_gather, bus_factor=_all_but_own),
-    BenchCollective(name="gather", prepare=_gather, bus_factor=_all_but_own),
-    BenchCollective(name="scatter", prepare=_scatter, bus_factor=_all_but_own),
-    BenchCollective(name="reduce_scatter", prepare=_reduce_scatter, bus_factor=_all_but_own),
-    BenchCollective(name="all_to_all", prepare=_all_to_all, bus_factor=_all_but_own),
-    BenchCollective(name="sendrecv", prepare=_sendrecv, bus_factor=_one_way),
-    BenchCollective(name="barrier", prepare=_barrier, bus_factor=lambda _: 0.0, has_sizes=False),
+    Benchmark(name="all_reduce_shared", prepare=_all_reduce_shared, bus_factor=_there_and_back),
+    Benchmark(name="reduce", prepare=_reduce, bus_factor=_one_way),
+    Benchmark(name="broadcast", prepare=_broadcast, bus_factor=_one_way),
+    Benchmark(name="all_gather", prepare=_all_gather, bus_factor=_all_but_own),
+    Benchmark(name="gather", prepare=_gather, bus_factor=_all_but_own),
+    Benchmark(name="scatter", prepare=_scatter, bus_factor=_all_but_own),
+    Benchmark(name="reduce_scatter", prepare=_reduce_scatter, bus_factor=_all_but_own),
+    Benchmark(name="all_to_all", prepare=_all_to_all, bus_factor=_all_but_own),
+    Benchmark(name="sendrecv", prepare=_sendrecv, bus_factor=_one_way),
+    Benchmark(name="barrier", prepare=_barrier, bus_factor=lambda _: 0.0, has_sizes=False),
 )
 STRATEGIES: Final = tuple(dict.fromkeys(s for c in COLLECTIVES for s in c.strategies if s))

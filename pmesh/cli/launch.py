@@ -81,7 +81,7 @@ _PATIENCE = 3  # signals: the first asks, the second kills, the third waits no l
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchOptions:
+class RunOptions:
     """The options of `pmesh run --on`."""
 
     on: str = "all"
@@ -117,9 +117,7 @@ class LaunchOptions:
 # --- the command
 
 
-def launch_of(
-    words: Sequence[str], options: LaunchOptions, environment: Mapping[str, str]
-) -> Launch:
+def launch_of(words: Sequence[str], options: RunOptions, environment: Mapping[str, str]) -> Launch:
     """Return what to ask for.
 
     Args:
@@ -161,7 +159,7 @@ def launch_of(
     return request
 
 
-def _check_numbers(options: LaunchOptions) -> None:
+def _check_numbers(options: RunOptions) -> None:
     terms = options.terms
     for option, value, least, most in (
         ("--count", options.count, 0, MAX_TRAINERS),
@@ -179,7 +177,7 @@ def _check_numbers(options: LaunchOptions) -> None:
         )
 
 
-def _check_collect(options: LaunchOptions) -> None:
+def _check_collect(options: RunOptions) -> None:
     if options.collect is None:
         return
     if not options.sync or options.terms.detach:
@@ -229,7 +227,7 @@ def _variables(settings: Sequence[str]) -> tuple[Variable, ...]:
     return tuple(Variable(name, value) for name, value in variables.items())
 
 
-def _with_python(words: Sequence[str], options: LaunchOptions) -> tuple[str, ...]:
+def _with_python(words: Sequence[str], options: RunOptions) -> tuple[str, ...]:
     if options.shell:
         return ("/bin/sh", "-c", shlex.join(words) if len(words) > 1 else "".join(words))
     python = options.python or sys.executable
@@ -322,7 +320,7 @@ async def _open(home: Path) -> trio.SocketStream:
         ) from e
 
 
-def run_launch(home: Path | None, request: Launch, options: LaunchOptions) -> int:
+def run_launch(home: Path | None, request: Launch, options: RunOptions) -> int:
     """Start the command everywhere, show the output, and return the exit code."""
     directory = home_directory(home)
     if options.sync:

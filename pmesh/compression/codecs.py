@@ -17,8 +17,8 @@ import numpy as np
 from pmesh.compression import fast
 from pmesh.compression.blocks import (
     Bytes,
-    Float32Rows,
     Float32s,
+    FloatRows,
     Halves,
     Int8s,
     drop_not_finite,
@@ -158,7 +158,7 @@ class Piece(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class HopArguments:
+class HopInput:
     """The arguments of `Codec.hop`, without the wire's bytes."""
 
     own: Float32s
@@ -201,7 +201,7 @@ def check_wire(wire: Bytes, wire_bytes: int, count: int) -> None:
         raise ValueError(f"{count} values are {wire_bytes} bytes on the wire, not {len(wire)}")
 
 
-def hop_in_parts(incoming: Piece | None, terms: HopArguments, outgoing: Piece) -> int:
+def hop_in_parts(incoming: Piece | None, terms: HopInput, outgoing: Piece) -> int:
     """Compute `Codec.hop`, with the wire's bytes as pieces."""
     scratch = np.empty((2, min(PART, len(terms.own))), np.float32)
     clipped = 0
@@ -219,9 +219,7 @@ def hop_in_parts(incoming: Piece | None, terms: HopArguments, outgoing: Piece) -
     return clipped
 
 
-def _total(
-    arrived: Float32s | None, terms: HopArguments, part: slice, *, into: Float32s
-) -> Float32s:
+def _total(arrived: Float32s | None, terms: HopInput, part: slice, *, into: Float32s) -> Float32s:
     """Return the values to encode: `into`, or the rank's own values unchanged."""
     total = terms.own[part]
     if terms.residual is not None:
@@ -235,9 +233,7 @@ def _total(
     return total
 
 
-def _keep_residual(
-    values: Float32s, image: Float32s, terms: HopArguments, *, into: Float32s
-) -> None:
+def _keep_residual(values: Float32s, image: Float32s, terms: HopInput, *, into: Float32s) -> None:
     """Set `into` to (values - image) * factor; 0 where that is not finite."""
     np.subtract(values, image, out=into)
     if terms.residual_factor != 1:
@@ -295,7 +291,7 @@ class Cast:
     ) -> int:
         """See `Codec.hop`; `draw` is not used."""
         del draw
-        terms = HopArguments(own, own_scale, divisor, residual, residual_out)
+        terms = HopInput(own, own_scale, divisor, residual, residual_out)
         terms.check(self.wire_bytes(len(own)), incoming, outgoing)
         outgoing[2 * len(own) :] = 0
         if self._compiled is None:
@@ -318,10 +314,8 @@ class Cast:
             with np.errstate(invalid="ignore"):  # forged bytes may hold a signalling NaN
                 self._halves(wire, len(out)).load(0, out)
 
-    def _halves(self, wire: Bytes, count: int) -> "_HalvesPiece":
-        return (_Fp16s if self.name == "fp16" else _HalvesPiece)(
-            wire.view(_dtype_of(self.name))[:count]
-        )
+    def _halves(self, wire: Bytes, count: int) -> "_Halves":
+        return (_Fp16s if self.name == "fp16" else _Halves)(wire.view(_dtype_of(self.name))[:count])
 
 
 @cache
@@ -334,7 +328,7 @@ def _dtype_of(name: str) -> np.dtype[Any]:
     return bfloat16
 
 
-class _HalvesPiece:
+class _Halves:
     """A piece of bf16."""
 
     def __init__(self, halves: Halves) -> None:
@@ -353,7 +347,7 @@ class _HalvesPiece:
         self.load(start, image)
 
 
-class _Fp16s(_HalvesPiece):
+class _Fp16s(_Halves):
     """A piece of fp16."""
 
     def store(self, start: int, values: Float32s, image: Float32s) -> int:
@@ -426,7 +420,7 @@ class Int8:
         draw: int = 0,
     ) -> int:
         """See `Codec.hop`; nothing is clipped."""
-        terms = HopArguments(own, own_scale, divisor, residual, residual_out)
+        terms = HopInput(own, own_scale, divisor, residual, residual_out)
         terms.check(self.wire_bytes(len(own)), incoming, outgoing)
         arrived = None if incoming is None else _Int8Piece(incoming, len(own))
         sent = _Int8Piece(outgoing, len(own), draw=draw if self._stochastic else None)
@@ -497,7 +491,7 @@ def _blocks(count: int) -> int:
     return -(-count // BLOCK)
 
 
-def _rows(values: Float32s) -> Iterator[Float32Rows]:
+def _rows(values: Float32s) -> Iterator[FloatRows]:
     """Yield the whole blocks, then the rest: float32[blocks, 256], float32[1, rest]."""
     whole = len(values) // BLOCK * BLOCK
     if whole:
@@ -506,7 +500,7 @@ def _rows(values: Float32s) -> Iterator[Float32Rows]:
         yield values[None, whole:]
 
 
-def _divide_by_scales(rows: Float32Rows, quotients: Float32Rows, scales: Float32s) -> None:
+def _divide_by_scales(rows: FloatRows, quotients: FloatRows, scales: Float32s) -> None:
     """Choose each row's scale; quotients = rows / scale, 0 where the scale is NaN."""
     # The magnitudes of floats have the same order as their bits, and integers compare faster.
     bits = quotients.view(np.uint32)

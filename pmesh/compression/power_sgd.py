@@ -31,14 +31,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from pmesh.compression import fast
-from pmesh.compression.blocks import (
-    PART,
-    Float32Rows,
-    Float32s,
-    add_residual,
-    drop_not_finite,
-    parts,
-)
+from pmesh.compression.blocks import PART, Float32s, FloatRows, add_residual, drop_not_finite, parts
 from pmesh.compression.draws import draw_words
 
 
@@ -57,7 +50,7 @@ class Matrix:
         """The index after its last value."""
         return self.start + self.rows * self.columns
 
-    def of(self, values: Float32s) -> Float32Rows:
+    def of(self, values: Float32s) -> FloatRows:
         """Return float32[rows, columns], a view of the bucket's values."""
         return values[self.start : self.end].reshape(self.rows, self.columns)
 
@@ -80,12 +73,12 @@ class PowerSGDPlan:
     q_count: int
     """The number of values in the second all-reduce, all Q's; 0 if there is none."""
 
-    def p_of(self, matrix: Matrix, p: Float32s) -> Float32Rows:
+    def p_of(self, matrix: Matrix, p: Float32s) -> FloatRows:
         """Return float32[rank, rows], a view: one row for each column of P."""
         end = matrix.p_start + self.rank * matrix.rows
         return p[matrix.p_start : end].reshape(self.rank, matrix.rows)
 
-    def q_of(self, matrix: Matrix, q: Float32s) -> Float32Rows:
+    def q_of(self, matrix: Matrix, q: Float32s) -> FloatRows:
         """Return float32[rank, columns], a view: one row for each column of Q."""
         end = matrix.q_start + self.rank * matrix.columns
         return q[matrix.q_start : end].reshape(self.rank, matrix.columns)
@@ -310,9 +303,7 @@ def _ordered_sums(terms: Float64s) -> Float64s:
     return sums
 
 
-def _multiply(
-    thin_p: Float32Rows, thin_q: Float32Rows, out: Float32s, left: Float32s | None
-) -> None:
+def _multiply(thin_p: FloatRows, thin_q: FloatRows, out: Float32s, left: Float32s | None) -> None:
     """Set `out` to P Q^T, adding up the columns from first to last.
 
     Args:

@@ -23,7 +23,7 @@ from pmesh.cli.bench import (
     check_alike,
     measure_row,
 )
-from pmesh.cli.bench_calls import COLLECTIVES, BenchCollective
+from pmesh.cli.bench_calls import COLLECTIVES, Benchmark
 from pmesh.cli.sizes import parse_size
 from pmesh.client.connect import connect
 from pmesh.client.mesh import Mesh
@@ -137,7 +137,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:
 @pytest.mark.parametrize("collective", COLLECTIVES, ids=lambda c: c.name)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_right_mesh_is_found_right_with_any_number_of_values(
-    collective: BenchCollective, ranks: int
+    collective: Benchmark, ranks: int
 ) -> None:
     def program(mesh: Mesh) -> list[BenchRow]:
         return [
@@ -153,7 +153,7 @@ def test_a_right_mesh_is_found_right_with_any_number_of_values(
 @pytest.mark.parametrize(
     "collective", [c for c in COLLECTIVES if c.has_sizes], ids=lambda c: c.name
 )
-def test_one_wrong_value_at_one_rank_is_found(collective: BenchCollective) -> None:
+def test_one_wrong_value_at_one_rank_is_found(collective: Benchmark) -> None:
     meeting = Meeting(2)
 
     def spoil(call: str, rank: int, result: Any) -> Any:  # noqa: ANN401 - what the call returns

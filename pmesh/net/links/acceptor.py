@@ -25,12 +25,7 @@ import trio
 from pmesh.core.links.addresses import LocalAddress, interfaces_that_share_a_network
 from pmesh.core.wire.framing import FIRST_BYTES, FirstBytes, recognize
 from pmesh.errors import PeerUnreachable, PmeshError
-from pmesh.net.links.interfaces import (
-    POLL_S,
-    SO_BINDTODEVICE,
-    AddressWatch,
-    remote_address_of,
-)
+from pmesh.net.links.interfaces import POLL_S, SO_BINDTODEVICE, AddressWatch, remote_address_of
 
 BROKEN_LISTENER: Final = frozenset({errno.EBADF, errno.EINVAL, errno.ENOTSOCK})
 """Errors of `accept` that stay, so that only another listener can help. All others pass."""
