@@ -325,7 +325,7 @@ async def test_an_error_in_the_session_for_messages_leaves_the_trainer_its_ops(
         attach = Attach(SESSION_VERSION, JobName("digits"), pair[0].id)
         assert await envelopes.ask(attach) == Attached()
         with capture_logs(), monkeypatch.context() as patch:
-            patch.setattr(router, "_Waiting", fail)
+            patch.setattr(router, "_Pending", fail)
             reply = await envelopes.ask(ReceiveMessage(0, (pair[1].id,), 0, 5.0))
         assert isinstance(reply, Refused)
         assert reply.verdict.error == "AgentStopped"

@@ -341,7 +341,7 @@ async def test_bytes_of_jobs_that_have_ended_stay_counted(clock: MockClock) -> N
         assert before[0] > x.nbytes / 2
 
 
-REFERENCE = Path(__file__).parents[3] / "docs" / "reference" / "status.schema.json"
+REFERENCE = Path(__file__).parents[2] / "docs" / "reference" / "status.schema.json"
 
 
 def test_the_schema_in_the_reference_is_current() -> None:
