@@ -12,12 +12,12 @@ from pmesh.core.views import agreement, limits
 from pmesh.core.views.agreement import StallGuard
 from pmesh.core.views.state import (
     Facts,
-    Fence,
+    FenceJobs,
     Install,
     MemberState,
+    MemberStep,
     Peer,
     Send,
-    Step,
     heartbeat_of,
     is_vouched_for,
 )
@@ -247,7 +247,7 @@ class Agent:
     def _handle(self, sender: Member, message: AgreementMessage) -> None:
         self._perform(agreement.receive(self.state, sender, message, self._known(), now=self.now))
 
-    def _perform(self, step: Step) -> None:
+    def _perform(self, step: MemberStep) -> None:
         before = self.state
         self.state = step.state
         for action in step.actions:
@@ -258,7 +258,7 @@ class Agent:
                     if not self._running:
                         return
                     self._links.send_control(to, message)
-                case Fence(jobs):
+                case FenceJobs(jobs):
                     self._note(self.number, f"fences {jobs} for {self.state.promised[0]}")
                     self.jobs.fence(jobs)
                 case Install(view):

@@ -57,12 +57,8 @@ KNOWN = {
     "pmesh/client/connect.py": {
         "Path(sys.argv[0] if sys.argv and sys.argv[0] else sys.executable)",
     },
-    "pmesh/mlx_lm/files.py": {
-        "path.with_name(f'.{path.stem}.{secrets.token_hex(4)}{path.suffix}')",
-    },
-    "pmesh/mlx_lm/prepared.py": {"Path(options.adapter_path)"},
     "pmesh/mlx_lm/session.py": {"Path(options.adapter_path)"},
-    "pmesh/testing/simulated_mesh.py": {"Path(home)"},
+    "pmesh/testing.py": {"Path(home)"},
     "pmesh/torch/options.py": {"Path(sys.argv[0] if sys.argv and sys.argv[0] else 'torch')"},
     # Directories as this machine lists them, and git, whose answer `flaw_of` checks.
     "pmesh/cli/sync.py": {
@@ -78,7 +74,10 @@ KNOWN = {
     "pmesh/net/links/hardware.py": {"_SYS_CLASS_NET / interface", "host / name"},
     # Numbers.
     "pmesh/cli/bench.py": {"nbytes / median_s", "seconds / max(min(warm), 1e-09)"},
-    "pmesh/mlx_lm/state.py": {"folder / f'{self.iteration:07d}_{ADAPTERS}'"},
+    "pmesh/mlx_lm/state.py": {
+        "folder / f'{self.iteration:07d}_{ADAPTERS}'",
+        "path.with_name(f'.{path.stem}.{secrets.token_hex(4)}{path.suffix}')",
+    },
     "pmesh/mlx_lm/training.py": {
         "float(tokens) / seconds",
         "loss / max(tokens, 1)",

@@ -1,4 +1,4 @@
-"""Write the schemas in docs/reference anew, after a change in pmesh/agent/status."""
+"""Write the schemas in docs/reference anew, after a change in pmesh/agent/schema.py."""
 
 from pathlib import Path
 

@@ -27,7 +27,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from pmesh.testing.simulated_mesh import agent_in_a_thread
+from pmesh.testing import agent_in_a_thread
 
 RANKS = 3
 CASE_S = 60.0  # torch's own cases have timeouts of at most 10 s; a hang is a failure

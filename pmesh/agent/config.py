@@ -166,7 +166,7 @@ CONFIG_NAME = "config.toml"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class AgentSettings:
     """The settings of `pmesh up`."""
 
     home: Path
@@ -199,12 +199,12 @@ class Settings:
 
 def load_settings(
     home: Path, *, flags: Mapping[str, object], environment: Mapping[str, str], host_name: str
-) -> Settings:
+) -> AgentSettings:
     """Combine flags, variables, config.toml and defaults.
 
     Args:
         home: The home directory, whose config.toml is read if there is one.
-        flags: Command-line options by the names of `Settings`; None if not given.
+        flags: Command-line options by the names of `AgentSettings`; None if not given.
         environment: As `os.environ`; an empty variable counts as absent.
         host_name: The machine's host name, the default of `name`.
 
@@ -226,10 +226,10 @@ def load_settings(
             chosen[key] = _parse(key, value, source=_flag_of(key), base=Path.cwd())
             if key == "key_file":
                 chosen["key_text"] = None
-    return Settings(home=home, **chosen)  # type: ignore[arg-type] # each was parsed to its field
+    return AgentSettings(home=home, **chosen)  # type: ignore[arg-type] # each was parsed to its field
 
 
-def as_environment(settings: Settings) -> dict[str, str]:
+def as_environment(settings: AgentSettings) -> dict[str, str]:
     """Return the settings as variables for `load_settings`, which a detached agent reads."""
     variables = {
         "PMESH_HOME": str(settings.home),
@@ -272,7 +272,7 @@ def _read_file(path: Path) -> Mapping[str, object]:
 
 
 def _parse(key: str, value: object, *, source: str, base: Path) -> object:
-    """Parse a value of `Settings`; a relative path is relative to `base`."""
+    """Parse a value of `AgentSettings`; a relative path is relative to `base`."""
     try:
         parsed = PARSERS[key](value)
     except ValueError as e:

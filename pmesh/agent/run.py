@@ -16,7 +16,7 @@ import psutil
 import structlog
 import trio
 
-from pmesh.agent.config import Settings, host_port_text
+from pmesh.agent.config import AgentSettings, host_port_text
 from pmesh.agent.containment import ContainedTasks, Containment
 from pmesh.agent.events import (
     Event,
@@ -33,22 +33,21 @@ from pmesh.agent.launches.sessions import serve_launch
 from pmesh.agent.limits import Admission, open_files_limit, plan_files
 from pmesh.agent.mesh.findings import Findings
 from pmesh.agent.mesh.membership import DOUBT_S, Membership
-from pmesh.agent.mesh.names import Names, load_names
+from pmesh.agent.mesh.names import MachineNames, load_names
 from pmesh.agent.mesh.peers import Peers
 from pmesh.agent.mesh.ping import ping
 from pmesh.agent.mesh.probing import Probing
 from pmesh.agent.mesh.storms import count_packets, watch_storms
 from pmesh.agent.mesh.turned_away import watch as watch_turned_away
 from pmesh.agent.p2p.router import P2PRouter, serve_p2p
-from pmesh.agent.schema import Status as Snapshot
-from pmesh.agent.schema import TurnedAwayStatus, encode_status
-from pmesh.agent.status.others import OTHER_MESH, describe_other_mesh
-from pmesh.agent.status.snapshot import (
-    Sources,
-    describe_peers,
-    describe_unlinked,
-    take_snapshot,
+from pmesh.agent.schema import (
+    OTHER_MESH,
+    Status,
+    TurnedAwayStatus,
+    describe_other_mesh,
+    encode_status,
 )
+from pmesh.agent.snapshot import Sources, describe_peers, describe_unlinked, take_snapshot
 from pmesh.agent.store.stores import Stores
 from pmesh.core.identity.advertisement import Advertisement
 from pmesh.core.identity.certificates import issue_credentials
@@ -79,7 +78,7 @@ from pmesh.core.wire.session import (
     Events,
     ForgetName,
     Machines,
-    Status,
+    StatusReply,
     StopAgent,
     Stopping,
 )
@@ -88,11 +87,10 @@ from pmesh.core.wire.views import VIEWS
 from pmesh.errors import ConfigError, PmeshError, PortTaken, ProtocolError, UsageError
 from pmesh.home_paths import socket_path
 from pmesh.ids import Incarnation, Member, node_text, path_name
-from pmesh.net.links.acceptor import Acceptor
+from pmesh.net.links.acceptor import Acceptor, listen_at_interfaces
 from pmesh.net.links.dialer import error_numbers
 from pmesh.net.links.discovery import Discovered, discover, minute_of_now
 from pmesh.net.links.interfaces import AddressWatch
-from pmesh.net.links.listening import listen_at_interfaces
 from pmesh.net.links.tls import TlsContexts
 from pmesh.net.sessions.processes import Stall, sleep_in_step, tick
 from pmesh.net.sessions.sessions import (
@@ -117,7 +115,7 @@ _log = structlog.get_logger()
 
 
 async def run_agent(
-    settings: Settings,
+    settings: AgentSettings,
     mesh_key: MeshKey,
     node_key: NodeKey,
     announce: Callable[[str], None],
@@ -169,7 +167,7 @@ class Agent:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: AgentSettings,
         mesh_key: MeshKey,
         node_key: NodeKey,
         announce: Callable[[str], None],
@@ -203,7 +201,7 @@ class Agent:
             listener=self._say,
         )
         owners = load_names(settings.home)
-        self._names = Names(owners, noticed=self._event_log.add)
+        self._names = MachineNames(owners, noticed=self._event_log.add)
         self._version = version("pmesh")  # it opens a file; later no descriptor may be left
         self._files = plan_files(open_files_limit())
         memory_bytes = psutil.virtual_memory().total
@@ -452,7 +450,7 @@ class Agent:
             case Connect() | Attach():
                 await self._serve_trainer(session, request)
             case AskStatus():
-                await session.send(Status(encode_status(self._snapshot())))
+                await session.send(StatusReply(encode_status(self._snapshot())))
             case AskEvents(after):
                 await session.send(Events(encode_events(self._event_log.since(after))))
             case AskPing(name):
@@ -540,7 +538,7 @@ class Agent:
             programs=programs.refused + programs.silent + programs.garbage,
         )
 
-    def _snapshot(self) -> Snapshot:
+    def _snapshot(self) -> Status:
         return take_snapshot(
             Sources(
                 version=self._version,

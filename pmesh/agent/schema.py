@@ -5,19 +5,24 @@ may be added under one version; a reader ignores unknown fields. A field that is
 its meaning needs a new version.
 """
 
-from typing import Annotated, Literal, TypeAlias, TypeVar
+from typing import Annotated, Final, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
 from pmesh.errors import UsageError
+from pmesh.ids import shared_name
 
 T = TypeVar("T", bound=Struct)
 
 SCHEMA_VERSION: Literal[2] = 2
 _JSON_SCHEMA = "https://json-schema.org/draft/2020-12/schema"
+OTHER_MESH: Final = (
+    "it holds another mesh key; if it should be in this mesh, type there: pmesh key set, and paste "
+    "what 'pmesh key show' prints here; then pmesh down, and pmesh up"
+)
 
-Health: TypeAlias = Literal["self", "healthy", "degraded", "suspect", "gone"]
+MemberHealth: TypeAlias = Literal["self", "healthy", "degraded", "suspect", "gone"]
 PeerState: TypeAlias = Literal[
     "connecting",
     "linked",
@@ -92,7 +97,7 @@ class MemberStatus(_Part, frozen=True, kw_only=True):
         int,
         Meta(description="Its place in the ring, from 0; it sends to the next, the last to 0."),
     ]
-    health: Health
+    health: MemberHealth
     rtt_ms: Annotated[
         float | None,
         Meta(description="From the agent that was asked; null for itself and while unknown."),
@@ -319,6 +324,23 @@ class Status(_Part, frozen=True, kw_only=True):
     door: DoorStatus
     turned_away: TurnedAwayStatus
     held_off: tuple[HeldOffStatus, ...] = ()
+
+
+def name_peer(peer: PeerStatus, own_name: str) -> str:
+    """Return what to call a machine that is not linked."""
+    if peer.name == own_name and peer.id is not None:
+        return shared_name(own_name, peer.id)
+    return peer.name or ", ".join(peer.addresses)
+
+
+def describe_other_mesh(peer: PeerStatus, *, own_name: str) -> str:
+    """Say of a machine with another key, to who has just started this one, what to type here."""
+    whom = name_peer(peer, own_name)
+    return (
+        f"{whom} is here, but holds another mesh key, so this machine is in a mesh of its own; to "
+        f"join {whom}, type here: pmesh key set, and paste what 'pmesh key show' prints there; "
+        "then pmesh down, and pmesh up"
+    )
 
 
 def encode_status(status: Status) -> bytes:

@@ -248,9 +248,9 @@ def bench(
         plot: A file for a plot of time and bandwidth over size, .png or .svg.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
-    from pmesh.cli.bench import Wishes, run_bench  # noqa: PLC0415 - numpy, which others don't need
+    from pmesh.cli.bench import BenchOptions, run_bench  # noqa: PLC0415 - numpy, which others don't need
 
-    wishes = Wishes(
+    options = BenchOptions(
         min_size=min_size,
         max_size=max_size,
         collectives=collective,
@@ -260,7 +260,7 @@ def bench(
         as_json=json,
         plot=plot,
     )
-    return run_bench(home, wishes)
+    return run_bench(home, options)
 
 
 @app.command(name="run")
@@ -310,12 +310,12 @@ def run_(
         collect: At the end, bring what the ranks have written into their copies to this directory.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
-    from pmesh.cli.launch import Wishes, launch_of, run_launch  # noqa: PLC0415 - for speed
+    from pmesh.cli.launch import RunOptions, launch_of, run_launch  # noqa: PLC0415 - for speed
 
     terms = LaunchTerms(
         "pmesh" if engine == "mpi" else engine, restarts, grace, detach, hang_timeout
     )
-    wishes = Wishes(
+    options = RunOptions(
         on="all" if on is None else on,
         count=count,
         per_node=per_node,
@@ -331,14 +331,14 @@ def run_(
         collect=collect,
     )
     if on is None:
-        if engine == "mpi" or wishes != Wishes(terms=LaunchTerms(restarts=restarts)):
+        if engine == "mpi" or options != RunOptions(terms=LaunchTerms(restarts=restarts)):
             raise ConfigError(
                 "without --on only --restarts can be given; name the machines, such as: --on all"
             )
         return run_command(command, restarts=restarts)
     if engine == "mpi":
-        return show_hosts(home, AskHosts(wishes.machines, count, per_node), command)
-    return run_launch(home, launch_of(command, wishes, os.environ), wishes)
+        return show_hosts(home, AskHosts(options.machines, count, per_node), command)
+    return run_launch(home, launch_of(command, options, os.environ), options)
 
 
 @app.command(name="mlx")

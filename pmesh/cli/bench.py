@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pmesh.agent.schema import decode_status
-from pmesh.cli.bench_calls import COLLECTIVES, STRATEGIES, Collective, Trial
+from pmesh.cli.bench_calls import COLLECTIVES, STRATEGIES, Benchmark, Trial
 from pmesh.cli.rows import Rows, output
 from pmesh.cli.sizes import parse_size
 from pmesh.cli.terminal import complain, say_json
@@ -38,7 +38,7 @@ LEAST_CALLS = 3  # a median of fewer says nothing
 MOST_CALLS = 1000  # enough for a 99th percentile
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class BenchRow(msgspec.Struct, frozen=True, kw_only=True):
     """One collective, strategy and size."""
 
     collective: str
@@ -56,26 +56,26 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """True if every result was right at every rank."""
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
     """What `pmesh bench --json` prints."""
 
     schema: int
     version: str
     names: tuple[str, ...]
     """The machine of each rank."""
-    rows: tuple[Row, ...]
+    rows: tuple[BenchRow, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class BenchPlan:
     """The rows to measure; all ranks must have the same plan."""
 
     sizes: tuple[int, ...]
-    collectives: tuple[Collective, ...]
+    collectives: tuple[Benchmark, ...]
     strategies: tuple[str, ...]
     seconds: float
 
-    def steps(self) -> Iterator[tuple[Collective, str, int]]:
+    def steps(self) -> Iterator[tuple[Benchmark, str, int]]:
         """Yield the rows in order, without strategies that a collective does not have."""
         for collective in self.collectives:
             for strategy in collective.strategies:
@@ -90,8 +90,8 @@ class Plan:
 
 
 def measure_row(
-    mesh: Mesh, collective: Collective, strategy: str, nbytes: int, *, seconds: float
-) -> Row:
+    mesh: Mesh, collective: Benchmark, strategy: str, nbytes: int, *, seconds: float
+) -> BenchRow:
     """Repeat the call for about `seconds`, but at least `LEAST_CALLS` times.
 
     Raises:
@@ -105,7 +105,7 @@ def measure_row(
     took = sorted(_slowest(mesh, own))
     median_s = statistics.median(took)
     speed = nbytes / median_s if nbytes else None
-    return Row(
+    return BenchRow(
         collective=collective.name,
         strategy=strategy or None,
         bytes=nbytes,
@@ -161,7 +161,7 @@ class BenchRows(Rows):
         return table
 
 
-def bench_table(names: Sequence[str], rows: Iterable[Row]) -> BenchRows:
+def bench_table(names: Sequence[str], rows: Iterable[BenchRow]) -> BenchRows:
     """One line for each row where 80 cells are free, else one for each value."""
     return BenchRows(
         ("collective", "size", "calls", "min", "median", "p99", "alg.", "bus", "ok?"),
@@ -219,7 +219,7 @@ SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
+class BenchOptions:
     """The options of the command line, not yet checked."""
 
     min_size: str
@@ -232,25 +232,25 @@ class Wishes:
     plot: Path | None
 
 
-def run_bench(home: Path | None, wishes: Wishes) -> int:
+def run_bench(home: Path | None, options: BenchOptions) -> int:
     """Measure together with the other machines, and return the exit code."""
-    plan = plan_of(wishes)
-    if wishes.plot is not None:
-        check_plot_file(wishes.plot)
+    plan = plan_of(options)
+    if options.plot is not None:
+        check_plot_file(options.plot)
     directory = home_directory(home)
-    wait_for = _expected(directory) if wishes.wait_for is None else wishes.wait_for
+    wait_for = _expected(directory) if options.wait_for is None else options.wait_for
     with connect(JOB, wait_for, PATIENCE_S, directory) as mesh:
         check_alike(mesh, plan)
-        rows = _measure(mesh, plan, show=mesh.rank == 0 and not wishes.as_json)
+        rows = _measure(mesh, plan, show=mesh.rank == 0 and not options.as_json)
         names = mesh.names
         if mesh.rank:
             complain(f"measured; rank 0, on {names[0]}, shows the table")
-    if wishes.as_json:
+    if options.as_json:
         version = installed_version("pmesh")
-        report = Report(schema=SCHEMA_VERSION, version=version, names=names, rows=tuple(rows))
+        report = BenchReport(schema=SCHEMA_VERSION, version=version, names=names, rows=tuple(rows))
         say_json(msgspec.json.encode(report))
-    if wishes.plot is not None:
-        draw(wishes.plot, names, rows)
+    if options.plot is not None:
+        draw(options.plot, names, rows)
     if wrong := [row for row in rows if not row.correct]:
         what = ", ".join(dict.fromkeys(row.collective for row in wrong))
         raise RunError(f"{len(wrong)} of {len(rows)} rows had wrong results: {what}; report this")
@@ -274,26 +274,26 @@ def _expected(directory: Path) -> int:
     return len(view.members)
 
 
-def plan_of(wishes: Wishes) -> Plan:
-    """Check the wishes. Raises ConfigError for an invalid one."""
+def plan_of(options: BenchOptions) -> BenchPlan:
+    """Check the options. Raises ConfigError for an invalid one."""
     known = {collective.name: collective for collective in COLLECTIVES}
-    _check_names("--collective", wishes.collectives, known)
-    _check_names("--strategy", wishes.strategies, STRATEGIES)
-    if not 0 < wishes.seconds <= 3600:  # noqa: PLR2004 - an hour for one row
-        raise ConfigError(f"--seconds must be over 0 and at most 3600, not {wishes.seconds:g}")
-    smallest = parse_size("--min-size", wishes.min_size, least=VALUE_BYTES)
-    largest = parse_size("--max-size", wishes.max_size, least=VALUE_BYTES)
+    _check_names("--collective", options.collectives, known)
+    _check_names("--strategy", options.strategies, STRATEGIES)
+    if not 0 < options.seconds <= 3600:  # noqa: PLR2004 - an hour for one row
+        raise ConfigError(f"--seconds must be over 0 and at most 3600, not {options.seconds:g}")
+    smallest = parse_size("--min-size", options.min_size, least=VALUE_BYTES)
+    largest = parse_size("--max-size", options.max_size, least=VALUE_BYTES)
     if smallest > largest:
-        raise ConfigError(f"--min-size {wishes.min_size} is above --max-size {wishes.max_size}")
-    return Plan(
+        raise ConfigError(f"--min-size {options.min_size} is above --max-size {options.max_size}")
+    return BenchPlan(
         sizes=tuple(_sizes(smallest, largest)),
-        collectives=tuple(known[name] for name in wishes.collectives or known),
-        strategies=tuple(wishes.strategies) or STRATEGIES,
-        seconds=wishes.seconds,
+        collectives=tuple(known[name] for name in options.collectives or known),
+        strategies=tuple(options.strategies) or STRATEGIES,
+        seconds=options.seconds,
     )
 
 
-def check_alike(mesh: Mesh, plan: Plan) -> None:
+def check_alike(mesh: Mesh, plan: BenchPlan) -> None:
     """Raise UsageError at every rank if the ranks have different plans."""
     digest = zlib.crc32(plan.describe().encode())
     most, least = mesh.all_reduce(np.array([digest, -digest], np.int64), "max")
@@ -304,8 +304,8 @@ def check_alike(mesh: Mesh, plan: Plan) -> None:
         )
 
 
-def _measure(mesh: Mesh, plan: Plan, *, show: bool) -> list[Row]:
-    rows: list[Row] = []
+def _measure(mesh: Mesh, plan: BenchPlan, *, show: bool) -> list[BenchRow]:
+    rows: list[BenchRow] = []
     names = mesh.names
     console = output()
     live = Live(bench_table(names, rows), console=console, auto_refresh=False)
@@ -355,11 +355,11 @@ def check_plot_file(path: Path) -> None:
         ) from e
 
 
-def draw(path: Path, names: Sequence[str], rows: Sequence[Row]) -> None:
+def draw(path: Path, names: Sequence[str], rows: Sequence[BenchRow]) -> None:
     """Write the plot, with a line for each collective and strategy."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - an extra, and 0.3 s
 
-    lines: dict[str, list[Row]] = {}
+    lines: dict[str, list[BenchRow]] = {}
     for row in rows:
         if row.bytes:
             lines.setdefault(f"{row.collective} {row.strategy or ''}".strip(), []).append(row)

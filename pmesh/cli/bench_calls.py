@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from pmesh.client.calls.reducing import Strategy
 from pmesh.client.mesh import Mesh
 
-Values: TypeAlias = NDArray[np.float32]
+Float32Array: TypeAlias = NDArray[np.float32]
 PERIOD: Final = 4099  # a prime, so a misplaced segment changes the phase
 
 
@@ -27,7 +27,7 @@ Prepare: TypeAlias = Callable[[Mesh, int, str], Trial]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Collective:
+class Benchmark:
     """One row of the table."""
 
     name: str
@@ -39,18 +39,18 @@ class Collective:
     has_sizes: bool = True
 
 
-def input_of(count: int, rank: int) -> Values:
+def input_of(count: int, rank: int) -> Float32Array:
     """Return whole numbers, so that float32 sums those of all ranks without rounding.
 
     >>> input_of(3, 1)
     array([0., 2., 4.], dtype=float32)
     """
-    values: Values = np.resize(np.arange(PERIOD, dtype=np.float32), count)
+    values: Float32Array = np.resize(np.arange(PERIOD, dtype=np.float32), count)
     values *= np.float32(rank + 1)
     return values
 
 
-def sum_of(count: int, ranks: int) -> Values:
+def sum_of(count: int, ranks: int) -> Float32Array:
     return input_of(count, ranks * (ranks + 1) // 2 - 1)
 
 
@@ -118,17 +118,17 @@ def _barrier(mesh: Mesh, _count: int, _strategy: str) -> Trial:
     return Trial(mesh.barrier, lambda _: True)
 
 
-def _parts(mesh: Mesh, count: int) -> list[Values]:
+def _parts(mesh: Mesh, count: int) -> list[Float32Array]:
     """Cut an array into one part for each rank, and scale each part by another factor."""
     parts = np.array_split(input_of(count, 0), mesh.size)
     return [part * np.float32(rank + 1) for rank, part in enumerate(parts)]
 
 
-def _equals(right: Values) -> Callable[[Any], bool]:
+def _equals(right: Float32Array) -> Callable[[Any], bool]:
     return lambda result: np.array_equal(result, right)
 
 
-def _at_root(mesh: Mesh, right: Values) -> Callable[[Any], bool]:
+def _at_root(mesh: Mesh, right: Float32Array) -> Callable[[Any], bool]:
     """Expect the result at rank 0 and None at the others."""
     return (lambda result: result is None) if mesh.rank else _equals(right)
 
@@ -148,22 +148,22 @@ def _there_and_back(ranks: int) -> float:
     return 2 * _all_but_own(ranks)
 
 
-COLLECTIVES: Final[Sequence[Collective]] = (
-    Collective(
+COLLECTIVES: Final[Sequence[Benchmark]] = (
+    Benchmark(
         name="all_reduce",
         prepare=_all_reduce,
         bus_factor=_there_and_back,
         strategies=get_args(Strategy),
     ),
-    Collective(name="all_reduce_shared", prepare=_all_reduce_shared, bus_factor=_there_and_back),
-    Collective(name="reduce", prepare=_reduce, bus_factor=_one_way),
-    Collective(name="broadcast", prepare=_broadcast, bus_factor=_one_way),
-    Collective(name="all_gather", prepare=_all_gather, bus_factor=_all_but_own),
-    Collective(name="gather", prepare=_gather, bus_factor=_all_but_own),
-    Collective(name="scatter", prepare=_scatter, bus_factor=_all_but_own),
-    Collective(name="reduce_scatter", prepare=_reduce_scatter, bus_factor=_all_but_own),
-    Collective(name="all_to_all", prepare=_all_to_all, bus_factor=_all_but_own),
-    Collective(name="sendrecv", prepare=_sendrecv, bus_factor=_one_way),
-    Collective(name="barrier", prepare=_barrier, bus_factor=lambda _: 0.0, has_sizes=False),
+    Benchmark(name="all_reduce_shared", prepare=_all_reduce_shared, bus_factor=_there_and_back),
+    Benchmark(name="reduce", prepare=_reduce, bus_factor=_one_way),
+    Benchmark(name="broadcast", prepare=_broadcast, bus_factor=_one_way),
+    Benchmark(name="all_gather", prepare=_all_gather, bus_factor=_all_but_own),
+    Benchmark(name="gather", prepare=_gather, bus_factor=_all_but_own),
+    Benchmark(name="scatter", prepare=_scatter, bus_factor=_all_but_own),
+    Benchmark(name="reduce_scatter", prepare=_reduce_scatter, bus_factor=_all_but_own),
+    Benchmark(name="all_to_all", prepare=_all_to_all, bus_factor=_all_but_own),
+    Benchmark(name="sendrecv", prepare=_sendrecv, bus_factor=_one_way),
+    Benchmark(name="barrier", prepare=_barrier, bus_factor=lambda _: 0.0, has_sizes=False),
 )
 STRATEGIES: Final = tuple(dict.fromkeys(s for c in COLLECTIVES for s in c.strategies if s))

@@ -8,8 +8,8 @@ from pmesh.cli.rows import Rows, output
 from pmesh.cli.terminal import complain, say
 from pmesh.client.checkpoints.files import DamagedError, export_file, manifests_in, read_part
 from pmesh.client.checkpoints.layout import (
-    Key,
     Manifest,
+    SaveKey,
     holding_of,
     layout_digest,
     machines_with,
@@ -123,7 +123,7 @@ def _chosen(
         raise UsageError(f"there is no step {step}; there are {steps}")
     best = next((save for save in fitting if not missing_parts(save)), fitting[0])
 
-    def is_of(key: Key, manifest: Manifest) -> bool:
+    def is_of(key: SaveKey, manifest: Manifest) -> bool:
         return key == best.key and layout_digest(manifest.contents) == best.layout
 
     return [(folder, manifest) for folder, manifest in found if is_of(manifest.key, manifest)]

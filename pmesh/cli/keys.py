@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pmesh.agent.config import Settings
+from pmesh.agent.config import AgentSettings
 from pmesh.agent.home import load_mesh_key, open_home, read_mesh_key, store_mesh_key
 from pmesh.cli.terminal import complain, say
 from pmesh.core.identity.keys import MeshKey, mesh_key_from_text, mesh_key_text
@@ -68,13 +68,13 @@ def take(words: Sequence[str], home: Path | None) -> int:
     return 0
 
 
-def has_mesh_key(settings: Settings) -> bool:
+def has_mesh_key(settings: AgentSettings) -> bool:
     """Return whether the agent needs no new key. Raises KeyFileError if the home's is none."""
     given = settings.key_text is not None or settings.key_file is not None
     return given or load_mesh_key(settings.home) is not None
 
 
-def find_mesh_key(settings: Settings) -> MeshKey:
+def find_mesh_key(settings: AgentSettings) -> MeshKey:
     """Return the agent's mesh key; if there is none at all, make one and print it.
 
     Raises:

@@ -30,7 +30,7 @@ from pmesh.core.launches.lines import (
     MACHINE,
     NOTE,
     STARTER,
-    Line,
+    OutputLine,
     label_of,
     labels,
     read_lines,
@@ -81,7 +81,7 @@ _PATIENCE = 3  # signals: the first asks, the second kills, the third waits no l
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
+class RunOptions:
     """The options of `pmesh run --on`."""
 
     on: str = "all"
@@ -117,27 +117,27 @@ class Wishes:
 # --- the command
 
 
-def launch_of(words: Sequence[str], wishes: Wishes, environment: Mapping[str, str]) -> Launch:
+def launch_of(words: Sequence[str], options: RunOptions, environment: Mapping[str, str]) -> Launch:
     """Return what to ask for.
 
     Args:
         words: The command.
-        wishes: The options.
+        options: The options.
         environment: Of this process; it says where programs are found.
 
     Raises:
         ConfigError: An option is not valid, or the command is not there.
     """
-    cwd = wishes.directory
-    _check_numbers(wishes)
-    _check_collect(wishes)
-    variables = _variables(wishes.environment)
-    words = _with_python(words, wishes)
+    cwd = options.directory
+    _check_numbers(options)
+    _check_collect(options)
+    variables = _variables(options.environment)
+    words = _with_python(words, options)
     _check_script(words, cwd)
     program = _find(words[0], cwd, environment)
     version = python_version(program) if is_python(program) else ""
     named = words[0] if "/" not in words[0] and not _is_virtual(program) else _portable(program)
-    inner = path_below(cwd, Path(program)) if wishes.sync else None
+    inner = path_below(cwd, Path(program)) if options.sync else None
     if inner is not None and not _is_virtual(program):
         named = f"./{inner}"
     command = Command(
@@ -145,47 +145,47 @@ def launch_of(words: Sequence[str], wishes: Wishes, environment: Mapping[str, st
         cwd=_portable(str(cwd)),
         variables=variables,
         python=version,
-        digests=digests_of(words[1:], cwd, copied=wishes.sync),
+        digests=digests_of(words[1:], cwd, copied=options.sync),
     )
     request = Launch(
-        job=wishes.job,
+        job=options.job,
         command=command,
-        terms=wishes.terms,
-        on=wishes.machines,
-        count=wishes.count,
-        per_node=wishes.per_node,
+        terms=options.terms,
+        on=options.machines,
+        count=options.count,
+        per_node=options.per_node,
     )
     _check_size(request)
     return request
 
 
-def _check_numbers(wishes: Wishes) -> None:
-    terms = wishes.terms
+def _check_numbers(options: RunOptions) -> None:
+    terms = options.terms
     for option, value, least, most in (
-        ("--count", wishes.count, 0, MAX_TRAINERS),
-        ("--per-node", wishes.per_node, 1, MAX_PORTS),
+        ("--count", options.count, 0, MAX_TRAINERS),
+        ("--per-node", options.per_node, 1, MAX_PORTS),
         ("--restarts", terms.restarts, 0, MAX_RESTARTS),
         ("--grace", terms.grace_s, 0, MAX_TERM_S),
         ("--hang-timeout", terms.hang_timeout_s, 0, MAX_TERM_S),
     ):
         if not least <= value <= most:  # nor is it nan
             raise ConfigError(f"{option} is {value}, but must be from {least} to {most}")
-    if len(wishes.job) > MAX_JOB_NAME or not re.match(PRINTABLE, wishes.job):
+    if len(options.job) > MAX_JOB_NAME or not re.match(PRINTABLE, options.job):
         raise ConfigError(
-            f"--job {wishes.job!r}: the name of a job has at most {MAX_JOB_NAME} characters, and "
+            f"--job {options.job!r}: the name of a job has at most {MAX_JOB_NAME} characters, and "
             "no line breaks or other control characters"
         )
 
 
-def _check_collect(wishes: Wishes) -> None:
-    if wishes.collect is None:
+def _check_collect(options: RunOptions) -> None:
+    if options.collect is None:
         return
-    if not wishes.sync or wishes.terms.detach:
+    if not options.sync or options.terms.detach:
         raise ConfigError(
             "--collect brings files at the end from the copies of --sync: give --sync, and not "
             "--detach; 'pmesh fetch' brings them later"
         )
-    check_target(wishes.collect.expanduser())
+    check_target(options.collect.expanduser())
 
 
 def _check_script(words: Sequence[str], cwd: Path) -> None:
@@ -227,20 +227,20 @@ def _variables(settings: Sequence[str]) -> tuple[Variable, ...]:
     return tuple(Variable(name, value) for name, value in variables.items())
 
 
-def _with_python(words: Sequence[str], wishes: Wishes) -> tuple[str, ...]:
-    if wishes.shell:
+def _with_python(words: Sequence[str], options: RunOptions) -> tuple[str, ...]:
+    if options.shell:
         return ("/bin/sh", "-c", shlex.join(words) if len(words) > 1 else "".join(words))
-    python = wishes.python or sys.executable
-    if wishes.module:
-        return (python, "-m", wishes.module, *words)
+    python = options.python or sys.executable
+    if options.module:
+        return (python, "-m", options.module, *words)
     if not words:
         raise ConfigError(
             "there is no command; type for example: pmesh run --on all -- python train.py"
         )
     if words[0].endswith(".py"):
         return (python, *words)
-    if wishes.python and is_python(words[0]):
-        return (wishes.python, *words[1:])
+    if options.python and is_python(words[0]):
+        return (options.python, *words[1:])
     return tuple(words)
 
 
@@ -320,21 +320,21 @@ async def _open(home: Path) -> trio.SocketStream:
         ) from e
 
 
-def run_launch(home: Path | None, request: Launch, wishes: Wishes) -> int:
+def run_launch(home: Path | None, request: Launch, options: RunOptions) -> int:
     """Start the command everywhere, show the output, and return the exit code."""
     directory = home_directory(home)
-    if wishes.sync:
+    if options.sync:
         ask_launches(directory)  # without an agent there is nothing to read files for
-        most_bytes = wishes.sync_limit
-        request = with_tree(request, directory, wishes.directory, most_bytes=most_bytes)
+        most_bytes = options.sync_limit
+        request = with_tree(request, directory, options.directory, most_bytes=most_bytes)
     begun = list[LaunchBegan]()
     code = trio.run(_converse, directory, request, begun)
-    if not begun or not wishes.sync or wishes.terms.detach:
+    if not begun or not options.sync or options.terms.detach:
         return code
-    if wishes.collect is None:
+    if options.collect is None:
         tell_new_files(directory, begun[0].launch)
         return code
-    lacking = show_fetch(home, begun[0].launch, wishes.collect, most_bytes=DEFAULT_LIMIT)
+    lacking = show_fetch(home, begun[0].launch, options.collect, most_bytes=DEFAULT_LIMIT)
     return code or lacking
 
 
@@ -478,7 +478,7 @@ class Screen:
             stream.write("".join(lines))
             stream.flush()
 
-    def _format(self, line: Line, stream: TextIO) -> str:
+    def _format(self, line: OutputLine, stream: TextIO) -> str:
         text = without_escapes(line.text.decode(errors="replace"))
         text = _printable(text.rstrip("\r").rpartition("\r")[2])
         if line.seat == STARTER:

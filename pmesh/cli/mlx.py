@@ -14,7 +14,7 @@ from pmesh.agent.schema import decode_status
 from pmesh.cli.terminal import complain
 from pmesh.client.connect import default_wait_for
 from pmesh.client.control import ask_status
-from pmesh.client.launched import Launch
+from pmesh.client.launched import MLXLaunch
 from pmesh.errors import ConfigError, UsageError
 from pmesh.home_paths import home_directory
 
@@ -169,7 +169,7 @@ def run_mlx(
     # `pmesh run --on` names the job and the number of ranks, not all machines of the mesh.
     job = os.environ.get("PMESH_JOB", program.name[:64]) if job is None else job
     wait_for = default_wait_for() if wait_for is None else wait_for
-    launch = Launch(
+    launch = MLXLaunch(
         job=job,
         wait_for=_machines(directory) if wait_for is None else wait_for,
         compression=compression or "",

@@ -12,11 +12,11 @@ from typing import Final, NamedTuple
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from pmesh.agent.schema import Health, Status
+from pmesh.agent.schema import MemberHealth, Status
 from pmesh.texts import printable
 
 # Both shape and colour show the health, for terminals and eyes without colours.
-HEALTH_MARKS: Final[Mapping[Health, tuple[str, str]]] = MappingProxyType(
+HEALTH_MARKS: Final[Mapping[MemberHealth, tuple[str, str]]] = MappingProxyType(
     {
         "self": ("●", "green"),
         "healthy": ("●", "green"),
@@ -34,7 +34,7 @@ class RingNode(NamedTuple):
     """One member of the drawn ring."""
 
     name: str
-    health: Health = "healthy"
+    health: MemberHealth = "healthy"
     leader: bool = False
     here: bool = False
     """True for the machine that shows the status."""

@@ -24,8 +24,8 @@ from pmesh.agent.schema import (
     RankStatus,
     Status,
     decode_status,
+    name_peer,
 )
-from pmesh.agent.status.others import name_peer
 from pmesh.cli.ring import HEALTH_MARKS, draw_ring, nodes_of
 from pmesh.cli.rows import Cell, Rows, output
 from pmesh.cli.sizes import bytes_text

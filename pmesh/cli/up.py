@@ -19,17 +19,16 @@ import structlog
 import trio
 
 from pmesh.agent.config import (
+    AgentSettings,
     Listen,
     LogLevel,
-    Settings,
     as_environment,
     host_port_text,
     load_settings,
 )
 from pmesh.agent.home import NODE_KEY_BYTES, hold_home, load_node_key, open_home, open_own_file
 from pmesh.agent.limits import raise_open_files
-from pmesh.agent.schema import decode_status
-from pmesh.agent.status.others import describe_other_mesh
+from pmesh.agent.schema import decode_status, describe_other_mesh
 from pmesh.cli.keys import find_mesh_key, has_mesh_key
 from pmesh.cli.terminal import announce, complain, dropping_lines, ending_signals, say
 from pmesh.client.control import ask_status
@@ -129,7 +128,7 @@ def _check_interfaces(names: Sequence[str]) -> None:
             )
 
 
-def _run_here(settings: Settings) -> int:
+def _run_here(settings: AgentSettings) -> int:
     from pmesh.agent.run import run_agent  # noqa: PLC0415 - 0.3 s that other commands don't need
 
     complaint = raise_open_files()
@@ -144,7 +143,7 @@ def _run_here(settings: Settings) -> int:
         )
 
 
-def _start_in_background(settings: Settings) -> int:
+def _start_in_background(settings: AgentSettings) -> int:
     with hold_home(settings.home):  # if an agent runs already, fail here and not in a log
         is_new = not has_mesh_key(settings)
         _keys(settings)  # print a new mesh key here and not in a log
@@ -171,7 +170,7 @@ def say_of_other_mesh(home: Path, own_name: str) -> None:
         time.sleep(_POLL_INTERVAL_S)
 
 
-def _keys(settings: Settings) -> tuple[MeshKey, NodeKey]:
+def _keys(settings: AgentSettings) -> tuple[MeshKey, NodeKey]:
     entropy = secrets.token_bytes(NODE_KEY_BYTES)
     return find_mesh_key(settings), load_node_key(settings.home, entropy=entropy)
 

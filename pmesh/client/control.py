@@ -14,9 +14,9 @@ from pmesh.core.wire.launches import (
     FetchFiles,
     Hosts,
     LaunchEnding,
-    Launches,
     LaunchHost,
     LaunchRow,
+    LaunchRows,
 )
 from pmesh.core.wire.session import (
     AskEvents,
@@ -30,7 +30,7 @@ from pmesh.core.wire.session import (
     Refused,
     Reply,
     Request,
-    Status,
+    StatusReply,
     StopAgent,
     Stopping,
     WayTried,
@@ -48,7 +48,7 @@ def ask_status(home: Path, *, timeout_s: float = 5.0) -> bytes:
         AgentStopped: The agent ended, or stayed silent for `timeout_s`.
     """
     with closing(AgentConnection(home, silence_s=timeout_s)) as connection:
-        return _ask(connection, AskStatus(), Status).json
+        return _ask(connection, AskStatus(), StatusReply).json
 
 
 def ask_events(home: Path, after: int = -1, *, timeout_s: float = 5.0) -> bytes:
@@ -123,10 +123,10 @@ def ask_launches(home: Path, *, timeout_s: float = 5.0) -> tuple[LaunchRow, ...]
     """
     rows: list[LaunchRow] = []
     with closing(AgentConnection(home, silence_s=timeout_s)) as connection:
-        some = _ask(connection, AskLaunches(), Launches).rows
+        some = _ask(connection, AskLaunches(), LaunchRows).rows
         while some:
             rows += some
-            some = _await(connection, Launches).rows
+            some = _await(connection, LaunchRows).rows
     return tuple(rows)
 
 

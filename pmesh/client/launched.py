@@ -14,7 +14,7 @@ _COMPRESSION = "PMESH_MLX_COMPRESSION"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class MLXLaunch:
     """The options of `pmesh mlx`; PMESH_HOME has the agent's home, as everywhere."""
 
     job: str

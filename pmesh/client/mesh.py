@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Self, TypeAlias, TypeVar, cast
+from typing import Self, TypeVar, cast
 
 import numpy as np
 
@@ -18,13 +18,12 @@ from pmesh.client.elastic.sync import Synced
 from pmesh.client.group import Collectives, Group, Groups, check_ranks, ranks_by_color
 from pmesh.client.session.p2p_session import P2PSession
 from pmesh.client.trees.state import pack, unpack_untrusted
+from pmesh.compression.blocks import Indices
 from pmesh.core.ops.reductions import Values
 from pmesh.core.values import View
 from pmesh.errors import ProtocolError, RunError, UsageError
 
 _logger = logging.getLogger("pmesh")
-
-Indices: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.int64]]"
 
 
 def order_of(dataset_len: int, *, epoch: int, seed: int) -> Indices:

@@ -14,7 +14,7 @@ UInt32s: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint32]]
 Halves: TypeAlias = np.ndarray[tuple[int], np.dtype[Any]]
 """Values of two bytes: float16, or bfloat16, for which numpy has no type."""
 
-Rows: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.float32]]
+FloatRows: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.float32]]
 
 Indices: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
 

@@ -18,9 +18,9 @@ from pmesh.compression import fast
 from pmesh.compression.blocks import (
     Bytes,
     Float32s,
+    FloatRows,
     Halves,
     Int8s,
-    Rows,
     drop_not_finite,
     parts,
 )
@@ -158,7 +158,7 @@ class Piece(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class HopInput:
     """The arguments of `Codec.hop`, without the wire's bytes."""
 
     own: Float32s
@@ -201,7 +201,7 @@ def check_wire(wire: Bytes, wire_bytes: int, count: int) -> None:
         raise ValueError(f"{count} values are {wire_bytes} bytes on the wire, not {len(wire)}")
 
 
-def hop_in_parts(incoming: Piece | None, terms: Terms, outgoing: Piece) -> int:
+def hop_in_parts(incoming: Piece | None, terms: HopInput, outgoing: Piece) -> int:
     """Compute `Codec.hop`, with the wire's bytes as pieces."""
     scratch = np.empty((2, min(PART, len(terms.own))), np.float32)
     clipped = 0
@@ -219,7 +219,7 @@ def hop_in_parts(incoming: Piece | None, terms: Terms, outgoing: Piece) -> int:
     return clipped
 
 
-def _total(arrived: Float32s | None, terms: Terms, part: slice, *, into: Float32s) -> Float32s:
+def _total(arrived: Float32s | None, terms: HopInput, part: slice, *, into: Float32s) -> Float32s:
     """Return the values to encode: `into`, or the rank's own values unchanged."""
     total = terms.own[part]
     if terms.residual is not None:
@@ -233,7 +233,7 @@ def _total(arrived: Float32s | None, terms: Terms, part: slice, *, into: Float32
     return total
 
 
-def _keep_residual(values: Float32s, image: Float32s, terms: Terms, *, into: Float32s) -> None:
+def _keep_residual(values: Float32s, image: Float32s, terms: HopInput, *, into: Float32s) -> None:
     """Set `into` to (values - image) * factor; 0 where that is not finite."""
     np.subtract(values, image, out=into)
     if terms.residual_factor != 1:
@@ -291,7 +291,7 @@ class Cast:
     ) -> int:
         """See `Codec.hop`; `draw` is not used."""
         del draw
-        terms = Terms(own, own_scale, divisor, residual, residual_out)
+        terms = HopInput(own, own_scale, divisor, residual, residual_out)
         terms.check(self.wire_bytes(len(own)), incoming, outgoing)
         outgoing[2 * len(own) :] = 0
         if self._compiled is None:
@@ -420,10 +420,10 @@ class Int8:
         draw: int = 0,
     ) -> int:
         """See `Codec.hop`; nothing is clipped."""
-        terms = Terms(own, own_scale, divisor, residual, residual_out)
+        terms = HopInput(own, own_scale, divisor, residual, residual_out)
         terms.check(self.wire_bytes(len(own)), incoming, outgoing)
-        arrived = None if incoming is None else _Blocks(incoming, len(own))
-        sent = _Blocks(outgoing, len(own), draw=draw if self._stochastic else None)
+        arrived = None if incoming is None else _Int8Piece(incoming, len(own))
+        sent = _Int8Piece(outgoing, len(own), draw=draw if self._stochastic else None)
         sent.rest[:] = 0
         if self._compiled is None:
             return hop_in_parts(arrived, terms, sent)
@@ -440,7 +440,7 @@ class Int8:
 
     def decode(self, wire: Bytes, out: Float32s) -> None:
         check_wire(wire, self.wire_bytes(len(out)), len(out))
-        blocks = _Blocks(wire, len(out))
+        blocks = _Int8Piece(wire, len(out))
         if self._compiled is not None:
             self._compiled.decode_int8(blocks.scales, blocks.codes, out)
             return
@@ -449,7 +449,7 @@ class Int8:
                 blocks.load(part.start, out[part])
 
 
-class _Blocks:
+class _Int8Piece:
     """A piece; its parts begin at multiples of a block."""
 
     def __init__(self, wire: Bytes, count: int, *, draw: int | None = None) -> None:
@@ -491,7 +491,7 @@ def _blocks(count: int) -> int:
     return -(-count // BLOCK)
 
 
-def _rows(values: Float32s) -> Iterator[Rows]:
+def _rows(values: Float32s) -> Iterator[FloatRows]:
     """Yield the whole blocks, then the rest: float32[blocks, 256], float32[1, rest]."""
     whole = len(values) // BLOCK * BLOCK
     if whole:
@@ -500,7 +500,7 @@ def _rows(values: Float32s) -> Iterator[Rows]:
         yield values[None, whole:]
 
 
-def _divide_by_scales(rows: Rows, quotients: Rows, scales: Float32s) -> None:
+def _divide_by_scales(rows: FloatRows, quotients: FloatRows, scales: Float32s) -> None:
     """Choose each row's scale; quotients = rows / scale, 0 where the scale is NaN."""
     # The magnitudes of floats have the same order as their bits, and integers compare faster.
     bits = quotients.view(np.uint32)

@@ -31,7 +31,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from pmesh.compression import fast
-from pmesh.compression.blocks import PART, Float32s, Rows, add_residual, drop_not_finite, parts
+from pmesh.compression.blocks import PART, Float32s, FloatRows, add_residual, drop_not_finite, parts
 from pmesh.compression.draws import draw_words
 
 
@@ -50,13 +50,13 @@ class Matrix:
         """The index after its last value."""
         return self.start + self.rows * self.columns
 
-    def of(self, values: Float32s) -> Rows:
+    def of(self, values: Float32s) -> FloatRows:
         """Return float32[rows, columns], a view of the bucket's values."""
         return values[self.start : self.end].reshape(self.rows, self.columns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class PowerSGDPlan:
     """How a bucket is compressed; the same on all ranks."""
 
     count: int
@@ -73,12 +73,12 @@ class Plan:
     q_count: int
     """The number of values in the second all-reduce, all Q's; 0 if there is none."""
 
-    def p_of(self, matrix: Matrix, p: Float32s) -> Rows:
+    def p_of(self, matrix: Matrix, p: Float32s) -> FloatRows:
         """Return float32[rank, rows], a view: one row for each column of P."""
         end = matrix.p_start + self.rank * matrix.rows
         return p[matrix.p_start : end].reshape(self.rank, matrix.rows)
 
-    def q_of(self, matrix: Matrix, q: Float32s) -> Rows:
+    def q_of(self, matrix: Matrix, q: Float32s) -> FloatRows:
         """Return float32[rank, columns], a view: one row for each column of Q."""
         end = matrix.q_start + self.rank * matrix.columns
         return q[matrix.q_start : end].reshape(self.rank, matrix.columns)
@@ -98,7 +98,9 @@ class Plan:
             done += end - start
 
 
-def plan_matrices(shapes: Sequence[tuple[int, ...]], *, rank: int, min_rate: float = 2.0) -> Plan:
+def plan_matrices(
+    shapes: Sequence[tuple[int, ...]], *, rank: int, min_rate: float = 2.0
+) -> PowerSGDPlan:
     """Plan which arrays of a bucket are compressed, and their layout.
 
     Compressed are those with (rows + columns) * rank * min_rate <= rows * columns. More than two
@@ -130,7 +132,7 @@ def plan_matrices(shapes: Sequence[tuple[int, ...]], *, rank: int, min_rate: flo
         else:
             rest.append((start, end))
         start = end
-    return Plan(
+    return PowerSGDPlan(
         count=start,
         rank=rank,
         matrices=tuple(matrices),
@@ -148,7 +150,7 @@ def _fold(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 __all__ = [
-    "Plan",
+    "PowerSGDPlan",
     "compress",
     "decompress",
     "orthogonalize",
@@ -163,7 +165,7 @@ _DEPENDENT = 2.0**-60  # of a column's squared length; less is only noise in flo
 _LOW_BITS = np.uint64(40)  # dropped from a random word: the other 24 are as many as fp32 holds
 
 
-def warm_up(plan: Plan, q: Float32s, *, key: int) -> None:
+def warm_up(plan: PowerSGDPlan, q: Float32s, *, key: int) -> None:
     """Turn the Q's of a step into those with which the next begins, in place.
 
     Each column is scaled by a power of two so that its largest magnitude is in [1, 2): then P has
@@ -187,7 +189,7 @@ def warm_up(plan: Plan, q: Float32s, *, key: int) -> None:
 
 
 def compress(
-    plan: Plan,
+    plan: PowerSGDPlan,
     own: Float32s,
     q: Float32s,
     p: Float32s,
@@ -223,7 +225,7 @@ def compress(
     plan.copy_rest(own if residual_out is None else residual_out, p)
 
 
-def orthogonalize(plan: Plan, p: Float32s) -> None:
+def orthogonalize(plan: PowerSGDPlan, p: Float32s) -> None:
     """Make the columns of each P in float32[p_count], the mean, orthonormal in place.
 
     Modified Gram-Schmidt in float64, columns from first to last. A column that depends on those
@@ -245,7 +247,7 @@ def orthogonalize(plan: Plan, p: Float32s) -> None:
             thin[:] = columns
 
 
-def project(plan: Plan, values: Float32s, p: Float32s, q: Float32s) -> None:
+def project(plan: PowerSGDPlan, values: Float32s, p: Float32s, q: Float32s) -> None:
     """Compute Q = M^T P for each matrix.
 
     Args:
@@ -260,7 +262,7 @@ def project(plan: Plan, values: Float32s, p: Float32s, q: Float32s) -> None:
 
 
 def decompress(
-    plan: Plan,
+    plan: PowerSGDPlan,
     p: Float32s,
     q: Float32s,
     out: Float32s,
@@ -301,7 +303,7 @@ def _ordered_sums(terms: Float64s) -> Float64s:
     return sums
 
 
-def _multiply(thin_p: Rows, thin_q: Rows, out: Float32s, left: Float32s | None) -> None:
+def _multiply(thin_p: FloatRows, thin_q: FloatRows, out: Float32s, left: Float32s | None) -> None:
     """Set `out` to P Q^T, adding up the columns from first to last.
 
     Args:

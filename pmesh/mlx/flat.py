@@ -11,13 +11,13 @@ from pmesh.mlx.shards import Span
 
 utils: Any = importlib.import_module("mlx.utils")  # it has no types
 
-Arrays: TypeAlias = dict[str, mx.array]
+NamedArrays: TypeAlias = dict[str, mx.array]
 """Arrays by their path in a tree."""
 
 
-def as_arrays(tree: object) -> Arrays:
+def as_arrays(tree: object) -> NamedArrays:
     """Return the arrays of a tree by their paths, in the order of MLX."""
-    return cast("Arrays", dict(utils.tree_flatten(tree)))
+    return cast("NamedArrays", dict(utils.tree_flatten(tree)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Flat:
     dtype: mx.Dtype
 
     @classmethod
-    def of(cls, arrays: Arrays) -> Self:
+    def of(cls, arrays: NamedArrays) -> Self:
         """Return the layout of one or more arrays, which must have the same dtype."""
         shapes = tuple(x.shape for x in arrays.values())
         sizes = tuple(x.size for x in arrays.values())
@@ -41,7 +41,7 @@ class Flat:
         """The number of values in all arrays."""
         return sum(self.sizes)
 
-    def cut(self, arrays: Arrays, span: Span) -> mx.array:
+    def cut(self, arrays: NamedArrays, span: Span) -> mx.array:
         """Return the values in the span."""
         found: list[mx.array] = []
         at = 0
@@ -52,9 +52,9 @@ class Flat:
             at += size
         return mx.concatenate(found) if found else mx.zeros(0, self.dtype)
 
-    def take_apart(self, values: mx.array) -> Arrays:
+    def take_apart(self, values: mx.array) -> NamedArrays:
         """Return the arrays as views of the flat array `values`."""
-        found: Arrays = {}
+        found: NamedArrays = {}
         at = 0
         for path, shape, size in zip(self.paths, self.shapes, self.sizes, strict=True):
             found[path] = mx.reshape(values[at : at + size], shape)

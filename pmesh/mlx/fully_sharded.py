@@ -13,7 +13,7 @@ from pmesh.client.calls.reducing import DEFAULT_TIMEOUT_S
 from pmesh.client.mesh import Mesh
 from pmesh.client.trees.mlx import evaluate
 from pmesh.errors import RosterChanged, UsageError
-from pmesh.mlx.flat import Arrays, Flat, as_arrays, utils
+from pmesh.mlx.flat import Flat, NamedArrays, as_arrays, utils
 from pmesh.mlx.shards import Span, span_of
 
 Parts: TypeAlias = dict[str, mx.array]
@@ -80,18 +80,18 @@ class _Module:
     def __init__(self, module: Any) -> None:  # noqa: ANN401 - MLX's modules have no types
         self._module = module
         trainable = as_arrays(module.trainable_parameters())
-        named: dict[str, Arrays] = {}
+        named: dict[str, NamedArrays] = {}
         for path, x in self.arrays.items():
             dtype = str(x.dtype).removeprefix("mlx.core.")
             named.setdefault(dtype if path in trainable else dtype + _FROZEN, {})[path] = x
         self.groups = {group: Flat.of(own) for group, own in named.items()}
 
     @property
-    def arrays(self) -> Arrays:
+    def arrays(self) -> NamedArrays:
         """The weights that the module holds now."""
         return as_arrays(self._module.parameters())
 
-    def cut(self, arrays: Arrays, rank: int, size: int) -> Parts:
+    def cut(self, arrays: NamedArrays, rank: int, size: int) -> Parts:
         """Return a copy of a rank's part of the weights."""
         parts = {
             group: mx.contiguous(flat.cut(arrays, span_of(rank, flat.count, size)))
@@ -100,7 +100,7 @@ class _Module:
         evaluate([parts])
         return parts
 
-    def put(self, arrays: Arrays) -> None:
+    def put(self, arrays: NamedArrays) -> None:
         """Set the module's weights."""
         self._module.update(utils.tree_unflatten(list(arrays.items())))
 
@@ -207,7 +207,7 @@ class FullySharded:
             for module in self._modules:
                 module.free()
 
-    def gather(self) -> Iterator[Arrays]:
+    def gather(self) -> Iterator[NamedArrays]:
         """Yield all weights of one module after another, by path; only one module is in memory.
 
         All ranks must iterate to the end.
@@ -220,7 +220,7 @@ class FullySharded:
         for index in range(len(self._modules)):
             yield self._arrived(self._gather([index]))[index]
 
-    def load(self, weights: Iterable[Arrays]) -> None:
+    def load(self, weights: Iterable[NamedArrays]) -> None:
         """Take all weights, as `gather` yields them, and shard them across the present ranks.
 
         All ranks must call this with the same weights. If the number of ranks has changed, the
@@ -246,9 +246,9 @@ class FullySharded:
             for group, part in self._parts[index].items()
         ]
 
-    def _arrived(self, gathering: Gathering) -> dict[int, Arrays]:
+    def _arrived(self, gathering: Gathering) -> dict[int, NamedArrays]:
         """Wait for the weights, and return them by module."""
-        found: dict[int, Arrays] = {}
+        found: dict[int, NamedArrays] = {}
         for index, group, handle in gathering:
             values = handle.wait()
             self._check()
@@ -310,7 +310,7 @@ class FullySharded:
     def _pull_back(
         self,
         i: int,
-        weights: dict[int, Arrays],
+        weights: dict[int, NamedArrays],
         x: mx.array,
         cotangent: mx.array,
         end: Callable[[mx.array], mx.array] | None,
@@ -338,7 +338,7 @@ class FullySharded:
         primals = [weights[m][path] for m, path in names] + [x] * bool(i)
         outputs, found = _vjp(run, primals, [cotangent])
         before = found.pop() if i else cotangent
-        by_module: dict[int, Arrays] = {m: {} for m in weights}
+        by_module: dict[int, NamedArrays] = {m: {} for m in weights}
         for (m, path), gradient in zip(names, found, strict=True):
             by_module[m][path] = gradient
         flat_of = {
@@ -356,7 +356,7 @@ class FullySharded:
             parts[m][group] = parts[m][group] + part if group in parts[m] else part
             evaluate([parts[m][group]])
 
-    def _put(self, weights: dict[int, Arrays]) -> None:
+    def _put(self, weights: dict[int, NamedArrays]) -> None:
         for index, arrays in weights.items():
             self._modules[index].put(arrays)
 

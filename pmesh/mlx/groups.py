@@ -11,14 +11,14 @@ import mlx.core as mx
 
 from pmesh.client.calls.queue import Handle
 from pmesh.client.group import Collectives, ranks_by_color
-from pmesh.client.launched import Launch
+from pmesh.client.launched import MLXLaunch
 from pmesh.client.mesh import Mesh
 from pmesh.errors import PmeshError, RankLost, UsageError
 from pmesh.ids import TrainerId
 
 _logger = logging.getLogger("pmesh")
 
-# MLX's own functions, which `patches` replaces later.
+# MLX's own functions, which `program` replaces later.
 NativeGroup: TypeAlias = mx.distributed.Group
 _native_init = mx.distributed.init
 _native_is_available = mx.distributed.is_available
@@ -185,7 +185,7 @@ def is_shared() -> bool:
     """Return True if the global group has several ranks, or will have them once it is made."""
     if _world:
         return isinstance(_world[0], Group) and _world[0].size() > 1
-    launch = Launch.of(os.environ)
+    launch = MLXLaunch.of(os.environ)
     return launch is not None and launch.wait_for > 1
 
 
@@ -201,7 +201,7 @@ def leave(*, crashed: BaseException | None = None) -> None:
 
 
 def _launched() -> Group:
-    launch = Launch.of(os.environ)
+    launch = MLXLaunch.of(os.environ)
     if launch is None or launch.wait_for == 1:
         return Group(None)
     group = Group(launch.join(), compression=launch.compression)

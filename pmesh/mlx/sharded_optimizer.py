@@ -14,9 +14,9 @@ from pmesh.client.calls.reducing import DEFAULT_TIMEOUT_S
 from pmesh.client.mesh import Mesh
 from pmesh.client.trees.mlx import evaluate
 from pmesh.errors import RosterChanged, UsageError
-from pmesh.mlx.flat import Arrays, Flat, as_arrays, utils
+from pmesh.mlx.flat import Flat, NamedArrays, as_arrays, utils
 from pmesh.mlx.shards import buckets_of, owners_of
-from pmesh.mlx.units import Among, Rows, State, Unit, Whole, is_elementwise
+from pmesh.mlx.units import Among, OptimizerState, ShardedBucket, Unit, Whole, is_elementwise
 
 _logger = logging.getLogger("pmesh")
 
@@ -177,7 +177,7 @@ class ShardedOptimizer:
         found: list[dict[str, Any]] = []
         for optimizer in self._optimizers:
             own = [i for i, unit in enumerate(self._units) if unit.optimizer is optimizer]
-            states: dict[str, State] = {}
+            states: dict[str, OptimizerState] = {}
             for i in own:
                 states |= self._units[i].gather(among, [its[i] for its in held])
             flat = [(f"{path}.{key}", x) for path in states for key, x in states[path].items()]
@@ -204,7 +204,7 @@ class ShardedOptimizer:
                     unit.load(among, {path: _below(flat, path) for path in unit.paths})
         self._lineage = 1  # any number will do if it is the same on all ranks
 
-    def _plan(self, arrays: Arrays) -> None:
+    def _plan(self, arrays: NamedArrays) -> None:
         """Cut the arrays into units, once. The last arrays come first, as their gradients do."""
         paths = set(arrays)
         if self._units:
@@ -218,7 +218,7 @@ class ShardedOptimizer:
         for index, optimizer in enumerate(self._optimizers):
             own = {path: arrays[path] for path, chosen_one in chosen.items() if chosen_one == index}
             if is_elementwise(optimizer):
-                self._units += _rows_of(optimizer, own, self._bucket_bytes)
+                self._units += _sharded_buckets(optimizer, own, self._bucket_bytes)
             else:
                 self._units += [Whole(optimizer, p, x.shape, x.dtype) for p, x in own.items()]
 
@@ -273,9 +273,9 @@ class ShardedOptimizer:
         self,
         units: Sequence[Unit],
         model: Any,  # noqa: ANN401 - as above
-        gradients: Arrays,
+        gradients: NamedArrays,
         share: float,
-    ) -> Iterator[Arrays]:
+    ) -> Iterator[NamedArrays]:
         """Update one unit after another, and compute the next gradients while one sum travels."""
         among = cast("Among", self._among)
         laid_out = units[0].lay_out(gradients, share)
@@ -291,16 +291,16 @@ def _takes_all(_path: str, _x: mx.array) -> bool:
     return True
 
 
-def _rows_of(optimizer: Any, arrays: Arrays, bucket_bytes: int) -> list[Unit]:  # noqa: ANN401 - as above
+def _sharded_buckets(optimizer: Any, arrays: NamedArrays, bucket_bytes: int) -> list[Unit]:  # noqa: ANN401 - as above
     units: list[Unit] = []
     for dtype in dict.fromkeys(x.dtype for x in arrays.values()):
         nbytes = {path: x.nbytes for path, x in arrays.items() if x.dtype == dtype}
         units += [
-            Rows(optimizer, Flat.of({path: arrays[path] for path in paths}))
+            ShardedBucket(optimizer, Flat.of({path: arrays[path] for path in paths}))
             for paths in buckets_of(nbytes, bucket_bytes)
         ]
     return units
 
 
-def _below(flat: Arrays, path: str) -> State:
+def _below(flat: NamedArrays, path: str) -> OptimizerState:
     return {p[len(path) + 1 :]: x for p, x in flat.items() if p.rpartition(".")[0] == path}

@@ -10,10 +10,10 @@ import mlx.core as mx
 from pmesh.client.mesh import Mesh
 from pmesh.client.trees.mlx import evaluate
 from pmesh.errors import RosterChanged
-from pmesh.mlx.flat import Arrays, Flat
+from pmesh.mlx.flat import Flat, NamedArrays
 from pmesh.mlx.shards import Span, cover, parts_of, span_of
 
-State: TypeAlias = dict[str, mx.array]
+OptimizerState: TypeAlias = dict[str, mx.array]
 """An optimizer's state for one array, such as `m` and `v`."""
 
 _optim: Any = importlib.import_module("mlx.optimizers")  # it has no types
@@ -78,11 +78,11 @@ class Unit(Protocol):
         """Collect the state that this rank must keep; return how many values no rank had."""
         ...
 
-    def lay_out(self, gradients: Arrays, share: float) -> mx.array:
+    def lay_out(self, gradients: NamedArrays, share: float) -> mx.array:
         """Return the gradients times this rank's share, evaluated, in the dtype of the sum."""
         ...
 
-    def step(self, among: Among, mean: Any, parameters: Arrays) -> Arrays:  # noqa: ANN401 - a Handle
+    def step(self, among: Among, mean: Any, parameters: NamedArrays) -> NamedArrays:  # noqa: ANN401 - a Handle
         """Update the arrays; the state changes only once all ranks have the new parameters.
 
         Args:
@@ -96,17 +96,17 @@ class Unit(Protocol):
         """Begin the sum of the gradients that `lay_out` returned."""
         ...
 
-    def gather(self, among: Among, held: Sequence[list[list[int]]]) -> dict[str, State]:
+    def gather(self, among: Among, held: Sequence[list[list[int]]]) -> dict[str, OptimizerState]:
         """Return the whole state by path, on every rank."""
         ...
 
-    def load(self, among: Among, states: dict[str, State]) -> None:
+    def load(self, among: Among, states: dict[str, OptimizerState]) -> None:
         """Keep this rank's part of a state that `gather` returned."""
         ...
 
 
 @dataclass(slots=True)
-class Rows:
+class ShardedBucket:
     """A bucket of arrays of one dtype, with an elementwise optimizer.
 
     The arrays form one flat array, and each rank updates its part of it.
@@ -114,7 +114,7 @@ class Rows:
 
     optimizer: Any
     flat: Flat
-    states: dict[Span, State] = field(default_factory=dict[Span, State])
+    states: dict[Span, OptimizerState] = field(default_factory=dict[Span, OptimizerState])
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -141,7 +141,7 @@ class Rows:
         if not givers:
             self.states = {span: self._initial(span.size) for span in wanted}
             return 0
-        found: dict[Span, State] = {span: {} for span in wanted}
+        found: dict[Span, OptimizerState] = {span: {} for span in wanted}
         for key, values in self._collected(among, givers):
             for span in wanted:
                 found[span][key] = mx.contiguous(values[span.begin : span.end])
@@ -149,7 +149,7 @@ class Rows:
         self.states = found
         return self.flat.count - sum(span.size for _, span in givers)
 
-    def lay_out(self, gradients: Arrays, share: float) -> mx.array:
+    def lay_out(self, gradients: NamedArrays, share: float) -> mx.array:
         """Return the gradients times this rank's share, evaluated, in the dtype of the sum."""
         flat = self.flat.cut(gradients, Span(0, self.flat.count))
         wide = flat if self.flat.dtype == mx.complex64 else flat.astype(mx.float32)
@@ -161,12 +161,12 @@ class Rows:
         """Begin the sum of the gradients that `lay_out` returned."""
         return among.mesh.reduce_scatter(gradients, "sum", among.timeout_s, async_op=True)
 
-    def step(self, among: Among, mean: Any, parameters: Arrays) -> Arrays:  # noqa: ANN401 - a Handle
+    def step(self, among: Among, mean: Any, parameters: NamedArrays) -> NamedArrays:  # noqa: ANN401 - a Handle
         """Update this rank's values, and gather those of the others."""
         own = mean.wait()
         among.check()
         means = [own, *self._replicated(among, own)]
-        fresh: dict[Span, State] = {}
+        fresh: dict[Span, OptimizerState] = {}
         updated: list[mx.array] = []
         for span, gradient in zip(self._wanted(among), means, strict=True):
             state = dict(self.states[span])
@@ -180,15 +180,15 @@ class Rows:
         self.states = fresh
         return self.flat.take_apart(values)
 
-    def gather(self, among: Among, held: Sequence[list[list[int]]]) -> dict[str, State]:
+    def gather(self, among: Among, held: Sequence[list[list[int]]]) -> dict[str, OptimizerState]:
         """Return the whole state by path, on every rank."""
-        found: dict[str, State] = {path: {} for path in self.paths}
+        found: dict[str, OptimizerState] = {path: {} for path in self.paths}
         for key, values in self._collected(among, self._givers(held)):
             for path, part in self.flat.take_apart(values).items():
                 found[path][key] = part
         return found
 
-    def load(self, among: Among, states: dict[str, State]) -> None:
+    def load(self, among: Among, states: dict[str, OptimizerState]) -> None:
         """Keep this rank's part of a state that `gather` returned."""
         self.states = {
             span: {
@@ -205,8 +205,8 @@ class Rows:
     def _givers(self, held: Sequence[list[list[int]]]) -> list[tuple[int, Span]]:
         return cover([[Span(*span) for span in spans] for spans in held], self.flat.count)
 
-    def _initial(self, count: int) -> State:
-        state: State = {}
+    def _initial(self, count: int) -> OptimizerState:
+        state: OptimizerState = {}
         self.optimizer.init_single(mx.zeros(count, self.flat.dtype), state)
         return state
 
@@ -246,7 +246,7 @@ class Rows:
         found.append(self._initial(self.flat.count - at)[key])
         return mx.concatenate(found)
 
-    def _kept(self, span: Span) -> State:
+    def _kept(self, span: Span) -> OptimizerState:
         """Return the state of a span that lies within one that this rank keeps."""
         whole = next(s for s in self.states if s.begin <= span.begin and span.end <= s.end)
         begin, end = span.begin - whole.begin, span.end - whole.begin
@@ -262,7 +262,7 @@ class Whole:
     shape: tuple[int, ...]
     dtype: mx.Dtype
     owner: int = 0
-    state: State | None = None
+    state: OptimizerState | None = None
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -294,7 +294,7 @@ class Whole:
         self.state = initial if among.rank in keepers else None
         return 0 if holders else sum(x.size for x in initial.values())
 
-    def lay_out(self, gradients: Arrays, share: float) -> mx.array:
+    def lay_out(self, gradients: NamedArrays, share: float) -> mx.array:
         """Return the gradient times this rank's share, evaluated, in the dtype of the sum."""
         gradient = gradients[self.path]
         scaled = (gradient if self.dtype == mx.complex64 else gradient.astype(mx.float32)) * share
@@ -305,11 +305,11 @@ class Whole:
         """Begin the sum on all ranks: a reduce to the owner would fail if the owner is lost."""
         return among.mesh.all_reduce(gradients, "sum", among.timeout_s, async_op=True)
 
-    def step(self, among: Among, mean: Any, parameters: Arrays) -> Arrays:  # noqa: ANN401 - a Handle
+    def step(self, among: Among, mean: Any, parameters: NamedArrays) -> NamedArrays:  # noqa: ANN401 - a Handle
         """Update the array if this rank keeps it; every rank gets the result of the owner."""
         gradient = mean.wait()
         among.check()
-        fresh: State | None = None
+        fresh: OptimizerState | None = None
         flat = mx.zeros(0, self.dtype)
         if self.state is not None:
             fresh = dict(self.state)
@@ -325,24 +325,24 @@ class Whole:
         evaluate([whole])
         return {self.path: whole}
 
-    def gather(self, among: Among, held: Sequence[list[list[int]]]) -> dict[str, State]:
+    def gather(self, among: Among, held: Sequence[list[list[int]]]) -> dict[str, OptimizerState]:
         """Return the whole state, on every rank."""
         holders = [rank for rank, spans in enumerate(held) if spans]
         return {self.path: self._from(min(holders), among) if holders else self._initial()}
 
-    def load(self, among: Among, states: dict[str, State]) -> None:
+    def load(self, among: Among, states: dict[str, OptimizerState]) -> None:
         """Keep the state if this rank is to have it."""
         kept = self.owner in among.kept_parts(among.rank)
         self.state = dict(states[self.path]) if kept else None
 
-    def _initial(self) -> State:
-        state: State = {}
+    def _initial(self) -> OptimizerState:
+        state: OptimizerState = {}
         self.optimizer.init_single(mx.zeros(self.shape, self.dtype), state)
         return state
 
-    def _from(self, holder: int, among: Among) -> State:
+    def _from(self, holder: int, among: Among) -> OptimizerState:
         """Return the state of one rank, on every rank."""
-        found: State = {}
+        found: OptimizerState = {}
         for key, initial in self._initial().items():
             own = self.state[key] if self.state is not None and among.rank == holder else None
             flat = mx.zeros(0, initial.dtype) if own is None else mx.flatten(own)

@@ -33,7 +33,7 @@ class Dataset(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class LocalBatch:
     """One rank's rows of a batch."""
 
     tokens: NDArray[np.int32]
@@ -82,13 +82,13 @@ class Batches:
             self._epoch = epoch
         return self._batches[int(self._order[place])]
 
-    def share(self, iteration: int, *, rank: int, size: int) -> Share | None:
+    def share(self, iteration: int, *, rank: int, size: int) -> LocalBatch | None:
         """Return this rank's part of the batch; None if it has no target that counts."""
         samples = [self._dataset[row] for row in self.rows(iteration)[rank::size]]
         return pad(samples, max_length=self._max_length)
 
 
-def pad(samples: Sequence[tuple[Sequence[int], int]], *, max_length: int) -> Share | None:
+def pad(samples: Sequence[tuple[Sequence[int], int]], *, max_length: int) -> LocalBatch | None:
     """Cut and pad rows to one length, without the rows that have no target that counts.
 
     The masked prompt of such a row fills the whole length. mlx-lm's mean over no targets is NaN.
@@ -118,7 +118,7 @@ def pad(samples: Sequence[tuple[Sequence[int], int]], *, max_length: int) -> Sha
     padded = np.zeros((len(kept), length), np.int32)
     for row, (tokens, _, end) in zip(padded, kept, strict=True):
         row[:end] = tokens[:end]
-    return Share(
+    return LocalBatch(
         tokens=padded,
         spans=np.array([span for _, *span in kept], np.int32),
         targets=targets,

@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
-from pmesh.mlx_lm.batches import Share
+from pmesh.mlx_lm.batches import LocalBatch
 from pmesh.mlx_lm.libraries import mx, nn, trees
 
-Tree: TypeAlias = Any
+Nested: TypeAlias = Any
 """Nested dicts and lists of MLX's arrays."""
 
 GROUP_BYTES = 64 << 20  # bytes of parameters: many adapters, or a few whole layers
@@ -26,7 +26,7 @@ class Gradients:
         state = [model.state, mx.random.state]
 
         @partial(mx.compile, inputs=state, outputs=state)
-        def compiled(tokens: Any, spans: Any, part: Any, before: Tree) -> tuple[Any, Tree]:
+        def compiled(tokens: Any, spans: Any, part: Any, before: Nested) -> tuple[Any, Nested]:
             (mean, _), grads = of_one(model, tokens, spans)
             if part is not None:
                 grads = trees.tree_map(partial(_times, part), grads)
@@ -36,7 +36,7 @@ class Gradients:
 
         self._compiled = compiled
 
-    def of(self, shares: Sequence[Share | None], seeds: Sequence[int]) -> tuple[float, Tree]:
+    def of(self, shares: Sequence[LocalBatch | None], seeds: Sequence[int]) -> tuple[float, Nested]:
         """Return the loss and the gradients of several iterations, weighted by their targets.
 
         Args:
@@ -50,7 +50,7 @@ class Gradients:
         """
         targets = sum(share.targets for share in shares if share is not None)
         loss: Any = 0.0
-        grads: Tree = None
+        grads: Nested = None
         for share, seed in zip(shares, seeds, strict=True):
             if share is None:
                 continue
@@ -74,27 +74,27 @@ def _times(part: Any, x: Any) -> Any:
     return (x * part).astype(x.dtype)
 
 
-def compile_update(optimizer: Any) -> Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]:
+def compile_update(optimizer: Any) -> Callable[[Nested, Nested, Nested], tuple[Nested, Nested]]:
     """Return a compiled function: parameters, state, gradients → new parameters, new state."""
 
-    def update(parameters: Tree, state: Tree, grads: Tree) -> tuple[Tree, Tree]:
+    def update(parameters: Nested, state: Nested, grads: Nested) -> tuple[Nested, Nested]:
         optimizer.state = state
         parameters = optimizer.apply_gradients(grads, parameters)
         return parameters, optimizer.state
 
-    compiled: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]] = mx.compile(update)
+    compiled: Callable[[Nested, Nested, Nested], tuple[Nested, Nested]] = mx.compile(update)
     return compiled
 
 
-def evaluate_in_groups(parameters: Tree, state: Tree) -> None:
+def evaluate_in_groups(parameters: Nested, state: Nested) -> None:
     """Evaluate updated parameters and their optimizer state, some at a time.
 
     If all were evaluated at once, no old array could be freed before all new ones exist. With Adam
     that takes seven times the bytes of the parameters instead of four, counting the gradients.
     """
-    pairs: list[tuple[Any, Tree]] = []
+    pairs: list[tuple[Any, Nested]] = []
 
-    def take(parameter: Any, its_state: Tree) -> None:
+    def take(parameter: Any, its_state: Nested) -> None:
         pairs.append((parameter, its_state))
 
     trees.tree_map(take, parameters, state)
@@ -109,7 +109,7 @@ def evaluate_in_groups(parameters: Tree, state: Tree) -> None:
     mx.eval(group, state)
 
 
-def loss_of(model: Any, loss: Loss, share: Share | None) -> float:
+def loss_of(model: Any, loss: Loss, share: LocalBatch | None) -> float:
     """Return the sum of the losses over the targets of a share."""
     if share is None:
         return 0.0

@@ -1,13 +1,18 @@
-"""The state of a run, which `mesh.sync` gives to newcomers and checkpoints save."""
+"""The state of a run, which `mesh.sync` gives to newcomers and checkpoints save.
 
+Files are replaced atomically: after a crash, mlx-lm reads the old file or the new one.
+"""
+
+import os
+import secrets
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 from pmesh.client.collective.differences import state_differences
 from pmesh.errors import UsageError
-from pmesh.mlx_lm.files import replace
 from pmesh.mlx_lm.libraries import mx, trees
-from pmesh.mlx_lm.terms import Terms, check_resumable
+from pmesh.mlx_lm.terms import RunTerms, check_resumable
 
 ADAPTERS = "adapters.safetensors"
 
@@ -17,7 +22,7 @@ _COUNTS = ("iteration", "validated", "trained_tokens")
 class State:
     """The trained weights, the optimizer's state, and the progress of the run."""
 
-    def __init__(self, model: Any, optimizer: Any, terms: Terms) -> None:
+    def __init__(self, model: Any, optimizer: Any, terms: RunTerms) -> None:
         self.model = model
         self.optimizer = optimizer
         self.terms = terms
@@ -95,3 +100,23 @@ class State:
     def _arrays(self) -> dict[str, Any]:
         parameters = self.model.trainable_parameters()
         return {"parameters": parameters, "optimizer": self.optimizer.state}
+
+
+def replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` make a new file, and rename it to `path` once it is on the disk.
+
+    Raises:
+        UsageError: The file can't be written there.
+    """
+    # The suffix stays last: MLX appends one to names without it.
+    new = path.with_name(f".{path.stem}.{secrets.token_hex(4)}{path.suffix}")
+    try:
+        write(new)
+        with new.open("rb+") as file:
+            os.fsync(file.fileno())
+        new.replace(path)
+    except (OSError, RuntimeError) as e:  # MLX raises RuntimeError where a file can't be opened
+        new.unlink(missing_ok=True)
+        raise UsageError(
+            f"can't write {path}: {e}; make room, or give --adapter-path another folder"
+        ) from e

@@ -12,7 +12,7 @@ import xxhash
 from pmesh.errors import UsageError
 from pmesh.mlx_lm.libraries import mx, trees
 
-Terms = dict[str, str]
+RunTerms = dict[str, str]
 """A text for each option, and for the model and each data set."""
 
 # Paths, and options that concern only one machine.
@@ -29,14 +29,14 @@ OF_A_STATE = (MODEL, "--fine-tune-type", "--num-layers", "--lora-parameters", "-
 """Terms that a saved state must match; other options may change when a run resumes."""
 
 
-class Rows(Protocol):
+class LoadedRows(Protocol):
     """A data set as it was loaded."""
 
     def __getitem__(self, idx: int) -> object: ...
     def __len__(self) -> int: ...
 
 
-def option_terms(options: Mapping[str, Any]) -> Terms:
+def option_terms(options: Mapping[str, Any]) -> RunTerms:
     """Return the options that all machines must share.
 
     >>> option_terms({"batch_size": 4, "model": "/Users/ann/llama"})
@@ -49,7 +49,7 @@ def option_terms(options: Mapping[str, Any]) -> Terms:
     }
 
 
-def describe_rows(rows: Rows) -> str:
+def describe_rows(rows: LoadedRows) -> str:
     """Return the number of rows, and a hash of all of them."""
     hasher = xxhash.xxh3_64()
     for row in range(len(rows)):
@@ -71,7 +71,7 @@ def describe_model(model: Any) -> str:
     return f"{len(frozen)} frozen arrays, the first of {shape}, hash {hasher.hexdigest()}"
 
 
-def check_alike(names: Sequence[str], terms: Sequence[Terms]) -> None:
+def check_alike(names: Sequence[str], terms: Sequence[RunTerms]) -> None:
     """Compare the terms of machines with those of the first.
 
     Raises:
@@ -86,7 +86,7 @@ def check_alike(names: Sequence[str], terms: Sequence[Terms]) -> None:
             raise UsageError(f"{shown}: give the same options, model and data on all machines")
 
 
-def check_resumable(path: object, saved: Terms, terms: Terms) -> None:
+def check_resumable(path: object, saved: RunTerms, terms: RunTerms) -> None:
     """Compare the terms of a saved state with those of this run.
 
     Raises:
@@ -101,7 +101,7 @@ def check_resumable(path: object, saved: Terms, terms: Terms) -> None:
         )
 
 
-def _differences(one: Terms, other: Terms) -> list[tuple[str, str, str]]:
+def _differences(one: RunTerms, other: RunTerms) -> list[tuple[str, str, str]]:
     names = [*one, *(name for name in other if name not in one)]
     pairs = [(name, one.get(name, "not given"), other.get(name, "not given")) for name in names]
     return [pair for pair in pairs if pair[1] != pair[2]]

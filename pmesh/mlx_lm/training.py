@@ -47,7 +47,7 @@ REPLICAS = 2  # so any one machine may be lost with its disk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class RunSetup:
     """The options of a run, its data and its folder."""
 
     args: Any
@@ -90,7 +90,7 @@ class _Since:
 class Training:
     """One rank of a run."""
 
-    def __init__(self, mesh: Mesh, run: Run, state: State) -> None:
+    def __init__(self, mesh: Mesh, run: RunSetup, state: State) -> None:
         self._mesh = mesh
         self._run = run
         self._state = state

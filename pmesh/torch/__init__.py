@@ -11,8 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pmesh.torch.compression import compression_hook
-    from pmesh.torch.data_parallel import DistributedDataParallel
+    from pmesh.torch.data_parallel import DistributedDataParallel, compression_hook
     from pmesh.torch.elastic import init, sync
     from pmesh.torch.objects import all_gather_object, broadcast_object
     from pmesh.torch.options import Options
@@ -36,7 +35,7 @@ _LATER = MappingProxyType(
         "Options": "pmesh.torch.options",
         "all_gather_object": "pmesh.torch.objects",
         "broadcast_object": "pmesh.torch.objects",
-        "compression_hook": "pmesh.torch.compression",
+        "compression_hook": "pmesh.torch.data_parallel",
         "init": "pmesh.torch.elastic",
         "sync": "pmesh.torch.elastic",
     }
@@ -78,7 +77,7 @@ def _register() -> None:
 
 
 def _create(backend_options: Any, pg_options: object) -> "ProcessGroup":  # noqa: ANN401 - torch's
-    from pmesh.torch.creation import create  # noqa: PLC0415 - imported when it is used
+    from pmesh.torch.ranks import create  # noqa: PLC0415 - imported when it is used
 
     return create(backend_options, pg_options)
 

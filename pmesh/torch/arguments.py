@@ -1,12 +1,16 @@
-"""The arguments of a process group's methods, which torch passes in several forms."""
+"""The arguments of ops: torch passes them in several forms, and tensors on any device."""
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
-from pmesh.torch.library import Tensor, TorchOptions, dist, torch
+from pmesh.torch.library import Tensor, TensorList, TorchOptions, dist, torch
 
-Tensors = Sequence[Tensor]
+_NAMES = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+_PMESH_OF = {"AVG": "mean", "PRODUCT": "prod"}
+
+_DIVIDED = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+"""Integer dtypes that torch can divide."""
 
 
 def options_for(
@@ -33,12 +37,12 @@ def options_for(
     return made
 
 
-def list_of(tensors: Tensor | Tensors) -> list[Tensor]:
+def list_of(tensors: Tensor | TensorList) -> list[Tensor]:
     """Return a list of the tensors, of which there may be a single one."""
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
-def one_of(tensors: Tensor | Tensors, what: str) -> Tensor:
+def one_of(tensors: Tensor | TensorList, what: str) -> Tensor:
     """Return the only tensor. Raises ValueError unless there is exactly one."""
     found = list_of(tensors)
     if len(found) != 1:
@@ -52,7 +56,7 @@ def list_in(lists: Sequence[Any]) -> list[Tensor]:
     return [*lists] if isinstance(inner, torch.Tensor) else [*inner]
 
 
-def check_dtype(outs: Tensors, x: Tensor, what: str) -> None:
+def check_dtype(outs: TensorList, x: Tensor, what: str) -> None:
     """Raise ValueError unless all outputs have the dtype of `x`."""
     for out in outs:
         if out.dtype != x.dtype:
@@ -69,3 +73,96 @@ def counts_of(x: Tensor, splits: Sequence[int], size: int) -> list[int]:
     if sum(splits) != rows or len(splits) != size:
         raise ValueError(f"all_to_all: the parts {list(splits)} are not those of {rows} rows")
     return [split * (x.numel() // rows if rows else 0) for split in splits]
+
+
+# --- reductions
+
+
+class TorchReduction(NamedTuple):
+    """How pmesh computes one of torch's reductions."""
+
+    name: str
+    """The reduction's name in `Mesh.all_reduce`."""
+    factor: object = None
+    """The values are multiplied by this first, unless it is None."""
+    is_divided: bool = False
+    """True if the result must be divided by the number of ranks."""
+
+    def finish(self, result: Tensor, ranks: int) -> None:
+        """Divide the result by the number of ranks in place, if `is_divided`."""
+        if self.is_divided:
+            result.copy_(torch.div(result, ranks, rounding_mode="trunc"))
+
+
+def reduction_of(op: Any, xs: Sequence[Tensor]) -> TorchReduction:  # noqa: ANN401 - torch's ReduceOp, which has no types here
+    """Return how to reduce these tensors.
+
+    The average of integers is rounded towards zero, as in NCCL.
+
+    Raises:
+        ValueError: `op` is none of `SUM`, `AVG`, `PRODUCT`, `MIN`, `MAX`, `BAND`, `BOR`,
+            `BXOR` and `PREMUL_SUM`.
+    """
+    if op == dist.ReduceOp.AVG and all(x.dtype in _DIVIDED for x in xs):
+        return TorchReduction("sum", is_divided=True)
+    for name in _NAMES:
+        if op == getattr(dist.ReduceOp, name):
+            return TorchReduction(_PMESH_OF.get(name, name.lower()))
+    if op == dist.ReduceOp.PREMUL_SUM:
+        return TorchReduction("sum", op.factor)
+    raise ValueError(f"the backend 'pmesh' has no reduction {op}")
+
+
+# --- devices and strides: pmesh takes contiguous memory of the CPU
+
+
+def given(x: Tensor) -> Tensor:
+    """Return the values without autograd; a view if the tensor is contiguous on the CPU."""
+    check(x)
+    return x.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+
+
+def check(x: Tensor) -> None:
+    """Raise ValueError for a tensor that is not dense, is quantized or has no data."""
+    if x.layout != torch.strided:
+        raise ValueError(f"the backend 'pmesh' takes dense tensors, not {x.layout}")
+    if x.is_quantized or x.device.type == "meta":
+        what = "quantized" if x.is_quantized else "of the device 'meta', without data"
+        raise ValueError(f"the backend 'pmesh' can't move a tensor that is {what}")
+
+
+class StagedTensor:
+    """A tensor to be written, and the memory that pmesh writes: the tensor's, or a CPU copy."""
+
+    def __init__(self, x: Tensor, *, filled: bool = False) -> None:
+        """If `filled`, the memory starts with the tensor's values."""
+        check(x)
+        self._tensor = x.detach()
+        plain = not (x.is_conj() or x.is_neg()) and x.is_contiguous()
+        if x.device.type == "cpu" and plain:
+            self.memory = self._tensor
+        elif filled:
+            self.memory = given(x)
+        else:
+            self.memory = torch.empty(x.shape, dtype=x.dtype)
+
+    def write(self) -> None:
+        """Copy the memory to the tensor, unless it is the tensor's own."""
+        if self.memory.data_ptr() != self._tensor.data_ptr() or self._tensor.device.type != "cpu":
+            self._tensor.copy_(self.memory)
+
+
+def targets(xs: Sequence[Tensor]) -> list[StagedTensor]:
+    """Return a target for each tensor."""
+    return [StagedTensor(x) for x in xs]
+
+
+def pieces(x: Tensor, counts: Sequence[int]) -> list[Tensor]:
+    """Return consecutive views of a contiguous tensor, with these numbers of values."""
+    flat = x.reshape(-1)
+    found: list[Tensor] = []
+    begin = 0
+    for count in counts:
+        found.append(flat[begin : begin + count])
+        begin += count
+    return found

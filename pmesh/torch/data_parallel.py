@@ -1,4 +1,4 @@
-"""DistributedDataParallel for a job whose ranks come and go."""
+"""DistributedDataParallel for a job whose ranks come and go; a hook that compresses for torch's."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 from pmesh.client.calls.queue import Line
 from pmesh.compression.schemes import Scheme
 from pmesh.errors import PmeshError, UsageError
-from pmesh.torch.arguments import one_of
+from pmesh.torch.arguments import StagedTensor, one_of
 from pmesh.torch.elastic import current
 from pmesh.torch.library import Tensor, dist, torch
+from pmesh.torch.process_group import pmesh_group
 from pmesh.torch.ranks import Elastic
-from pmesh.torch.staging import Target
 from pmesh.torch.work import Work
 
 T = TypeVar("T")
@@ -24,7 +24,7 @@ _TAKES = (
     *("device_ids", "output_device", "dim", "bucket_cap_mb", "find_unused_parameters"),
     *("gradient_as_bucket_view", "batched_grad_copy"),
 )
-_Average = Callable[[dict[str, Target]], None]
+_Average = Callable[[dict[str, StagedTensor]], None]
 
 
 class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):  # type: ignore[misc] # torch has no types here
@@ -77,15 +77,15 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):  # typ
         self._elastic = elastic
         cap_bytes = int((options.get("bucket_cap_mb") or _BUCKET_MIB) * _MIB)
         average = partial(_average, elastic, self, compression)
-        gradients = Gradients(cut_into_buckets(named, cap_bytes), average, elastic.line)
+        reducer = Reducer(cut_into_buckets(named, cap_bytes), average, elastic.line)
         name_of = {id(parameter): name for name, parameter in named.items()}
 
         def hook(state: object, bucket: Any) -> Any:  # noqa: ANN401 - a torch.distributed.GradBucket
             del state
             pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
             # Copied here from a GPU: only this thread's stream has waited for the values.
-            found = {name_of[id(p)]: Target(gradient, filled=True) for p, gradient in pairs}
-            done = gradients.add(found)
+            found = {name_of[id(p)]: StagedTensor(gradient, filled=True) for p, gradient in pairs}
+            done = reducer.add(found)
             return Work(done, [bucket.buffer()]).get_future().then(_flat)
 
         hook.__annotations__.clear()  # DDP refuses annotations other than its own types
@@ -113,7 +113,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):  # typ
         )
 
 
-class Gradients:
+class Reducer:
     """Averages the gradients of each backward pass in the same order on every rank.
 
     DDP makes new buckets after a rank's first backward pass, so a newcomer's buckets differ from
@@ -129,7 +129,7 @@ class Gradients:
         self._bucket_of = {name: i for i, names in enumerate(buckets) for name in names}
         self._begin_pass()
 
-    def add(self, gradients: dict[str, Target]) -> "Future[None]":
+    def add(self, gradients: dict[str, StagedTensor]) -> "Future[None]":
         """Add gradients that are ready. Return a future that is done once they are averaged."""
         self._ready |= gradients
         done = self._done[max(self._bucket_of[name] for name in gradients)]
@@ -141,7 +141,7 @@ class Gradients:
         return done
 
     def _begin_pass(self) -> None:
-        self._ready: dict[str, Target] = {}
+        self._ready: dict[str, StagedTensor] = {}
         self._done: list[Future[None]] = [Future() for _ in self._buckets]
         self._next = 0
 
@@ -152,7 +152,7 @@ class Gradients:
         self._next += 1
 
     def _run(
-        self, bucket: dict[str, Target], before: "Future[None] | None", done: "Future[None]"
+        self, bucket: dict[str, StagedTensor], before: "Future[None] | None", done: "Future[None]"
     ) -> None:
         try:
             if before is not None:
@@ -202,13 +202,46 @@ class LocalGroup(dist.ProcessGroup):  # type: ignore[misc] # torch has no types 
     def allreduce(self, tensors: Sequence[Tensor], opts: object) -> Work:
         """Sum how often each parameter was used on all ranks; DDP calls this for nothing else."""
         del opts
-        target = Target(one_of(tensors, "allreduce"), filled=True)
+        target = StagedTensor(one_of(tensors, "allreduce"), filled=True)
 
         def run() -> None:
             _guarded(lambda: self._elastic.mesh.all_reduce(target.memory, "sum", out=target.memory))
             target.write()
 
         return Work(self._elastic.line.submit(run), tensors)
+
+
+def compression_hook(
+    compression: Scheme | str, group: object = None
+) -> Callable[[object, Any], Any]:
+    """Return a communication hook for DDP that averages gradients with compression.
+
+    Call `ddp.register_comm_hook(None, pmesh.torch.compression_hook("int8"))`.
+
+    Each bucket is averaged as by `mesh.average_gradients`: what compression leaves out of one step
+    is added to the next one, and all ranks get the same bits. DDP makes new buckets after the first
+    step; the error feedback then starts again from zero.
+
+    Args:
+        compression: `pmesh.INT8()`, `pmesh.PowerSGD(rank=4)`, "int8" and so on. PowerSGD treats
+            each parameter of a bucket as one matrix.
+        group: the group of the model; None is the default group.
+
+    Raises:
+        UsageError: the group has another backend than `pmesh`.
+        UnsupportedCompression: raised in the first step; see `mesh.average_gradients`.
+    """
+    used = pmesh_group(group, "compression_hook")
+
+    def hook(state: object, bucket: Any) -> Any:  # noqa: ANN401 - a torch.distributed.GradBucket
+        del state
+        flat = bucket.buffer()
+        gradients = {f"{bucket.index()}.{i}": g for i, g in enumerate(bucket.gradients())}
+        averaged = used.average(flat, gradients, compression)
+        return averaged.get_future().then(_flat)
+
+    hook.__annotations__.clear()  # DDP refuses annotations other than its own types
+    return hook
 
 
 def _refuse(module: Any, options: dict[str, Any]) -> None:  # noqa: ANN401 - a torch.nn.Module
@@ -229,7 +262,7 @@ def _average(
     elastic: Elastic,
     model: DistributedDataParallel,
     compression: Scheme | str | None,
-    gradients: dict[str, Target],
+    gradients: dict[str, StagedTensor],
 ) -> None:
     tree = {name: target.memory for name, target in gradients.items()}
     weight = model.gradient_weight

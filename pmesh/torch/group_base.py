@@ -18,11 +18,10 @@ from pmesh.errors import (
     RankLost,
     RosterChanged,
 )
-from pmesh.torch.library import Store, Tensor, dist, torch
+from pmesh.torch.library import Tensor, TensorList, TorchStore, dist, torch
 from pmesh.torch.work import MessageWork, Work
 
 T = TypeVar("T")
-Tensors = Sequence[Tensor]
 
 _ENDS = (RankLost, GroupBroken, RosterChanged, HistorySuperseded, AgentStopped, MeshClosed)
 """After these errors the group no longer has all the ranks that torch counts on."""
@@ -40,7 +39,7 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc] # torch has no types h
     def __init__(
         self,
         calls: Collectives,
-        store: Store,
+        store: TorchStore,
         rank: int,
         size: int,
         *,
@@ -109,7 +108,7 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc] # torch has no types h
         """Set the group's description."""
         self._desc = desc
 
-    def get_group_store(self) -> Store:
+    def get_group_store(self) -> TorchStore:
         """Return the group's store."""
         return self._store
 
@@ -214,8 +213,8 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc] # torch has no types h
         name: str,
         options: Any,  # noqa: ANN401 - torch's
         run: Callable[[float], None],
-        shown: Tensors,
-        results: Tensors,
+        shown: TensorList,
+        results: TensorList,
     ) -> Work:
         """Run an op here if the caller waits for it and no other op runs; else in the thread."""
         given_s = options.timeout.total_seconds()
@@ -260,7 +259,7 @@ def _inference_mode() -> Callable[[], AbstractContextManager[object]]:
     return torch.inference_mode if enabled else nullcontext
 
 
-def _shown(name: str, tensors: Tensors) -> AbstractContextManager[object]:
+def _shown(name: str, tensors: TensorList) -> AbstractContextManager[object]:
     """Record the op in torch.profiler, with the shapes of its inputs."""
     if not torch.autograd.profiler._is_profiler_enabled:  # noqa: SLF001 - the public way is slow
         return nullcontext()

@@ -3,6 +3,7 @@
 torch is optional and may be missing where the types are checked, so it has no types here.
 """
 
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, TypeAlias
 
@@ -11,7 +12,8 @@ dist: Any = import_module("torch.distributed")
 
 Tensor: TypeAlias = Any
 """A torch.Tensor."""
-Store: TypeAlias = Any
+TensorList: TypeAlias = Sequence[Tensor]
+TorchStore: TypeAlias = Any
 """A torch.distributed.Store."""
 TorchFuture: TypeAlias = Any
 """A torch.futures.Future."""

@@ -9,13 +9,23 @@ from pmesh.client.calls.point_to_point import ANY
 from pmesh.client.calls.queue import Handle
 from pmesh.compression.schemes import Scheme
 from pmesh.errors import UsageError
-from pmesh.torch.arguments import check_dtype, counts_of, list_in, list_of, one_of, options_for
-from pmesh.torch.group_base import GroupBase, Tensors
-from pmesh.torch.library import Tensor, dist, torch
-from pmesh.torch.monitored_barrier import monitored_barrier
-from pmesh.torch.reductions import Reduction, reduction_of
-from pmesh.torch.sparse import is_sparse, sum_sparse
-from pmesh.torch.staging import Target, given, pieces, targets
+from pmesh.torch.arguments import (
+    StagedTensor,
+    TorchReduction,
+    check_dtype,
+    counts_of,
+    given,
+    list_in,
+    list_of,
+    one_of,
+    options_for,
+    pieces,
+    reduction_of,
+    targets,
+)
+from pmesh.torch.composed import is_sparse, monitored_barrier, sum_sparse
+from pmesh.torch.group_base import GroupBase
+from pmesh.torch.library import Tensor, TensorList, dist, torch
 from pmesh.torch.work import Work
 
 
@@ -31,7 +41,7 @@ class ProcessGroup(GroupBase):
 
     def allreduce(
         self,
-        tensors: Tensor | Tensors,
+        tensors: Tensor | TensorList,
         opts: object = None,
         timeout: timedelta | None = None,
         **named: object,
@@ -39,13 +49,13 @@ class ProcessGroup(GroupBase):
         """Reduce the tensors of all ranks in place; every rank gets the result."""
         return self._all_reduce(tensors, options_for("Allreduce", opts, timeout, named))
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: object = None) -> Work:
+    def allreduce_coalesced(self, tensors: TensorList, opts: object = None) -> Work:
         """Reduce several tensors of all ranks in place, in one op for each dtype."""
         return self._all_reduce(tensors, options_for("AllreduceCoalesced", opts))
 
     def reduce(
         self,
-        tensors: Tensor | Tensors,
+        tensors: Tensor | TensorList,
         opts: object = None,
         timeout: timedelta | None = None,
         **named: object,
@@ -54,7 +64,7 @@ class ProcessGroup(GroupBase):
         options = options_for("Reduce", opts, timeout, named, root="root")
         x = one_of(tensors, "reduce")
         reduction = reduction_of(options.reduceOp, [x])
-        target, values = Target(x, filled=True), given(x)
+        target, values = StagedTensor(x, filled=True), given(x)
         root = options.rootRank
 
         def run(seconds: float) -> None:
@@ -69,7 +79,7 @@ class ProcessGroup(GroupBase):
 
     def reduce_scatter(
         self,
-        outputs: Tensor | Tensors,
+        outputs: Tensor | TensorList,
         inputs: Sequence[Any],
         opts: object = None,
         timeout: timedelta | None = None,
@@ -89,7 +99,7 @@ class ProcessGroup(GroupBase):
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: object = None
+        self, outputs: TensorList, inputs: TensorList, opts: object = None
     ) -> Work:
         """Do `reduce_scatter_single` for several tensors."""
         return self._reduce_scatter_singles(
@@ -102,7 +112,7 @@ class ProcessGroup(GroupBase):
         self, flat: Tensor, gradients: dict[str, Tensor], compression: Scheme | str
     ) -> Work:
         """Average gradients, views of `flat`, in place, with compression and error feedback."""
-        found = {name: Target(x, filled=True) for name, x in gradients.items()}
+        found = {name: StagedTensor(x, filled=True) for name, x in gradients.items()}
 
         def run(seconds: float) -> None:
             tree = {name: target.memory for name, target in found.items()}
@@ -117,7 +127,7 @@ class ProcessGroup(GroupBase):
 
     def broadcast(
         self,
-        tensors: Tensor | Tensors,
+        tensors: Tensor | TensorList,
         opts: object = None,
         timeout: timedelta | None = None,
         **named: object,
@@ -125,7 +135,7 @@ class ProcessGroup(GroupBase):
         """Give every rank the root's values, in place."""
         options = options_for("Broadcast", opts, timeout, named, root="root")
         x = one_of(tensors, "broadcast")
-        root, target = options.rootRank, Target(x, filled=True)
+        root, target = options.rootRank, StagedTensor(x, filled=True)
 
         def run(seconds: float) -> None:
             self._calls.broadcast(target.memory, root, seconds, out=target.memory)
@@ -136,7 +146,7 @@ class ProcessGroup(GroupBase):
     def allgather(
         self,
         outputs: Sequence[Any],
-        inputs: Tensor | Tensors,
+        inputs: Tensor | TensorList,
         opts: object = None,
         timeout: timedelta | None = None,
     ) -> Work:
@@ -148,7 +158,7 @@ class ProcessGroup(GroupBase):
         return self._run("all_gather", options, run, [x], outs)
 
     def allgather_coalesced(
-        self, output_lists: Sequence[Tensors], inputs: Tensors, opts: object = None
+        self, output_lists: Sequence[TensorList], inputs: TensorList, opts: object = None
     ) -> Work:
         """Gather several tensors; `output_lists` has a list of tensors for each rank."""
         found = [targets([of_rank[i] for of_rank in output_lists]) for i in range(len(inputs))]
@@ -169,7 +179,7 @@ class ProcessGroup(GroupBase):
     _allgather_base = all_gather_single
 
     def all_gather_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: object = None
+        self, outputs: TensorList, inputs: TensorList, opts: object = None
     ) -> Work:
         """Do `all_gather_single` for several tensors."""
         return self._all_gather_singles("all_gather_into_tensor_coalesced", outputs, inputs, opts)
@@ -179,7 +189,7 @@ class ProcessGroup(GroupBase):
     def gather(
         self,
         outputs: Sequence[Any],
-        inputs: Tensor | Tensors,
+        inputs: Tensor | TensorList,
         opts: object = None,
         timeout: timedelta | None = None,
         **named: object,
@@ -200,7 +210,7 @@ class ProcessGroup(GroupBase):
 
     def scatter(
         self,
-        outputs: Tensor | Tensors,
+        outputs: Tensor | TensorList,
         inputs: Sequence[Any],
         opts: object = None,
         timeout: timedelta | None = None,
@@ -211,7 +221,7 @@ class ProcessGroup(GroupBase):
         out, root = one_of(outputs, "scatter"), options.rootRank
         xs = list_in(inputs) if root == self.rank() else []
         check_dtype(xs, out, "scatter")
-        values, target = [given(x) for x in xs], Target(out)
+        values, target = [given(x) for x in xs], StagedTensor(out)
 
         def run(seconds: float) -> None:
             parts = values if root == self.rank() else None
@@ -231,7 +241,7 @@ class ProcessGroup(GroupBase):
     ) -> Work:
         """Send a part of a tensor, cut along the first dimension, to each rank."""
         equal = not output_split_sizes and not input_split_sizes
-        target, values = Target(output), given(x)
+        target, values = StagedTensor(output), given(x)
         check_dtype([output], x, "all_to_all")
         xs = pieces(values, counts_of(values, input_split_sizes, self.size()))
         outs = pieces(target.memory, counts_of(target.memory, output_split_sizes, self.size()))
@@ -246,8 +256,8 @@ class ProcessGroup(GroupBase):
 
     def alltoall(
         self,
-        outputs: Tensors,
-        inputs: Tensors,
+        outputs: TensorList,
+        inputs: TensorList,
         opts: object = None,
         timeout: timedelta | None = None,
     ) -> Work:
@@ -260,7 +270,7 @@ class ProcessGroup(GroupBase):
 
         return self._run("all_to_all", options_for("AllToAll", opts, timeout), run, inputs, outputs)
 
-    def send(self, tensors: Tensors, to: int, tag: int = 0) -> Work:
+    def send(self, tensors: TensorList, to: int, tag: int = 0) -> Work:
         """Send a tensor to one rank."""
         x = one_of(tensors, "send")
 
@@ -269,11 +279,11 @@ class ProcessGroup(GroupBase):
 
         return self._message("send", begin, x, lambda _: to)
 
-    def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Work:
+    def recv(self, tensors: TensorList, source: int, tag: int = 0) -> Work:
         """Receive a tensor from one rank."""
         return self._receive("recv", one_of(tensors, "recv"), source, tag)
 
-    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
+    def recv_anysource(self, tensors: TensorList, tag: int = 0) -> Work:
         """Receive a tensor from the rank that sends first."""
         return self._receive("recvAnySource", one_of(tensors, "recv"), ANY, tag)
 
@@ -320,12 +330,12 @@ class ProcessGroup(GroupBase):
 
     # --- helpers
 
-    def _all_reduce(self, tensors: Tensor | Tensors, options: Any) -> Work:  # noqa: ANN401
+    def _all_reduce(self, tensors: Tensor | TensorList, options: Any) -> Work:  # noqa: ANN401
         xs = list_of(tensors)
         reduction = reduction_of(options.reduceOp, xs)
         if any(map(is_sparse, xs)):
             return self._all_reduce_sparse(xs, reduction, options)
-        found = [Target(x, filled=True) for x in xs]
+        found = [StagedTensor(x, filled=True) for x in xs]
 
         def run(seconds: float) -> None:
             values = [target.memory for target in found]
@@ -342,8 +352,8 @@ class ProcessGroup(GroupBase):
 
     def _all_reduce_sparse(
         self,
-        xs: Tensors,
-        reduction: Reduction,
+        xs: TensorList,
+        reduction: TorchReduction,
         options: Any,  # noqa: ANN401 - torch's
     ) -> Work:
         x = one_of(xs, "all_reduce of sparse tensors")
@@ -354,7 +364,7 @@ class ProcessGroup(GroupBase):
         return self._run("all_reduce", options, run, [], [x])
 
     def _reduce_scatter_singles(
-        self, name: str, outputs: Tensors, inputs: Tensors, opts: object
+        self, name: str, outputs: TensorList, inputs: TensorList, opts: object
     ) -> Work:
         options = options_for("ReduceScatter", opts)
         parts: list[tuple[Tensor, list[Tensor]]] = []
@@ -374,7 +384,7 @@ class ProcessGroup(GroupBase):
         options: Any,  # noqa: ANN401 - torch's
     ) -> Callable[[float], None]:
         reduction = reduction_of(options.reduceOp, [out for out, _ in parts])
-        pairs = [(Target(out), xs) for out, xs in parts]
+        pairs = [(StagedTensor(out), xs) for out, xs in parts]
 
         def run(seconds: float) -> None:
             for target, xs in pairs:
@@ -390,27 +400,27 @@ class ProcessGroup(GroupBase):
     def _all_gather_singles(
         self,
         name: str,
-        outputs: Tensors,
-        inputs: Tensors,
+        outputs: TensorList,
+        inputs: TensorList,
         opts: object,
         timeout: timedelta | None = None,
     ) -> Work:
-        parts: list[tuple[list[Target], Tensor]] = []
-        whole: list[Target] = []
+        parts: list[tuple[list[StagedTensor], Tensor]] = []
+        whole: list[StagedTensor] = []
         for out, x in zip(outputs, inputs, strict=True):
             check_dtype([out], x, "all_gather")
             if out.numel() != x.numel() * self.size():
                 raise ValueError(
                     f"all_gather: {out.numel()} values are no {self.size()} times {x.numel()}"
                 )
-            whole.append(Target(out))
+            whole.append(StagedTensor(out))
             cut = pieces(whole[-1].memory, [x.numel()] * self.size())
             parts.append((targets(cut), given(x)))
         run = self._all_gather_of(parts, whole)
         return self._run(name, options_for("Allgather", opts, timeout), run, inputs, outputs)
 
     def _all_gather_of(
-        self, parts: Sequence[tuple[list[Target], Tensor]], whole: Sequence[Target] = ()
+        self, parts: Sequence[tuple[list[StagedTensor], Tensor]], whole: Sequence[StagedTensor] = ()
     ) -> Callable[[float], None]:
         def run(seconds: float) -> None:
             for found, x in parts:
@@ -421,7 +431,7 @@ class ProcessGroup(GroupBase):
         return run
 
     def _receive(self, name: str, x: Tensor, source: int, tag: int) -> Work:
-        target = Target(x)
+        target = StagedTensor(x)
 
         def begin() -> Handle[Any]:
             like = target.memory
@@ -448,7 +458,7 @@ def pmesh_group(group: object, what: str) -> ProcessGroup:
     return used
 
 
-def _write(found: Sequence[Target]) -> None:
+def _write(found: Sequence[StagedTensor]) -> None:
     for target in found:
         target.write()
 

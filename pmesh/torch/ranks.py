@@ -1,9 +1,10 @@
-"""Joins a mesh for `torch.distributed`, and maps the ranks of torch to those of the mesh."""
+"""Joins a mesh for `torch.distributed`, maps its ranks to those of the mesh, and makes groups."""
 
 import atexit
 import os
 import secrets
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -14,15 +15,16 @@ from pmesh.client.connect import connect
 from pmesh.client.group import Collectives
 from pmesh.client.mesh import Mesh
 from pmesh.errors import PmeshError, UsageError
-from pmesh.torch.library import Store, dist
+from pmesh.torch.library import TorchStore, dist
 from pmesh.torch.options import Options, options_of
+from pmesh.torch.process_group import ProcessGroup
 from pmesh.torch.store import MeshStore
 
 _JOIN_S = 300.0  # as `pmesh.connect` waits by default
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class TorchWorld:
     """The mesh under the default process group."""
 
     mesh: Mesh
@@ -83,7 +85,7 @@ class Worlds:
     """The world of this process, from the rendezvous to `destroy_process_group`."""
 
     def __init__(self) -> None:
-        self.current: World | None = None
+        self.current: TorchWorld | None = None
         self.elastic: Elastic | None = None
         self._waiting: Mesh | None = None
         self._store: MeshStore | None = None
@@ -117,16 +119,16 @@ class Worlds:
 
     def begin(
         self,
-        store: Store,
+        store: TorchStore,
         rank: int,
         size: int,
         options: Options,
         timeout: timedelta | None,
-    ) -> World:
+    ) -> TorchWorld:
         """Return the world of a default group, whose ranks come from `meet` or from torch."""
         if self._waiting is not None:
             mesh, self._waiting = self._waiting, None
-            self.current = World(mesh, tuple(range(mesh.size)))
+            self.current = TorchWorld(mesh, tuple(range(mesh.size)))
         else:
             self.check_not_elastic()
             self.end()
@@ -176,8 +178,8 @@ class Worlds:
 
 
 def world_of(
-    store: Store, rank: int, size: int, options: Options, timeout: timedelta | None
-) -> World:
+    store: TorchStore, rank: int, size: int, options: Options, timeout: timedelta | None
+) -> TorchWorld:
     """Return the world of ranks that torch has numbered, which meet through torch's store.
 
     Raises:
@@ -194,7 +196,7 @@ def world_of(
         raise UsageError(
             f"the ranks do not fit together: they are given as [rank, world_size] {theirs}"
         )
-    return World(mesh, tuple(theirs.index([each, size]) for each in range(size)))
+    return TorchWorld(mesh, tuple(theirs.index([each, size]) for each in range(size)))
 
 
 WORLDS = Worlds()
@@ -225,3 +227,55 @@ def meet(pg_options: object, timeout: timedelta | None) -> tuple[MeshStore, int,
         return WORLDS.meet(options_of(pg_options), timeout)
     except PmeshError as e:
         raise dist.DistBackendError(f"{type(e).__name__}: {e}") from e
+
+
+def create(backend_options: Any, pg_options: object) -> ProcessGroup:  # noqa: ANN401 - torch's
+    """Return the process group that torch describes; for the default group, join the job first.
+
+    Raises:
+        DistBackendError: pmesh raised an error, whose message this has.
+    """
+    options = options_of(pg_options)
+    ranks = list(backend_options.global_ranks_in_group)
+    store, timeout = backend_options.store, backend_options.timeout
+    rank, size = backend_options.group_rank, backend_options.group_size
+    name = backend_options.group_id
+    try:
+        if not ranks:
+            WORLDS.begin(store, rank, size, options, timeout)
+        elif WORLDS.current is None:  # the default group has another backend
+            world = world_of(store, rank, size, options, timeout)
+            return _group_in(world, [], store, rank, timeout=timeout, name=name)
+        if WORLDS.current is None:
+            raise UsageError("the default process group has ended")
+        return _group_in(WORLDS.current, ranks, store, rank, timeout=timeout, name=name)
+    except PmeshError as e:
+        raise dist.DistBackendError(f"{type(e).__name__}: {e}") from e
+
+
+def _group_in(
+    world: TorchWorld,
+    ranks: Sequence[int],
+    store: TorchStore,
+    rank: int,
+    *,
+    timeout: timedelta,
+    name: str,
+) -> ProcessGroup:
+    """Return a group of these ranks of the world; without ranks, the group that owns the world."""
+    calls = world.of(list(ranks))
+
+    def split(chosen: Sequence[int]) -> ProcessGroup | None:
+        if rank not in chosen:
+            return None
+        named = [ranks[each] if ranks else each for each in chosen]
+        prefix = dist.PrefixStore(f"{name}:{named}", store)
+        place = list(chosen).index(rank)
+        return _group_in(world, named, prefix, place, timeout=timeout, name="")
+
+    end = calls.close
+    if not ranks:
+        end = WORLDS.end if world is WORLDS.current else world.mesh.close
+    return ProcessGroup(
+        calls, store, rank, calls.size, timeout=timeout, name=name, split=split, end=end
+    )

@@ -11,7 +11,7 @@ from importlib import import_module
 from types import FrameType, TracebackType
 from typing import Any, TypeAlias, cast
 
-Found: TypeAlias = Iterator[tuple[Any, int, int]]
+RendezvousResult: TypeAlias = Iterator[tuple[Any, int, int]]
 """A store, this rank, and the number of ranks."""
 
 Hook: TypeAlias = Callable[[type[BaseException], BaseException, TracebackType | None], object]
@@ -33,19 +33,19 @@ def install() -> None:
     handlers = cast("dict[str, Any]", vars(module)["_rendezvous_handlers"])
     of_torch = handlers["env"]
 
-    def env(url: str, **named: Any) -> Found:  # noqa: ANN401 - torch's
+    def env(url: str, **named: Any) -> RendezvousResult:  # noqa: ANN401 - torch's
         given = "?" in url or any(os.environ.get(name) for name in _OF_LAUNCHERS)
         wanted = str(argument_of_init("backend")).lower()
         if not given and ("pmesh" in wanted or (wanted in _NO_BACKEND and _is_elastic())):
             return of_mesh(url, **named)
-        return _of_torch(cast("Found", of_torch(url, **named)))
+        return _of_torch(cast("RendezvousResult", of_torch(url, **named)))
 
     handlers["env"] = env
     handlers["pmesh"] = of_mesh
     sys.excepthook = _with_hint(sys.excepthook)
 
 
-def _of_torch(found: Found) -> Found:
+def _of_torch(found: RendezvousResult) -> RendezvousResult:
     """Run torch's own `env://`, and add a hint to its error about a missing variable."""
     try:
         yield from found
@@ -84,7 +84,7 @@ def _hint(missing: str | None) -> str | None:
     )
 
 
-def of_mesh(url: str, timeout: timedelta | None = None, **_: object) -> Found:
+def of_mesh(url: str, timeout: timedelta | None = None, **_: object) -> RendezvousResult:
     """Yield store, rank and size from the mesh. torch calls this for `init_method="pmesh://"`.
 
     Raises:

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from pmesh.agent.config import (
     DEFAULT_PORT,
+    AgentSettings,
     Listen,
-    Settings,
     as_environment,
     host_port_text,
     load_settings,
@@ -27,14 +27,14 @@ def load(
     environment: dict[str, str] | None = None,
     host_name: str = "mac-1.local",
     **flags: object,
-) -> Settings:
+) -> AgentSettings:
     if file is not None:
         (home / "config.toml").write_text(file)
     return load_settings(home, flags=flags, environment=environment or {}, host_name=host_name)
 
 
 def test_defaults_come_from_the_design(tmp_path: Path) -> None:
-    assert load(tmp_path) == Settings(home=tmp_path, name="mac-1", listen=Listen("", 24160))
+    assert load(tmp_path) == AgentSettings(home=tmp_path, name="mac-1", listen=Listen("", 24160))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_every_setting_can_stand_in_the_file(tmp_path: Path) -> None:
         'min_peers = 3\ncompression = "int8"\n'
         'log_level = "debug"\nlog_json = true\nkey_file = "the.key"\n'
     )
-    assert load(tmp_path, file=file) == Settings(
+    assert load(tmp_path, file=file) == AgentSettings(
         home=tmp_path,
         name="studio",
         listen=Listen("127.0.0.1", 0),
@@ -177,7 +177,7 @@ names = st.text(min_size=1, max_size=15).filter(
 
 @given(
     settings=st.builds(
-        Settings,
+        AgentSettings,
         home=st.just(Path("/home")),
         name=names,
         listen=st.builds(Listen, hosts | st.just(""), st.integers(0, 65535)),
@@ -193,7 +193,7 @@ names = st.text(min_size=1, max_size=15).filter(
         key_text=st.none(),
     )
 )
-def test_a_detached_agent_gets_the_same_settings(settings: Settings) -> None:
+def test_a_detached_agent_gets_the_same_settings(settings: AgentSettings) -> None:
     environment = as_environment(settings)
     again = load_settings(Path("/home"), flags={}, environment=environment, host_name="x")
     assert again == settings

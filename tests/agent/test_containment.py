@@ -24,7 +24,7 @@ from pmesh.core.wire.session import (
     Attached,
     ReceiveMessage,
     Refused,
-    Status,
+    StatusReply,
 )
 from pmesh.errors import ProtocolError
 from pmesh.ids import Incarnation, JobName, Member, NodeId, TrainerId
@@ -228,7 +228,7 @@ async def test_an_agent_without_a_descriptor_for_a_lane_stays_and_the_job_goes_o
 
 async def still_serves(here: Village, machine: Machine) -> None:
     asker = await here.trainer(machine)
-    assert isinstance(await asker.ask(AskStatus()), Status)
+    assert isinstance(await asker.ask(AskStatus()), StatusReply)
 
 
 async def test_an_error_in_a_command_ends_its_session_and_the_program_is_told(
@@ -257,7 +257,7 @@ async def test_an_error_before_a_trainer_has_joined_leaves_nobody_waiting(
     async with village(clock, 1) as here:
         (machine,) = here.machines
         with capture_logs(), monkeypatch.context() as patch:
-            patch.setattr(session._Trainer, "_describe_wait", fail)  # noqa: SLF001 - after 1 s
+            patch.setattr(session._TrainerSession, "_describe_wait", fail)  # noqa: SLF001 - after 1 s
             with pytest.raises(RefusedError, match="ZeroDivisionError"):
                 await (await here.trainer(machine)).join("digits", 2)
         assert machine.agent.jobs.waiters == {}
@@ -280,7 +280,7 @@ def fails_for(patch: pytest.MonkeyPatch, whom: TrainerId, where: object, name: s
     ("where", "name"),
     [
         pytest.param(session, "run_op", id="in an op"),
-        pytest.param(session._Trainer, "_look_at", id="beside an op"),  # noqa: SLF001 - a task of its own
+        pytest.param(session._TrainerSession, "_look_at", id="beside an op"),  # noqa: SLF001 - a task of its own
     ],
 )
 async def test_an_error_in_a_trainers_session_makes_it_depart_and_the_others_go_on(
@@ -325,7 +325,7 @@ async def test_an_error_in_the_session_for_messages_leaves_the_trainer_its_ops(
         attach = Attach(SESSION_VERSION, JobName("digits"), pair[0].id)
         assert await envelopes.ask(attach) == Attached()
         with capture_logs(), monkeypatch.context() as patch:
-            patch.setattr(router, "_Waiting", fail)
+            patch.setattr(router, "_Pending", fail)
             reply = await envelopes.ask(ReceiveMessage(0, (pair[1].id,), 0, 5.0))
         assert isinstance(reply, Refused)
         assert reply.verdict.error == "AgentStopped"

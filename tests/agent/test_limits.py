@@ -34,7 +34,7 @@ from pmesh.core.wire.session import (
     Connect,
     ReceiveMessage,
     Refused,
-    Status,
+    StatusReply,
     StopAgent,
     Stopping,
     WantArena,
@@ -173,7 +173,7 @@ async def test_who_does_not_fit_is_refused_by_name_and_commands_are_answered(
             assert isinstance(reply, Refused)
             assert reply.verdict.error == "UsageError"
             assert "only 64 files may be open" in reply.verdict.message
-        assert isinstance(await (await here.trainer(machine)).ask(AskStatus()), Status)
+        assert isinstance(await (await here.trainer(machine)).ask(AskStatus()), StatusReply)
         await reduce_all(trainers)
         await trainers[1].die()
         await until(lambda: len(machine.agent.jobs.ranks) == 1)
@@ -289,4 +289,4 @@ async def test_events_after_any_number_are_answered(clock: MockClock) -> None:
         await asker.send(AskEvents(2**63 - 1))
         with pytest.raises(trio.EndOfChannel):
             await asker.receive()
-        assert isinstance(await (await here.trainer(machine)).ask(AskStatus()), Status)
+        assert isinstance(await (await here.trainer(machine)).ask(AskStatus()), StatusReply)

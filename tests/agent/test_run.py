@@ -14,7 +14,7 @@ import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from pmesh.agent import run
-from pmesh.agent.config import Listen, Settings
+from pmesh.agent.config import AgentSettings, Listen
 from pmesh.agent.events import decode_events
 from pmesh.agent.mesh.peers import Peers
 from pmesh.agent.run import MOST_FALLS, Agent, open_listeners, run_agent
@@ -26,7 +26,7 @@ from pmesh.core.wire.session import AskEvents, Events, Leave, StopAgent, Stoppin
 from pmesh.errors import AgentAlreadyRunning, ConfigError, PmeshError, PortTaken
 from pmesh.home_paths import socket_path
 from pmesh.ids import Epoch, Incarnation
-from pmesh.net.links.discovery import Discovered, Found, minute_of_now
+from pmesh.net.links.discovery import AgentFound, Discovered, minute_of_now
 from pmesh.net.links.interfaces import AddressWatch
 from pmesh.net.links.packet_filter import DiscoveryCounters
 from pmesh.net.sessions.processes import Stall
@@ -37,8 +37,8 @@ from tests.worlds.village_ops import kinds_of_events
 KEY = NodeKey.from_seed(b"k" * 32)
 
 
-def settings_in(home: Path, *, port: int = 0, mdns: bool = False) -> Settings:
-    return Settings(home=home, name="mac", listen=Listen("127.0.0.1", port), mdns=mdns)
+def settings_in(home: Path, *, port: int = 0, mdns: bool = False) -> AgentSettings:
+    return AgentSettings(home=home, name="mac", listen=Listen("127.0.0.1", port), mdns=mdns)
 
 
 @contextlib.contextmanager
@@ -167,7 +167,7 @@ async def test_mdns_finds_a_peer(clock: MockClock, monkeypatch: pytest.MonkeyPat
                 minute=minute_of_now(),
             )
             async with found:
-                await found.send(Found(advertisement=theirs))
+                await found.send(AgentFound(advertisement=theirs))
                 await trio.sleep_forever()
 
         monkeypatch.setattr(run, "discover", discover_one)

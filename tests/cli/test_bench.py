@@ -18,18 +18,17 @@ from pmesh.cli.bench import (
     LEAST_CALLS,
     MOST_CALLS,
     WARM_CALLS,
-    Plan,
-    Row,
+    BenchPlan,
+    BenchRow,
     check_alike,
     measure_row,
 )
-from pmesh.cli.bench_calls import COLLECTIVES, Collective
+from pmesh.cli.bench_calls import COLLECTIVES, Benchmark
 from pmesh.cli.sizes import parse_size
 from pmesh.client.connect import connect
 from pmesh.client.mesh import Mesh
 from pmesh.errors import UsageError
-from pmesh.testing import SimulatedMesh
-from pmesh.testing.simulated_mesh import agent_in_a_thread
+from pmesh.testing import SimulatedMesh, agent_in_a_thread
 from tests.worlds.fake_status_agent import agent_at, answer_well
 
 PNG = b"\x89PNG"
@@ -138,9 +137,9 @@ def clock(monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:
 @pytest.mark.parametrize("collective", COLLECTIVES, ids=lambda c: c.name)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_right_mesh_is_found_right_with_any_number_of_values(
-    collective: Collective, ranks: int
+    collective: Benchmark, ranks: int
 ) -> None:
-    def program(mesh: Mesh) -> list[Row]:
+    def program(mesh: Mesh) -> list[BenchRow]:
         return [
             measure_row(mesh, collective, strategy, nbytes, seconds=1e-9)
             for strategy, nbytes in itertools.product(collective.strategies, (4, 28, 40_000))
@@ -154,7 +153,7 @@ def test_a_right_mesh_is_found_right_with_any_number_of_values(
 @pytest.mark.parametrize(
     "collective", [c for c in COLLECTIVES if c.has_sizes], ids=lambda c: c.name
 )
-def test_one_wrong_value_at_one_rank_is_found(collective: Collective) -> None:
+def test_one_wrong_value_at_one_rank_is_found(collective: Benchmark) -> None:
     meeting = Meeting(2)
 
     def spoil(call: str, rank: int, result: Any) -> Any:  # noqa: ANN401 - what the call returns
@@ -228,7 +227,7 @@ def test_a_row_tells_the_slowest_rank_and_both_bandwidths(monkeypatch: pytest.Mo
     here = threading.local()
     monkeypatch.setattr("time.perf_counter", lambda: reads[here.rank].pop(0))
 
-    def program(mesh: Mesh) -> Row:
+    def program(mesh: Mesh) -> BenchRow:
         here.rank = mesh.rank
         return measure_row(mesh, COLLECTIVES[0], "ring", 800, seconds=9.0 * 4)
 
@@ -297,9 +296,9 @@ def test_machines_that_were_asked_for_different_rows_both_learn_it(
 
 
 def test_equal_plans_are_alike_however_they_were_written() -> None:
-    def wishes(largest: str) -> Plan:
+    def options(largest: str) -> BenchPlan:
         return bench.plan_of(
-            bench.Wishes(
+            bench.BenchOptions(
                 min_size="1KiB",
                 max_size=largest,
                 collectives=(),
@@ -312,12 +311,12 @@ def test_equal_plans_are_alike_however_they_were_written() -> None:
         )
 
     def program(mesh: Mesh) -> None:
-        check_alike(mesh, wishes("1MiB" if mesh.rank else "1048576"))
+        check_alike(mesh, options("1MiB" if mesh.rank else "1048576"))
 
     on_each_rank(Meeting(2), program)
     with pytest.raises(UsageError):
         on_each_rank(
-            Meeting(2), lambda mesh: check_alike(mesh, wishes("4k" if mesh.rank else "1k"))
+            Meeting(2), lambda mesh: check_alike(mesh, options("4k" if mesh.rank else "1k"))
         )
 
 

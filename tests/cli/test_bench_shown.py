@@ -6,10 +6,10 @@ from typing import cast
 
 from rich.console import Console
 
-from pmesh.cli.bench import Row, bench_table, draw, time_text
+from pmesh.cli.bench import BenchRow, bench_table, draw, time_text
 
 
-def row(**more: object) -> Row:
+def row(**more: object) -> BenchRow:
     known: dict[str, object] = {
         "collective": "all_reduce",
         "strategy": "ring",
@@ -22,10 +22,10 @@ def row(**more: object) -> Row:
         "bus_bytes_per_s": 786_432_000.0,
         "correct": True,
     }
-    return Row(**(known | more))  # type: ignore[arg-type]
+    return BenchRow(**(known | more))  # type: ignore[arg-type]
 
 
-def shown(*rows: Row, width: int = 80) -> list[str]:
+def shown(*rows: BenchRow, width: int = 80) -> list[str]:
     console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(bench_table(["mac-1", "ma\x1bc-2"], rows))
     return cast("io.StringIO", console.file).getvalue().splitlines()

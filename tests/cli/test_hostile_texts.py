@@ -26,10 +26,10 @@ from pmesh.core.wire.launches import (
     FollowLaunch,
     Launch,
     LaunchBegan,
-    Launches,
     LaunchLines,
     LaunchOver,
     LaunchRow,
+    LaunchRows,
     LaunchSends,
     NewFile,
 )
@@ -41,7 +41,7 @@ from pmesh.core.wire.session import (
     Pinged,
     Refused,
     Reply,
-    Status,
+    StatusReply,
     WayTried,
     decode_request_untrusted,
     encode,
@@ -71,14 +71,14 @@ def replies_to(request: object) -> list[Reply]:  # noqa: PLR0911 - one for each 
     lines = f"0 0 o {SHOWN}\x1b]0;\x07\n0 0 n failed\n{STARTER} 0 n stopped\n7 0 o seven\n"
     match request:
         case AskStatus():
-            return [Status(status())]
+            return [StatusReply(status())]
         case AskEvents(after):
             return [Events(encode_events(events.since(after)))]
         case AskPing():
             way = WayTried(interface=EVIL, remote=EVIL, kind=EVIL, why_not=EVIL)
             return [way, Pinged(interface=EVIL, remote=EVIL, why=EVIL)]
         case AskLaunches():
-            return [Launches((row,)), Launches(())]
+            return [LaunchRows((row,)), LaunchRows(())]
         case FetchFiles():
             new = FetchedFiles(EVIL, "a" * 52, "", 2, 3, (NewFile(EVIL, 1),))
             return [Fetched("l", (new, FetchedFiles(EVIL, "b" * 52, EVIL)))]

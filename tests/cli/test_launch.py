@@ -15,7 +15,7 @@ from pmesh.agent.launches.checks import digest_of
 from pmesh.agent.launches.permission import load_permission
 from pmesh.cli import launches
 from pmesh.cli.app import run
-from pmesh.cli.launch import Screen, Wishes, launch_of
+from pmesh.cli.launch import RunOptions, Screen, launch_of
 from pmesh.core.launches.lines import STARTER
 from pmesh.core.wire.launches import LaunchTerms
 from pmesh.errors import ConfigError
@@ -24,27 +24,27 @@ from pmesh.ids import NodeId, node_text
 from tests.worlds.fake_status_agent import IDS, agent_at, answer_well
 
 HERE = {"PATH": os.environ["PATH"]}
-SHELL = Wishes(shell=True)  # noqa: S604 - no subprocess
+SHELL = RunOptions(shell=True)  # noqa: S604 - no subprocess
 
 
-def words_of(*words: str, wishes: Wishes | None = None) -> tuple[str, ...]:
-    return launch_of(words, wishes or Wishes(), HERE).command.words
+def words_of(*words: str, options: RunOptions | None = None) -> tuple[str, ...]:
+    return launch_of(words, options or RunOptions(), HERE).command.words
 
 
 def test_a_script_runs_with_the_python_that_runs_pmesh(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
-    words = words_of("train.py", "--epochs", "3", wishes=Wishes(cwd=tmp_path))
+    words = words_of("train.py", "--epochs", "3", options=RunOptions(cwd=tmp_path))
     assert words[1:] == ("train.py", "--epochs", "3")
     assert Path(words[0]).name.startswith("python")
 
 
 def test_a_module_a_shell_and_another_python_can_be_asked_for(tmp_path: Path) -> None:
     (tmp_path / "x").touch()
-    python = Wishes(python=sys.executable, cwd=tmp_path)
-    assert words_of("python", "x", wishes=python)[1:] == ("x",)
-    assert words_of("a", wishes=Wishes(module="pkg.train"))[1:] == ("-m", "pkg.train", "a")
-    assert words_of("echo a | cat", wishes=SHELL) == ("/bin/sh", "-c", "echo a | cat")
-    assert words_of("echo", "a b", wishes=SHELL)[2] == "echo 'a b'"
+    python = RunOptions(python=sys.executable, cwd=tmp_path)
+    assert words_of("python", "x", options=python)[1:] == ("x",)
+    assert words_of("a", options=RunOptions(module="pkg.train"))[1:] == ("-m", "pkg.train", "a")
+    assert words_of("echo a | cat", options=SHELL) == ("/bin/sh", "-c", "echo a | cat")
+    assert words_of("echo", "a b", options=SHELL)[2] == "echo 'a b'"
 
 
 def test_a_program_on_the_path_is_looked_up_on_each_machine() -> None:
@@ -60,7 +60,7 @@ def test_a_virtual_environment_must_be_at_the_same_path(
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
     (tmp_path / "venv" / "pyvenv.cfg").touch()
-    request = launch_of(["tool"], Wishes(cwd=tmp_path / "venv"), {"PATH": str(program.parent)})
+    request = launch_of(["tool"], RunOptions(cwd=tmp_path / "venv"), {"PATH": str(program.parent)})
     assert request.command.words == ("~/venv/bin/tool",)
     assert request.command.cwd == "~/venv"
 
@@ -70,49 +70,51 @@ def test_the_files_and_packages_that_the_command_names_are_hashed(tmp_path: Path
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg" / "__init__.py").write_text("2")
     (tmp_path / "data.csv").write_text("3")
-    wishes = Wishes(cwd=tmp_path)
-    named = launch_of(["train.py", "pkg", "data.csv"], wishes, HERE).command.digests
+    options = RunOptions(cwd=tmp_path)
+    named = launch_of(["train.py", "pkg", "data.csv"], options, HERE).command.digests
     assert [digest.path for digest in named] == ["train.py", "pkg/__init__.py", "pkg"]
-    by_module = launch_of(["x"], Wishes(cwd=tmp_path, module="pkg"), HERE).command.digests
+    by_module = launch_of(["x"], RunOptions(cwd=tmp_path, module="pkg"), HERE).command.digests
     assert by_module == named[1:]
     (tmp_path / "pkg" / "more.py").write_text("4")
     assert digest_of(tmp_path, "pkg") != named[2]
 
 
 @pytest.mark.parametrize(
-    ("words", "wishes", "message"),
+    ("words", "options", "message"),
     [
-        ([], Wishes(), "there is no command"),
-        (["no-such-program"], Wishes(), "there is no program 'no-such-program' here"),
-        (["true", "\0"], Wishes(), "null character"),
-        (["true", "\udc80"], Wishes(), "not valid UTF-8"),
-        (["true", "x" * 70_000], Wishes(), "too long"),
-        (["true"], Wishes(environment=["X"]), "--env 'X' is not NAME=VALUE"),
-        (["true"], Wishes(environment=["PMESH_JOB=x"]), "PMESH_JOB may not be set"),
-        (["no-such.py"], Wishes(), "there is no 'no-such.py' in .*; give the path"),
-        (["python3", "no-such.py"], Wishes(), "there is no 'no-such.py'"),
-        (["true"], Wishes(on=" ,"), "--on names no machine; give all"),
-        (["true"], Wishes(on="x" * 65), "--on: a machine's name has at most 64 characters"),
-        (["true"], Wishes(count=-1), "--count is -1, but must be from 0 to 1024"),
-        (["true"], Wishes(per_node=65), "--per-node is 65, but must be from 1 to 64"),
-        (["true"], Wishes(terms=LaunchTerms(restarts=-1)), "--restarts is -1"),
-        (["true"], Wishes(terms=LaunchTerms(grace_s=math.nan)), "--grace is nan"),
-        (["true"], Wishes(terms=LaunchTerms(hang_timeout_s=1e9)), "--hang-timeout is"),
-        (["true"], Wishes(job="a\nb"), "--job 'a.nb': the name of a job"),
-        (["true"], Wishes(job="x" * 65), "has at most 64 characters"),
+        ([], RunOptions(), "there is no command"),
+        (["no-such-program"], RunOptions(), "there is no program 'no-such-program' here"),
+        (["true", "\0"], RunOptions(), "null character"),
+        (["true", "\udc80"], RunOptions(), "not valid UTF-8"),
+        (["true", "x" * 70_000], RunOptions(), "too long"),
+        (["true"], RunOptions(environment=["X"]), "--env 'X' is not NAME=VALUE"),
+        (["true"], RunOptions(environment=["PMESH_JOB=x"]), "PMESH_JOB may not be set"),
+        (["no-such.py"], RunOptions(), "there is no 'no-such.py' in .*; give the path"),
+        (["python3", "no-such.py"], RunOptions(), "there is no 'no-such.py'"),
+        (["true"], RunOptions(on=" ,"), "--on names no machine; give all"),
+        (["true"], RunOptions(on="x" * 65), "--on: a machine's name has at most 64 characters"),
+        (["true"], RunOptions(count=-1), "--count is -1, but must be from 0 to 1024"),
+        (["true"], RunOptions(per_node=65), "--per-node is 65, but must be from 1 to 64"),
+        (["true"], RunOptions(terms=LaunchTerms(restarts=-1)), "--restarts is -1"),
+        (["true"], RunOptions(terms=LaunchTerms(grace_s=math.nan)), "--grace is nan"),
+        (["true"], RunOptions(terms=LaunchTerms(hang_timeout_s=1e9)), "--hang-timeout is"),
+        (["true"], RunOptions(job="a\nb"), "--job 'a.nb': the name of a job"),
+        (["true"], RunOptions(job="x" * 65), "has at most 64 characters"),
     ],
 )
-def test_what_can_not_be_asked_for_is_named(words: list[str], wishes: Wishes, message: str) -> None:
+def test_what_can_not_be_asked_for_is_named(
+    words: list[str], options: RunOptions, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
-        launch_of(words, wishes, HERE)
+        launch_of(words, options, HERE)
 
 
 def test_the_machines_and_the_variables_are_passed_on() -> None:
-    wishes = Wishes(on="mac-1, mac-2,mac-1", environment=["A=1", "B=x=y", "A=2"])
-    request = launch_of(["true"], wishes, HERE)
+    options = RunOptions(on="mac-1, mac-2,mac-1", environment=["A=1", "B=x=y", "A=2"])
+    request = launch_of(["true"], options, HERE)
     assert request.on == ("mac-1", "mac-2")
     assert dict(request.command.variables) == {"A": "2", "B": "x=y"}
-    assert launch_of(["true"], Wishes(on="mac-1,all"), HERE).on == ()
+    assert launch_of(["true"], RunOptions(on="mac-1,all"), HERE).on == ()
 
 
 def test_lines_carry_the_name_of_their_machine(capsys: pytest.CaptureFixture[str]) -> None:

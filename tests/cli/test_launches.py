@@ -8,7 +8,7 @@ import pytest
 
 from pmesh.cli.app import run
 from pmesh.core.wire.framing import frame
-from pmesh.core.wire.launches import Launches, LaunchRow
+from pmesh.core.wire.launches import LaunchRow, LaunchRows
 from pmesh.core.wire.session import encode
 from pmesh.home_paths import home_directory, socket_path
 from tests.worlds.fake_status_agent import agent_at
@@ -48,7 +48,7 @@ def ps(
         def answer(connection: socket.socket) -> None:
             connection.recv(4096)
             for some in (tuple(rows), ()):
-                connection.sendall(frame(encode(Launches(some))))
+                connection.sendall(frame(encode(LaunchRows(some))))
 
         with agent_at(socket_path(home_directory()), answer):
             assert run(["ps", *options]) == 0

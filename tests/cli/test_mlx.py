@@ -8,7 +8,7 @@ import pytest
 
 from pmesh.cli.app import run
 from pmesh.cli.mlx import Program, program_of, trains_lora
-from pmesh.client.launched import Launch
+from pmesh.client.launched import MLXLaunch
 from pmesh.errors import ConfigError, UsageError
 from tests.worlds.watched_agent import WatchedAgent, watched_agent
 
@@ -117,7 +117,7 @@ def test_only_the_training_of_mlx_lm_lora_has_a_loop_of_ours(
 @pytest.fixture
 def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WatchedAgent:
     """Its home is given; the variables that the command sets are gone after the test."""
-    for name in (*Launch(job="", wait_for=0).variables(), "PMESH_HOME"):
+    for name in (*MLXLaunch(job="", wait_for=0).variables(), "PMESH_HOME"):
         monkeypatch.setenv(name, "")
     monkeypatch.setenv("PMESH_HOME", str(tmp_path / "home"))
     return WatchedAgent(tmp_path / "home")
@@ -139,7 +139,7 @@ def test_the_process_becomes_the_program(became: list[list[str]], tmp_path: Path
     run(["mlx", *options, HERE, "-u", str(script), "--wait-for", "9"])
     words = [HERE, "-u", "-m", "pmesh.mlx.program", "script", str(script), "--wait-for", "9"]
     assert became == [words]
-    assert Launch.of(os.environ) == Launch(job="mine", wait_for=3, compression="int8")
+    assert MLXLaunch.of(os.environ) == MLXLaunch(job="mine", wait_for=3, compression="int8")
 
 
 @pytest.mark.usefixtures("agent")
@@ -150,9 +150,9 @@ def test_under_pmesh_run_the_launch_names_the_job_and_its_size(
     monkeypatch.setenv("PMESH_JOB", "train-4711")
     monkeypatch.setenv("PMESH_WAIT_FOR", "2")
     run(["mlx", "-m", "steps"])
-    assert Launch.of(os.environ) == Launch(job="train-4711", wait_for=2)
+    assert MLXLaunch.of(os.environ) == MLXLaunch(job="train-4711", wait_for=2)
     run(["mlx", "--job", "mine", "--wait-for", "3", "-m", "steps"])
-    assert Launch.of(os.environ) == Launch(job="mine", wait_for=3)
+    assert MLXLaunch.of(os.environ) == MLXLaunch(job="mine", wait_for=3)
     monkeypatch.setenv("PMESH_WAIT_FOR", "two")
     assert run(["mlx", "-m", "steps"]) == 1
     assert len(became) == 2
@@ -175,7 +175,7 @@ def test_mlx_lms_own_loop_runs_where_it_is_asked_for(
     assert (trained, became) == ([["--train"]], [])
     run(["mlx", "--wait-for", "2", "--no-elastic", *command])
     assert became == [[HERE, "-m", "pmesh.mlx.program", "module", "mlx_lm", "lora", "--train"]]
-    assert Launch.of(os.environ) == Launch(job="mlx_lm.lora", wait_for=2)
+    assert MLXLaunch.of(os.environ) == MLXLaunch(job="mlx_lm.lora", wait_for=2)
 
 
 def test_without_a_number_it_begins_with_all_machines(
@@ -184,12 +184,12 @@ def test_without_a_number_it_begins_with_all_machines(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for name in (*Launch(job="", wait_for=0).variables(), "PMESH_HOME"):
+    for name in (*MLXLaunch(job="", wait_for=0).variables(), "PMESH_HOME"):
         monkeypatch.setenv(name, "")
     with watched_agent(tmp_path / "home") as agent:
         run(["mlx", "--home", str(agent.home), "-m", "steps"])
     assert len(became) == 1
-    assert Launch.of(os.environ) == Launch(job="steps", wait_for=1)
+    assert MLXLaunch.of(os.environ) == MLXLaunch(job="steps", wait_for=1)
     assert "waiting until" not in capsys.readouterr().err
 
 

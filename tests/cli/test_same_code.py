@@ -7,7 +7,7 @@ import pytest
 
 from pmesh.agent.launches.checks import check_command
 from pmesh.cli import same_code
-from pmesh.cli.launch import Wishes, launch_of
+from pmesh.cli.launch import RunOptions, launch_of
 from pmesh.cli.same_code import digests_of
 from pmesh.core.wire.launches import Command
 from pmesh.errors import ConfigError, UsageError
@@ -141,7 +141,7 @@ def test_what_can_not_be_read_is_named(two: tuple[Path, Path]) -> None:
 
 
 def synced(cwd: Path, *words: str, module: str = "") -> Command:
-    return launch_of(words, Wishes(cwd=cwd, sync=True, module=module), HERE).command
+    return launch_of(words, RunOptions(cwd=cwd, sync=True, module=module), HERE).command
 
 
 def test_what_is_sent_needs_no_comparison_but_what_lies_elsewhere_does(

@@ -12,7 +12,7 @@ import pytest
 
 from pmesh.agent.launches.files import FileStore
 from pmesh.cli import sync
-from pmesh.cli.launch import Wishes, launch_of
+from pmesh.cli.launch import RunOptions, launch_of
 from pmesh.cli.sync import SendingShown, entries_in, with_tree
 from pmesh.core.identity.keys import MeshKey, mesh_key_text
 from pmesh.core.wire.launches import FilesSent, Launch
@@ -355,7 +355,7 @@ def test_what_git_can_not_say_is_an_error(root: Path, home: Path) -> None:
 
 
 def request(root: Path, *words: str) -> Launch:
-    return launch_of(words or ("true",), Wishes(cwd=root, sync=True), HERE)
+    return launch_of(words or ("true",), RunOptions(cwd=root, sync=True), HERE)
 
 
 def test_the_directory_is_stored_as_it_is_now(root: Path, home: Path) -> None:
@@ -379,11 +379,11 @@ def test_what_a_command_names_is_found_in_the_directory_whatever_its_path(
     (root / "current").symlink_to("v1")
     (tmp_path / "link").symlink_to(root)
     assert with_tree(request(root, "true", "current/train.py"), home, root, most_bytes=MANY)
-    wishes = Wishes(cwd=tmp_path / "link", sync=True)
-    command = launch_of([str(root / "run.sh")], wishes, HERE).command
+    options = RunOptions(cwd=tmp_path / "link", sync=True)
+    command = launch_of([str(root / "run.sh")], options, HERE).command
     assert command.words == ("./run.sh",)
     with pytest.raises(ConfigError, match=r"name it 'v1/train\.py'"):
-        launch_of(["true", str(root / "v1" / "train.py")], wishes, HERE)
+        launch_of(["true", str(root / "v1" / "train.py")], options, HERE)
 
 
 def test_a_script_that_git_ignores_is_named(root: Path, home: Path) -> None:

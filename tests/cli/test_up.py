@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 import trio
 
-from pmesh.agent.config import Listen, Settings
+from pmesh.agent.config import AgentSettings, Listen
 from pmesh.agent.home import hold_home, load_mesh_key, store_mesh_key
 from pmesh.cli import up
 from pmesh.cli.app import run
@@ -32,7 +32,7 @@ LOOPBACK = socket.if_nameindex()[0][1]
 class Start(NamedTuple):
     """What an agent was started with."""
 
-    settings: Settings
+    settings: AgentSettings
     mesh_key: MeshKey
     node_key: NodeKey
 
@@ -46,7 +46,7 @@ class FakeAgent:
 
     async def run(
         self,
-        settings: Settings,
+        settings: AgentSettings,
         mesh_key: MeshKey,
         node_key: NodeKey,
         announce: Callable[[str], None],
@@ -82,7 +82,7 @@ def test_every_option_reaches_the_agent(agent: FakeAgent, home: Path) -> None:
     more = "--compression topk --log-level debug --log-json"
     names = ["--interface", LOOPBACK, "--not-interface", LOOPBACK]
     assert run(["up", *options.split(), *more.split(), *names]) == 0
-    assert agent.starts[0].settings == Settings(
+    assert agent.starts[0].settings == AgentSettings(
         home=home,
         name="studio",
         listen=Listen("127.0.0.1", 0),

@@ -11,9 +11,9 @@ from pmesh.agent.schema import decode_status
 from pmesh.client.connect import connect
 from pmesh.client.control import ask_events, ask_status, stop_agent
 from pmesh.core.wire.framing import frame
-from pmesh.core.wire.session import Leave, Status, Stopping, encode
+from pmesh.core.wire.session import Leave, StatusReply, Stopping, encode
 from pmesh.errors import AgentNotRunning, AgentStopped, ProtocolError
-from pmesh.testing.simulated_mesh import agent_in_a_thread
+from pmesh.testing import agent_in_a_thread
 from tests.worlds.fake_status_agent import agent_at, answer_well, answer_with, make_chronicle
 
 Ask = Callable[[Path], object]
@@ -36,7 +36,7 @@ def reset(connection: socket.socket) -> None:
 def test_an_answer_in_many_pieces_is_read_whole(tmp_path: Path) -> None:
     def answer(connection: socket.socket) -> None:
         connection.recv(4096)
-        for byte in frame(encode(Status(b"{}"))):
+        for byte in frame(encode(StatusReply(b"{}"))):
             connection.send(bytes([byte]))
 
     with agent_at(tmp_path / "agent.sock", answer):
@@ -144,7 +144,7 @@ def test_an_answer_to_another_question_is_a_protocol_error(tmp_path: Path, reply
 def test_a_status_is_no_answer_to_a_stop(tmp_path: Path) -> None:
     def answer(connection: socket.socket) -> None:
         connection.recv(4096)
-        connection.sendall(frame(encode(Status(b""))))
+        connection.sendall(frame(encode(StatusReply(b""))))
 
     with (
         agent_at(tmp_path / "agent.sock", answer),

@@ -9,7 +9,7 @@ import pytest
 
 from pmesh.compression import one_bit, power_sgd, random_k, top_k
 from pmesh.compression.blocks import Bytes, Float32s
-from pmesh.compression.power_sgd import Plan, plan_matrices
+from pmesh.compression.power_sgd import PowerSGDPlan, plan_matrices
 
 STEPS = 1000
 COUNT = 240
@@ -122,7 +122,7 @@ class ByRandomK:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByPowerSGD:
-    plan: Plan
+    plan: PowerSGDPlan
     warm: dict[int, Float32s] = field(default_factory=dict[int, Float32s])
     """Each rank's Q's; all alike, but for one that is new."""
 

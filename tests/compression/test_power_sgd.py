@@ -9,20 +9,20 @@ from hypothesis import strategies as st
 from pmesh.compression import power_sgd
 from pmesh.compression.blocks import Float32s
 from pmesh.compression.draws import draw_uniform
-from pmesh.compression.power_sgd import Plan
+from pmesh.compression.power_sgd import PowerSGDPlan
 from tests.compression.values import gaussian
 
 SHAPES = [(7,), (40, 30), (), (5, 3), (3, 3, 25, 20), (2,), (0, 4)]
 
 
-def first_q(plan: Plan) -> Float32s:
+def first_q(plan: PowerSGDPlan) -> Float32s:
     q = np.zeros(plan.q_count, np.float32)
     power_sgd.warm_up(plan, q, key=1)
     return q
 
 
 def one_rank(
-    plan: Plan, own: Float32s, q: Float32s, *, residual: Float32s | None = None
+    plan: PowerSGDPlan, own: Float32s, q: Float32s, *, residual: Float32s | None = None
 ) -> tuple[Float32s, Float32s]:
     """The result of a mesh of one, and the next Q; the residual is replaced."""
     p, out = np.full(plan.p_count, np.nan, np.float32), np.full(plan.count, np.nan, np.float32)

@@ -4,7 +4,7 @@ from pathlib import Path
 import cyclopts
 import pytest
 
-from pmesh.agent.config import DEFAULT_PORT, PARSERS, Settings, variable_of
+from pmesh.agent.config import DEFAULT_PORT, PARSERS, AgentSettings, variable_of
 from pmesh.cli.app import FAILED, INTERRUPTED, MISUSED, app, end_own_options
 from tests.docs.pages import DOCS, PAGES, ROOT, code_in, read, sections, shown_commands, table_rows
 
@@ -49,7 +49,7 @@ def test_every_setting_has_its_key_variable_and_option() -> None:
 
 
 def test_the_defaults_on_the_page_are_those_of_the_program() -> None:
-    settings = Settings(home=ROOT, name="mac-1")
+    settings = AgentSettings(home=ROOT, name="mac-1")
     rows = {code_in(row[0])[0].split()[0]: row[1] for row in table_rows(PAGE["pmesh up"])}
 
     assert f"Default: all addresses, port {DEFAULT_PORT}." in rows["--listen"]

@@ -20,8 +20,8 @@ def cells(line: str) -> list[str]:
 @pytest.mark.parametrize(
     ("heading", "signals", "table"),
     [
-        ("What is thought of a peer", health.Signal, health.TRANSITIONS),
-        ("When a machine is dialled", dialing.Signal, dialing.TRANSITIONS),
+        ("What is thought of a peer", health.HealthEvent, health.TRANSITIONS),
+        ("When a machine is dialled", dialing.DialEvent, dialing.TRANSITIONS),
     ],
 )
 def test_the_page_has_the_transitions_of_the_code(

@@ -53,7 +53,7 @@ def test_the_status_page_explains_every_state(section: str, known: object) -> No
 def test_the_status_page_names_every_health_and_the_version() -> None:
     members = sections(STATUS)["MemberStatus"]
 
-    assert all(f"`{health}`" in members for health in get_args(schema.Health))
+    assert all(f"`{health}`" in members for health in get_args(schema.MemberHealth))
     assert f"now {schema.SCHEMA_VERSION}." in STATUS
 
 

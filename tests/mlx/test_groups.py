@@ -11,7 +11,7 @@ import pytest
 
 import pmesh
 import pmesh.mlx
-from pmesh.client.launched import Launch
+from pmesh.client.launched import MLXLaunch
 from pmesh.mlx import groups
 from pmesh.testing import SimulatedMesh
 from tests.worlds.watched_agent import watched_agent
@@ -22,7 +22,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The global group, which is none before and after each test."""
     made: list[Any] = []
     monkeypatch.setattr(groups, "_world", made)
-    for name in Launch(job="", wait_for=0).variables():
+    for name in MLXLaunch(job="", wait_for=0).variables():
         monkeypatch.delenv(name, raising=False)
     return made
 
@@ -96,7 +96,7 @@ def test_without_a_launch_the_process_is_alone(world: list[Any]) -> None:
 
 
 def test_a_launch_for_one_needs_no_agent(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in Launch(job="j", wait_for=1).variables().items():
+    for name, value in MLXLaunch(job="j", wait_for=1).variables().items():
         monkeypatch.setenv(name, value)
     assert pmesh.mlx.init().size() == 1
 
@@ -104,7 +104,7 @@ def test_a_launch_for_one_needs_no_agent(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_launch_for_several_joins_its_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: list[Any]
 ) -> None:
-    launch = Launch(job="program", wait_for=2, compression="int8")
+    launch = MLXLaunch(job="program", wait_for=2, compression="int8")
     for name, value in launch.variables().items():
         monkeypatch.setenv(name, value)
     assert groups.is_shared()
@@ -112,7 +112,9 @@ def test_a_launch_for_several_joins_its_job(
         monkeypatch.setenv("PMESH_HOME", str(agent.home))
         registered: list[Any] = []
         monkeypatch.setattr(atexit, "register", registered.append)
-        monkeypatch.setattr(Launch, "join", lambda self: pmesh.connect(self.job, home=agent.home))
+        monkeypatch.setattr(
+            MLXLaunch, "join", lambda self: pmesh.connect(self.job, home=agent.home)
+        )
         group = pmesh.mlx.init()
         assert isinstance(group, pmesh.mlx.Group)
         assert group.compression == "int8"
@@ -124,11 +126,11 @@ def test_a_launch_for_several_joins_its_job(
 
 
 def test_variables_that_are_no_launch_are_told_apart() -> None:
-    assert Launch.of({}) is None
-    launch = Launch(job="a", wait_for=3, compression="int8")
-    assert Launch.of(launch.variables()) == launch
+    assert MLXLaunch.of({}) is None
+    launch = MLXLaunch(job="a", wait_for=3, compression="int8")
+    assert MLXLaunch.of(launch.variables()) == launch
     with pytest.raises(pmesh.UsageError, match="is the number of trainers, not 'many'"):
-        Launch.of(launch.variables() | {"PMESH_MLX_WAIT_FOR": "many"})
+        MLXLaunch.of(launch.variables() | {"PMESH_MLX_WAIT_FOR": "many"})
 
 
 def test_backends_of_mlxs_own_are_mlxs(world: list[Any]) -> None:

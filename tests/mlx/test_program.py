@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pmesh.mlx import patches, program
+from pmesh.mlx import program
 
 SOURCE = "import sys, json; print(json.dumps([__name__, sys.argv, sys.path[0]]))\n"
 
@@ -14,7 +14,7 @@ SOURCE = "import sys, json; print(json.dumps([__name__, sys.argv, sys.path[0]]))
 def left(monkeypatch: pytest.MonkeyPatch) -> list[BaseException | None]:
     """How the job was left."""
     found: list[BaseException | None] = []
-    monkeypatch.setattr(patches, "apply", lambda: None)
+    monkeypatch.setattr(program, "apply_patches", lambda: None)
     monkeypatch.setattr(program, "leave", lambda crashed=None: found.append(crashed))
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setattr(sys, "path", ["here", *sys.path])

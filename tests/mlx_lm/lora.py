@@ -15,7 +15,7 @@ import pmesh
 from pmesh.mlx_lm.batches import Batches
 from pmesh.mlx_lm.libraries import mx, trainer
 from pmesh.mlx_lm.state import State
-from pmesh.mlx_lm.training import Run, Training, digest
+from pmesh.mlx_lm.training import RunSetup, Training, digest
 
 VOCABULARY = 32
 
@@ -94,7 +94,7 @@ class Trainer:
         return digest(state.adapters())
 
 
-def prepare(folder: Path, said: Said | None = None, **options: Any) -> tuple[State, Run]:  # noqa: ANN401
+def prepare(folder: Path, said: Said | None = None, **options: Any) -> tuple[State, RunSetup]:  # noqa: ANN401
     """A state and what to do with it, as a session makes them."""
     chosen: dict[str, Any] = {
         "kind": "lora",
@@ -134,7 +134,7 @@ def prepare(folder: Path, said: Said | None = None, **options: Any) -> tuple[Sta
         clear_cache_threshold=0,
         max_seq_length=64,
     )
-    run = Run(
+    run = RunSetup(
         args=args,
         loss=chosen.get("loss", trainer.default_loss),
         seed=0,

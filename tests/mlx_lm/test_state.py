@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from pmesh.errors import UsageError
-from pmesh.mlx_lm.files import replace
 from pmesh.mlx_lm.libraries import trees
-from pmesh.mlx_lm.state import State
+from pmesh.mlx_lm.state import State, replace
 from pmesh.mlx_lm.terms import MODEL
 from pmesh.mlx_lm.training import digest
 from tests.mlx_lm.lora import prepare

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import pmesh
-from pmesh.mlx_lm.batches import Share, pad
+from pmesh.mlx_lm.batches import LocalBatch, pad
 from pmesh.mlx_lm.halves import Gradients
 from pmesh.mlx_lm.libraries import mx, nn, trainer, trees
 from pmesh.mlx_lm.state import State
@@ -119,7 +119,7 @@ def test_accumulated_iterations_are_one_update_of_all_their_rows(tmp_path: Path)
     assert int(trainers[0].state.optimizer.step.item()) == 2
 
 
-def rows_of(share: Share) -> list[tuple[list[int], int]]:
+def rows_of(share: LocalBatch) -> list[tuple[list[int], int]]:
     pairs = zip(share.tokens.tolist(), share.spans.tolist(), strict=True)
     return [(tokens[:end], start) for tokens, (start, end) in pairs]
 

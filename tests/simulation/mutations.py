@@ -31,7 +31,7 @@ from pmesh.core.views import (
 )
 from pmesh.core.views.agreement import StallGuard
 from pmesh.core.views.op_log import Ledger
-from pmesh.core.views.state import Fence, Install, MemberState, Peer, Step
+from pmesh.core.views.state import FenceJobs, Install, MemberState, MemberStep, Peer
 from pmesh.core.wire.views import Propose
 from pmesh.ids import Epoch, Incarnation, Member
 from simulation import lane_messages, ops
@@ -78,7 +78,9 @@ _receive_commit = agreement._receive_commit
 _first_state = agreement.first_state
 
 
-def _accept_below_promise(state: MemberState, sender: Member, message: Propose, *rest: Any) -> Step:
+def _accept_below_promise(
+    state: MemberState, sender: Member, message: Propose, *rest: Any
+) -> MemberStep:
     if message.epoch < state.promised:
         state = replace(state, promised=state.view.epoch)
     return _receive_proposal(state, sender, message, *rest)
@@ -92,7 +94,7 @@ def _reuse_counter(state: MemberState, *rest: Any) -> Propose | None:
     return msgspec.structs.replace(message, epoch=epoch)
 
 
-def _install_any(state: MemberState, message: Any, now: float) -> Step:
+def _install_any(state: MemberState, message: Any, now: float) -> MemberStep:
     if message.view.epoch > state.view.epoch:
         state = replace(state, promised=message.view.epoch, flushed_at=now)
     return _receive_commit(state, message, now)
@@ -142,9 +144,9 @@ _report_on = rosters._report_on
 _flush = agreement._flush
 
 
-def _flush_without_fence(*arguments: Any) -> Step:
+def _flush_without_fence(*arguments: Any) -> MemberStep:
     step = _flush(*arguments)
-    return Step(step.state, tuple(a for a in step.actions if not isinstance(a, Fence)))
+    return MemberStep(step.state, tuple(a for a in step.actions if not isinstance(a, FenceJobs)))
 
 
 def _report_highest_only(known: Ledger, trainer: Any) -> Any:
@@ -179,11 +181,11 @@ def _hears(state: MemberState, member: Member) -> bool:
 _receive_heartbeat = agreement._receive_heartbeat
 
 
-def _wait_for_commit(state: MemberState, sender: Member, beat: Any, now: float) -> Step:
+def _wait_for_commit(state: MemberState, sender: Member, beat: Any, now: float) -> MemberStep:
     step = _receive_heartbeat(state, sender, beat, now)
     if any(isinstance(a, Install) and a.view.epoch == state.promised for a in step.actions):
         peer = Peer(member=sender, heartbeat=beat, view=step.state.view)
-        return Step(replace(state, peers={**state.peers, sender.node: peer}))
+        return MemberStep(replace(state, peers={**state.peers, sender.node: peer}))
     return step
 
 

@@ -13,7 +13,7 @@ from pmesh.core.jobs.rank import RankState
 from pmesh.core.values import OpOutcome, Roster
 from pmesh.core.views import leader, op_log, outcomes
 from pmesh.core.views.op_log import Ledger
-from pmesh.core.views.state import MemberState, Step
+from pmesh.core.views.state import MemberState, MemberStep
 from pmesh.ids import Member, OpNumber
 from simulation import ops
 from simulation.ranks import LocalRank
@@ -137,8 +137,8 @@ def unchanged(state: MemberState, *arguments: Any) -> MemberState:
     return state
 
 
-def no_step(state: MemberState, *arguments: Any) -> Step:
-    return Step(state)
+def no_step(state: MemberState, *arguments: Any) -> MemberStep:
+    return MemberStep(state)
 
 
 def never(*arguments: Any, **named: Any) -> bool:

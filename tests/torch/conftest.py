@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pmesh.testing.simulated_mesh import agent_in_a_thread
+from pmesh.testing import agent_in_a_thread
 from tools.lab.agents import inherited
 
 collect_ignore_glob: list[str] = []

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from pmesh.client.calls.queue import Line
-from pmesh.torch.data_parallel import Gradients, cut_into_buckets
-from pmesh.torch.staging import Target
+from pmesh.torch.arguments import StagedTensor
+from pmesh.torch.data_parallel import Reducer, cut_into_buckets
 from tests.torch.conftest import Programs
 from tests.torch.elastic import WAYS
 
@@ -26,8 +26,8 @@ def parameters(**counts: int) -> dict[str, torch.Tensor]:
     return {name: torch.zeros(count) for name, count in counts.items()}
 
 
-def gradients_of(names: str) -> dict[str, Target]:
-    return {name: Target(torch.zeros(1)) for name in names}
+def gradients_of(names: str) -> dict[str, StagedTensor]:
+    return {name: StagedTensor(torch.zeros(1)) for name in names}
 
 
 def test_buckets_follow_the_parameters_from_the_last_to_the_first() -> None:
@@ -46,7 +46,7 @@ def test_a_first_bucket_is_small_so_that_its_op_begins_early() -> None:
 @pytest.mark.parametrize("layout", [["abcd"], ["d", "c", "b", "a"], ["ab", "cd"], ["bd", "ac"]])
 def test_ops_are_the_same_whatever_the_buckets_of_ddp(line: Line, layout: list[str]) -> None:
     ops: list[str] = []
-    gradients = Gradients(["dc", "b", "a"], lambda bucket: ops.append("".join(bucket)), line)
+    gradients = Reducer(["dc", "b", "a"], lambda bucket: ops.append("".join(bucket)), line)
 
     for _ in range(2):
         done = [gradients.add(gradients_of(names)) for names in layout]
@@ -64,7 +64,7 @@ def test_after_an_op_that_failed_the_rest_of_its_pass_is_left_out(line: Line) ->
         if ops == ["d", "b"]:
             raise ValueError("of the second")
 
-    gradients = Gradients(["d", "b", "a"], average, line)
+    gradients = Reducer(["d", "b", "a"], average, line)
 
     first, *rest = [gradients.add(gradients_of(name)) for name in "dba"]
     first.result(60)

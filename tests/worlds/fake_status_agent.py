@@ -49,12 +49,12 @@ from pmesh.core.wire.session import (
     Machines,
     Pinged,
     Refused,
+    StatusReply,
     Stopping,
     WayTried,
     decode_request_untrusted,
     encode,
 )
-from pmesh.core.wire.session import Status as StatusReply
 from pmesh.ids import Incarnation, Member, NodeId
 
 IDS = ["a" * 52, "b" * 52, "c" * 52]

@@ -14,7 +14,7 @@ from pathlib import Path
 import trio
 from trio.testing import MockClock
 
-from pmesh.agent.config import Listen, Settings
+from pmesh.agent.config import AgentSettings, Listen
 from pmesh.agent.run import Agent
 from pmesh.core.identity.keys import MeshKey, NodeKey
 from pmesh.core.values import Terms
@@ -59,7 +59,7 @@ class Machine:
     """One agent with a home of its own."""
 
     def __init__(
-        self, settings: Settings, key: NodeKey, nursery: trio.Nursery, clock: MockClock
+        self, settings: AgentSettings, key: NodeKey, nursery: trio.Nursery, clock: MockClock
     ) -> None:
         self._clock = clock
         self.settings = settings
@@ -154,7 +154,7 @@ class Village:
     ) -> Machine:
         home = self.directory / (folder or name)
         home.mkdir(mode=0o700, exist_ok=True)
-        settings = Settings(
+        settings = AgentSettings(
             home=home,
             name=name,
             listen=Listen("127.0.0.1", port),

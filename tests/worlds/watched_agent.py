@@ -47,7 +47,7 @@ from pmesh.core.wire.session import (
 from pmesh.ids import TrainerId
 from pmesh.net.sessions.arena_pools import ArenaShare
 from pmesh.net.sessions.sessions import PeerCredentials, Session
-from pmesh.testing.simulated_mesh import agent_in_a_thread
+from pmesh.testing import agent_in_a_thread
 from tests.worlds.scripted_agent import PATIENCE_S
 
 T = TypeVar("T")

@@ -24,7 +24,7 @@ from mlx.utils import tree_flatten
 
 import pmesh
 from pmesh.mlx import ShardedOptimizer, fully_shard
-from pmesh.testing.simulated_mesh import agent_in_a_thread
+from pmesh.testing import agent_in_a_thread
 
 RANKS, BLOCKS, BATCH, STEPS = 3, 4, 12, 20
 WAYS = ("plain", "zero-1", "fully sharded")

@@ -10,7 +10,7 @@ from typing import assert_never
 import msgspec
 import trio
 
-from pmesh.agent.config import Settings
+from pmesh.agent.config import AgentSettings
 from pmesh.agent.containment import Tasks
 from pmesh.agent.events import EventLog
 from pmesh.agent.jobs.ranks import LocalRank, sum_of
@@ -66,7 +66,9 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
     rendezvous: LaneRendezvous
     membership: Membership
 
-    def __init__(self, me: Member, tasks: Tasks, event_log: EventLog, settings: Settings) -> None:
+    def __init__(
+        self, me: Member, tasks: Tasks, event_log: EventLog, settings: AgentSettings
+    ) -> None:
         alone_from = trio.current_time() + settings.find_others_s
         super().__init__(me, _make_rank, min_peers=settings.min_peers, alone_from=alone_from)
         self.event_log = event_log

@@ -50,7 +50,7 @@ RANKS_POLL_S = 0.1  # while there are too few ranks: half a heartbeat
 _CODED_DTYPE = "float32"
 _MOST_RANKS = 1024  # as many as a job can wait for; newcomers may make a sync's table longer
 
-Reply: TypeAlias = tuple[OpDone | OpFailed, Arena | None]
+OpReply: TypeAlias = tuple[OpDone | OpFailed, Arena | None]
 """The reply, and the output arena that it names, which stays until the next op has ended."""
 
 
@@ -90,7 +90,7 @@ class Op(OpState):
         return self.kind != "reduce" or bool(self.result.nbytes)
 
 
-async def run_op(rank: LocalRank, request: StartOp, jobs: Jobs) -> Reply:
+async def run_op(rank: LocalRank, request: StartOp, jobs: Jobs) -> OpReply:
     """Run the op to its end, which is the same at all ranks.
 
     Raises:
@@ -130,7 +130,7 @@ def _doomed(request: StartOp, verdict: Verdict) -> Op:
     )
 
 
-async def _attempt(rank: LocalRank, op: Op, jobs: Jobs) -> Reply:
+async def _attempt(rank: LocalRank, op: Op, jobs: Jobs) -> OpReply:
     """Make one attempt. If it can't go on, it waits here for a view change that cancels it."""
     try:
         while True:
@@ -194,11 +194,11 @@ async def _wait(rank: LocalRank, wait: Wait, jobs: Jobs) -> None:
     await rank.changed()
 
 
-def _failed(op: OpNumber, failed: Failed) -> Reply:
+def _failed(op: OpNumber, failed: Failed) -> OpReply:
     return OpFailed(op, failed.verdict, failed.consumed, failed.world), None
 
 
-def _deliver(rank: LocalRank, op: Op, jobs: Jobs) -> Reply:
+def _deliver(rank: LocalRank, op: Op, jobs: Jobs) -> OpReply:
     """V3: no await lies between the end of the fence and the ledger's entry."""
     rank.complete(op.number, op.result, op.contributors, holds=op.holds)
     arena = None if op.result.is_input else op.result.arena

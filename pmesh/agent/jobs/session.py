@@ -111,7 +111,7 @@ async def serve_trainer(
         rank_is: called with the trainer's rank before a reply tells it to the trainer.
     """
     arenas = SessionArenas(share)
-    trainer = _Trainer(
+    trainer = _TrainerSession(
         session,
         request,
         arenas,
@@ -147,7 +147,7 @@ def other_version(version: int) -> str:
     )
 
 
-class _Trainer:
+class _TrainerSession:
     """One trainer: in its job, about to enter it, or left behind by it."""
 
     def __init__(

@@ -28,7 +28,7 @@ LOOK_S = 0.25  # between two looks for new paths, of 50 us each, while a lane is
 RETRY_S = 2.0  # before a path over which no connection came up is tried again
 WIDEN_EVERY_S = 60.0  # a lane to a member is broken for a second path at most this often
 
-Hosts = tuple[AbstractSet[str], AbstractSet[str]]
+EndHosts = tuple[AbstractSet[str], AbstractSet[str]]
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +39,7 @@ class _Several:
     offer: OfferLane
     member: Member
     indices: Iterator[int] = field(default_factory=lambda: count(1))
-    dialling: set[Hosts] = field(default_factory=set[Hosts])
+    dialling: set[EndHosts] = field(default_factory=set[EndHosts])
 
 
 class LanePaths:

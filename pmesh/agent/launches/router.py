@@ -26,7 +26,7 @@ from pmesh.agent.launches.started import StartedHere, read_of
 from pmesh.agent.launches.syncing import Syncing
 from pmesh.agent.launches.ways import best_way
 from pmesh.agent.mesh.links import Link
-from pmesh.agent.mesh.names import Names
+from pmesh.agent.mesh.names import MachineNames
 from pmesh.core.launches.engines import LOOPBACK, MAX_RDMA_RANKS
 from pmesh.core.launches.lines import MACHINE, STARTER, note, seated
 from pmesh.core.launches.starting import Seat
@@ -102,7 +102,7 @@ class Launches:
         *,
         home: Path,
         allow_run: bool,
-        names: Names,
+        names: MachineNames,
         view: Callable[[], View],
         links: Callable[[], Mapping[NodeId, Link]],
         nursery: trio.Nursery,

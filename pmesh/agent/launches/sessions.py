@@ -24,12 +24,10 @@ from pmesh.core.wire.launches import (
     LaunchInputTaken,
     LaunchLines,
     LaunchOver,
+    LaunchRows,
     LaunchSends,
     SignalLaunch,
     SignalNumber,
-)
-from pmesh.core.wire.launches import (
-    Launches as LaunchRows,
 )
 from pmesh.errors import ProtocolError, UsageError
 from pmesh.ids import NodeId, PathName, node_text

@@ -15,7 +15,7 @@ import trio
 
 from pmesh.agent.containment import Tasks
 from pmesh.core.links import dialing
-from pmesh.core.links.dialing import Phase, Target
+from pmesh.core.links.dialing import Target, TargetPhase
 from pmesh.core.wire.link import Address
 from pmesh.errors import PeerUnreachable, PmeshError
 from pmesh.ids import NodeId
@@ -32,7 +32,7 @@ _log = structlog.get_logger()
 Introduction: TypeAlias = tuple[NodeId, NodeId]
 """The peer that named a machine, and the machine."""
 
-Key: TypeAlias = NodeId | Address | Introduction | str
+TargetKey: TypeAlias = NodeId | Address | Introduction | str
 """Identifies a target or a refusal: a node, a `--peer` address, an introduction, or the host of a
 stranger."""
 
@@ -59,22 +59,22 @@ class Targets:
         self._dial = dial
         self._nursery = nursery
         self._jitter = jitter
-        self._targets: dict[Key, Target] = {}
-        self._node_of: dict[Key, NodeId] = {}
+        self._targets: dict[TargetKey, Target] = {}
+        self._node_of: dict[TargetKey, NodeId] = {}
         self._changed = trio.Event()
-        self._dials: set[Key] = set()
-        self.refusals: dict[Key, Refusal] = {}
+        self._dials: set[TargetKey] = set()
+        self.refusals: dict[TargetKey, Refusal] = {}
 
     @property
-    def wanted(self) -> dict[Key, tuple[Address, ...]]:
+    def wanted(self) -> dict[TargetKey, tuple[Address, ...]]:
         """The targets that are being dialled or wait for their next dial."""
         return {
             key: target.addresses
             for key, target in self._targets.items()
-            if target.phase in {Phase.WAITING, Phase.DIALLING}
+            if target.phase in {TargetPhase.WAITING, TargetPhase.DIALLING}
         }
 
-    def node_of(self, key: Key) -> NodeId | None:
+    def node_of(self, key: TargetKey) -> NodeId | None:
         """Return the node of a target; None if the node at an address is not known yet."""
         return self._node_of.get(key) or (NodeId(key) if isinstance(key, bytes) else None)
 
@@ -130,10 +130,10 @@ class Targets:
     def link_lost(self, node: NodeId) -> None:
         now = trio.current_time()
         for key, target in self._targets_of(node):
-            if target.phase is Phase.LINKED:
+            if target.phase is TargetPhase.LINKED:
                 self._set(key, dialing.link_lost(target, now=now, jitter=self._jitter()))
 
-    def refuse(self, key: Key, error: PmeshError, address: Address) -> None:
+    def refuse(self, key: TargetKey, error: PmeshError, address: Address) -> None:
         """Remember why there is no link, and log it once."""
         before = self.refusals.pop(key, None)
         self.refusals[key] = Refusal(error, address, self.node_of(key))
@@ -171,7 +171,7 @@ class Targets:
         room = not _may_be_invented(target) or inventions < MAX_UNPROVEN_DIALS
         return len(self._dials) < MAX_DIALS and room
 
-    async def _dial_one(self, key: Key, addresses: tuple[Address, ...]) -> None:
+    async def _dial_one(self, key: TargetKey, addresses: tuple[Address, ...]) -> None:
         try:
             node = await self._dial(addresses)
             if not isinstance(key, Address) and node != self.node_of(key):
@@ -187,12 +187,14 @@ class Targets:
             self._dials.discard(key)
             self._changed.set()
 
-    def _fail(self, key: Key, error: PmeshError, address: Address) -> None:
+    def _fail(self, key: TargetKey, error: PmeshError, address: Address) -> None:
         target = self._targets.get(key)
         if target is None:
             return  # the target was removed meanwhile
         self.refuse(key, error, address)
-        if target.phase is Phase.DIALLING:  # else a link that the peer dialled has ended since
+        if (
+            target.phase is TargetPhase.DIALLING
+        ):  # else a link that the peer dialled has ended since
             now, jitter = trio.current_time(), self._jitter()
             self._set(key, dialing.dial_failed(target, now=now, jitter=jitter))
 
@@ -201,7 +203,7 @@ class Targets:
         others = {k: t for k, t in self._targets.items() if not isinstance(k, Address)}
         if len(others) < MAX_TARGETS:
             return True
-        targets = {k: t for k, t in others.items() if t.phase is Phase.WAITING}
+        targets = {k: t for k, t in others.items() if t.phase is TargetPhase.WAITING}
         if not targets:
             return False
         worst = max(targets, key=lambda key: (*_worth(targets[key]), targets[key].failures))
@@ -210,7 +212,7 @@ class Targets:
         self._remove(worst)
         return True
 
-    def _introduced(self, by: NodeId) -> list[Key]:
+    def _introduced(self, by: NodeId) -> list[TargetKey]:
         """Return the targets that only this peer has named and that were never linked."""
         return [
             key
@@ -218,16 +220,16 @@ class Targets:
             if isinstance(key, tuple) and key[0] == by and _may_be_invented(target)
         ]
 
-    def _targets_of(self, node: NodeId) -> list[tuple[Key, Target]]:
+    def _targets_of(self, node: NodeId) -> list[tuple[TargetKey, Target]]:
         return [(k, target) for k, target in self._targets.items() if self._node_of.get(k) == node]
 
-    def _set(self, key: Key, target: Target) -> None:
+    def _set(self, key: TargetKey, target: Target) -> None:
         self._targets[key] = target
-        if target.phase is Phase.OVER:
+        if target.phase is TargetPhase.OVER:
             self._remove(key)
         self._changed.set()
 
-    def _remove(self, key: Key) -> None:
+    def _remove(self, key: TargetKey) -> None:
         del self._targets[key]
         self._node_of.pop(key, None)
         self.refusals.pop(key, None)

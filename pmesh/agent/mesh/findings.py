@@ -8,7 +8,7 @@ import trio
 from pmesh.agent.mesh.peers import Peers
 from pmesh.core.wire.link import PROTOCOL_VERSION
 from pmesh.ids import NodeId
-from pmesh.net.links.discovery import Deaf, Discovered, Found, Gone
+from pmesh.net.links.discovery import AgentFound, Deaf, Discovered, Gone
 from pmesh.net.links.packet_filter import DiscoveryCounters
 
 _log = structlog.get_logger()
@@ -22,7 +22,7 @@ class Findings:
         self._tag = tag
         self._minute = minute
         self.counters = DiscoveryCounters()
-        self.foreign: dict[NodeId, Found] = {}
+        self.foreign: dict[NodeId, AgentFound] = {}
         """Agents of another mesh, or of another version of the protocol."""
         self.deaf: str | None = None
         """Why mDNS can't be used now; None if it can."""
@@ -32,12 +32,12 @@ class Findings:
             async for finding in findings:
                 self._sort_one(finding, peers)
 
-    def is_of_other_mesh(self, found: Found) -> bool:
+    def is_of_other_mesh(self, found: AgentFound) -> bool:
         return found.advertisement.tag != self._tag
 
     def _sort_one(self, finding: Discovered, peers: Peers) -> None:
         match finding:
-            case Found(advertisement=theirs):
+            case AgentFound(advertisement=theirs):
                 self.deaf = None
                 self.foreign.pop(theirs.node, None)
                 if theirs.tag == self._tag and theirs.protocol == PROTOCOL_VERSION:

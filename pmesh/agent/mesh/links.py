@@ -14,7 +14,7 @@ from pmesh.core.links import health, paths
 from pmesh.core.links.addresses import BoundAddress, LocalAddress, interface_of
 from pmesh.core.links.delivery import Delivery, Packet
 from pmesh.core.links.health import WIFI, WIRED, Health, Thresholds
-from pmesh.core.links.paths import Flaps, PathKey, PathState, Way
+from pmesh.core.links.paths import PathFlaps, PathKey, PathState, Way
 from pmesh.core.wire.channels import Message, encode
 from pmesh.core.wire.link import Address, Hello, PeerInterface
 from pmesh.core.wire.probes import PATHS, AskProbe, Ping, Pong, Probe
@@ -202,7 +202,7 @@ class Link:
         """The members that the peer has named."""
         self._current: LivePath | None = None
         self._delivery = Delivery()
-        self._flaps: dict[PathKey, Flaps] = {}
+        self._flaps: dict[PathKey, PathFlaps] = {}
         self._switch: Switch | None = None
         self.add(first)
 
@@ -275,7 +275,7 @@ class Link:
         if self.paths.get(live.key) is not live:
             return False  # another has replaced it
         del self.paths[live.key]
-        before, now = self._flaps.get(live.key, Flaps()), trio.current_time()
+        before, now = self._flaps.get(live.key, PathFlaps()), trio.current_time()
         self._flaps[live.key] = paths.lost(live.state(), before, now=now)
         if len(self._flaps) > MAX_FLAPS:
             del self._flaps[next(iter(self._flaps))]
@@ -321,7 +321,7 @@ class Link:
             live.bandwidth.expect_change()
 
     def flaps_of(self, key: PathKey) -> int:
-        return self._flaps.get(key, Flaps()).left(trio.current_time())
+        return self._flaps.get(key, PathFlaps()).left(trio.current_time())
 
     def choose(self) -> bool:
         """Take the best path for messages; return True if that is another than before."""

@@ -14,7 +14,7 @@ import msgspec
 import structlog
 import trio
 
-from pmesh.agent.mesh.names import Names
+from pmesh.agent.mesh.names import MachineNames
 from pmesh.agent.mesh.probing import Probing
 from pmesh.core.identity.names import Claim, check_name_untrusted, claims_of
 from pmesh.core.links import health
@@ -26,11 +26,11 @@ from pmesh.core.views.limits import is_led_astray
 from pmesh.core.views.ring import UNKNOWN, Edges, measured_edges
 from pmesh.core.views.state import (
     Facts,
-    Fence,
+    FenceJobs,
     Install,
     MemberState,
+    MemberStep,
     Send,
-    Step,
     heartbeat_of,
     is_vouched_for,
 )
@@ -124,7 +124,7 @@ class Membership:
         me: Member,
         said: SignedName,
         *,
-        names: Names,
+        names: MachineNames,
         follower: Follower,
         send: Callable[[Member, Message], None],
         drop: Callable[[NodeId, str], None],
@@ -148,7 +148,7 @@ class Membership:
         self._lost_contacts: dict[NodeId, _Contact] = {}
         self.probing = probing
         self._losses: dict[Member, str] = {}
-        self._inputs: deque[Callable[[Facts, float], Step]] = deque()
+        self._inputs: deque[Callable[[Facts, float], MemberStep]] = deque()
         self._draining = False
         self._reported: object = None
         self._stall_guard = StallGuard()
@@ -370,7 +370,7 @@ class Membership:
         seats = (self.names.of_seat(s) for s in self.view.seats if s.member.node == node)
         return next(seats, "a stranger")
 
-    def _step(self, decide: Callable[[Facts, float], Step]) -> None:
+    def _step(self, decide: Callable[[Facts, float], MemberStep]) -> None:
         """Queue an input, as an action may cause another input while it is carried out."""
         self._inputs.append(decide)
         if self._draining:
@@ -386,7 +386,7 @@ class Membership:
             self._reported = urgent
             self.beat()
 
-    def _advance(self, decide: Callable[[Facts, float], Step]) -> None:
+    def _advance(self, decide: Callable[[Facts, float], MemberStep]) -> None:
         before = self.state
         step = decide(self._facts(), trio.current_time())
         self.state = step.state
@@ -394,7 +394,7 @@ class Membership:
             match action:
                 case Send(to, message):
                     self.send(to, message)
-                case Fence(jobs):
+                case FenceJobs(jobs):
                     self._follower.fence(jobs)
                 case Install(view):
                     after = self._stall_guard.install(before, view)

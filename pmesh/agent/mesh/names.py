@@ -56,7 +56,7 @@ def store_names(home: Path, owners: dict[str, NodeId]) -> None:
     write_private(home / NAMES_NAME, msgspec.json.encode(_Stored(names)) + b"\n")
 
 
-class Names:
+class MachineNames:
     """Whose each name is, and what the machines are called that are here."""
 
     def __init__(self, owners: dict[str, NodeId], *, noticed: Callable[[News], None]) -> None:

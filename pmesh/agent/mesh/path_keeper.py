@@ -19,7 +19,7 @@ TICK_S = 0.05  # a path that fails is noticed no later than this
 QUIET_TICK_S = 0.3  # while no job runs: well before a silent peer is gone
 _log = structlog.get_logger()
 
-Facts: TypeAlias = tuple[tuple[LocalAddress, ...], tuple[PeerInterface, ...]]
+LinkEnds: TypeAlias = tuple[tuple[LocalAddress, ...], tuple[PeerInterface, ...]]
 """The addresses of this machine, and the interfaces of the peer."""
 
 
@@ -133,10 +133,10 @@ class PathKeeper:
         except PmeshError as e:
             _log.debug("no path", peer=link.peer.name, interface=way.key.interface, reason=str(e))
 
-    def _facts(self, link: Link) -> Facts:
+    def _facts(self, link: Link) -> LinkEnds:
         return self._watch.current, link.peer.interfaces
 
-    async def _other_facts(self, link: Link, known: Facts) -> None:
+    async def _other_facts(self, link: Link, known: LinkEnds) -> None:
         """Wait until the interfaces of either side differ from the known ones."""
         while self._facts(link) == known:
             await self._any_change(link.changed, known[0])

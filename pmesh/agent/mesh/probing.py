@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import trio
 
-from pmesh.core.links.bandwidth import CHANGED, STEADY_S, Bandwidth, Source, measured
+from pmesh.core.links.bandwidth import CHANGED, STEADY_S, Bandwidth, SpeedSource, measured
 from pmesh.core.wire.probes import MAX_PROBE_BYTES, PROBE_PART_BYTES, AskProbe, Probe
 from pmesh.ids import Member
 
@@ -93,7 +93,7 @@ class PathBandwidth:
         """True if what was last measured differs from what is settled."""
         return self._bandwidth.is_changing
 
-    def note(self, mbit_s: float, source: Source) -> None:
+    def note(self, mbit_s: float, source: SpeedSource) -> None:
         """Add a measurement; while data tell enough, no probe is due."""
         now = trio.current_time()
         is_first, before = self._bandwidth.source == "nominal", self._bandwidth

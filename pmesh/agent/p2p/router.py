@@ -148,7 +148,7 @@ async def serve_p2p(
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _Pending:
     """A send or receive that has not ended."""
 
     since: float
@@ -173,7 +173,7 @@ class _Connection:
         self._arenas = arenas
         self._nursery = nursery
         self._grants = Grants(session, arenas)
-        self._waiting: dict[int, _Waiting] = {}
+        self._waiting: dict[int, _Pending] = {}
 
     async def run(self) -> None:
         """Serve requests in order, which decides the order of messages."""
@@ -200,7 +200,7 @@ class _Connection:
                 for call, waiting in self._waiting.items()
                 if now - waiting.since >= waiting.said * SAY_EVERY_S
             ]
-            longest: dict[tuple[str, ...], tuple[int, _Waiting]] = {}
+            longest: dict[tuple[str, ...], tuple[int, _Pending]] = {}
             for call, waiting in due:
                 waiting.said += 1
                 longest.setdefault(waiting.on, (call, waiting))  # one report for each set of peers
@@ -209,7 +209,7 @@ class _Connection:
 
     # --- calls
 
-    async def _begin(self, request: "_Call") -> None:
+    async def _begin(self, request: "_MessageCall") -> None:
         """Register the call at once, which fixes its order, and await its end in a task."""
         if request.call in self._waiting:
             raise ProtocolError(f"call {request.call} is already running")
@@ -223,11 +223,11 @@ class _Connection:
         except MessageLost as e:
             await self._session.send(MessageFailed(request.call, e.verdict))
             return
-        waiting = _Waiting(trio.current_time(), 1, self._endpoint.describe(on))
+        waiting = _Pending(trio.current_time(), 1, self._endpoint.describe(on))
         self._waiting[request.call] = waiting
         self._nursery.start_soon(self._end, request, ending, waiting)
 
-    async def _end(self, request: "_Call", ending: "_Ending", waiting: _Waiting) -> None:
+    async def _end(self, request: "_MessageCall", ending: "_Ending", waiting: _Pending) -> None:
         call = request.call
         reply: MessageSent | MessageFailed | Received
         reply = MessageFailed(call, _timed_out(request, waiting.on))
@@ -290,11 +290,11 @@ class _Connection:
         await self._session.send(MessageReceived(call, received.source, received.envelope, number))
 
 
-_Call = SendMessage | ReceiveMessage
+_MessageCall = SendMessage | ReceiveMessage
 _Ending = Callable[[], Awaitable[MessageSent | Received]]
 
 
-def _timed_out(request: _Call, on: tuple[str, ...]) -> Verdict:
+def _timed_out(request: _MessageCall, on: tuple[str, ...]) -> Verdict:
     names = " or ".join(on)
     if isinstance(request, SendMessage):
         tag = request.envelope.tag

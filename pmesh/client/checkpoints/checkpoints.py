@@ -26,7 +26,7 @@ from pmesh.client.checkpoints.layout import (
     Contents,
     Holding,
     Manifest,
-    Share,
+    SaveReport,
     Wish,
     contents_of,
     holding_of,
@@ -36,7 +36,7 @@ from pmesh.client.checkpoints.layout import (
     parts_of_rank,
     save_id_of,
 )
-from pmesh.client.checkpoints.loading import Found, load_together, read_untrusted, whole_saves
+from pmesh.client.checkpoints.loading import LoadedSave, load_together, read_untrusted, whole_saves
 from pmesh.client.collective.differences import state_differences
 from pmesh.client.mesh import Mesh
 from pmesh.client.trees.raw import RawArray
@@ -336,11 +336,11 @@ class Checkpoints:
         """Check the save with all ranks; all raise UsageError if no disk has some part."""
         on_disk = manifests_in(self._folder)[0]
         holdings = tuple(holding_of(each) for each in on_disk)
-        told = self._gather(Share(holdings, str(self._failed or "")))
-        shares = read_untrusted(told, Share, self._mesh.names)
-        every = [holding for share in shares for holding in share.holdings]
+        told = self._gather(SaveReport(holdings, str(self._failed or "")))
+        reports = read_untrusted(told, SaveReport, self._mesh.names)
+        every = [holding for report in reports for holding in report.holdings]
         if manifest.key not in whole_saves(every):
-            why = next((share.failed for share in shares if share.failed), "a rank was lost")
+            why = next((report.failed for report in reports if report.failed), "a rank was lost")
             raise UsageError(f"step {manifest.step} is not saved: {why}")
         self._forget(on_disk, every)
 
@@ -375,7 +375,7 @@ class Checkpoints:
                 f"step {step} in {self._folder} was saved by another version of pmesh: {e}"
             ) from e
 
-    def _own(self, found: Found) -> object:
+    def _own(self, found: LoadedSave) -> object:
         """Return the `own` of this rank in the same save, if this folder has it."""
         manifests = [
             manifest

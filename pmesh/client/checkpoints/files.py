@@ -16,8 +16,8 @@ import xxhash
 
 from pmesh.client.checkpoints.layout import (
     Contents,
-    Key,
     Manifest,
+    SaveKey,
     decode_manifest_untrusted,
     manifest_name,
     own_name,
@@ -29,7 +29,7 @@ from pmesh.errors import ProtocolError, UsageError
 from pmesh.home_paths import open_directory, remove_tree
 
 PIECE_BYTES = 1024 * 1024  # so small that the thread rests often and no step waits long for a core
-_FOLDER = re.compile(r"save-([0-9]{1,20})-step-(-?[0-9]{1,20})-")  # see `Key.folder`
+_FOLDER = re.compile(r"save-([0-9]{1,20})-step-(-?[0-9]{1,20})-")  # see `SaveKey.folder`
 _TOO_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -274,7 +274,7 @@ def _fill(into: Values, read: Callable[[memoryview], int | None]) -> None:
         left = left[count:]
 
 
-def remove_saves_before(folder: Path, key: Key) -> None:
+def remove_saves_before(folder: Path, key: SaveKey) -> None:
     """Remove the saves that are older than this one; the manifests first, so that none counts."""
     for save in folder.glob("save-*-step-*"):
         named = _FOLDER.match(save.name)

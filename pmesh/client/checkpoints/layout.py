@@ -54,8 +54,8 @@ MAX_LEAP = (
 
 SaveId: TypeAlias = Annotated[PathName, Meta(max_length=8, pattern=PATH_NAME)]
 Serial: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_SERIAL)]
-Names: TypeAlias = Annotated[tuple[Name, ...], Meta(min_length=1, max_length=MAX_TRAINERS)]
-Step: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+RankNames: TypeAlias = Annotated[tuple[Name, ...], Meta(min_length=1, max_length=MAX_TRAINERS)]
+SavedStep: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class Stored(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,13 +103,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     format: int
     serial: Serial
     """The number of the save in its job. A later save has a higher one, also after a restart."""
-    step: Step
+    step: SavedStep
     save_id: SaveId
     """Distinguishes two saves of the same step; random, the same on all ranks."""
     saved_at: float
     """Seconds since 1970 by the clock of this machine."""
     rank: int
-    names: Names
+    names: RankNames
     """The names of the machines, by rank."""
     replicas: int
     contents: Contents
@@ -120,23 +120,23 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     own_digest: str = ""
 
     @property
-    def key(self) -> "Key":
+    def key(self) -> "SaveKey":
         """The key of the save."""
-        return Key(self.serial, self.step, self.save_id)
+        return SaveKey(self.serial, self.step, self.save_id)
 
 
-class Key(NamedTuple):
+class SaveKey(NamedTuple):
     """The name of a save. A later save has a greater key."""
 
     serial: Serial
-    step: Step
+    step: SavedStep
     save_id: SaveId
 
     @property
     def folder(self) -> PathName:
         """The name of the save's folder.
 
-        >>> Key(3, 100, PathName("5fe0")).folder
+        >>> SaveKey(3, 100, PathName("5fe0")).folder
         'save-000003-step-100-5fe0'
         """
         return path_name(f"save-{self.serial:06}-step-{self.step}-{self.save_id}")
@@ -145,10 +145,10 @@ class Key(NamedTuple):
 class Holding(NamedTuple):
     """A save of which a rank has parts on its disk. Ranks send these to each other."""
 
-    key: Key
+    key: SaveKey
     layout: str
     """The digest of the contents."""
-    names: Names
+    names: RankNames
     replicas: int
     digests: dict[int, str]
 
@@ -160,11 +160,11 @@ class Wish(msgspec.Struct, frozen=True, array_like=True):
     """Random; the id of the save is made from the tokens of all ranks."""
     layout: str
     """The digest of the contents."""
-    step: Step
+    step: SavedStep
     holdings: tuple[Holding, ...]
 
 
-class Share(msgspec.Struct, frozen=True, array_like=True):
+class SaveReport(msgspec.Struct, frozen=True, array_like=True):
     """How a save ended on a rank."""
 
     holdings: tuple[Holding, ...]
@@ -278,7 +278,7 @@ def next_serial(wishes: Sequence[Wish]) -> int:
 
 def merged(holdings: Sequence[Holding]) -> list[Holding]:
     """Merge the holdings of each save into one with all their parts; the latest save first."""
-    found: dict[tuple[Key, str], Holding] = {}
+    found: dict[tuple[SaveKey, str], Holding] = {}
     for holding in holdings:
         known = found.get((holding.key, holding.layout), holding)
         together = known._replace(digests=holding.digests | known.digests)
@@ -291,7 +291,7 @@ def missing_parts(holding: Holding) -> list[int]:
     return [part for part in range(len(holding.names)) if part not in holding.digests]
 
 
-def outdated_by(own: Sequence[Manifest], claimed: Sequence[Holding], keep: int) -> Key | None:
+def outdated_by(own: Sequence[Manifest], claimed: Sequence[Holding], keep: int) -> SaveKey | None:
     """Return the save before which this disk may remove all saves; None if it may remove none.
 
     A save counts as whole by what other ranks claim, but only if this disk has its own whole share

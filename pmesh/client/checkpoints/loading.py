@@ -13,9 +13,9 @@ from pmesh.client.checkpoints.files import DamagedError, manifests_in, read_part
 from pmesh.client.checkpoints.layout import (
     Contents,
     Holding,
-    Key,
     Manifest,
-    Share,
+    SaveKey,
+    SaveReport,
     Wish,
     decode_manifest_untrusted,
     holding_of,
@@ -30,12 +30,12 @@ from pmesh.errors import NotEnoughRanks, PeerError, RankLost, RosterChanged, Usa
 
 CHUNK_BYTES = 16 * 1024 * 1024  # sent to each rank in one op; each op costs a round trip
 
-_Said = TypeVar("_Said", Wish, Share)
+_Said = TypeVar("_Said", Wish, SaveReport)
 _logger = logging.getLogger("pmesh")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class LoadedSave:
     """A whole save in this rank's memory."""
 
     manifest: Manifest
@@ -44,7 +44,7 @@ class Found:
     """The arrays, flat uint8, by number."""
 
 
-def load_together(mesh: Mesh, folder: Path) -> Found | None:
+def load_together(mesh: Mesh, folder: Path) -> LoadedSave | None:
     """Load the latest save of which the ranks' disks have all parts; None if there is no save.
 
     Raises:
@@ -59,23 +59,23 @@ def load_together(mesh: Mesh, folder: Path) -> Found | None:
             _logger.warning("checkpoints: a rank was lost while loading; the others begin again")
 
 
-def _load(mesh: Mesh, folder: Path) -> Found | None:
+def _load(mesh: Mesh, folder: Path) -> LoadedSave | None:
     manifests, wrong = manifests_in(folder)
     for what in wrong:
         _logger.warning("checkpoints: %s; it does not count", what)
-    mine = Share(tuple(holding_of(manifest) for manifest in manifests), "".join(wrong[:1]))
-    shares = read_untrusted(mesh.all_gather_object(mine), Share, mesh.names)
-    saves = merged([holding for share in shares for holding in share.holdings])
+    mine = SaveReport(tuple(holding_of(manifest) for manifest in manifests), "".join(wrong[:1]))
+    reports = read_untrusted(mesh.all_gather_object(mine), SaveReport, mesh.names)
+    saves = merged([holding for report in reports for holding in report.holdings])
     reasons: list[str] = []
     for save in saves:
         lacking = missing_parts(save)
         found = None if lacking else _Attempt(mesh, folder, manifests, save).run()
-        if isinstance(found, Found):
+        if isinstance(found, LoadedSave):
             for reason in reasons:
                 _logger.warning("checkpoints: %s; step %d is loaded", reason, save.key.step)
             return found
         reasons.append(_reason(save, lacking or found or []))
-    damaged = next((share.failed for share in shares if share.failed), "")
+    damaged = next((report.failed for report in reports if report.failed), "")
     if not reasons and damaged:  # not by a crash: a new training would replace what can be rescued
         raise UsageError(
             f"no checkpoint can be read: {damaged}. Bring the file back from a copy; or, to begin "
@@ -111,7 +111,7 @@ class _Attempt:
         ]
         self._arrays: dict[int, Values] = {}
 
-    def run(self) -> Found | list[int]:
+    def run(self) -> LoadedSave | list[int]:
         """Return the save, or the parts of which every copy is damaged."""
         own = self._read()
         told = self._mesh.all_gather_object([sorted(own), bool(self._mine)])
@@ -122,7 +122,7 @@ class _Attempt:
         manifest = self._agree_on_manifest([knows for _, knows in told])
         self._exchange(manifest.contents, has)
         arrays = tuple(self._arrays[i] for i in range(len(manifest.contents.arrays)))
-        return Found(manifest=manifest, arrays=arrays)
+        return LoadedSave(manifest=manifest, arrays=arrays)
 
     def _read(self) -> set[int]:
         """Read the parts on this disk; return those that are not damaged."""
@@ -171,8 +171,8 @@ class _Attempt:
         for row in streams:
             for i in row[me]:
                 self._arrays[i] = np.empty(contents.arrays[i].nbytes, np.uint8)
-        out = [_Run([self._arrays[i] for i in stream]) for stream in streams[me]]
-        into = [_Run([self._arrays[i] for i in row[me]]) for row in streams]
+        out = [_ByteSequence([self._arrays[i] for i in stream]) for stream in streams[me]]
+        into = [_ByteSequence([self._arrays[i] for i in row[me]]) for row in streams]
         for _ in range(0, longest, CHUNK_BYTES):
             blocks = [run.take(CHUNK_BYTES) for run in out]
             for rank, block in enumerate(self._mesh.all_to_all(blocks)):
@@ -180,7 +180,7 @@ class _Attempt:
                     into[rank].put(block)
 
 
-class _Run:
+class _ByteSequence:
     """Several arrays as one sequence of bytes, which is read or written from its start."""
 
     def __init__(self, arrays: Sequence[Values]) -> None:
@@ -226,6 +226,6 @@ def read_untrusted(told: Sequence[object], kind: type[_Said], names: Sequence[st
     return said
 
 
-def whole_saves(holdings: Sequence[Holding]) -> list[Key]:
+def whole_saves(holdings: Sequence[Holding]) -> list[SaveKey]:
     """Return the saves of which all parts exist, the latest first."""
     return [holding.key for holding in merged(holdings) if not missing_parts(holding)]

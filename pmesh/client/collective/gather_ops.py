@@ -89,7 +89,7 @@ def build(head: Head, data: Values, like: object) -> object:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class ExchangedTable:
     """The rows of an `exchange`, by rank."""
 
     heads: tuple[Head | None, ...]
@@ -128,7 +128,7 @@ def exchange(
     *,
     what: str,
     timeout_s: float,
-) -> Table:
+) -> ExchangedTable:
     """Exchange the heads and counts of all ranks.
 
     Args:
@@ -142,7 +142,7 @@ def exchange(
     call = Call("exchange", "int64", (len(row),), tree=what)
     by_place, done = exchange_rows(session, row, call, timeout_s=timeout_s)
     rows = [by_place[place] for place in session.places]
-    return Table(
+    return ExchangedTable(
         heads=tuple(Head.of_row(row) for row in rows),
         counts=tuple(tuple(row[_HEAD_VALUES:]) for row in rows),
         places=session.places,
@@ -160,7 +160,7 @@ class Moved(NamedTuple):
 
 def move(
     session: TrainerSession,
-    table: Table,
+    table: ExchangedTable,
     kind: str,
     gives: Sequence[Values],
     *,
@@ -242,7 +242,7 @@ def cut(data: Values, sizes: Sequence[int]) -> list[Values]:
     return [data[end - size : end].copy() for end, size in zip(ends, sizes, strict=True)]
 
 
-def check_alike(table: Table, *, whole: bool, what: str) -> Head:
+def check_alike(table: ExchangedTable, *, whole: bool, what: str) -> Head:
     """Return the first head, if the arrays of all ranks can be concatenated, or stacked if `whole`.
 
     Raises:

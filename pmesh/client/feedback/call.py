@@ -24,7 +24,7 @@ from pmesh.client.collective.bucketed import (
 )
 from pmesh.client.collective.buckets import plan_buckets
 from pmesh.client.feedback.kernels import (
-    Piece,
+    BucketSum,
     Summed,
     add_in_ring,
     add_low_rank,
@@ -234,7 +234,7 @@ def run_compressed(
         leaves, last = run_collective(session, wanted, arrays)
         return leaves, last and replace(last, why=ALONE)
     memory = feedback.of(compression.scheme.model, arrays)
-    call = _Call(session, wanted, compression, arrays, feedback, memory)
+    call = _FeedbackCall(session, wanted, compression, arrays, feedback, memory)
     if not all(isinstance(each, RingScheme) for each in call.allowed):
         prepare_schemes(memory.count, wait=isinstance(compression.scheme, Auto))
     shares = call.exchange_shares() if call.has_shares else None
@@ -279,7 +279,7 @@ class _Picked:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _FeedbackCall:
     session: TrainerSession
     wanted: Collective
     compression: Compression
@@ -362,7 +362,7 @@ class _Call:
         results: list[object] = [None] * len(self.arrays.leaves)
         summed: list[Summed] = []
         for number, bucket in enumerate(buckets):
-            piece = Piece(
+            piece = BucketSum(
                 session=self.session,
                 feedback=self.feedback,
                 leaves=self.arrays.leaves,
@@ -384,7 +384,7 @@ class _Call:
             summed.append(came)
         return results, summed
 
-    def _add(self, piece: Piece, scheme: Scheme | None) -> Summed:
+    def _add(self, piece: BucketSum, scheme: Scheme | None) -> Summed:
         if not piece.count:
             scheme = None
         match scheme:
@@ -410,7 +410,7 @@ class _Call:
             picked.trials.note(took_ns)
 
 
-def _arrays_of(piece: Piece, came: Summed) -> Iterable[tuple[int, object]]:
+def _arrays_of(piece: BucketSum, came: Summed) -> Iterable[tuple[int, object]]:
     """Return the user's arrays, each with its index."""
     leaf = piece.only_leaf
     if leaf is None or not came.in_room:

@@ -23,7 +23,7 @@ from pmesh.client.trees.arrays import Leaf
 from pmesh.compression import one_bit, power_sgd, random_k, top_k
 from pmesh.compression.blocks import Bytes, Float32s
 from pmesh.compression.codecs import codec_of
-from pmesh.compression.power_sgd import Plan, plan_matrices
+from pmesh.compression.power_sgd import PowerSGDPlan, plan_matrices
 from pmesh.compression.schemes import PowerSGD, RandomK, TopK
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.calls import Call
@@ -32,7 +32,7 @@ from pmesh.errors import RunError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class BucketSum:
     """One bucket of a call, and how it is added up."""
 
     session: TrainerSession
@@ -141,10 +141,10 @@ class Summed(NamedTuple):
     """The size of this rank's compressed values."""
     clipped: int = 0
     in_room: bool = False
-    """True if the values are in the memory of `Piece.room`; an only array may keep that."""
+    """True if the values are in the memory of `BucketSum.room`; an only array may keep that."""
 
 
-def add_uncompressed(piece: Piece) -> Summed:
+def add_uncompressed(piece: BucketSum) -> Summed:
     """Run an ordinary all-reduce, which adds what was left out before, and leaves nothing out."""
     region = piece.session.input_values("float32", piece.count, room_bytes=0)
     piece.fill(region)
@@ -158,7 +158,7 @@ def add_uncompressed(piece: Piece) -> Summed:
     return Summed(values, inverse(piece.correction(done.world)), done, values.nbytes)
 
 
-def add_in_ring(piece: Piece) -> Summed:
+def add_in_ring(piece: BucketSum) -> Summed:
     """Run an all-reduce in which the agents compress at every hop (`pmesh.core.ops.coded`)."""
     region = piece.session.input_values("float32", piece.count, room_bytes=0)
     piece.fill(region)
@@ -174,7 +174,7 @@ def add_in_ring(piece: Piece) -> Summed:
     return Summed(cast("Float32s", done.values), divisor, done, nbytes, done.clipped)
 
 
-def add_top_k(piece: Piece, scheme: TopK) -> Summed:
+def add_top_k(piece: BucketSum, scheme: TopK) -> Summed:
     """Collect the k largest values of each rank; all add them up in the order of ranks (I3)."""
     k = top_k.kept(piece.count, scheme.ratio)
     nbytes = top_k.wire_bytes(piece.count, k, compact=scheme.compact)
@@ -188,7 +188,7 @@ def add_top_k(piece: Piece, scheme: TopK) -> Summed:
     return _add_collected(piece, nbytes, compress, accumulate)
 
 
-def add_one_bit(piece: Piece) -> Summed:
+def add_one_bit(piece: BucketSum) -> Summed:
     """Collect the signs of each rank, with mean magnitudes; all add them up as for TopK."""
 
     def compress(own: Float32s, wire: Bytes) -> None:
@@ -197,7 +197,7 @@ def add_one_bit(piece: Piece) -> Summed:
     return _add_collected(piece, one_bit.wire_bytes(piece.count), compress, one_bit.accumulate)
 
 
-def add_random_k(piece: Piece, scheme: RandomK) -> Summed:
+def add_random_k(piece: BucketSum, scheme: RandomK) -> Summed:
     """Run an ordinary all-reduce of k values, at random indices, the same on all ranks."""
     k = top_k.kept(piece.count, scheme.ratio)
     key = random_k.draw_key(scheme.seed, piece.label, piece.step, piece.number)
@@ -213,7 +213,7 @@ def add_random_k(piece: Piece, scheme: RandomK) -> Summed:
 
 
 def _add_collected(
-    piece: Piece,
+    piece: BucketSum,
     nbytes: int,
     compress: Callable[[Float32s, Bytes], None],
     accumulate: Callable[[Bytes, Float32s], None],
@@ -239,7 +239,7 @@ def inverse(factor: float) -> float | None:
     return None if factor == 1 else 1 / factor
 
 
-def add_low_rank(piece: Piece, scheme: PowerSGD, memory: Memory | None) -> Summed:
+def add_low_rank(piece: BucketSum, scheme: PowerSGD, memory: Memory | None) -> Summed:
     """Run two all-reduces, each a mean over its ranks, as a rank may be lost between the two.
 
     Args:
@@ -276,7 +276,7 @@ def add_low_rank(piece: Piece, scheme: PowerSGD, memory: Memory | None) -> Summe
     return Summed(out, inverse(factor), second, nbytes, in_room=True)
 
 
-def _begin(memory: Memory | None, spec: str, plan: Plan, key: int) -> Float32s:
+def _begin(memory: Memory | None, spec: str, plan: PowerSGDPlan, key: int) -> Float32s:
     """Return the start of the power iteration: its last result, or a random one."""
     warm = None if memory is None else memory.warm.get(spec)
     if warm is not None and warm.size == plan.q_count:
@@ -286,7 +286,7 @@ def _begin(memory: Memory | None, spec: str, plan: Plan, key: int) -> Float32s:
     return fresh
 
 
-def _factor(piece: Piece, done: Done) -> float:
+def _factor(piece: BucketSum, done: Done) -> float:
     if piece.reduction == "sum":
         return float(len(done.world.trainers))
     return piece.correction(done.world)

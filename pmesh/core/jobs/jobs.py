@@ -64,7 +64,7 @@ class Installed(Generic[AnyWaiting, AnyRank]):
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class NewProgress:
     """What is new in the progress that a heartbeat reports."""
 
     stops: tuple[RankProgress, ...]
@@ -273,7 +273,7 @@ class JobsState(Generic[AnyWaiting, AnyRank]):
 
     # --- how far the ranks have come
 
-    def hear(self, state: MemberState, member: Member, heartbeat: Heartbeat) -> Heard:
+    def hear(self, state: MemberState, member: Member, heartbeat: Heartbeat) -> NewProgress:
         """Note what a peer's heartbeat says of its ranks, and which views it has installed."""
         stops, differs = list[RankProgress](), False
         for rank in self.ranks:
@@ -287,7 +287,7 @@ class JobsState(Generic[AnyWaiting, AnyRank]):
             for rank in self.ranks:
                 differs |= rank.roster.job == mark.job and compare_calls(rank, mark)
         self.stabilize()
-        return Heard(tuple(stops), differs)
+        return NewProgress(tuple(stops), differs)
 
     def stabilize(self) -> None:
         """O2: release the results that no rank will ask for any more."""

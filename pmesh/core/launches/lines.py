@@ -127,7 +127,7 @@ def _is_in_words(c: str) -> bool:
     return c in _IN_WORDS or (unicodedata.category(c) in _CATEGORIES and c not in _LIKE_BARS)
 
 
-class Line(NamedTuple):
+class OutputLine(NamedTuple):
     """One record, read."""
 
     seat: int
@@ -136,11 +136,11 @@ class Line(NamedTuple):
     text: bytes
 
 
-def read_lines(data: bytes) -> Iterator[Line]:
+def read_lines(data: bytes) -> Iterator[OutputLine]:
     r"""Read whole records; one that is none is dropped, as only a program that lies writes it.
 
     >>> list(read_lines(b"2 0 o one\nnonsense\n"))
-    [Line(seat=2, rank=0, kind=b'o', text=b'one')]
+    [OutputLine(seat=2, rank=0, kind=b'o', text=b'one')]
     """
     for record in data.split(b"\n")[:-1]:
         seat, _, rest = record.partition(b" ")
@@ -151,4 +151,4 @@ def read_lines(data: bytes) -> Iterator[Line]:
         except ValueError:
             continue
         if space:
-            yield Line(place, number, kind, text)
+            yield OutputLine(place, number, kind, text)

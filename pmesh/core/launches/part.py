@@ -16,7 +16,7 @@ from pmesh.core.launches.restarts import (
 )
 from pmesh.core.wire.launches import Failure
 
-Job: TypeAlias = Literal["", "fixed", "open"]
+JobKind: TypeAlias = Literal["", "fixed", "open"]
 """In which a rank has completed an op: none; one that nobody can enter; one that calls `sync`."""
 
 LOST_GRACE_S = 2  # with the silence limit of a wire, nothing outlives its starter by 5 s
@@ -31,7 +31,7 @@ class RankHere:
     wait_s: float = 0.0
     due: float | None = None
     code: int | None = None
-    job: Job = ""
+    job: JobKind = ""
     failed_with: int = 0
     """The code of its last run; 0 if it has not failed, or has completed an op since."""
     is_given_up: bool = False
@@ -149,7 +149,7 @@ def op_completed(part: Part, rank: int, *, syncs: bool) -> PartStep:
     here = part.ranks.get(rank)
     if here is None or not here.runs:
         return PartStep(part)
-    job: Job = "open" if syncs or here.job == "open" else "fixed"
+    job: JobKind = "open" if syncs or here.job == "open" else "fixed"
     actions = (Warn(rank, "no more"),) if here.failed_with else ()
     return PartStep(_with(part, rank, replace(here, job=job, failed_with=0)), actions)
 

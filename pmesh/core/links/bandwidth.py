@@ -7,7 +7,7 @@ only if all measurements differ from it by more than 30 %, in one direction, for
 from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeAlias
 
-Source: TypeAlias = Literal["nominal", "probe", "data"]
+SpeedSource: TypeAlias = Literal["nominal", "probe", "data"]
 """Where a value comes from: what the interface claims, a short probe, or the tensors of lanes."""
 
 CHANGED: Final = 1.3
@@ -26,7 +26,7 @@ class Bandwidth:
 
     settled_mbit_s: int = 0
     """0: unknown."""
-    source: Source = "nominal"
+    source: SpeedSource = "nominal"
     other_mbit_s: float = 0.0
     """The average of the last measurements, while they differ from the settled value; else 0."""
     differs_since: float = 0.0
@@ -38,7 +38,7 @@ class Bandwidth:
         return self.other_mbit_s > 0
 
 
-def measured(bandwidth: Bandwidth, mbit_s: float, source: Source, *, now: float) -> Bandwidth:
+def measured(bandwidth: Bandwidth, mbit_s: float, source: SpeedSource, *, now: float) -> Bandwidth:
     """Add a measurement. The first one counts at once, and a nominal value only before it."""
     rounded = max(1, round(mbit_s))
     if bandwidth.source == "nominal":

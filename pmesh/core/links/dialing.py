@@ -16,7 +16,7 @@ STEADY_AFTER_S: Final = 1.0  # a link that ends sooner has been refused rather t
 GRACE_S: Final = 60.0  # a machine that withdraws its advertisement may be restarting or waking
 
 
-class Phase(Enum):
+class TargetPhase(Enum):
     """The phase of a target."""
 
     WAITING = "waiting"
@@ -26,7 +26,7 @@ class Phase(Enum):
     """It was withdrawn and cannot be reached any more."""
 
 
-class Signal(Enum):
+class DialEvent(Enum):
     """An event that can change the phase of a target."""
 
     DIALLED = "dialled"
@@ -40,15 +40,15 @@ class Signal(Enum):
     """mDNS or a peer named it again."""
 
 
-_W, _D, _L, _O = Phase.WAITING, Phase.DIALLING, Phase.LINKED, Phase.OVER
+_W, _D, _L, _O = TargetPhase.WAITING, TargetPhase.DIALLING, TargetPhase.LINKED, TargetPhase.OVER
 
-TRANSITIONS: Final[Mapping[Phase, Mapping[Signal, Phase]]] = {
-    _W: {Signal.DIALLED: _D, Signal.LINKED: _L, Signal.NAMED: _W},
+TRANSITIONS: Final[Mapping[TargetPhase, Mapping[DialEvent, TargetPhase]]] = {
+    _W: {DialEvent.DIALLED: _D, DialEvent.LINKED: _L, DialEvent.NAMED: _W},
     # The link may be one that the peer dialled meanwhile.
-    _D: {Signal.FAILED: _W, Signal.ABANDONED: _O, Signal.LINKED: _L, Signal.NAMED: _D},
+    _D: {DialEvent.FAILED: _W, DialEvent.ABANDONED: _O, DialEvent.LINKED: _L, DialEvent.NAMED: _D},
     # A dial of ours that ends after the peer's dial succeeded changes nothing.
-    _L: {Signal.FAILED: _L, Signal.ABANDONED: _L, Signal.LOST: _W, Signal.NAMED: _L},
-    _O: {Signal.LINKED: _L, Signal.NAMED: _W},
+    _L: {DialEvent.FAILED: _L, DialEvent.ABANDONED: _L, DialEvent.LOST: _W, DialEvent.NAMED: _L},
+    _O: {DialEvent.LINKED: _L, DialEvent.NAMED: _W},
 }
 
 
@@ -64,7 +64,7 @@ class Target:
     named_at: float = 0.0
     proven: bool = False
     """True once there was a link with it."""
-    phase: Phase = Phase.WAITING
+    phase: TargetPhase = TargetPhase.WAITING
     due: float
     """When to dial, while WAITING."""
     failures: int = 0
@@ -85,11 +85,11 @@ def aim_at(
 
 def next_deadline(target: Target) -> float | None:
     """Return when to dial; None unless it is WAITING."""
-    return target.due if target.phase is Phase.WAITING else None
+    return target.due if target.phase is TargetPhase.WAITING else None
 
 
 def begin_dial(target: Target) -> Target:
-    return _apply(target, Signal.DIALLED)
+    return _apply(target, DialEvent.DIALLED)
 
 
 def dial_failed(target: Target, *, now: float, jitter: float) -> Target:
@@ -100,13 +100,13 @@ def dial_failed(target: Target, *, now: float, jitter: float) -> Target:
     """
     end = _end_of(target)
     if now >= end:
-        return _apply(target, Signal.ABANDONED)
+        return _apply(target, DialEvent.ABANDONED)
     steady = target.proven or target.forever
     limit_s = LONGEST_DELAY_S if steady else LONGEST_UNPROVEN_DELAY_S
     longest_s = min(FIRST_DELAY_S * 2.0 ** min(target.failures, 20), limit_s)
     due = min(now + longest_s * (1 + jitter) / 2, end)  # the last dial happens at the end
     failed = replace(target, failures=target.failures + 1, due=due)
-    return _apply(failed, Signal.FAILED)
+    return _apply(failed, DialEvent.FAILED)
 
 
 def _end_of(target: Target) -> float:
@@ -119,14 +119,14 @@ def _end_of(target: Target) -> float:
 
 def link_up(target: Target, *, now: float) -> Target:
     """Handle a link with the target; either side may have dialled it."""
-    if target.phase is Phase.LINKED:
+    if target.phase is TargetPhase.LINKED:
         return target
-    return _apply(replace(target, linked_since=now, proven=True), Signal.LINKED)
+    return _apply(replace(target, linked_since=now, proven=True), DialEvent.LINKED)
 
 
 def link_lost(target: Target, *, now: float, jitter: float) -> Target:
     """Handle the end of the link: redial at once (V6), but only once, and only if it was steady."""
-    lost = _apply(target, Signal.LOST)
+    lost = _apply(target, DialEvent.LOST)
     if now - target.linked_since >= STEADY_AFTER_S:
         return replace(lost, due=now, failures=0)
     return dial_failed(begin_dial(lost), now=now, jitter=jitter)
@@ -136,8 +136,8 @@ def name_again(target: Target, addresses: tuple[Address, ...], *, now: float) ->
     """Handle a target that is named again: dial it at once if its addresses are new."""
     named_at = now if target.introduced else target.named_at
     named = replace(target, addresses=addresses, give_up_at=None, named_at=named_at)
-    named = _apply(named, Signal.NAMED)
-    if addresses == target.addresses and target.phase is not Phase.OVER:
+    named = _apply(named, DialEvent.NAMED)
+    if addresses == target.addresses and target.phase is not TargetPhase.OVER:
         return named
     return replace(named, due=now, failures=0)
 
@@ -149,5 +149,5 @@ def withdraw(target: Target, *, now: float) -> Target:
     return replace(target, give_up_at=now + GRACE_S)
 
 
-def _apply(target: Target, signal: Signal) -> Target:
-    return replace(target, phase=TRANSITIONS[target.phase][signal])
+def _apply(target: Target, event: DialEvent) -> Target:
+    return replace(target, phase=TRANSITIONS[target.phase][event])

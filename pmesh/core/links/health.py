@@ -39,7 +39,7 @@ class Condition(Enum):
     GONE = "gone"
 
 
-class Signal(Enum):
+class HealthEvent(Enum):
     """An event that can change a condition."""
 
     HEARD = "heard"
@@ -53,13 +53,13 @@ class Signal(Enum):
 
 _H, _D, _S, _G = Condition.HEALTHY, Condition.DEGRADED, Condition.SUSPECT, Condition.GONE
 
-TRANSITIONS: Final[Mapping[Condition, Mapping[Signal, Condition]]] = {
-    _H: {Signal.HEARD: _H, Signal.LATE: _D, Signal.SILENT: _S, Signal.LOST: _G},
-    _D: {Signal.HEARD: _H, Signal.LATE: _D, Signal.SILENT: _S, Signal.LOST: _G},
+TRANSITIONS: Final[Mapping[Condition, Mapping[HealthEvent, Condition]]] = {
+    _H: {HealthEvent.HEARD: _H, HealthEvent.LATE: _D, HealthEvent.SILENT: _S, HealthEvent.LOST: _G},
+    _D: {HealthEvent.HEARD: _H, HealthEvent.LATE: _D, HealthEvent.SILENT: _S, HealthEvent.LOST: _G},
     # Only a message from the peer improves it: forgiving our own stall shortens the silence, but
     # proves nothing.
-    _S: {Signal.HEARD: _H, Signal.LATE: _S, Signal.SILENT: _S, Signal.LOST: _G},
-    _G: dict.fromkeys(Signal, _G),
+    _S: {HealthEvent.HEARD: _H, HealthEvent.LATE: _S, HealthEvent.SILENT: _S, HealthEvent.LOST: _G},
+    _G: dict.fromkeys(HealthEvent, _G),
 }
 
 
@@ -119,7 +119,7 @@ class Health:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class HealthStep:
     """The next state, and the condition if it has changed."""
 
     health: Health
@@ -153,7 +153,7 @@ def begin(thresholds: Thresholds, *, now: float, before: Health | None = None) -
     )
 
 
-def heard_from(health: Health, *, now: float, round_trip_s: float | None = None) -> Step:
+def heard_from(health: Health, *, now: float, round_trip_s: float | None = None) -> HealthStep:
     """Handle any message on the link; a heartbeat may bring a measured round trip."""
     fading = 0.5 ** (max(0.0, now - health.last_heard) / LATELY_S)
     unexplained_s = 0.0 if health.explained else health.silence_s
@@ -166,10 +166,12 @@ def heard_from(health: Health, *, now: float, round_trip_s: float | None = None)
     )
     if round_trip_s is not None:
         heard = _average_in(heard, round_trip_s)
-    return _apply(heard, Signal.HEARD)
+    return _apply(heard, HealthEvent.HEARD)
 
 
-def pass_time(health: Health, *, now: float, vouched: bool = False, deaf: bool = False) -> Step:
+def pass_time(
+    health: Health, *, now: float, vouched: bool = False, deaf: bool = False
+) -> HealthStep:
     """Judge the silence. First read all waiting messages and forgive stalls.
 
     Args:
@@ -186,15 +188,15 @@ def pass_time(health: Health, *, now: float, vouched: bool = False, deaf: bool =
     gone_after_s = min(patience * limits.gone_after_s, max(LONGEST_SILENCE_S, limits.gone_after_s))
     if vouched:
         gone_after_s = max(LONGEST_SILENCE_S, gone_after_s)
-    signal = None
+    event = None
     for limit_s, meaning in (
-        (health.patience * limits.degraded_after_s, Signal.LATE),
-        (health.patience * limits.suspect_after_s, Signal.SILENT),
-        (gone_after_s, Signal.LOST),
+        (health.patience * limits.degraded_after_s, HealthEvent.LATE),
+        (health.patience * limits.suspect_after_s, HealthEvent.SILENT),
+        (gone_after_s, HealthEvent.LOST),
     ):
         if health.silence_s >= limit_s:
-            signal = meaning
-    return Step(health=health) if signal is None else _apply(health, signal)
+            event = meaning
+    return HealthStep(health=health) if event is None else _apply(health, event)
 
 
 def forgive_stall(health: Health, *, stalled_s: float, now: float) -> Health:
@@ -219,11 +221,11 @@ def measure_round_trip_s(*, now_us: int, echo_us: int, held_us: int) -> float | 
     return round_trip_s if possible else None
 
 
-def _apply(health: Health, signal: Signal) -> Step:
-    condition = TRANSITIONS[health.condition][signal]
+def _apply(health: Health, event: HealthEvent) -> HealthStep:
+    condition = TRANSITIONS[health.condition][event]
     if condition is health.condition:
-        return Step(health=health)
-    return Step(health=replace(health, condition=condition), changed_to=condition)
+        return HealthStep(health=health)
+    return HealthStep(health=replace(health, condition=condition), changed_to=condition)
 
 
 def _average_in(health: Health, round_trip_s: float) -> Health:

@@ -81,7 +81,7 @@ class PathState:
     """The lower of what the two interfaces claim; 0 if one does not say."""
     since: float
     flaps: int = 0
-    """As `Flaps.left` said when it came up."""
+    """As `PathFlaps.left` said when it came up."""
     measured_mbit_s: int = 0
     """What it carries in the slower direction, settled; 0 while unknown."""
     is_outdone: bool = False
@@ -130,7 +130,7 @@ class PathState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flaps:
+class PathFlaps:
     """How often a path was lost lately.
 
     As in route flap damping (RFC 2439), flaps are forgotten with time, whether the path is up or
@@ -147,7 +147,7 @@ class Flaps:
         return 0 if self.count == 0 else max(0, self.count - int((now - self.last) / FORGET_S))
 
 
-def lost(path: PathState, before: Flaps, *, now: float) -> Flaps:
+def lost(path: PathState, before: PathFlaps, *, now: float) -> PathFlaps:
     """Count the loss of a path, if it is a flap.
 
     Args:
@@ -155,7 +155,7 @@ def lost(path: PathState, before: Flaps, *, now: float) -> Flaps:
         before: Of the paths between the same interfaces.
         now: The monotonic clock.
     """
-    return before if now < path.steady_at else Flaps(count=before.left(now) + 1, last=now)
+    return before if now < path.steady_at else PathFlaps(count=before.left(now) + 1, last=now)
 
 
 def to_ask(path: PathState, *, in_use: bool, doubted: bool, now: float) -> bool:

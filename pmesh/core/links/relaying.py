@@ -26,7 +26,7 @@ class Onward(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Connection:
+class _RelayedConnection:
     number: int
     unread: dict[NodeId, int]
     """The bytes of each end that the other one has not read."""
@@ -37,7 +37,7 @@ class Forwarding:
     """The connections that one member forwards; of two ends it knows one at a time."""
 
     def __init__(self) -> None:
-        self._connections: dict[frozenset[NodeId], _Connection] = {}
+        self._connections: dict[frozenset[NodeId], _RelayedConnection] = {}
 
     def __len__(self) -> int:
         return len(self._connections)
@@ -60,7 +60,7 @@ class Forwarding:
             if not opens:
                 end = Relay(message.far, message.number, ends=True)
                 return None if message.ends else Onward(sender, end)
-            known = _Connection(message.number, dict.fromkeys(pair, 0))
+            known = _RelayedConnection(message.number, dict.fromkeys(pair, 0))
             self._connections[pair] = known
         known.unread[sender] += len(message.data)
         known.unread[message.far] -= message.read

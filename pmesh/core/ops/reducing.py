@@ -214,7 +214,7 @@ def plan_tree(
     if size == 1:
         return _alone(count * itemsize)
     bounds = [value * itemsize for value in chunk_bounds(count, size)]
-    blocks = _Blocks(bounds, split=size // 2, segment_bytes=segment_bytes)
+    blocks = _RankBlocks(bounds, split=size // 2, segment_bytes=segment_bytes)
     ways = tuple(halvings(size))
     for step, (half, below) in enumerate(ways):
         to, from_, before = (rank + half) % size, (rank - half) % size, maker.landed()
@@ -419,7 +419,7 @@ def _backwards(chunks: Sequence[Sequence[_Record]], first: int) -> Iterator[_Rec
         yield from chunks[(first - step) % len(chunks)]
 
 
-class _Blocks:
+class _RankBlocks:
     """The tensor, cut into one block for each rank."""
 
     def __init__(self, bounds: Sequence[int], *, split: int, segment_bytes: int) -> None:

@@ -29,17 +29,17 @@ from pmesh.core.views.state import (
     RING_PAUSE_S,
     SKIP_S,
     UNREAD_S,
-    Action,
     Facts,
-    Fence,
-    Flaps,
+    FenceJobs,
     Install,
     JoinRequest,
+    MemberAction,
+    MemberFlaps,
     MemberState,
+    MemberStep,
     Peer,
     Send,
     Skip,
-    Step,
     continuing_members,
     follows,
     has_read,
@@ -79,7 +79,7 @@ def first_state(me: Member, said: SignedName, *, now: float) -> MemberState:
 
 def receive(
     state: MemberState, sender: Member, message: AgreementMessage, facts: Facts, *, now: float
-) -> Step:
+) -> MemberStep:
     """Handle a message from an authenticated peer.
 
     Raises ProtocolError if no honest member would send it.
@@ -88,7 +88,7 @@ def receive(
     return _consider(_receive(state, sender, message, facts, now), facts, now)
 
 
-def lose(state: MemberState, node: NodeId, why: str, facts: Facts, *, now: float) -> Step:
+def lose(state: MemberState, node: NodeId, why: str, facts: Facts, *, now: float) -> MemberStep:
     """Handle a lost peer: its connection closed and a redial failed, or it fell silent (V6)."""
     peer = state.peers.get(node)
     losses = state.losses
@@ -106,7 +106,7 @@ def lose(state: MemberState, node: NodeId, why: str, facts: Facts, *, now: float
         unplaced={other: beat for other, beat in state.unplaced.items() if other != node},
         losses=losses,
     )
-    return _consider(Step(_without(state, node)), facts, now)
+    return _consider(MemberStep(_without(state, node)), facts, now)
 
 
 def _is_senior(state: MemberState, member: Member) -> bool:
@@ -114,49 +114,51 @@ def _is_senior(state: MemberState, member: Member) -> bool:
     return member in order[: order.index(state.me)]
 
 
-def pass_time(state: MemberState, facts: Facts, *, now: float) -> Step:
+def pass_time(state: MemberState, facts: Facts, *, now: float) -> MemberStep:
     """Check the deadlines. Call it at each heartbeat (0.2 s): they are at least five times that."""
     state = replace(state, debt=limits.note_need(state, now), timeout_s=facts.timeout_s)
     state = leader.weigh_rings(_give_up_on_silent(state, now), facts, now)
-    return _consider(Step(state), facts, now)
+    return _consider(MemberStep(state), facts, now)
 
 
 def _receive(  # noqa: C901, PLR0911 - one arm for each message
     state: MemberState, sender: Member, message: AgreementMessage, facts: Facts, now: float
-) -> Step:
+) -> MemberStep:
     match message:
         case Heartbeat():
             return _receive_heartbeat(state, sender, message, now)
         case AskView():
-            return Step(state, (Send(sender, TellView(state.view)),))
+            return MemberStep(state, (Send(sender, TellView(state.view)),))
         case TellView():
             return _receive_view(state, sender, message.view, now)
         case AskToJoin():
             request = JoinRequest(now, message.whole)
-            return Step(replace(state, joining={**state.joining, sender: request}))
+            return MemberStep(replace(state, joining={**state.joining, sender: request}))
         case Propose():
             return _receive_proposal(state, sender, message, facts, now)
         case Flushed():
-            return Step(leader.collect(state, sender, message))
+            return MemberStep(leader.collect(state, sender, message))
         case Refuse() | Veto():
-            return Step(_withdraw(state, sender, message, now))
+            return MemberStep(_withdraw(state, sender, message, now))
         case Superseded():
             return _leave_if_superseded(state, sender, message.view, now)
         case Commit():
             return _receive_commit(state, message, now)
         case Leaving():
-            return Step(state)  # the driver calls `lose`: it knows that the link ends
+            return MemberStep(state)  # the driver calls `lose`: it knows that the link ends
         case _:
             assert_never(message)
 
 
-def _receive_heartbeat(state: MemberState, sender: Member, beat: Heartbeat, now: float) -> Step:
+def _receive_heartbeat(
+    state: MemberState, sender: Member, beat: Heartbeat, now: float
+) -> MemberStep:
     view = _known_view(state, sender.node, beat.view)
     if view is None:
         unplaced = {**state.unplaced, sender.node: beat}
-        return Step(replace(state, unplaced=unplaced), (Send(sender, AskView(beat.view)),))
+        return MemberStep(replace(state, unplaced=unplaced), (Send(sender, AskView(beat.view)),))
     if not _is_credible(state, beat.promised.counter, view):
-        return Step(_without(state, sender.node))
+        return MemberStep(_without(state, sender.node))
     peer = Peer(member=sender, heartbeat=beat, view=view)
     state = replace(state, peers={**state.peers, sender.node: peer})
     if (
@@ -200,26 +202,26 @@ def _known_view(state: MemberState, node: NodeId, epoch: Epoch) -> View | None:
     return next((view for view in views if view.epoch == epoch), None)
 
 
-def _receive_view(state: MemberState, sender: Member, view: View, now: float) -> Step:
+def _receive_view(state: MemberState, sender: Member, view: View, now: float) -> MemberStep:
     state = replace(state, shown={**state.shown, sender.node: view})
     beat = state.unplaced.get(sender.node)
     if beat is None or beat.view != view.epoch:
-        return Step(state)
+        return MemberStep(state)
     unplaced = {node: b for node, b in state.unplaced.items() if node != sender.node}
     return _receive_heartbeat(replace(state, unplaced=unplaced), sender, beat, now)
 
 
 def _receive_proposal(
     state: MemberState, sender: Member, message: Propose, facts: Facts, now: float
-) -> Step:
+) -> MemberStep:
     if state.me not in message.members:
         raise ProtocolError("a proposal sent to a machine that it leaves out")
     if message.epoch == state.promised:  # delivered twice
-        return Step(state)
+        return MemberStep(state)
     limits.check_pace(state, sender, now)
     answer = _objection(state, sender, message, now)
     if answer is not None:
-        return Step(state, (Send(sender, answer),))
+        return MemberStep(state, (Send(sender, answer),))
     return _flush(replace(state, proposal=None), sender, message, facts, now)
 
 
@@ -257,7 +259,9 @@ def _passes_over_a_senior(state: MemberState, sender: Member, message: Propose, 
     )
 
 
-def _flush(state: MemberState, sender: Member, message: Propose, facts: Facts, now: float) -> Step:
+def _flush(
+    state: MemberState, sender: Member, message: Propose, facts: Facts, now: float
+) -> MemberStep:
     """V1: promise the epoch. V3: deliver nothing of the jobs concerned from now on."""
     same_base = message.base.epoch == state.view.epoch
     jobs = tuple(r.job for r in facts.reports if r.job in message.jobs or not same_base)
@@ -281,8 +285,8 @@ def _flush(state: MemberState, sender: Member, message: Propose, facts: Facts, n
         flushed_at=now,
     )
     if sender == state.me:
-        return Step(leader.begin(state, message, answer, now), (Fence(jobs),))
-    return Step(state, (Fence(jobs), Send(sender, fit_answer(answer))))
+        return MemberStep(leader.begin(state, message, answer, now), (FenceJobs(jobs),))
+    return MemberStep(state, (FenceJobs(jobs), Send(sender, fit_answer(answer))))
 
 
 def _came_to_nothing(state: MemberState, sender: Member, message: Propose, now: float) -> bool:
@@ -323,7 +327,7 @@ def _jitter(state: MemberState) -> float:
     return mixed / 1009  # the golden ratio and a prime: neighbouring inputs give different results
 
 
-def _leave_if_superseded(state: MemberState, sender: Member, view: View, now: float) -> Step:
+def _leave_if_superseded(state: MemberState, sender: Member, view: View, now: float) -> MemberStep:
     """V2: if the successor of our view was installed without us, continue alone."""
     next_of_ours = view.previous_epoch_of(sender) == state.view.epoch
     proof = (
@@ -333,7 +337,7 @@ def _leave_if_superseded(state: MemberState, sender: Member, view: View, now: fl
         and (next_of_ours or _all_have_gone_on(state, sender, view, now))
     )
     if not proof:
-        return Step(state)
+        return MemberStep(state)
     counter = max(state.highest_counter, state.promised.counter) + 1
     epoch = Epoch(counter, *state.me)
     kept = keep_local_rosters(state.view, state.me)
@@ -356,18 +360,18 @@ def _keeps_its_place(seat: Seat, view: View) -> bool:
     return later is not None and later.admitted == seat.admitted
 
 
-def _receive_commit(state: MemberState, message: Commit, now: float) -> Step:
+def _receive_commit(state: MemberState, message: Commit, now: float) -> MemberStep:
     view = message.view
     if state.me not in view.members:
         raise ProtocolError("a commit sent to a machine that it leaves out")
     if view.epoch != state.promised or state.flushed_at is None:  # V1: only what was promised
-        return Step(state)
+        return MemberStep(state)
     if leader.ring_order(view.members, message.costs) != view.members:
         raise ProtocolError("a commit whose ring does not follow from its costs")
     return _install(state, view, now)
 
 
-def _install(state: MemberState, view: View, now: float) -> Step:
+def _install(state: MemberState, view: View, now: float) -> MemberStep:
     """I2: install only a higher epoch, and only a view that includes us."""
     if view.epoch <= state.view.epoch or state.me not in view.members:
         raise ProtocolError(f"a view that can't follow: {view.epoch.counter}")
@@ -391,15 +395,15 @@ def _install(state: MemberState, view: View, now: float) -> Step:
         joining={m: asked for m, asked in state.joining.items() if m not in view.members},
         losses={m: why for m, why in state.losses.items() if m in view.members},
     )
-    return Step(_confirm_primaries(state), (Install(view),))
+    return MemberStep(_confirm_primaries(state), (Install(view),))
 
 
-def _note_losses(state: MemberState, view: View, now: float) -> dict[Member, Flaps]:
+def _note_losses(state: MemberState, view: View, now: float) -> dict[Member, MemberFlaps]:
     """V11: Return how often members were lost lately, with those that this view leaves out."""
     flaps = {member: f for member, f in state.flaps.items() if f.left(now) > 0}
     for member in sorted(set(state.view.members).difference(view.members)):
         before = flaps.pop(member, None)
-        flaps[member] = Flaps(1 if before is None else before.left(now) + 1, now)
+        flaps[member] = MemberFlaps(1 if before is None else before.left(now) + 1, now)
     return dict(list(flaps.items())[-MOST_FLAPPING:])
 
 
@@ -441,7 +445,7 @@ def _give_up_on_silent(state: MemberState, now: float) -> MemberState:
     return replace(state, proposal=None, skipped={**earlier, **silent})
 
 
-def _consider(step: Step, facts: Facts, now: float) -> Step:
+def _consider(step: MemberStep, facts: Facts, now: float) -> MemberStep:
     """Commit, propose or ask to join if it is time; called after every input.
 
     It waits when a view was installed just now: the facts about the jobs are known once they have
@@ -449,7 +453,7 @@ def _consider(step: Step, facts: Facts, now: float) -> Step:
     """
     if any(isinstance(action, Install) for action in step.actions):
         return step
-    state, actions = step.state, list[Action](step.actions)
+    state, actions = step.state, list[MemberAction](step.actions)
     message = leader.propose(state, facts, now)
     if message is not None:
         flushed = _flush(state, state.me, message, facts, now)
@@ -463,10 +467,10 @@ def _consider(step: Step, facts: Facts, now: float) -> Step:
         state = installed.state
         actions += installed.actions
     asked = _ask_to_join(state, now)
-    return Step(asked.state, (*actions, *asked.actions))
+    return MemberStep(asked.state, (*actions, *asked.actions))
 
 
-def _ask_to_join(state: MemberState, now: float) -> Step:
+def _ask_to_join(state: MemberState, now: float) -> MemberStep:
     """V9: a member of a lighter view asks the leader of the heaviest view that it hears."""
     leaders = [
         peer
@@ -483,14 +487,14 @@ def _ask_to_join(state: MemberState, now: float) -> Step:
     if met_at != state.met_at:
         state = replace(state, met_at=met_at)
     if met_at is None or state.proposal is not None:
-        return Step(state)
+        return MemberStep(state)
     best = max(leaders, key=lambda peer: peer.view.weight)
     whole = _can_come_whole(state, best.view, now)
     asked_lately = now - state.asked_to_join_at < JOIN_REQUEST_S * slowness(state) / 4
     if asked_lately or not (whole or now - met_at >= PATIENCE_S * patience(state)):
-        return Step(state)
+        return MemberStep(state)
     state = replace(state, asked_to_join_at=now)
-    return Step(state, (Send(best.member, AskToJoin(state.view.epoch, whole)),))
+    return MemberStep(state, (Send(best.member, AskToJoin(state.view.epoch, whole)),))
 
 
 def _can_come_whole(state: MemberState, view: View, now: float) -> bool:

@@ -127,7 +127,7 @@ class Skip(NamedTuple):
     lasts_s: float
 
 
-class Flaps(NamedTuple):
+class MemberFlaps(NamedTuple):
     """How often a process start of a member was lost lately, and when it was lost last."""
 
     losses: int
@@ -202,7 +202,7 @@ class MemberState:
     """V11: One more for each promise without a commit, one less for each view."""
     refusals: int = 0
     """V11: How many of its proposals were refused since it installed its view."""
-    flaps: Mapping[Member, Flaps] = field(default_factory=dict[Member, Flaps])
+    flaps: Mapping[Member, MemberFlaps] = field(default_factory=dict[Member, MemberFlaps])
     """V11: The members that views left out lately."""
     joining: Mapping[Member, JoinRequest] = field(default_factory=dict[Member, JoinRequest])
     skipped: Mapping[Member, Skip] = field(default_factory=dict[Member, Skip])
@@ -238,7 +238,7 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class Fence:
+class FenceJobs:
     """From now on nothing of these jobs' current rosters may reach a trainer (V3)."""
 
     jobs: tuple[JobName, ...]
@@ -251,15 +251,15 @@ class Install:
     view: View
 
 
-Action = Send | Fence | Install
+MemberAction = Send | FenceJobs | Install
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class MemberStep:
     """The next state, and the actions to carry out in this order."""
 
     state: MemberState
-    actions: tuple[Action, ...] = ()
+    actions: tuple[MemberAction, ...] = ()
 
 
 def slowness(state: MemberState) -> float:

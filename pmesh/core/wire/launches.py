@@ -466,7 +466,7 @@ class LaunchRow(msgspec.Struct, frozen=True):
     code: int | None
 
 
-class Launches(_SessionMessage, frozen=True, tag="launches"):
+class LaunchRows(_SessionMessage, frozen=True, tag="launches"):
     """Some of them, the latest first; a message without rows is the last one."""
 
     rows: tuple[LaunchRow, ...]
@@ -539,7 +539,7 @@ LaunchReply: TypeAlias = (
     | LaunchLines
     | LaunchInputTaken
     | LaunchOver
-    | Launches
+    | LaunchRows
     | Hosts
     | Fetched
     | LaunchEnding

@@ -381,7 +381,7 @@ class StoreWaits(_Message, frozen=True, tag="store_waits"):
     on: str
 
 
-class Status(_Message, frozen=True, tag="status"):
+class StatusReply(_Message, frozen=True, tag="status"):
     """The agent's status, as the JSON that `pmesh status --json` prints."""
 
     json: bytes
@@ -469,7 +469,7 @@ Reply: TypeAlias = (
     | MessageWaits
     | StoreAnswered
     | StoreWaits
-    | Status
+    | StatusReply
     | Events
     | WayTried
     | Pinged

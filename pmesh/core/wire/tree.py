@@ -45,7 +45,6 @@ class DirectoryEntry(msgspec.Struct, frozen=True, array_like=True, tag="d"):
 
 
 Entry: TypeAlias = FileEntry | LinkEntry | DirectoryEntry
-Tree: TypeAlias = Annotated[tuple[Entry, ...], Meta(max_length=MAX_ENTRIES)]
 
 
 class Content(NamedTuple):
@@ -55,7 +54,9 @@ class Content(NamedTuple):
     nbytes: int
 
 
-_decoder: msgspec.msgpack.Decoder[tuple[Entry, ...]] = msgspec.msgpack.Decoder(Tree)
+_decoder: msgspec.msgpack.Decoder[tuple[Entry, ...]] = msgspec.msgpack.Decoder(
+    Annotated[tuple[Entry, ...], Meta(max_length=MAX_ENTRIES)]
+)
 _encoder = msgspec.msgpack.Encoder()
 
 

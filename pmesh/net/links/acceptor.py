@@ -3,11 +3,18 @@
 Strangers can't exhaust the agent: each has 5 s, 8 may come from one address and 64 in all, the
 oldest is closed first, and TLS starts only when the first bytes look like pmesh. 64 of the worst
 kind take less than 16 MiB (tests/net/links/test_acceptor_memory.py measures it).
+
+Linux answers a connection by its routes. Of two interfaces in one network (two cables between two
+machines, with self-assigned addresses; a cable and Wi-Fi to one router) only one has the route, and
+an answer that leaves by the other reaches nobody, as the dialler is bound to an interface. So each
+gets a listener that is bound to it, and what that accepts stays there. macOS answers from the
+interface that has the address which was dialled.
 """
 
 import contextlib
 import errno
 import math
+import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -15,14 +22,15 @@ from typing import Final, Generic, Literal, TypeAlias, TypeVar
 
 import trio
 
+from pmesh.core.links.addresses import LocalAddress, interfaces_that_share_a_network
 from pmesh.core.wire.framing import FIRST_BYTES, FirstBytes, recognize
 from pmesh.errors import PeerUnreachable, PmeshError
-from pmesh.net.links.interfaces import remote_address_of
+from pmesh.net.links.interfaces import POLL_S, SO_BINDTODEVICE, AddressWatch, remote_address_of
 
 BROKEN_LISTENER: Final = frozenset({errno.EBADF, errno.EINVAL, errno.ENOTSOCK})
 """Errors of `accept` that stay, so that only another listener can help. All others pass."""
 RETRY_S: Final = 0.1  # before the next attempt to accept, as in trio.serve_listeners
-
+BACKLOG: Final = 128
 
 PENDING_TIMEOUT_S: Final = 5.0  # a Mac that has just woken answers within 2 s
 MAX_PENDING: Final = 64
@@ -35,7 +43,7 @@ OTHER_HOSTS: Final = "other addresses"
 StreamT = TypeVar("StreamT", bound=trio.abc.HalfCloseableStream)
 Authenticated: TypeAlias = Callable[[], None]
 _Outcome: TypeAlias = Literal["garbage", "closed_early", "timed_out", "refused"]
-Handler: TypeAlias = Callable[[StreamT, bytes, Authenticated], Awaitable[None]]
+ConnectionHandler: TypeAlias = Callable[[StreamT, bytes, Authenticated], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +108,8 @@ class Acceptor(Generic[StreamT]):
     def __init__(
         self,
         *,
-        on_link: Handler[StreamT],
-        on_lane: Handler[StreamT],
+        on_link: ConnectionHandler[StreamT],
+        on_lane: ConnectionHandler[StreamT],
         uses: Callable[[StreamT], bool] = lambda _: True,
         contain: Callable[[str], contextlib.AbstractContextManager[object]] = (
             contextlib.nullcontext
@@ -249,3 +257,72 @@ async def _read_first_bytes(
             break
         first += data
     return first, kind
+
+
+async def listen_at_interfaces(
+    listeners: Sequence[trio.SocketListener],
+    watch: AddressWatch,
+    add: Callable[[trio.SocketListener], None],
+) -> None:
+    """Listen at each interface that may share a network with another, until cancelled.
+
+    Args:
+        listeners: Those of all interfaces.
+        watch: The interfaces.
+        add: Called with each listener, which it must close.
+    """
+    bound: dict[tuple[str, int], list[trio.SocketListener]] = {}
+    addresses: tuple[LocalAddress, ...] = ()
+    while True:
+        addresses = await watch.changed_from(addresses)
+        try:
+            numbers = {name: number for number, name in socket.if_nameindex()}
+        except OSError:  # no descriptor is left now
+            addresses = ()
+            await trio.sleep(POLL_S)
+            continue
+        names = interfaces_that_share_a_network(addresses)
+        if watch.is_restricted:  # with one that is not used
+            names = frozenset(address.interface for address in addresses)
+        # A cable that comes back may have another number.
+        wanted = {(name, numbers[name]) for name in names if name in numbers}
+        for gone in bound.keys() - wanted:
+            for listener in bound.pop(gone):
+                await listener.aclose()
+        for new in wanted - bound.keys():
+            bound[new] = [*_listen_at(new[0], listeners)]
+            for listener in bound[new]:
+                add(listener)
+            watch.knows_arrivals = watch.is_restricted and len(bound[new]) == len(listeners)
+
+
+def _listen_at(
+    interface: str, listeners: Sequence[trio.SocketListener]
+) -> list[trio.SocketListener]:
+    """Return a listener at this interface beside each of these; fewer if the system refuses."""
+    found: list[trio.SocketListener] = []
+    for beside in listeners:
+        with contextlib.suppress(OSError):  # before Linux 5.7; gone again; no descriptor is left
+            found.append(_listen_beside(beside.socket, interface))
+    return found
+
+
+def _listen_beside(beside: trio.socket.SocketType, interface: str) -> trio.SocketListener:
+    with contextlib.ExitStack() as on_error:
+        bound = socket.socket(beside.family, socket.SOCK_STREAM)
+        on_error.callback(bound.close)
+        bound.setsockopt(socket.SOL_SOCKET, SO_BINDTODEVICE, interface.encode())
+        if bound.family == socket.AF_INET6:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        # Two sockets may share a port if both allow it while the second begins to listen; later,
+        # another agent must find it taken.
+        for one in (beside, bound):
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        try:
+            bound.bind(beside.getsockname())
+            bound.listen(BACKLOG)
+        finally:
+            for one in (beside, bound):
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 0)
+        on_error.pop_all()
+    return trio.SocketListener(trio.socket.from_stdlib_socket(bound))

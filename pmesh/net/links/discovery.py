@@ -43,7 +43,7 @@ LOOK_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class AgentFound:
     """An agent with a verified advertisement; reported again when the advertisement changes.
 
     It may be of another mesh (tag), speak another protocol version, or hold a copy of our own node
@@ -67,7 +67,7 @@ class Deaf:
     reason: str
 
 
-Discovered: TypeAlias = Found | Gone | Deaf
+Discovered: TypeAlias = AgentFound | Gone | Deaf
 
 
 def minute_of_now() -> int:
@@ -172,7 +172,7 @@ class _Conversation:
         self._stopped = False
         self._moved = asyncio.Event()
         self._began = -math.inf
-        self._known: dict[str, Found] = {}
+        self._known: dict[str, AgentFound] = {}
         self._confirmed: set[str] = set()
         self._resolving: dict[str, asyncio.Task[None]] = {}
         self._new_at = deque[float](maxlen=MAX_FOUND)
@@ -317,7 +317,7 @@ class _Conversation:
             return  # another program's service with this name
         if theirs.member == self._own.member:
             return
-        found = Found(advertisement=theirs)
+        found = AgentFound(advertisement=theirs)
         self._confirmed.add(name)
         if found == self._known.get(name) or not self._has_room_for(name, theirs):
             return

@@ -1,5 +1,6 @@
-"""What the system says of its interfaces: their kinds, the speed of Thunderbolt, carrier lost."""
+"""What the system says of its interfaces: their kinds, the speeds of cables, carrier lost."""
 
+import array
 import fcntl
 import re
 import socket
@@ -7,6 +8,7 @@ import struct
 import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 import msgspec
@@ -27,6 +29,15 @@ _IFMEDIAREQ: Final = struct.Struct("=16s5iQ")
 _SIOCGIFMEDIA: Final = 0xC02C6938
 _IFM_AVALID: Final = 1
 _IFM_ACTIVE: Final = 2
+
+_SIOCETHTOOL: Final = 0x8946  # <linux/sockios.h>
+_ETHTOOL_GSET: Final = 1
+# struct ethtool_cmd of <linux/ethtool.h>: cmd, supported, and lp_advertising further on.
+_COMMAND: Final = struct.Struct("=III20xI8x")
+_IFREQ: Final = struct.Struct("16sP16x")
+_MODES: Final[Mapping[int, int]] = MappingProxyType(  # SUPPORTED_..., of twisted pair
+    {10_000: 1 << 12, 1000: 1 << 4 | 1 << 5, 100: 1 << 2 | 1 << 3, 10: 1 << 0 | 1 << 1}
+)
 
 
 class Hardware(NamedTuple):
@@ -60,6 +71,22 @@ def has_carrier(interface: str) -> bool:
 
 
 # --- Linux
+
+
+def able_mbit_s(interface: str) -> int:
+    """Return the highest speed that both ends of the cable can do; 0 if the system doesn't say.
+
+    May wait some milliseconds for the port.
+    """
+    answer = array.array("B", _COMMAND.pack(_ETHTOOL_GSET, 0, 0, 0))
+    question = _IFREQ.pack(interface.encode(), answer.buffer_info()[0])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        try:
+            fcntl.ioctl(any_socket, _SIOCETHTOOL, question)
+        except OSError:  # macOS; no cable; the interface is gone
+            return 0
+    _, supported, _, theirs = _COMMAND.unpack(answer)
+    return next((speed for speed, bits in _MODES.items() if supported & bits and theirs & bits), 0)
 
 
 def _of_linux(interfaces: Iterable[str]) -> Mapping[str, Hardware]:

@@ -222,7 +222,7 @@ class SessionCounters:
     """Not accepted, as the system had no descriptor or memory left, or refused it otherwise."""
 
 
-Handler: TypeAlias = Callable[[Session], Awaitable[object]]
+SessionHandler: TypeAlias = Callable[[Session], Awaitable[object]]
 
 ENDS_OF_A_SESSION = (ProtocolError, trio.EndOfChannel, trio.BrokenResourceError)
 """Errors that a handler may raise: the program sent garbage, or is gone."""
@@ -230,7 +230,7 @@ ENDS_OF_A_SESSION = (ProtocolError, trio.EndOfChannel, trio.BrokenResourceError)
 
 async def serve_sessions(
     path: Path,
-    handler: Handler,
+    handler: SessionHandler,
     *,
     counters: SessionCounters,
     most_visitors: int = MAX_VISITORS,
@@ -254,7 +254,9 @@ async def serve_sessions(
 
 
 class _Sessions:
-    def __init__(self, handler: Handler, counters: SessionCounters, most_visitors: int) -> None:
+    def __init__(
+        self, handler: SessionHandler, counters: SessionCounters, most_visitors: int
+    ) -> None:
         self._handler = handler
         self._counters = counters
         self._most_visitors = most_visitors

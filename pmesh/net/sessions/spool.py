@@ -24,7 +24,7 @@ MEMORY_BYTES = 512 * 1024  # of a segment in memory, of which there are two: wha
 _PASSES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 
 
-class Piece(NamedTuple):
+class SpooledLines(NamedTuple):
     """Whole lines, read from a spool."""
 
     offset: int
@@ -112,7 +112,7 @@ class Spool:
         if len(self._segments) > self._most:
             self._segments.popleft().remove()
 
-    def read(self, offset: int, most: int) -> Piece:
+    def read(self, offset: int, most: int) -> SpooledLines:
         """Return lines from the offset on, at most so many bytes; none if there are no more.
 
         A file that can't be read is skipped, as if its lines were too old.
@@ -130,11 +130,11 @@ class Spool:
                         raise
                     data = b""
                 if lines := data[: data.rfind(b"\n") + 1]:
-                    return Piece(offset, lines)
+                    return SpooledLines(offset, lines)
                 offset = segment.end
-        return Piece(offset, b"")
+        return SpooledLines(offset, b"")
 
-    async def read_soon(self, offset: int, most: int) -> Piece:
+    async def read_soon(self, offset: int, most: int) -> SpooledLines:
         """As `read`, as soon as the system has a descriptor for it."""
         while True:
             try:

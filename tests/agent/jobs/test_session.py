@@ -18,7 +18,7 @@ from pmesh.core.wire.session import (
     GroupOf,
     Leave,
     Refused,
-    Status,
+    StatusReply,
     WantArena,
 )
 from pmesh.ids import JobName, OpNumber, Slot
@@ -393,7 +393,7 @@ async def test_a_session_that_begins_with_an_op_is_closed(clock: MockClock) -> N
         await trainer.send(Leave())
         await end_of(trainer)
         other = await here.trainer(here.machines[0])
-        assert isinstance(await other.ask(AskStatus()), Status)
+        assert isinstance(await other.ask(AskStatus()), StatusReply)
 
 
 @pytest.mark.parametrize("end", ["leaves", "dies", "sends garbage"])

@@ -10,7 +10,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from pmesh.agent.config import Listen, Settings
+from pmesh.agent.config import AgentSettings, Listen
 from pmesh.ids import TrainerId
 from tests.worlds.trainer import OpError, RefusedError, Trainer, until
 from tests.worlds.village import Machine, Village, village
@@ -90,7 +90,7 @@ class Storm:
         else:
             life.cancel()
 
-    def _to_be_found_again(self, machine: Machine) -> Settings:
+    def _to_be_found_again(self, machine: Machine) -> AgentSettings:
         others = tuple(other.address for other in self.here.machines if other is not machine)
         return replace(machine.settings, listen=Listen("127.0.0.1", machine.port), peers=others)
 

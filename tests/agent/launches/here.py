@@ -15,7 +15,7 @@ from pmesh.agent.events import EventLog, News
 from pmesh.agent.launches.permission import Permission, store_permission
 from pmesh.agent.launches.router import Launches
 from pmesh.agent.mesh.links import Link
-from pmesh.agent.mesh.names import Names
+from pmesh.agent.mesh.names import MachineNames
 from pmesh.core.launches.lines import read_lines, seated
 from pmesh.core.values import View
 from pmesh.core.wire.launches import (
@@ -70,7 +70,7 @@ class Here:
         self.news: list[News] = []
         self.ids: Iterator[PathName] = itertools.repeat(ID)
         self.view: View = make_view(1, ME, ANNA, EVE)
-        self.names = Names({}, noticed=self.news.append)
+        self.names = MachineNames({}, noticed=self.news.append)
         self.names.follow(self.view)
         self.event_log = EventLog(
             ME,

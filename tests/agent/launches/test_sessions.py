@@ -22,10 +22,10 @@ from pmesh.core.wire.launches import (
     Launch,
     LaunchBegan,
     LaunchEnding,
-    Launches,
     LaunchInput,
     LaunchLines,
     LaunchOver,
+    LaunchRows,
     LaunchTerms,
 )
 from pmesh.core.wire.session import (
@@ -33,7 +33,7 @@ from pmesh.core.wire.session import (
     AskStatus,
     Refused,
     Reply,
-    Status,
+    StatusReply,
     encode,
 )
 from pmesh.ids import path_name
@@ -85,8 +85,8 @@ async def test_many_long_commands_can_be_listed(tmp_path: Path) -> None:
             here.launches.start(Launch("", Command(words, "/"), LaunchTerms(), on=there))
         session = FakeSession()
         await serve_launch(cast("Session", session), AskLaunches(), here.launches)
-        assert sum(len(reply.rows) for reply in session.sent if isinstance(reply, Launches)) == 30
-        assert session.sent[-1] == Launches(())
+        assert sum(len(reply.rows) for reply in session.sent if isinstance(reply, LaunchRows)) == 30
+        assert session.sent[-1] == LaunchRows(())
         assert all(len(encode(reply)) < MAX_SESSION_MESSAGE_BYTES for reply in session.sent)
 
 
@@ -153,5 +153,5 @@ async def test_with_few_files_followers_are_refused_and_commands_are_answered(
         refused = await (await here.trainer(machine)).ask(FollowLaunch("night", follow=True))
         assert isinstance(refused, Refused)
         assert "4 programs show launches here" in refused.verdict.message
-        assert isinstance(await (await here.trainer(machine)).ask(AskStatus()), Status)
-        assert isinstance(await (await here.trainer(machine)).ask(AskLaunches()), Launches)
+        assert isinstance(await (await here.trainer(machine)).ask(AskStatus()), StatusReply)
+        assert isinstance(await (await here.trainer(machine)).ask(AskLaunches()), LaunchRows)

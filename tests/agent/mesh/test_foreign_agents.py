@@ -22,7 +22,7 @@ from pmesh.errors import (
     ProtocolVersionMismatch,
 )
 from pmesh.ids import Incarnation, NodeId, node_text
-from pmesh.net.links.discovery import Deaf, Found, Gone, minute_of_now
+from pmesh.net.links.discovery import AgentFound, Deaf, Gone, minute_of_now
 from tests.worlds.trainer import until
 from tests.worlds.village import Machine, village
 
@@ -36,7 +36,7 @@ def found(
     protocol: int = PROTOCOL_VERSION,
     where: Address = WHERE,
     minute: int | None = None,
-) -> Found:
+) -> AgentFound:
     advertisement = Advertisement(
         tag=tag,
         node=NODE,
@@ -47,10 +47,10 @@ def found(
         hosts=(where.host,),
         minute=minute_of_now() if minute is None else minute,
     )
-    return Found(advertisement=advertisement)
+    return AgentFound(advertisement=advertisement)
 
 
-def discovered(machine: Machine, finding: Found | Gone | Deaf) -> None:
+def discovered(machine: Machine, finding: AgentFound | Gone | Deaf) -> None:
     machine.agent._findings._sort_one(finding, machine.agent.peers)  # noqa: SLF001 - as mDNS does
 
 

@@ -16,7 +16,7 @@ from pmesh.agent.mesh.membership import (
     TICK_S,
     Membership,
 )
-from pmesh.agent.mesh.names import Names
+from pmesh.agent.mesh.names import MachineNames
 from pmesh.agent.mesh.probing import Probing
 from pmesh.core.identity.keys import NodeKey
 from pmesh.core.identity.names import check_name_untrusted, sign_name
@@ -108,7 +108,9 @@ class Side:
         self.membership = Membership(
             me,
             sign_name(KEY_OF[me.node], me, f"mac-{me.incarnation}"),
-            names=Names({}, noticed=lambda news: self.noticed.append((news.kind, news.text))),
+            names=MachineNames(
+                {}, noticed=lambda news: self.noticed.append((news.kind, news.text))
+            ),
             follower=self.follower,
             send=self.send,
             drop=self.drop,

@@ -11,7 +11,7 @@ from pmesh.agent.mesh.names import (
     MAX_NAMES,
     MAX_NAMES_OF_NODE,
     NAMES_NAME,
-    Names,
+    MachineNames,
     load_names,
     store_names,
 )
@@ -48,7 +48,7 @@ class Book:
     news: list[News] = field(default_factory=list[News])
 
     def __post_init__(self) -> None:
-        self.names = Names(self.owners, noticed=self.news.append)
+        self.names = MachineNames(self.owners, noticed=self.news.append)
 
     def see(self, **names: str) -> list[str]:
         """A view is installed; return what its machines are called."""

@@ -24,7 +24,7 @@ from pmesh.core.wire.session import (
     Refused,
     Request,
     StartOp,
-    Status,
+    StatusReply,
     StillWaiting,
     encode,
 )
@@ -68,7 +68,7 @@ GARBAGE: dict[str, Step] = {
     "not msgpack": says(frame(b"\xc1")),
     "empty": says(frame(b"")),
     "a request": says(frame(encode(Leave()))),
-    "another answer": replies(Status(json=b"{}")),
+    "another answer": replies(StatusReply(json=b"{}")),
     "joined again": replies(Joined(ALONE, VIEW)),
     "another op": replies(op_done(5)),
     "another op's failure": replies(OpFailed(OpNumber(5), LOST)),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pmesh.core.links.bandwidth import CHANGED, STEADY_S, Bandwidth, Source, measured
+from pmesh.core.links.bandwidth import CHANGED, STEADY_S, Bandwidth, SpeedSource, measured
 
 NOISE = st.floats(-0.13, 0.13)  # 1.13 / 0.87 is just less than 1.3
 GAPS_S = st.floats(0.01, 30.0)
@@ -95,7 +95,7 @@ def test_measurements_on_both_sides_settle_nothing() -> None:
     ],
 )
 def test_the_first_measurement_counts_at_once_and_what_is_nominal_only_before_it(
-    measurements: list[tuple[float, Source]], settled: tuple[int, Source]
+    measurements: list[tuple[float, SpeedSource]], settled: tuple[int, SpeedSource]
 ) -> None:
     bandwidth = Bandwidth()
     for mbit_s, source in measurements:

@@ -9,8 +9,8 @@ from pmesh.core.links.dialing import (
     GRACE_S,
     LONGEST_DELAY_S,
     UNPROVEN_S,
-    Phase,
     Target,
+    TargetPhase,
     aim_at,
     begin_dial,
     dial_failed,
@@ -93,7 +93,7 @@ def an_introduction() -> Target:
 
 def test_a_peers_word_for_a_machine_counts_for_two_minutes() -> None:
     target = an_introduction()
-    while target.phase is not Phase.OVER:
+    while target.phase is not TargetPhase.OVER:
         last = target.due
         target = fail_once(target)
     assert last == UNPROVEN_S
@@ -102,13 +102,13 @@ def test_a_peers_word_for_a_machine_counts_for_two_minutes() -> None:
 def test_a_peers_word_that_comes_again_counts_anew() -> None:
     again = name_again(an_introduction(), HERE, now=100.0)
     again = replace(again, due=150.0)
-    assert fail_once(again).phase is Phase.WAITING
+    assert fail_once(again).phase is TargetPhase.WAITING
 
 
 def test_an_introduction_that_has_led_to_a_link_does_not_expire() -> None:
     linked = link_up(begin_dial(an_introduction()), now=5.0)
     lost = link_lost(linked, now=1000.0, jitter=1.0)
-    assert fail_once(lost).phase is Phase.WAITING
+    assert fail_once(lost).phase is TargetPhase.WAITING
 
 
 def test_a_lost_link_is_redialled_at_once_and_then_with_pauses() -> None:
@@ -127,12 +127,12 @@ def test_a_link_that_never_holds_is_redialled_with_growing_pauses() -> None:
 
 
 def test_a_link_that_the_peer_has_dialled_ends_the_waiting() -> None:
-    assert link_up(a_target(), now=0.0).phase is Phase.LINKED
+    assert link_up(a_target(), now=0.0).phase is TargetPhase.LINKED
 
 
 def test_a_dial_of_ours_that_fails_after_the_peers_succeeded_changes_nothing() -> None:
     target = dial_failed(linked_target(), now=1.0, jitter=0.0)
-    assert target.phase is Phase.LINKED
+    assert target.phase is TargetPhase.LINKED
 
 
 def test_a_second_link_does_not_make_the_first_younger() -> None:
@@ -142,7 +142,7 @@ def test_a_second_link_does_not_make_the_first_younger() -> None:
 
 def test_a_withdrawn_target_is_given_up_when_it_fails_after_the_grace() -> None:
     target = withdraw(a_target(), now=0.0)
-    while target.phase is not Phase.OVER:
+    while target.phase is not TargetPhase.OVER:
         target = fail_once(target)
     assert target.due == GRACE_S
     assert next_deadline(target) is None
@@ -156,10 +156,10 @@ def test_withdrawing_twice_does_not_prolong_the_grace() -> None:
 def test_a_withdrawn_target_keeps_its_link() -> None:
     target = withdraw(linked_target(), now=0.0)
     target = dial_failed(target, now=GRACE_S + 1, jitter=0.0)
-    assert target.phase is Phase.LINKED
+    assert target.phase is TargetPhase.LINKED
     lost = link_lost(target, now=GRACE_S + 2, jitter=0.0)
     assert next_deadline(lost) == GRACE_S + 2
-    assert fail_once(lost).phase is Phase.OVER
+    assert fail_once(lost).phase is TargetPhase.OVER
 
 
 def test_a_target_that_the_user_named_is_dialled_for_ever() -> None:
@@ -182,14 +182,14 @@ def test_the_same_addresses_again_do_not_shorten_the_pause() -> None:
 def test_a_target_that_was_given_up_and_is_named_again_is_dialled() -> None:
     target = withdraw(a_target(), now=-GRACE_S)
     over = fail_once(target)
-    assert over.phase is Phase.OVER
+    assert over.phase is TargetPhase.OVER
     named = name_again(over, HERE, now=70.0)
     assert (next_deadline(named), named.give_up_at) == (70.0, None)
 
 
 def test_a_target_that_was_given_up_may_dial_us() -> None:
     over = fail_once(withdraw(a_target(), now=-GRACE_S))
-    assert link_up(over, now=1.0).phase is Phase.LINKED
+    assert link_up(over, now=1.0).phase is TargetPhase.LINKED
 
 
 @pytest.mark.parametrize("target", [begin_dial(a_target()), linked_target()])

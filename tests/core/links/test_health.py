@@ -10,7 +10,7 @@ from pmesh.core.links.health import (
     WIRED,
     Condition,
     Health,
-    Signal,
+    HealthEvent,
     Thresholds,
     begin,
     forgive_stall,
@@ -20,7 +20,7 @@ from pmesh.core.links.health import (
 )
 
 HEALTHY, DEGRADED, SUSPECT, GONE = Condition
-HEARD, LATE, SILENT, LOST = Signal
+HEARD, LATE, SILENT, LOST = HealthEvent
 
 START = 100.0
 SILENCE_S = {LATE: 0.6, SILENT: 1.5, LOST: 2.5}
@@ -50,22 +50,22 @@ EXPECTED = [
 ]
 
 
-@pytest.mark.parametrize(("before", "signal", "after"), EXPECTED)
+@pytest.mark.parametrize(("before", "event", "after"), EXPECTED)
 def test_each_signal_leads_where_the_table_says(
-    before: Condition, signal: Signal, after: Condition
+    before: Condition, event: HealthEvent, after: Condition
 ) -> None:
     health = health_in(before)
-    if signal is HEARD:
+    if event is HEARD:
         step = heard_from(health, now=START + 0.1)
     else:
-        step = pass_time(health, now=START + SILENCE_S[signal])
+        step = pass_time(health, now=START + SILENCE_S[event])
     assert step.health.condition is after
     assert step.changed_to is (None if before is after else after)
 
 
 def test_the_table_is_complete() -> None:
-    pairs = {(condition, signal) for condition in TRANSITIONS for signal in TRANSITIONS[condition]}
-    assert pairs == {(before, signal) for before, signal, _ in EXPECTED}
+    pairs = {(condition, event) for condition in TRANSITIONS for event in TRANSITIONS[condition]}
+    assert pairs == {(before, event) for before, event, _ in EXPECTED}
 
 
 def test_a_short_silence_changes_nothing() -> None:

@@ -17,7 +17,7 @@ from pmesh.core.links.paths import (
     REDIAL_S,
     STEADY_S,
     Attempts,
-    Flaps,
+    PathFlaps,
     PathKey,
     PathState,
     carriers,
@@ -138,7 +138,7 @@ class Plugged:
     """A cable that is plugged in again and again."""
 
     def __init__(self) -> None:
-        self.flaps = Flaps()
+        self.flaps = PathFlaps()
         self.now = NOW
 
     def plug(self, *, for_s: float) -> float:

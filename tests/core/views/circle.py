@@ -7,7 +7,15 @@ import msgspec
 
 from pmesh.core.values import View
 from pmesh.core.views import agreement
-from pmesh.core.views.state import Facts, Fence, Install, MemberState, Send, Step, heartbeat_of
+from pmesh.core.views.state import (
+    Facts,
+    FenceJobs,
+    Install,
+    MemberState,
+    MemberStep,
+    Send,
+    heartbeat_of,
+)
 from pmesh.core.wire.channels import encode
 from pmesh.core.wire.views import AgreementMessage, Heartbeat, TellView
 from pmesh.ids import Epoch, Member
@@ -27,7 +35,7 @@ class Circle:
         self.wires: dict[tuple[Member, Member], deque[bytes]] = {}
         self.echoes: dict[tuple[Member, Member], int] = {}
         """The clock in the last heartbeat that the one has had from the other."""
-        self.fences: list[tuple[Member, Fence]] = []
+        self.fences: list[tuple[Member, FenceJobs]] = []
         self.views: dict[Epoch, View] = {}
         """Every view that anyone ever installed."""
         for member in members:
@@ -110,7 +118,7 @@ class Circle:
         step = agreement.receive(self.states[to], sender, message, self.facts[to], now=self.now)
         self.take(to, step)
 
-    def take(self, member: Member, step: Step) -> None:
+    def take(self, member: Member, step: MemberStep) -> None:
         """Carry out what was decided, and see whether it may be."""
         before = self.states[member]
         self.states[member] = step.state
@@ -120,7 +128,7 @@ class Circle:
             match action:
                 case Send(to, message):
                     self.send(member, to, message)
-                case Fence():
+                case FenceJobs():
                     self.fences.append((member, action))
                 case Install(view):
                     assert view.epoch > installed.epoch, "I2: only upwards"

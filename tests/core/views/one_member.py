@@ -3,7 +3,7 @@
 from pmesh.core.values import View
 from pmesh.core.views.agreement import receive
 from pmesh.core.views.ring import USUAL, edge_cost
-from pmesh.core.views.state import Facts, Install, MemberState, Send, Step
+from pmesh.core.views.state import Facts, Install, MemberState, MemberStep, Send
 from pmesh.core.wire.views import AgreementMessage, Commit
 from pmesh.ids import Member
 from tests.worlds.builders import (
@@ -27,15 +27,15 @@ CARA_LOST_ANNA = receive(BERTS, CARA, make_heartbeat(TRIO, BERT), Facts(), now=N
 
 def told(
     state: MemberState, sender: Member, message: AgreementMessage, *, facts: Facts | None = None
-) -> Step:
+) -> MemberStep:
     return receive(state, sender, message, facts or Facts(), now=NOW)
 
 
-def sent(step: Step) -> list[tuple[Member, AgreementMessage]]:
+def sent(step: MemberStep) -> list[tuple[Member, AgreementMessage]]:
     return [(action.to, action.message) for action in step.actions if isinstance(action, Send)]
 
 
-def installed(step: Step) -> list[View]:
+def installed(step: MemberStep) -> list[View]:
     return [action.view for action in step.actions if isinstance(action, Install)]
 
 

@@ -24,10 +24,10 @@ from pmesh.core.views.state import (
     UNREAD_S,
     Facts,
     MemberState,
+    MemberStep,
     Peer,
     Send,
     Skip,
-    Step,
     needs_epoch,
 )
 from pmesh.core.wire.link import Leaving
@@ -190,7 +190,7 @@ class TestBeingSuperseded:
 
     def test_is_not_believed_without_proof(self) -> None:
         other_line = make_view(9, ANNA, CARA, previous=make_epoch(3))
-        assert told(BERTS, ANNA, Superseded(other_line)) == Step(BERTS)
+        assert told(BERTS, ANNA, Superseded(other_line)) == MemberStep(BERTS)
 
     LATER = View(
         make_epoch(9), (make_seat(ANNA, 1, make_epoch(8)), make_seat(CARA, 3, make_epoch(8)))
@@ -207,7 +207,7 @@ class TestBeingSuperseded:
     def test_does_not_happen_while_somebody_goes_on_with_us(self) -> None:
         """Anna may have been cut off, and have gone on by herself."""
         view = make_view(9, ANNA, previous=make_epoch(8))
-        assert told(BERTS, ANNA, Superseded(view)) == Step(BERTS)
+        assert told(BERTS, ANNA, Superseded(view)) == MemberStep(BERTS)
         alone = lose(BERTS, CARA.node, "silent", Facts(), now=NOW).state
         assert [v.members for v in installed(told(alone, ANNA, Superseded(view)))] == [(BERT,)]
 
@@ -252,7 +252,7 @@ class TestARefusal:
         assert after == replace(state, highest_counter=30)
 
     def test_of_nothing_that_was_proposed_changes_nothing(self) -> None:
-        assert told(BERTS, CARA, Veto(make_epoch(2, BERT))) == Step(BERTS)
+        assert told(BERTS, CARA, Veto(make_epoch(2, BERT))) == MemberStep(BERTS)
 
     @pytest.mark.parametrize(("before", "times"), [(0, 1), (3, 8), (4, 16), (9, 20)])
     def test_keeps_quiet_for_twice_as_long_each_time(self, before: int, times: int) -> None:
@@ -293,7 +293,7 @@ class TestALostPeer:
         assert after.losses == {CARA: "silent for 2.0 s"}
 
     def test_that_was_never_heard_leaves_no_trace(self) -> None:
-        assert lose(BERTS, DORA.node, "closed", Facts(), now=NOW) == Step(BERTS)
+        assert lose(BERTS, DORA.node, "closed", Facts(), now=NOW) == MemberStep(BERTS)
 
     def test_that_led_is_followed_by_the_next_in_line(self) -> None:
         step = lose(CARA_LOST_ANNA, ANNA.node, "closed", Facts(), now=NOW)
@@ -308,7 +308,7 @@ class TestALostPeer:
 
     def test_that_led_is_followed_after_a_moment_by_one_whom_it_alone_no_longer_hears(self) -> None:
         alone = lose(BERTS, ANNA.node, "closed", Facts(), now=NOW).state
-        assert pass_time(alone, Facts(), now=NOW + NOTICE_S - 0.01) == Step(alone)
+        assert pass_time(alone, Facts(), now=NOW + NOTICE_S - 0.01) == MemberStep(alone)
         step = pass_time(alone, Facts(), now=NOW + NOTICE_S)
         assert sent(step) == [(CARA, make_proposal(BERT, 6, TRIO, BERT, CARA))]
 
@@ -361,7 +361,7 @@ class TestDeadlines:
     ) -> None:
         leading = self.echoing(self.LEADING, CARA, NOW + 0.1)
         before = pass_time(leading, Facts(), now=NOW + FLUSH_DEADLINE_S - 0.01)
-        assert before == Step(leading)
+        assert before == MemberStep(leading)
         after = pass_time(leading, Facts(), now=NOW + FLUSH_DEADLINE_S).state
         assert after.skipped == {CARA: Skip(NOW + FLUSH_DEADLINE_S + SKIP_S, SKIP_S)}
         assert after.view.members == (BERT,)
@@ -438,7 +438,7 @@ def test_who_asks_for_a_view_is_shown_the_one_in_force() -> None:
 
 
 def test_a_farewell_changes_nothing_until_the_link_ends() -> None:
-    assert told(BERTS, CARA, Leaving()) == Step(BERTS)
+    assert told(BERTS, CARA, Leaving()) == MemberStep(BERTS)
 
 
 def test_the_commit_follows_the_last_answer_in_one_step() -> None:

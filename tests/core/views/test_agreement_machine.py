@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from pmesh.core.values import Roster, Terms
 from pmesh.core.views.bound import agreement_bound_s
 from pmesh.core.views.quorum import may_run
-from pmesh.core.views.state import FLUSH_DEADLINE_S, MOST_FAILURES, Facts, Install, Step
+from pmesh.core.views.state import FLUSH_DEADLINE_S, MOST_FAILURES, Facts, Install, MemberStep
 from pmesh.core.wire.views import Commit, Flushed, Propose, Waiting
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, Slot
 from tests.core.views.circle import HEARTBEAT_S, Circle, gathered
@@ -313,18 +313,18 @@ def test_the_circle_itself_sees_what_it_is_there_to_see() -> None:
     circle = Circle(ANNA, BERT)
     state = circle.states[ANNA]
     with pytest.raises(AssertionError, match="V1"):
-        circle.take(ANNA, Step(replace(state, promised=make_epoch(0))))
+        circle.take(ANNA, MemberStep(replace(state, promised=make_epoch(0))))
     with pytest.raises(AssertionError, match="I2: only upwards"):
-        circle.take(ANNA, Step(state, (Install(state.view),)))
+        circle.take(ANNA, MemberStep(state, (Install(state.view),)))
     with pytest.raises(AssertionError, match="I2: only where"):
-        circle.take(ANNA, Step(state, (Install(make_view(9, BERT)),)))
+        circle.take(ANNA, MemberStep(state, (Install(make_view(9, BERT)),)))
     promised = replace(state, promised=make_epoch(9))
     circle.states[ANNA] = promised
     with pytest.raises(AssertionError, match="V1: nothing below"):
-        circle.take(ANNA, Step(promised, (Install(make_view(8, ANNA)),)))
+        circle.take(ANNA, MemberStep(promised, (Install(make_view(8, ANNA)),)))
     circle = Circle(ANNA, BERT)
     with pytest.raises(AssertionError, match="V2"):
-        circle.take(ANNA, Step(state, (Install(make_view(8, ANNA, previous=make_epoch(7))),)))
+        circle.take(ANNA, MemberStep(state, (Install(make_view(8, ANNA, previous=make_epoch(7))),)))
     circle.views[make_epoch(8)] = make_view(8, ANNA)
     with pytest.raises(AssertionError, match="I1"):
-        circle.take(ANNA, Step(state, (Install(make_view(8, ANNA, BERT)),)))
+        circle.take(ANNA, MemberStep(state, (Install(make_view(8, ANNA, BERT)),)))

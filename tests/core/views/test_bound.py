@@ -9,7 +9,7 @@ from pmesh.core.views.state import (
     LONGEST_BACK_OFF_S,
     MOST_FAILURES,
     PATIENCE_S,
-    Flaps,
+    MemberFlaps,
     patience,
 )
 from tests.worlds.builders import ANNA, make_state, make_view
@@ -24,7 +24,7 @@ def longest_patience_s(timeout_s: float) -> float:
 def test_the_longest_wait_for_a_commit_a_hold_off_and_a_back_off_fit_in_one_after_the_other(
     timeout_s: float,
 ) -> None:
-    hold_off_s = Flaps(losses=99, lost_at=0.0).held_off_until
+    hold_off_s = MemberFlaps(losses=99, lost_at=0.0).held_off_until
     waits_s = longest_patience_s(timeout_s) + hold_off_s + LONGEST_BACK_OFF_S
     assert waits_s <= OLD_WAITS_S
 

@@ -36,7 +36,7 @@ from pmesh.core.values import (
 from pmesh.core.views import agreement
 from pmesh.core.views.limits import check_message
 from pmesh.core.views.room import ADMITTED_BYTES, SHARE_BYTES
-from pmesh.core.views.state import Facts, Install, MemberState, Send, Step, heartbeat_of
+from pmesh.core.views.state import Facts, Install, MemberState, MemberStep, Send, heartbeat_of
 from pmesh.core.wire import link, views
 from pmesh.core.wire.channels import encode
 from pmesh.core.wire.views import (
@@ -143,11 +143,11 @@ class Mesh:
                 return  # the sender is punished
             self.deliver()
 
-    def _received(self, member: Member, sender: Member, message: AgreementMessage) -> Step:
+    def _received(self, member: Member, sender: Member, message: AgreementMessage) -> MemberStep:
         facts = self.facts[member]
         return agreement.receive(self.states[member], sender, message, facts, now=NOW)
 
-    def _take(self, member: Member, step: Step) -> None:
+    def _take(self, member: Member, step: MemberStep) -> None:
         self.states[member] = step.state
         for action in step.actions:
             match action:

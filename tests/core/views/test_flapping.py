@@ -9,8 +9,8 @@ from pmesh.core.views.state import (
     LONGEST_HOLD_OFF_S,
     STEADY_S,
     Facts,
-    Flaps,
     JoinRequest,
+    MemberFlaps,
     MemberState,
 )
 from tests.core.views.one_member import BERTS, NOW, TRIO, commit, told
@@ -27,16 +27,18 @@ from tests.worlds.builders import (
 
 
 def test_the_first_loss_costs_nothing_and_each_further_one_twice_as_much() -> None:
-    waits = [Flaps(losses, 100.0).held_off_until - 100.0 for losses in (1, 2, 3, 4, 5, 6, 7, 50)]
+    waits = [
+        MemberFlaps(losses, 100.0).held_off_until - 100.0 for losses in (1, 2, 3, 4, 5, 6, 7, 50)
+    ]
     assert waits == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, LONGEST_HOLD_OFF_S, LONGEST_HOLD_OFF_S]
 
 
 @pytest.mark.parametrize(("stays_s", "left"), [(0.0, 3), (STEADY_S, 2), (9 * STEADY_S, 0)])
 def test_losses_are_forgotten_while_it_stays(stays_s: float, left: int) -> None:
-    assert Flaps(3, 0.0).left(stays_s) == left
+    assert MemberFlaps(3, 0.0).left(stays_s) == left
 
 
-def leader_asked_by_dora(flaps: Flaps) -> MemberState:
+def leader_asked_by_dora(flaps: MemberFlaps) -> MemberState:
     view, doras = make_view(5, ANNA, BERT), make_view(3, DORA)
     bert = make_peer(BERT, view, make_heartbeat(view, ANNA, DORA))
     state = make_state(ANNA, view, bert, make_peer(DORA, doras, make_heartbeat(doras, ANNA, BERT)))
@@ -45,16 +47,20 @@ def leader_asked_by_dora(flaps: Flaps) -> MemberState:
 
 
 def test_a_leader_does_not_let_it_in_before() -> None:
-    assert propose(leader_asked_by_dora(Flaps(1, NOW)), Facts(), NOW) is not None
-    assert propose(leader_asked_by_dora(Flaps(2, NOW)), Facts(), NOW) is None
-    assert propose(leader_asked_by_dora(Flaps(2, NOW - 1.0)), Facts(), NOW) is not None
+    assert propose(leader_asked_by_dora(MemberFlaps(1, NOW)), Facts(), NOW) is not None
+    assert propose(leader_asked_by_dora(MemberFlaps(2, NOW)), Facts(), NOW) is None
+    assert propose(leader_asked_by_dora(MemberFlaps(2, NOW - 1.0)), Facts(), NOW) is not None
 
 
 def test_each_member_counts_whom_a_view_leaves_out() -> None:
     proposal = make_proposal(ANNA, 6, TRIO, ANNA, BERT)
     view = make_view(6, ANNA, BERT, previous=TRIO.epoch)
     (lost,) = set(TRIO.members) - {ANNA, BERT}
-    for before, losses in (None, 1), (Flaps(1, NOW - 1.0), 2), (Flaps(1, NOW - STEADY_S), 1):
+    for before, losses in (
+        (None, 1),
+        (MemberFlaps(1, NOW - 1.0), 2),
+        (MemberFlaps(1, NOW - STEADY_S), 1),
+    ):
         state = replace(BERTS, flaps={} if before is None else {lost: before})
         after = told(told(state, ANNA, proposal).state, ANNA, commit(view)).state
-        assert after.flaps == {lost: Flaps(losses, NOW)}
+        assert after.flaps == {lost: MemberFlaps(losses, NOW)}

@@ -8,7 +8,14 @@ import pytest
 from pmesh.core.values import View
 from pmesh.core.views.agreement import lose, pass_time
 from pmesh.core.views.leader import propose
-from pmesh.core.views.state import JOIN_REQUEST_S, PATIENCE_S, Facts, JoinRequest, MemberState, Step
+from pmesh.core.views.state import (
+    JOIN_REQUEST_S,
+    PATIENCE_S,
+    Facts,
+    JoinRequest,
+    MemberState,
+    MemberStep,
+)
 from pmesh.core.wire.views import AskToJoin, Heartbeat, Propose, TellView
 from pmesh.ids import Member
 from tests.core.views.circle import Circle, gathered
@@ -228,7 +235,7 @@ class TestAskingToJoin:
     SECOND = make_peer(BERT, BIG, make_heartbeat(BIG, DORA))
     ALONE = make_state(DORA, make_view(9, DORA), SECOND)
 
-    def meet(self, beat: Heartbeat, state: MemberState = ALONE) -> Step:
+    def meet(self, beat: Heartbeat, state: MemberState = ALONE) -> MemberStep:
         state = told(state, ANNA, TellView(self.BIG)).state
         return told(state, ANNA, beat)
 

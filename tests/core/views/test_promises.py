@@ -5,7 +5,14 @@ from dataclasses import replace
 import pytest
 
 from pmesh.core.views.agreement import lose
-from pmesh.core.views.state import Facts, Fence, Install, JoinRequest, Send, Step
+from pmesh.core.views.state import (
+    Facts,
+    FenceJobs,
+    Install,
+    JoinRequest,
+    MemberStep,
+    Send,
+)
 from pmesh.core.wire.views import Commit, Flushed, Propose, Refuse, Superseded, TellView, Veto
 from pmesh.errors import ProtocolError
 from pmesh.ids import Member
@@ -50,7 +57,7 @@ class TestAProposalIsAnswered:
     def test_with_a_promise_and_what_the_member_has_installed(self) -> None:
         step = told(BERTS, ANNA, self.PROPOSAL)
         answer = make_flushed(BERT, TRIO, epoch=make_epoch(6))
-        assert step.actions == (Fence(()), Send(ANNA, answer))
+        assert step.actions == (FenceJobs(()), Send(ANNA, answer))
         assert (step.state.promised, step.state.flushed_at) == (make_epoch(6), NOW)
         assert step.state.highest_counter == 6
 
@@ -66,7 +73,7 @@ class TestAProposalIsAnswered:
         reports = [make_report(r, {0: [running(3)]}, fenced=False) for r in (digits, faces)]
         proposal = make_proposal(ANNA, 6, TRIO, ANNA, BERT, jobs=[DIGITS])
         fence, answer = told(BERTS, ANNA, proposal, facts=Facts(reports=tuple(reports))).actions
-        assert fence == Fence((DIGITS,))
+        assert fence == FenceJobs((DIGITS,))
         assert isinstance(answer, Send)
         assert isinstance(answer.message, Flushed)
         assert [(r.job, r.fenced) for r in answer.message.jobs] == [(DIGITS, True), (FACES, False)]
@@ -82,11 +89,11 @@ class TestAProposalIsAnswered:
             make_proposal(ANNA, 6, base, *TRIO.members),
             facts=Facts(reports=(report,)),
         )
-        assert step.actions[0] == Fence((DIGITS,))
+        assert step.actions[0] == FenceJobs((DIGITS,))
 
     def test_once_if_it_comes_twice(self) -> None:
         state = told(BERTS, ANNA, self.PROPOSAL).state
-        assert told(state, ANNA, self.PROPOSAL) == Step(state)
+        assert told(state, ANNA, self.PROPOSAL) == MemberStep(state)
 
     def test_with_a_promise_to_whoever_has_the_higher_epoch(self) -> None:
         """V1: a later promise replaces the earlier one, and ends an attempt of one's own."""
@@ -198,16 +205,16 @@ class TestACommitIsInstalled:
     def test_not_if_more_has_been_promised_since(self) -> None:
         """V1."""
         state = promising(7)
-        assert told(state, ANNA, commit(self.VIEW)) == Step(state)
+        assert told(state, ANNA, commit(self.VIEW)) == MemberStep(state)
 
     def test_not_if_nothing_has_been_promised(self) -> None:
         """V1: whoever commits it has no answer of ours."""
-        assert told(BERTS, ANNA, commit(self.VIEW)) == Step(BERTS)
+        assert told(BERTS, ANNA, commit(self.VIEW)) == MemberStep(BERTS)
 
     def test_not_again_if_it_comes_twice(self) -> None:
         """I2."""
         state = told(promising(6), ANNA, commit(self.VIEW)).state
-        assert told(state, ANNA, commit(self.VIEW)) == Step(state)
+        assert told(state, ANNA, commit(self.VIEW)) == MemberStep(state)
 
     def test_and_forgets_what_it_has_settled(self) -> None:
         state = replace(

@@ -11,7 +11,7 @@ from pmesh.core.views.agreement import pass_time, receive
 from pmesh.core.views.leader import ring_order
 from pmesh.core.views.outcomes import gather, op_to_enter, outcome_of
 from pmesh.core.views.rosters import in_ring_order, jobs_to_settle, keep_local_rosters
-from pmesh.core.views.state import Facts, Fence, Install
+from pmesh.core.views.state import Facts, FenceJobs, Install
 from pmesh.core.wire.views import Commit, JobReport, OpReport, ViewRequest, Waiting
 from pmesh.ids import JobName, Member, OpNumber, TrainerId
 from tests.core.views.settling import NEXT, TIMED_OUT, TRIO, running_everywhere, settle, settle_trio
@@ -554,7 +554,7 @@ def test_what_follows_from_a_view_waits_until_the_jobs_have_followed_it() -> Non
     step = receive(state, BERT, commit, Facts(), now=100.0)  # Bert is not heard any more
     assert step.actions == (Install(commit.view),)
     later = pass_time(step.state, Facts(), now=100.0)
-    assert [type(action) for action in later.actions] == [Fence, Install]
+    assert [type(action) for action in later.actions] == [FenceJobs, Install]
 
 
 def replace_seats(view: View, ring: tuple[Member, ...]) -> View:

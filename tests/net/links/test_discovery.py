@@ -21,7 +21,7 @@ from pmesh.core.links.addresses import LocalAddress
 from pmesh.core.wire.link import PROTOCOL_VERSION
 from pmesh.ids import Incarnation
 from pmesh.net.links import discovery
-from pmesh.net.links.discovery import Deaf, Discovered, Found, Gone, discover
+from pmesh.net.links.discovery import AgentFound, Deaf, Discovered, Gone, discover
 from pmesh.net.links.interfaces import AddressWatch
 from pmesh.net.links.packet_filter import DiscoveryCounters
 
@@ -91,8 +91,8 @@ def key(number: int) -> NodeKey:
     return NodeKey.from_seed(b"discovery tests, node number %03d" % number)
 
 
-def found(theirs: Advertisement) -> Found:
-    return Found(advertisement=theirs)
+def found(theirs: Advertisement) -> AgentFound:
+    return AgentFound(advertisement=theirs)
 
 
 @asynccontextmanager
@@ -169,7 +169,7 @@ async def test_a_forged_advertisement_is_not_reported(
         events = [await one.next_event()]
         while found(honest) not in events:
             events.append(await one.next_event())
-    assert liar.node not in {e.advertisement.node for e in events if isinstance(e, Found)}
+    assert liar.node not in {e.advertisement.node for e in events if isinstance(e, AgentFound)}
     gc.collect()  # asyncio logs a task's unread exception when the task is collected
     assert not [record for record in caplog.records if record.name == "asyncio"]
 
@@ -339,7 +339,7 @@ async def test_an_advertisement_is_renewed_with_the_minute(
     async with running(advertisement(33), 33) as one, running(advertisement(34), 34):
         while len(seen) < 2:
             event = await one.next_event()
-            assert isinstance(event, Found)
+            assert isinstance(event, AgentFound)
             seen.add(event.advertisement.minute)
 
 

@@ -19,7 +19,7 @@ from pmesh.core.wire.session import (
     DropArena,
     Leave,
     Reply,
-    Status,
+    StatusReply,
     StopAgent,
     Stopping,
     decode_reply_untrusted,
@@ -43,14 +43,14 @@ ASK = frame(encode(AskStatus()))
 
 
 async def echo(session: Session) -> None:
-    """Answers each AskStatus with a Status, until the program leaves."""
+    """Answers each AskStatus with a StatusReply, until the program leaves."""
     first = await session.receive()
     session.stay()
     if isinstance(first, Leave):
         return
-    await session.send(Status(json=b"{}"))
+    await session.send(StatusReply(json=b"{}"))
     while not isinstance(await session.receive(), Leave):
-        await session.send(Status(json=b"{}"))
+        await session.send(StatusReply(json=b"{}"))
 
 
 @asynccontextmanager
@@ -86,7 +86,7 @@ async def test_a_request_is_answered_on_its_own_session(path: Path) -> None:
     async with serving(path), await trio.open_unix_socket(path) as stream:
         for _ in range(3):
             await stream.send_all(ASK)
-            assert await reply_on(stream) == Status(json=b"{}")
+            assert await reply_on(stream) == StatusReply(json=b"{}")
 
 
 async def test_requests_arrive_whole_however_they_are_cut(path: Path) -> None:
@@ -214,7 +214,7 @@ async def test_who_is_gone_before_it_is_looked_at_does_no_harm(
         b"\xff\xff\xff\xff",  # 4 GiB
         frame(b""),
         frame(b"GET / HTTP/1.1"),
-        frame(encode(Status(json=b"a reply is not a request"))),
+        frame(encode(StatusReply(json=b"a reply is not a request"))),
     ],
 )
 async def test_garbage_ends_its_own_session_and_no_other(path: Path, garbage: bytes) -> None:
@@ -278,7 +278,7 @@ async def test_who_does_not_read_its_answer_is_closed_after_a_while(
 ) -> None:
     async def answer_at_length(session: Session) -> None:
         await session.receive()
-        await session.send(Status(json=bytes(2**20 - 100)))
+        await session.send(StatusReply(json=bytes(2**20 - 100)))
 
     del autojump_clock
     async with serving(path, answer_at_length) as counters:
@@ -406,13 +406,13 @@ async def test_a_descriptor_comes_with_the_last_byte_of_its_message() -> None:
     arena = create_arena("output", 3, 65536)
     arena.memory[:2] = b"hi"
     grant = ArenaGranted(arena=3, kind="output", nbytes=65536)
-    await session.send(Status(json=b"before"))
+    await session.send(StatusReply(json=b"before"))
     await session.send(grant, (arena.descriptor,))
-    await session.send(Status(json=b"after"))
+    await session.send(StatusReply(json=b"after"))
     whole = b"".join(
-        frame(encode(m)) for m in (Status(json=b"before"), grant, Status(json=b"after"))
+        frame(encode(m)) for m in (StatusReply(json=b"before"), grant, StatusReply(json=b"after"))
     )
-    upto = whole.index(frame(encode(Status(json=b"after"))))
+    upto = whole.index(frame(encode(StatusReply(json=b"after"))))
     received = b""
     while len(received) < len(whole):
         data, descriptors, _, _ = socket.recv_fds(program, 1, 4)
@@ -431,7 +431,7 @@ async def test_replies_of_several_tasks_are_not_mixed() -> None:
     session, program = await connected()
     arena = create_arena("output", 0, 65536)
     grant = ArenaGranted(arena=0, kind="output", nbytes=65536)
-    long = Status(json=b"x" * 500_000)
+    long = StatusReply(json=b"x" * 500_000)
     received: list[Reply] = []
 
     def read() -> None:
@@ -450,7 +450,8 @@ async def test_replies_of_several_tasks_are_not_mixed() -> None:
             nursery.start_soon(session.send, grant, (arena.descriptor,))
         await trio.to_thread.run_sync(read)
     assert (
-        sorted(type(reply).__name__ for reply in received) == ["ArenaGranted"] * 3 + ["Status"] * 3
+        sorted(type(reply).__name__ for reply in received)
+        == ["ArenaGranted"] * 3 + ["StatusReply"] * 3
     )
     arena.close()
     program.close()
@@ -477,7 +478,7 @@ async def test_a_program_that_goes_away_ends_the_channel() -> None:
 
 async def test_a_reset_ends_the_channel_too() -> None:
     session, program = await connected()
-    await session.send(Status(json=b"unread"))
+    await session.send(StatusReply(json=b"unread"))
     program.close()  # with data unread: Linux reports a reset
     with pytest.raises(trio.EndOfChannel):
         await session.receive()
@@ -508,14 +509,14 @@ async def test_garbage_raises_exactly_protocol_error() -> None:
 async def test_a_reply_for_which_there_is_no_room_waits_for_it() -> None:
     session, program = await connected()
     program.settimeout(0)
-    ahead, reply = Status(json=b"x" * 2_000_000), frame(encode(Status(json=b"y")))
+    ahead, reply = StatusReply(json=b"x" * 2_000_000), frame(encode(StatusReply(json=b"y")))
     received = 0
     async with trio.open_nursery() as nursery:
         nursery.start_soon(session.send, ahead)  # fills the socket's buffer
         await trio.testing.wait_all_tasks_blocked()
         nursery.cancel_scope.cancel()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(session.send, Status(json=b"y"))
+        nursery.start_soon(session.send, StatusReply(json=b"y"))
         await trio.testing.wait_all_tasks_blocked()
         with trio.fail_after(5):
             while not (data := program.recv(1 << 20)).endswith(reply):
@@ -531,7 +532,7 @@ async def test_who_is_cancelled_sends_nothing() -> None:
     program.settimeout(0)
     with trio.CancelScope() as scope:
         scope.cancel()
-        await session.send(Status(json=b"late"))
+        await session.send(StatusReply(json=b"late"))
     with pytest.raises(BlockingIOError):
         program.recv(1)
     program.close()

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import pmesh
-from pmesh.client.launched import Launch
+from pmesh.client.launched import MLXLaunch
 from pmesh.mlx_lm import session, train
 from pmesh.mlx_lm.libraries import lora, mx
-from pmesh.mlx_lm.prepared import parse
+from pmesh.mlx_lm.session import parse
 from pmesh.mlx_lm.training import digest
 from tests.worlds.watched_agent import watched_agent
 from tools.lora.tiny import make_data, make_model
@@ -99,7 +99,7 @@ def test_without_mlx_lm_the_error_says_how_to_install_it(
 def test_a_compression_that_does_not_exist_is_refused_first(
     monkeypatch: pytest.MonkeyPatch, model: Path, data: Path
 ) -> None:
-    launch = Launch(job="j", wait_for=1, compression="zip")
+    launch = MLXLaunch(job="j", wait_for=1, compression="zip")
     for name, value in launch.variables().items():
         monkeypatch.setenv(name, value)
 
@@ -189,7 +189,7 @@ def test_the_job_is_what_pmesh_mlx_has_named(
         raise Joined
 
     monkeypatch.setattr(session, "connect", connect)
-    for launch in (None, Launch(job="mine", wait_for=3)):
+    for launch in (None, MLXLaunch(job="mine", wait_for=3)):
         if launch is not None:
             for name, value in launch.variables().items():
                 monkeypatch.setenv(name, value)

@@ -11,6 +11,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from pmesh.agent import snapshot
 from pmesh.agent.schema import (
     SCHEMA_VERSION,
     HeldOffStatus,
@@ -20,12 +21,10 @@ from pmesh.agent.schema import (
     encode_status,
     json_schema,
 )
-from pmesh.agent.status import snapshot
 from pmesh.core.links import health
 from pmesh.core.links.paths import PathKey
 from pmesh.core.values import Terms
-from pmesh.core.wire.session import AskStatus, Compresses
-from pmesh.core.wire.session import Status as StatusReply
+from pmesh.core.wire.session import AskStatus, Compresses, StatusReply
 from pmesh.errors import UsageError
 from pmesh.ids import node_text
 from tests.worlds.fake_status_agent import SNAPSHOT
@@ -342,7 +341,7 @@ async def test_bytes_of_jobs_that_have_ended_stay_counted(clock: MockClock) -> N
         assert before[0] > x.nbytes / 2
 
 
-REFERENCE = Path(__file__).parents[3] / "docs" / "reference" / "status.schema.json"
+REFERENCE = Path(__file__).parents[2] / "docs" / "reference" / "status.schema.json"
 
 
 def test_the_schema_in_the_reference_is_current() -> None:

@@ -1,4 +1,4 @@
-"""mx.compile where there are several ranks."""
+"""`mx.compile` in a program that runs on several ranks."""
 
 import logging
 from collections.abc import Callable
@@ -7,8 +7,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from pmesh.mlx import ops, patches
-from pmesh.mlx.patches import compile_what_does_not_wait
+from pmesh.mlx import ops, program
+from pmesh.mlx.program import compile_what_does_not_wait
 
 
 class Traced:
@@ -34,10 +34,10 @@ def _compiled_before() -> None:
 
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
-    monkeypatch.setattr(patches, "_said", set())
+    monkeypatch.setattr(program, "_said", set())
 
     def share(yes: bool) -> None:  # noqa: FBT001
-        monkeypatch.setattr(patches, "is_shared", lambda: yes)
+        monkeypatch.setattr(program, "is_shared", lambda: yes)
 
     share(True)  # noqa: FBT003
     return share

@@ -1,4 +1,4 @@
-"""What both ends of a cable can do, as Linux tells it."""
+"""What both ends of a cable can do, as Linux says; interfaces are in test_interfaces.py."""
 
 import ctypes
 import fcntl
@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from pmesh.net.links.negotiated import able_mbit_s
+from pmesh.net.links.hardware import able_mbit_s
 
 TENTH, GIGABIT, TENFOLD = 1 << 3, 1 << 5, 1 << 12
 

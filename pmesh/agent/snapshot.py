@@ -10,14 +10,13 @@ import trio
 
 from pmesh.agent import schema
 from pmesh.agent.jobs.driver import Jobs
-from pmesh.agent.mesh.dial_targets import Key, Refusal
+from pmesh.agent.mesh.dial_targets import Refusal, TargetKey
 from pmesh.agent.mesh.findings import Findings
 from pmesh.agent.mesh.links import Link
 from pmesh.agent.mesh.membership import Membership
 from pmesh.agent.mesh.peers import Peers
 from pmesh.agent.p2p.router import P2PRouter
-from pmesh.agent.schema import Status
-from pmesh.agent.status.others import OTHER_MESH, name_peer
+from pmesh.agent.schema import OTHER_MESH, Status, name_peer
 from pmesh.core.links.reasons import USUAL_MBIT_S, why_slow
 from pmesh.core.values import Roster, Seat
 from pmesh.core.views.quorum import is_in_force
@@ -33,8 +32,8 @@ from pmesh.errors import (
 )
 from pmesh.ids import JobName, Member, NodeId, Slot, node_text
 from pmesh.net.links.acceptor import DoorCounters
-from pmesh.net.links.discovery import Found
-from pmesh.net.links.negotiated import able_mbit_s
+from pmesh.net.links.discovery import AgentFound
+from pmesh.net.links.hardware import able_mbit_s
 
 
 class _Waiter(NamedTuple):
@@ -371,7 +370,9 @@ def describe_peers(peers: Peers, findings: Findings) -> Iterator[schema.PeerStat
             )
 
 
-def _each_once(refusals: Mapping[Key, Refusal], others: Collection[Address]) -> Iterator[Refusal]:
+def _each_once(
+    refusals: Mapping[TargetKey, Refusal], others: Collection[Address]
+) -> Iterator[Refusal]:
     """Yield the refusals without those of machines of another mesh that are shown already.
 
     Such a machine has no node id before TLS is over: mDNS names it by its addresses, `--peer` by
@@ -403,7 +404,7 @@ def describe_unlinked(peers: Peers, findings: Findings, *, own_name: str) -> tup
     )
 
 
-def _foreign(found: Found, *, other_mesh: bool) -> schema.PeerStatus:
+def _foreign(found: AgentFound, *, other_mesh: bool) -> schema.PeerStatus:
     theirs = found.advertisement
     reason = (
         OTHER_MESH

@@ -11,9 +11,9 @@ import trio
 import trio.testing
 
 from pmesh.core.links.addresses import LocalAddress
-from pmesh.net.links import listening
+from pmesh.net.links import acceptor
+from pmesh.net.links.acceptor import listen_at_interfaces
 from pmesh.net.links.interfaces import POLL_S, SO_BINDTODEVICE, AddressWatch
-from pmesh.net.links.listening import listen_at_interfaces
 
 pytestmark = pytest.mark.skipif(not psutil.LINUX, reason="only Linux answers by its routes")
 
@@ -86,7 +86,7 @@ async def test_interfaces_are_told_apart_only_where_two_have_one_network() -> No
 async def test_a_system_that_refuses_keeps_the_agents_own_listener(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(listening, "SO_BINDTODEVICE", 9999)
+    monkeypatch.setattr(acceptor, "SO_BINDTODEVICE", 9999)
     watch = Addresses(only=["lo"])
     async with listening_beside("127.0.0.1", watch) as (own, added):
         await watch.become(LOOPBACK)

@@ -1,4 +1,4 @@
-"""A mesh of threads with a real agent and no network, for unit tests of training scripts."""
+"""`SimulatedMesh`: ranks in threads and a real agent, without a network, for users' tests."""
 
 import contextlib
 import secrets
@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import trio
 
-from pmesh.agent.config import Listen, Settings
+from pmesh.agent.config import AgentSettings, Listen
 from pmesh.agent.limits import raise_open_files
 from pmesh.agent.run import run_agent
 from pmesh.client.connect import OnLoss, connect
@@ -117,7 +117,7 @@ def agent_in_a_thread(home: Path) -> Generator[None]:
     up: Future[Callable[[], object]] = Future()
     """A function that stops the agent, set once the agent serves trainers."""
 
-    settings = Settings(
+    settings = AgentSettings(
         home=home.resolve(),
         name="simulated",
         listen=Listen("127.0.0.1", 0),
