@@ -344,7 +344,8 @@ class _Trainer:
                     await self._session.send(ArenaGone(arena))
                 case StartOp():
                     await self._serve_op(request)
-                    if codec := ring_codec_name(request.call.compression):
+                    compression = request.call.compression
+                    if compression and (codec := ring_codec_name(compression)):
                         compiler.want(codec)
                 case WantArena(nbytes, lasting):
                     await self._grants.grant_input(nbytes, lasting=lasting)

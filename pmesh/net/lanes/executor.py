@@ -78,7 +78,9 @@ def run_plan(
     scratch = np.empty(nbytes, np.uint8).data if nbytes else _NOTHING
     regions = (source, result, scratch)
     landed = _adding(plan, regions, dtype, reduction) if dtype else _keep
-    return execute(plan, lanes_to, lanes_from, header, regions, landed=landed)
+    return _Execution(
+        plan, lanes_to, lanes_from, header, regions=regions, landed=landed, work=_keep
+    ).run()
 
 
 def _keep(_: Receive | Work) -> None:
@@ -108,8 +110,6 @@ def execute(
         landed: called when a record has landed.
         work: does one work of the plan.
     """
-    if not (lanes_to.keys() >= plan.sends.keys() and lanes_from.keys() >= plan.receives.keys()):
-        raise ValueError("a plan among several ranks needs its lanes")
     return _Execution(
         plan, lanes_to, lanes_from, header, regions=regions, landed=landed, work=work
     ).run()
@@ -181,6 +181,8 @@ class _Execution:
         landed: Callable[[Receive], None],
         work: Callable[[Work], None],
     ) -> None:
+        if not (lanes_to.keys() >= plan.sends.keys() and lanes_from.keys() >= plan.receives.keys()):
+            raise ValueError("a plan among several ranks needs its lanes")
         self._plan = plan
         self._to: dict[int, _Track[Send]] = {}
         for peer, sends in plan.sends.items():
@@ -295,10 +297,13 @@ class _Execution:
             pipe.note_progress()
         yield from lane.flushes()
 
-    def _next_record(self, track: _Track[Send]) -> tuple[RecordHeader, memoryview]:
-        send = track.records[track.done]
-        place = self._regions[send.region][send.offset : send.offset + send.nbytes]
-        return self._header_of(send.nbytes, track.done), place
+    def _next_record(
+        self, track: _Track[Send] | _Track[Receive]
+    ) -> tuple[RecordHeader, memoryview]:
+        record, segment = track.records[track.done], track.done
+        place = self._regions[record.region][record.offset : record.offset + record.nbytes]
+        _, roster, op, _, fingerprint, completed = self._header
+        return RecordHeader(record.nbytes, roster, op, segment, fingerprint, completed), place
 
     def _receive_all(self, track: _Track[Receive], pipe: "Pipeline") -> Steps:
         while not track.is_over:
@@ -309,14 +314,9 @@ class _Execution:
         receive = track.records[track.done]
         while receive.needs and not self._has(receive.needs):
             yield Wait.PROGRESS
-        into = self._regions[receive.region][receive.offset : receive.offset + receive.nbytes]
-        yield from track.lane.receives(self._header_of(receive.nbytes, track.done), into)
+        yield from track.lane.receives(*self._next_record(track))
         self._landed(receive)
         track.done += 1
-
-    def _header_of(self, nbytes: int, segment: int) -> RecordHeader:
-        _, roster, op, _, fingerprint, completed = self._header
-        return RecordHeader(nbytes, roster, op, segment, fingerprint, completed)
 
     def _has(self, needs: Sequence[Need]) -> bool:
         for need in needs:  # noqa: SIM110 - all() takes twice the time, for each record
