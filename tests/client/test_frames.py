@@ -22,8 +22,8 @@ from pmesh.core.wire.session import decode_request_untrusted
 from pmesh.testing import SimulatedMesh
 
 WARM_UP, OPS, SIZE = 5, 20, 2
-MOST_IN_CLIENT = 141
-MOST_IN_AGENT = 239  # for each of the two ranks of an agent
+MOST_IN_CLIENT = 60
+MOST_IN_AGENT = 120  # for each of the two ranks of an agent
 
 _ROOT = str(Path(pmesh.__file__).parent) + "/"
 

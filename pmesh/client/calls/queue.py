@@ -327,7 +327,8 @@ class Caller:
         return work.finish(value)
 
     def _execute(self, work: Work[R, T]) -> tuple[R, LastOp | None]:
-        _check_not_forked(self._process)
+        if os.getpid() != self._process:
+            _check_not_forked(self._process)
         with self._lock:
             self._place.check_open()
             try:
