@@ -213,7 +213,7 @@ def run_collective(
     two ops, so each bucket is divided by the weights that were contributed to it.
     """
     leaves = arrays.leaves
-    if arrays.tree.is_bare and wanted.weight is None and not arrays.lazy:
+    if arrays.tree.is_bare and wanted.weight is None:
         return _run_single(session, wanted, leaves[0])
     buckets = wanted.buckets_of(leaves)
     overlap = _Overlap(session, wanted, arrays, buckets)
@@ -226,14 +226,10 @@ def run_collective(
         region = overlap.region(bucket)
         if region is None and (wanted.kind != "broadcast" or root == session.world.rank):
             overlap.lay_out(bucket)
-        shape: tuple[int, ...] = (count,)
-        dtype = bucket.wire
-        if not label:
-            dtype, shape = leaves[0].users_dtype, leaves[0].values.shape
         call = Call(
             wanted.kind,
-            dtype,
-            shape,
+            bucket.wire,
+            (count,),
             wanted.reduction,
             root,
             tree=label,
@@ -438,12 +434,12 @@ def _rank_of(root: TrainerId | None, world: World) -> int:
 
 
 def _label(wanted: Collective, arrays: Arrays) -> str:
-    """Return the name that all ranks give a call with these arrays; empty for a single array."""
+    """Return the name that all ranks give a call with these arrays."""
     if wanted.weight is not None:
         order = wanted.backward
         by = "" if order is None else f" by {order.digest(arrays.tree.paths)}"
         return f"average_gradients {arrays.digest()}{by}"
-    return "" if arrays.tree.is_bare else f"tree {arrays.digest()}"
+    return f"tree {arrays.digest()}"
 
 
 def checked_total(total: float) -> float:
