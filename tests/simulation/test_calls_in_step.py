@@ -73,7 +73,7 @@ class Program:
         self._rank.replied = self._replied
         if call == COMPARE:
             self._compared += 1
-        self.count.op_called()
+        self.count.ops += 1
         ops.call_op(self._rank, call, 2.0)
 
     def _take_part(self) -> None:

@@ -14,7 +14,7 @@ from pmesh.agent.jobs.op_task import Op
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
 from pmesh.agent.schema import Status
-from pmesh.core.ops.kinds import KINDS, extent_of
+from pmesh.core.ops.kinds import extent_of
 from pmesh.core.ops.plan import RankPlan
 from pmesh.core.ops.reductions import WIRE_DTYPES, Values
 from pmesh.core.values import Terms, Verdict
@@ -115,7 +115,7 @@ def hold_ops(
     real, held = op_task.run_on_lanes, list[int]()
 
     async def run(rank: LocalRank, op: Op, plan: RankPlan, rendezvous: LaneRendezvous) -> None:
-        stays = plan.size == size and rank.rank in ranks and KINDS[op.kind].reduces == reduces
+        stays = plan.size == size and rank.rank in ranks and op.kind.reduces == reduces
         if complete or not stays:
             await real(rank, op, plan, rendezvous)
         if stays:

@@ -29,7 +29,7 @@ from pmesh.core.jobs.attempt import (
     Wait,
     roles_in,
 )
-from pmesh.core.ops.kinds import KINDS, Extent, Setting, extent_of, ring_codec_name
+from pmesh.core.ops.kinds import KINDS, Extent, OpKind, Setting, extent_of, ring_codec_name
 from pmesh.core.ops.moving import plan_broadcast
 from pmesh.core.ops.plan import RankPlan
 from pmesh.core.ops.reductions import WIRE_DTYPES, check_reduction
@@ -59,7 +59,8 @@ class Op(OpState):
     """An op with its request, and the regions of its values."""
 
     request: StartOp
-    source: Result | None
+    kind: OpKind
+    source: Result | None = None
     result: Result
     codec: Codec | None = None
     """The codec of a compressed all-reduce."""
@@ -70,16 +71,6 @@ class Op(OpState):
     attempts: int = 0
 
     @property
-    def kind(self) -> str:
-        """The kind of the op."""
-        return self.call.kind
-
-    @property
-    def is_table(self) -> bool:
-        """Whether its result has a row for each rank, however many there are."""
-        return KINDS[self.kind].row is not None
-
-    @property
     def row_bytes(self) -> int:
         """The bytes that each rank gives to a table."""
         return self.request.count * WIRE_DTYPES[self.request.wire_dtype].itemsize
@@ -87,7 +78,7 @@ class Op(OpState):
     @property
     def gets(self) -> bool:
         """Whether the result is for this rank at all."""
-        return self.kind != "reduce" or bool(self.result.nbytes)
+        return self.call.kind != "reduce" or bool(self.result.nbytes)
 
 
 async def run_op(rank: LocalRank, request: StartOp, jobs: Jobs) -> OpReply:
@@ -100,15 +91,16 @@ async def run_op(rank: LocalRank, request: StartOp, jobs: Jobs) -> OpReply:
         return _failed(request.op, attempts.report_late(rank))
     if request.op != rank.ledger.started + 1:
         raise ProtocolError(f"op {request.op} after op {rank.ledger.started}")
-    check_request(rank, request)
+    extent = check_request(rank, request)
     try:
-        op = await lay_out(rank, request)
+        op = await lay_out(rank, request, extent)
     except (UsageError, OSError) as e:  # OSError: the system has no memory or descriptor left
         op = _doomed(request, Verdict("UsageError", f"rank {rank.rank}: {e}", (rank.id,)))
     if rank.late_failure is not None:  # I5: a view has come while memory was made for the result
         let_go(rank, op, keep=None)
         return _failed(request.op, attempts.report_late(rank))
     attempts.start(rank, op, trio.current_time())
+    rank.halted_since = None
     while True:
         attempts.begin_attempt(rank, op, trio.current_time())
         with rank.attempt():
@@ -124,7 +116,7 @@ def _doomed(request: StartOp, verdict: Verdict) -> Op:
         call=request.call,
         timeout_s=request.timeout_s,
         request=request,
-        source=None,
+        kind=KINDS[request.call.kind],
         result=NOTHING,
         doomed=verdict,
     )
@@ -155,7 +147,6 @@ async def _attempt(rank: LocalRank, op: Op, jobs: Jobs) -> OpReply:
                 case Fetch(outcome):
                     await _fetch(rank, op, outcome, jobs)
                 case Run():
-                    _note_run(rank, op, jobs)
                     await run_on_network(rank, op, jobs)
                 case _:
                     assert_never(step)
@@ -204,7 +195,7 @@ def _deliver(rank: LocalRank, op: Op, jobs: Jobs) -> OpReply:
     arena = None if op.result.is_input else op.result.arena
     lent = arena is not None and op.request.borrows and rank.arenas.outputs.lend(arena)
     let_go(rank, op, keep=op.result)
-    rank.pass_barrier(op.number, op.kind)
+    rank.pass_barrier(op.number, op.call.kind)
     if rank.ledger.ops and len(rank.ledger.ops) % BEAT_EVERY_OPS == 0:
         jobs.beat()
     if rank.halted_since is not None:
@@ -227,12 +218,10 @@ def _note_halt(rank: LocalRank, op: Op, jobs: Jobs) -> None:
     )
 
 
-def _note_run(rank: LocalRank, op: Op, jobs: Jobs) -> None:
-    op.attempts += 1
-    if op.attempts > 1:
-        job = rank.roster.job
-        text = f"op {op.number} of job {job!r} runs again, among {_ranks(rank.size)}"
-        jobs.event_log.note("op rerun", text, job=job, op=op.number)
+def _note_rerun(rank: LocalRank, op: Op, jobs: Jobs) -> None:
+    job = rank.roster.job
+    text = f"op {op.number} of job {job!r} runs again, among {_ranks(rank.size)}"
+    jobs.event_log.note("op rerun", text, job=job, op=op.number)
 
 
 def _ranks(count: int) -> str:
@@ -244,7 +233,7 @@ async def _fetch(rank: LocalRank, op: Op, outcome: OpOutcome, jobs: Jobs) -> Non
     op.contributors, op.holds = outcome.contributors, op.gets
     if op.result.is_input or not op.gets:
         return  # a broadcast's root had the result all along, and I8: its input is never written
-    if op.is_table:
+    if op.kind.row:
         op.result = replace(op.result, nbytes=len(op.contributors) * op.row_bytes)
     job = rank.roster.job
     text = f"op {op.number} of job {job!r} had ended elsewhere: its result is fetched"
@@ -255,26 +244,28 @@ async def _fetch(rank: LocalRank, op: Op, outcome: OpOutcome, jobs: Jobs) -> Non
 # --- the request, checked, and the regions of its values
 
 
-def check_request(rank: LocalRank, request: StartOp) -> None:
+def check_request(rank: LocalRank, request: StartOp) -> Extent:
     """Refuse a request that no pmesh client sends: a trainer must not be able to end its agent.
+
+    Returns what the rank gives and gets.
 
     Raises:
         ProtocolError: it is such a request.
     """
-    call = request.call
-    enters = call.kind == "sync"  # O6: a trainer that has just entered begins with it
+    call, world = request.call, rank.world
     if not _fits(rank, request):
         raise ProtocolError(f"op {request.op} is {call}")
-    if not (enters or rank.world):
+    if not (call.kind == "sync" or world):  # O6: a trainer that has just entered begins with it
         raise ProtocolError(f"op {request.op} is {call}, before the sync")
     try:
-        if not enters:
-            _extent(rank, request)
+        place = world.index(rank.id) if rank.id in world else -1
+        extent = extent_of(request, rank=place, size=max(len(world), 1))
         if KINDS[call.kind].reduces:
             check_reduction(call.reduction or "sum", request.wire_dtype)
         _check_coding(request)
     except ValueError as e:
         raise ProtocolError(f"op {request.op} is {call}: {e}") from e
+    return extent
 
 
 def _fits(rank: LocalRank, request: StartOp) -> bool:
@@ -282,7 +273,7 @@ def _fits(rank: LocalRank, request: StartOp) -> bool:
     return (
         kind is not None
         and (not kind.rooted or call.root in ranks)
-        and all(receiver in ranks for receiver in call.receivers)
+        and all(map(ranks.__contains__, call.receivers))
         and len(set(call.receivers)) == len(call.receivers)  # views report calls: they stay small
         and (kind.row is None or kind.row.fits(request))
     )
@@ -291,12 +282,13 @@ def _fits(rank: LocalRank, request: StartOp) -> bool:
 def _check_coding(request: StartOp) -> None:
     """Raise ValueError if the request does not fit the ring's codec, or the lack of one."""
     call, name = request.call, ring_codec_name(request.call.compression)
-    arenas = [a for a in (request.arena, request.residual, request.residual_out) if a >= 0]
-    if len(set(arenas)) < len(arenas):
-        raise ValueError("values and residuals in one arena")
-    if not name:
-        if request.residual >= 0 or request.residual_out >= 0:
+    if request.residual >= 0 or request.residual_out >= 0:
+        arenas = [a for a in (request.arena, request.residual, request.residual_out) if a >= 0]
+        if len(set(arenas)) < len(arenas):
+            raise ValueError("values and residuals in one arena")
+        if not name:
             raise ValueError("residuals of what is not compressed")
+    if not name:
         return
     codec_of(name)
     if call.kind != "all_reduce" or request.wire_dtype != _CODED_DTYPE:
@@ -307,12 +299,7 @@ def _check_coding(request: StartOp) -> None:
         raise ValueError(f"{name} is for the ring")
 
 
-def _extent(rank: LocalRank, request: StartOp) -> Extent:
-    place = rank.world.index(rank.id) if rank.id in rank.world else -1
-    return extent_of(request, rank=place, size=max(len(rank.world), 1))
-
-
-async def lay_out(rank: LocalRank, request: StartOp) -> Op:
+async def lay_out(rank: LocalRank, request: StartOp, extent: Extent) -> Op:
     """Find the input region, and a free output region if the op has one.
 
     Raises:
@@ -320,36 +307,40 @@ async def lay_out(rank: LocalRank, request: StartOp) -> Op:
         UsageError: there is no room for the output.
         OSError: the system has no memory or descriptor for it.
     """
-    kind, call = request.call.kind, request.call
+    call, kind = request.call, KINDS[request.call.kind]
     root, receivers = roles_in(rank, call)
-    extent, itemsize = _extent(rank, request), WIRE_DTYPES[request.wire_dtype].itemsize
-    needs_input = extent.gives > 0
-    if needs_input != (request.arena >= 0) or request.offset % itemsize:
+    itemsize = WIRE_DTYPES[request.wire_dtype].itemsize
+    if (extent.gives > 0) != (request.arena >= 0) or request.offset % itemsize:
         raise ProtocolError(
             f"op {request.op} comes with arena {request.arena}, from byte {request.offset}"
         )
-    codec = ring_codec_name(call.compression)
     op = Op(
         number=request.op,
         call=call,
         timeout_s=request.timeout_s,
         request=request,
-        source=_hold(rank, request.arena, extent.gives * itemsize, request.offset),
+        kind=kind,
         result=NOTHING,
-        codec=codec_of(codec) if codec else None,
-        residual=_hold(rank, request.residual, request.count * itemsize),
-        residual_out=_hold(rank, request.residual_out, request.count * itemsize),
         root=root,
         receivers=receivers,
     )
-    if kind == "broadcast" and root == rank.id:
+    if extent.gives:
+        op.source = _hold(rank, request.arena, extent.gives * itemsize, request.offset)
+    if call.compression and (codec := ring_codec_name(call.compression)):
+        op.codec = codec_of(codec)
+        if request.residual >= 0:
+            op.residual = _hold(rank, request.residual, request.count * itemsize)
+        if request.residual_out >= 0:
+            op.residual_out = _hold(rank, request.residual_out, request.count * itemsize)
+    if call.kind == "broadcast" and root == rank.id:
         op.result = op.source or NOTHING
-    elif extent.gets or op.is_table:
-        rows = (_MOST_RANKS if kind == "sync" else len(rank.world)) if op.is_table else 0
+    elif extent.gets or kind.row:
+        table_bytes = 0
+        if kind.row:
+            rows = _MOST_RANKS if call.kind == "sync" else len(rank.world)
+            table_bytes = rows * op.row_bytes
         try:
-            arena = await rank.arenas.outputs.acquire(
-                max(rows * op.row_bytes, extent.gets * itemsize)
-            )
+            arena = await rank.arenas.outputs.acquire(max(table_bytes, extent.gets * itemsize))
         except (UsageError, OSError):
             let_go(rank, op, keep=None)
             raise
@@ -357,10 +348,7 @@ async def lay_out(rank: LocalRank, request: StartOp) -> Op:
     return op
 
 
-def _hold(rank: LocalRank, number: int, nbytes: int, offset: int = 0) -> Result | None:
-    """Return an input region; None if the request names none."""
-    if number < 0:
-        return None
+def _hold(rank: LocalRank, number: int, nbytes: int, offset: int = 0) -> Result:
     arena = rank.arenas.inputs.hold(number, nbytes, offset=offset)
     return Result(arena=arena, nbytes=nbytes, is_input=True, offset=offset)
 
@@ -390,6 +378,9 @@ async def run_on_network(rank: LocalRank, op: Op, jobs: Jobs) -> None:
         CallsDiffer: another rank called something else.
         LaneBroken: a lane is gone.
     """
+    op.attempts += 1
+    if op.attempts > 1:
+        _note_rerun(rank, op, jobs)
     if rank.rank is None:  # V2: the view without us is about to end the attempt
         await trio.sleep_forever()
         raise AssertionError("nobody wakes it")
@@ -411,14 +402,14 @@ async def run_on_network(rank: LocalRank, op: Op, jobs: Jobs) -> None:
         root=root or 0,
         edges=rank.costs.edges,
     )
-    if op.kind == "broadcast":
+    if op.call.kind == "broadcast":
         await rank.ring(rendezvous)  # both lanes, also where one is not needed
         here = replace(here, reach=_reach(rank, op, Rank(here.root)))
         op.holds = (here.rank - here.root) % here.size <= (here.reach or 0)
-    if op.is_table:
+    if op.kind.row:
         op.result = replace(op.result, nbytes=rank.size * op.row_bytes)
-    await run_on_lanes(rank, op, KINDS[op.kind].plan(here), rendezvous)
-    if op.kind == "reduce":
+    await run_on_lanes(rank, op, op.kind.plan(here), rendezvous)
+    if op.call.kind == "reduce":
         # No rank ends the op before the root has, so that it can run again among others.
         op.holds = root == rank.rank
         await rank.ring(rendezvous)
@@ -434,16 +425,14 @@ def _reach(rank: LocalRank, op: Op, root: Rank) -> int:
 
 async def run_on_lanes(rank: LocalRank, op: Op, plan: RankPlan, rendezvous: LaneRendezvous) -> None:
     """Run a plan of the op over the lanes that it needs."""
-    ids, kind = rank.roster.ids, KINDS[op.kind]
-    to, from_ = await rank.lanes.open(
-        [ids[peer] for peer in plan.peers_to], [ids[peer] for peer in plan.peers_from], rendezvous
-    )
+    kind = op.kind
+    to, from_ = await rank.lanes.open(plan.sends, plan.receives, rendezvous)
     await run_plan(
         plan,
-        {peer: to[ids[peer]] for peer in plan.peers_to},
-        {peer: from_[ids[peer]] for peer in plan.peers_from},
+        to,
+        from_,
         _header(rank, op),
-        source=_table_of(rank, op) if op.is_table and kind.reduces else _source_of(op),
+        source=_table_of(rank, op) if kind.row and kind.reduces else _source_of(op),
         result=op.result.memory,
         dtype=op.request.wire_dtype if kind.reduces else "",
         reduction=op.request.call.reduction or "sum",
@@ -475,9 +464,9 @@ def _float32s(memory: memoryview) -> Float32s:
 def _leaves_the_choice(rank: LocalRank, op: Op) -> bool:
     """Return whether the ranks must measure their edges; for two, all strategies are alike."""
     chosen = op.request.call.strategy
-    asks = op.kind in {"all_reduce", "barrier"} and chosen in {"", "hierarchical", "chain"}
-    due = op.codec is None and rank.costs.is_due(op.number)
-    return asks and rank.size > 2 and due  # noqa: PLR2004 - as it says
+    asks = op.call.kind in {"all_reduce", "barrier"} and chosen in {"", "hierarchical", "chain"}
+    may = rank.size > 2 and op.codec is None  # noqa: PLR2004 - as it says
+    return may and asks and rank.costs.is_due(op.number)
 
 
 def _source_of(op: Op) -> memoryview:

@@ -1,6 +1,6 @@
 """One local rank: the events that its op waits for, its lanes, the memory of its results."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import trio
@@ -11,9 +11,8 @@ from pmesh.core.jobs.jobs import LEFT
 from pmesh.core.jobs.rank import Fence, RankState
 from pmesh.core.jobs.speed import OwnTime
 from pmesh.core.values import Roster, Trainer, Verdict
-from pmesh.core.wire.calls import Call
 from pmesh.core.wire.views import KnownPrimary
-from pmesh.ids import OpNumber, TrainerId
+from pmesh.ids import TrainerId
 from pmesh.net.lanes.lane import Lane, Pace
 from pmesh.net.lanes.ring import RingPosition
 from pmesh.net.sessions.arena_pools import SessionArenas
@@ -82,7 +81,10 @@ class LocalRank(RankState[Result]):
     @property
     def retained_bytes(self) -> int:
         """The bytes of the results that are not yet stable."""
-        return sum(result.nbytes for result in self.results.values())
+        count = 0
+        for result in self.results.values():
+            count += result.nbytes
+        return count
 
     # --- what the views decide, and the op task waits for
 
@@ -142,11 +144,6 @@ class LocalRank(RankState[Result]):
         self._release(released)
         self.released.set()
         return released
-
-    def start(self, op: OpNumber, call: Call) -> None:
-        """Also note that nothing has interrupted the op yet."""
-        super().start(op, call)
-        self.halted_since = None
 
     def stabilize(self, mark: int) -> tuple[Result, ...]:
         """Also free the memory of the results, and wake the task that waits for room."""
@@ -224,7 +221,7 @@ class LocalRank(RankState[Result]):
             raise AssertionError("nobody wakes it")
         if self.size == 1:
             return RingPosition(rank=rank, size=1, roster=roster.number)
-        previous, following = (trainer.id for trainer in self.neighbours())
+        following, previous = (rank + 1) % self.size, (rank - 1) % self.size
         to, from_ = await self.lanes.open([following], [previous], rendezvous)
         return RingPosition(
             rank=rank,
@@ -246,8 +243,9 @@ class RankLanes:
         self._me = me
         self._roster = roster
         self._offered: set[TrainerId] = set()
-        self._open: dict[LaneEnd, Lane] = {}
-        self._paces: dict[LaneEnd, dict[tuple[str, str], Pace]] = {}
+        self._to: dict[TrainerId, Lane] = {}
+        self._from: dict[TrainerId, Lane] = {}
+        self._paces: dict[TrainerId, dict[tuple[str, str], Pace]] = {}
         """`Lane.paces` as they were at the last measurement of each connection."""
         self._asked: dict[TrainerId, trio.Event] = {}
         """The receivers that have not yet answered whether the lane to them may be closed."""
@@ -271,54 +269,52 @@ class RankLanes:
         return LaneKey(roster.job, roster.born, roster.number, host, sender, receiver, op)
 
     async def open(
-        self, to: Iterable[TrainerId], from_: Iterable[TrainerId], rendezvous: LaneRendezvous
-    ) -> tuple[dict[TrainerId, Lane], dict[TrainerId, Lane]]:
-        """Return the lanes to and from these ranks, as soon as all are open.
+        self, to: Iterable[int], from_: Iterable[int], rendezvous: LaneRendezvous
+    ) -> tuple[Mapping[int, Lane], Mapping[int, Lane]]:
+        """Return the lanes to and from these ranks of the roster, as soon as all are open.
 
         Raises:
             LaneBroken: one can't be opened, or the roster is over.
         """
-        ends_to = {peer: self._end_to(peer) for peer in to}
-        ends_from = {peer: LaneEnd(self.edge(peer, self._me), sending=False) for peer in from_}
-        for peer in ends_to:
-            if peer in self._asked:
-                await self._asked[peer].wait()
-        for peer in ends_to:  # all at once: each may take a few round trips
-            self._offer(peer, rendezvous)
-        for end in (*ends_to.values(), *ends_from.values()):
-            if end not in self._open:
-                self._open[end] = await rendezvous.take(end)
-        return (
-            {peer: self._open[end] for peer, end in ends_to.items()},
-            {peer: self._open[end] for peer, end in ends_from.items()},
-        )
+        ids, lanes_to, lanes_from = self._roster.ids, dict[int, Lane](), dict[int, Lane]()
+        for rank in to:
+            if ids[rank] in self._asked:
+                await self._asked[ids[rank]].wait()
+        for rank in to:  # all at once: each may take a few round trips
+            if ids[rank] not in self._offered:
+                self._offer(ids[rank], rendezvous)
+        for rank in to:
+            if ids[rank] not in self._to:
+                self._to[ids[rank]] = await rendezvous.take(self._end_to(ids[rank]))
+            lanes_to[rank] = self._to[ids[rank]]
+        for rank in from_:
+            if ids[rank] not in self._from:
+                self._from[ids[rank]] = await rendezvous.take(self._end_from(ids[rank]))
+            lanes_from[rank] = self._from[ids[rank]]
+        return lanes_to, lanes_from
 
     def all_open(self) -> tuple[Lane, ...]:
         """Return the lanes of the current roster, first those that send."""
-        ends = sorted(self._open, key=lambda end: not end.sending)
-        return tuple(self._open[end] for end in ends)
+        return *self._to.values(), *self._from.values()
 
     def peers(self) -> tuple[tuple[TrainerId, ...], tuple[TrainerId, ...]]:
         """Return the ranks to which, and from which, a lane is open and not about to be closed."""
-        ends = [end for end, lane in self._open.items() if not lane.is_closed]
-        to = {end.edge.receiver for end in ends if end.sending} - self._asked.keys()
-        return tuple(sorted(to)), tuple(sorted(end.edge.sender for end in ends if not end.sending))
+        to = _whole(self._to).keys() - self._asked.keys()
+        return tuple(sorted(to)), tuple(sorted(_whole(self._from)))
 
     def measure_mbit_s(self) -> Iterator[tuple[TrainerId, tuple[str, str], float]]:
         """Yield how fast data have come since the last call, if they were enough to measure.
 
         Each item is the sender, the two addresses of the connection (ours first), and Mbit/s.
         """
-        for end, lane in self._open.items():
-            if end.sending:
-                continue
-            earlier = self._paces.setdefault(end, {})
+        for sender, lane in self._from.items():
+            earlier = self._paces.setdefault(sender, {})
             for hosts, pace in tuple(lane.paces.items()):  # a thread may add to them
                 before = earlier.get(hosts, Pace())
                 count, waited_s = pace.nbytes - before.nbytes, pace.took_s - before.took_s
                 if count >= MEASURED_BYTES and waited_s > 0:
                     earlier[hosts] = pace
-                    yield end.edge.sender, hosts, 8 * count / waited_s / 1e6
+                    yield sender, hosts, 8 * count / waited_s / 1e6
 
     def follow(self, roster: Roster) -> None:
         """Another roster is in force: close the lanes, except those that it keeps (V4).
@@ -326,26 +322,23 @@ class RankLanes:
         A late record on these has a lower roster number, and is dropped. These lanes stay as fast
         as they were, and no rank waits for new ones.
         """
-        kept, paces = dict[LaneEnd, Lane](), self._paces
-        for end, lane in list(self._open.items()):
-            if not lane.is_closed and (end.edge.sender, end.edge.receiver) in roster.lanes:
-                kept[end] = self._open.pop(end)
+        to = {p: lane for p, lane in _whole(self._to).items() if (self._me, p) in roster.lanes}
+        from_ = {p: lane for p, lane in _whole(self._from).items() if (p, self._me) in roster.lanes}
+        paces = {sender: pace for sender, pace in self._paces.items() if sender in from_}
+        for peer in to:
+            del self._to[peer]
+        for peer in from_:
+            del self._from[peer]
         self.close()
         self._roster = roster
-        for end, lane in kept.items():
-            renamed = end._replace(edge=self.edge(end.edge.sender, end.edge.receiver))
-            self._open[renamed] = lane
-            if end in paces:
-                self._paces[renamed] = paces[end]
-            if end.sending:
-                self._offered.add(end.edge.receiver)
+        self._to, self._from, self._paces, self._offered = to, from_, paces, set(to)
 
     def close(self) -> None:
         """Close all lanes: their roster is over, or one of them broke."""
         for lane in self.all_open():
-            self.count(lane)
-            lane.close()
-        self._open.clear()
+            self._close(lane)
+        self._to.clear()
+        self._from.clear()
         self._paces = {}
         self._offered.clear()
         for asked in self._asked.values():
@@ -359,7 +352,7 @@ class RankLanes:
         waits for the next op. Until `answered` no op uses these lanes.
         """
         ends = {peer: self._end_to(peer) for peer in self._offered - self._asked.keys()}
-        is_open = [p for p, end in ends.items() if end in self._open or rendezvous.holds(end)]
+        is_open = [p for p, end in ends.items() if p in self._to or rendezvous.holds(end)]
         self._asked.update((peer, trio.Event()) for peer in is_open)
         return tuple(is_open)
 
@@ -369,23 +362,26 @@ class RankLanes:
         if asked is None:
             return
         if agreed:
-            self._close_end(self._end_to(receiver), rendezvous)
+            self._close(self._to.pop(receiver, None) or rendezvous.withdraw(self._end_to(receiver)))
             self._offered.discard(receiver)
         asked.set()
 
     def agree_to_rest(self, sender: TrainerId, rendezvous: LaneRendezvous) -> bool:
         """Close the lane from a sender until it is needed again; return False if it isn't open."""
-        return self._close_end(LaneEnd(self.edge(sender, self._me), sending=False), rendezvous)
+        lane = self._from.pop(sender, None) or rendezvous.withdraw(self._end_from(sender))
+        self._close(lane)
+        return lane is not None
 
-    def _close_end(self, end: LaneEnd, rendezvous: LaneRendezvous) -> bool:
-        lane = self._open.pop(end, None) or rendezvous.withdraw(end)
+    def _close(self, lane: Lane | None) -> None:
         if lane is not None:
             self.count(lane)
             lane.close()
-        return lane is not None
 
     def _end_to(self, receiver: TrainerId) -> LaneEnd:
         return LaneEnd(self.edge(self._me, receiver), sending=True)
+
+    def _end_from(self, sender: TrainerId) -> LaneEnd:
+        return LaneEnd(self.edge(sender, self._me), sending=False)
 
     def carry(self, lane: Lane) -> None:
         """Count what a lane with a result moves as progress, until `count` ends it."""
@@ -421,6 +417,10 @@ class RankLanes:
         if trainer is not None and peer not in self._offered:
             self._offered.add(peer)
             rendezvous.offer(self.edge(self._me, peer), trainer.member)
+
+
+def _whole(lanes: Mapping[TrainerId, Lane]) -> dict[TrainerId, Lane]:
+    return {peer: lane for peer, lane in lanes.items() if not lane.is_closed}
 
 
 def sum_of(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:

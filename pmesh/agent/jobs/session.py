@@ -177,6 +177,7 @@ class _TrainerSession:
         self._grants = Grants(session, arenas)
         self._serves = False
         """Whether a request is being served."""
+        self._has_left = False
 
     async def join(self) -> bool:
         """Wait until the job begins, unless it runs; return False if the trainer can't go on.
@@ -215,9 +216,10 @@ class _TrainerSession:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._watch, nursery.cancel_scope)
                     nursery.start_soon(self._await_end, nursery.cancel_scope)
-                    await self._serve_requests(Compiler(nursery, self._contain))
+                    # A task of its own: each wait of an op enters all coroutines of its task again.
+                    nursery.start_soon(self._serve_requests, nursery)
+                if self._has_left:
                     why = LEFT
-                    nursery.cancel_scope.cancel()
         except* ProtocolError as e:
             why = "is lost: its trainer sent garbage"
             garbage += e.exceptions
@@ -330,8 +332,10 @@ class _TrainerSession:
 
     # --- requests
 
-    async def _serve_requests(self, compiler: Compiler) -> None:
-        while True:
+    async def _serve_requests(self, nursery: trio.Nursery) -> None:
+        """Serve one request after the other; end the session's other tasks when it leaves."""
+        compiler = Compiler(nursery, self._contain)
+        while not self._has_left:
             self._serves = False
             request = await self._session.receive()
             self._serves = True
@@ -340,7 +344,8 @@ class _TrainerSession:
                     await self._session.send(ArenaGone(arena))
                 case StartOp():
                     await self._serve_op(request)
-                    if codec := ring_codec_name(request.call.compression):
+                    compression = request.call.compression
+                    if compression and (codec := ring_codec_name(compression)):
                         compiler.want(codec)
                 case WantArena(nbytes, lasting):
                     await self._grants.grant_input(nbytes, lasting=lasting)
@@ -350,43 +355,46 @@ class _TrainerSession:
                     if self._rank is not None:
                         self._rank.compression = text
                 case Leave():
-                    return
+                    self._has_left = True
                 case _:
                     raise ProtocolError(f"a trainer that has joined sent {type(request).__name__}")
+        nursery.cancel_scope.cancel()
+
+    async def _enter_job(self, request: StartOp) -> StartOp | Verdict:
+        """O6: get a rank, unless there is one whose history the job still has.
+
+        Returns the request, with its op's number there, or the reason why there is no rank.
+        """
+        if request.call.kind != "sync":
+            raise ProtocolError(f"a trainer enters by {request.call}")
+        rank, refusal = self._rank, None
+        if rank is None or rank.superseded is not None:
+            self._rank = None  # the old rank serves its results until no other needs them
+            refusal = await self._enlist(request.timeout_s, begins=False)
+            rank = self._rank
+            if rank is None:
+                return refusal or _not_in(self._job)
+            rank.world = ()  # the trainer learns the ranks when the sync returns (O5)
+        return msgspec.structs.replace(request, op=OpNumber(rank.ledger.started + 1))
 
     async def _serve_op(self, request: StartOp) -> None:
         if request.op == ENTERS:
-            if request.call.kind != "sync":
-                raise ProtocolError(f"a trainer enters by {request.call}")
-            refusal = await self._enter_job(request.timeout_s)
-            if self._rank is None:
-                await self._session.send(OpFailed(OpNumber(ENTERS), refusal or _not_in(self._job)))
+            entered = await self._enter_job(request)
+            if isinstance(entered, Verdict):
+                await self._session.send(OpFailed(OpNumber(ENTERS), entered))
                 return
-            number = OpNumber(self._rank.ledger.started + 1)
-            request = msgspec.structs.replace(request, op=number)
-        if self._rank is None:
+            request = entered
+        rank = self._rank
+        if rank is None:
             raise ProtocolError("an op before the sync in which the trainer enters its job")
-        await self._run(self._rank, request)
-
-    async def _enter_job(self, timeout_s: float) -> Verdict | None:
-        """O6: get a rank, unless there is one whose history the job still has."""
-        if self._rank is not None and self._rank.superseded is None:
-            return None
-        self._rank = None  # the old rank serves its results until no other needs them
-        refusal = await self._enlist(timeout_s, begins=False)
-        if self._rank is not None:
-            self._rank.world = ()  # the trainer learns the ranks when the sync returns (O5)
-        return refusal
-
-    async def _run(self, rank: LocalRank, request: StartOp) -> None:
         rank.busy_since = trio.current_time()
-        rank.own_time.begin_call(rank.busy_since)
+        rank.own_time.note(rank.busy_since, calls=True)
         rank.step = request.step or rank.step
         try:
             reply, arena = await run_op(rank, request, self._jobs)
         finally:
             rank.busy_since, rank.idle_since = None, trio.current_time()
-            rank.own_time.end_call(rank.idle_since)
+            rank.own_time.note(rank.idle_since, calls=False)
         if rank.losses:
             await self._session.send(RanksLost(tuple(rank.losses)))
             rank.losses.clear()

@@ -58,7 +58,8 @@ class Handle(Generic[T]):
             OpTimedOut: the call is still under way.
             PmeshError: what the call raises.
         """
-        _check_not_forked(self._process)
+        if os.getpid() != self._process:
+            raise _forked()
         seconds = -1 if timeout_s is None else max(timeout_s, 0)
         if not self._lock.acquire(timeout=seconds):  # another thread waits, too
             raise OpTimedOut(f"the call is still under way after {seconds:g} s")
@@ -128,7 +129,8 @@ class Line:
             MeshClosed: this process was forked from the line's, and has none of its threads.
             RuntimeError: the system can't start a thread.
         """
-        _check_not_forked(self._process)
+        if os.getpid() != self._process:
+            raise _forked()
         result: _Result[T] = _Result()
         with self._news:
             if not self._ended:
@@ -205,9 +207,8 @@ def _settling(run: "Callable[[], T]", result: "_Result[T]") -> Callable[[], None
         return partial(result.set_exception, e)
 
 
-def _check_not_forked(process: int) -> None:
-    if os.getpid() != process:
-        raise MeshClosed("this process was forked from the trainer; call connect() in it")
+def _forked() -> MeshClosed:
+    return MeshClosed("this process was forked from the trainer; call connect() in it")
 
 
 @dataclass(slots=True, eq=False)
@@ -327,7 +328,8 @@ class Caller:
         return work.finish(value)
 
     def _execute(self, work: Work[R, T]) -> tuple[R, LastOp | None]:
-        _check_not_forked(self._process)
+        if os.getpid() != self._process:
+            raise _forked()
         with self._lock:
             self._place.check_open()
             try:

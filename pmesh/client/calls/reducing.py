@@ -386,7 +386,8 @@ class Reducing(Caller):
         elif late:
             finish = partial(rebuild_late, arrays)
         alone = partial(run_alone, wanted, laid)
-        return self._call(ops, alone, finish, timeout_s=wanted.timeout_s, async_op=async_op)
+        run = partial(Place.run, ops=ops, alone=alone, timeout_s=wanted.timeout_s)
+        return self._do(run, finish, async_op=async_op)
 
     def _ops(
         self, wanted: Collective, arrays: Arrays, compression: Compression | None

@@ -20,6 +20,7 @@ from pmesh.client.trees.arrays import (
     flatten,
     is_mlx,
     is_of,
+    numpy_leaf,
 )
 from pmesh.client.trees.raw import describe_bits
 from pmesh.core.ops.plan import chunk_bounds
@@ -110,7 +111,8 @@ class LastOp:
     @classmethod
     def among(cls, op: OpNumber, world: World, nbytes: int) -> "LastOp":
         """Return the facts about an op that completed in this world."""
-        return cls(op, tuple(Rank(i) for i in range(len(world.names))), world.names, nbytes)
+        ranks = cast("tuple[Rank, ...]", tuple(range(len(world.names))))
+        return cls(op, ranks, world.names, nbytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +189,12 @@ def take_apart(
     if x is None:
         raise UnsupportedArray("None is not an array")
     tree = flatten(x)
-    leaves = tuple(describe_bits(tree) if only_moves else describe(tree, lazily=lazily))
+    if only_moves:
+        leaves = tuple(describe_bits(tree))
+    elif isinstance(x, np.ndarray):
+        leaves, lazily = (numpy_leaf(x),), False
+    else:
+        leaves = tuple(describe(tree, lazily=lazily))
     for path, leaf in zip(tree.paths, leaves, strict=True):
         try:
             if reduction:
@@ -206,6 +213,8 @@ def run_collective(
     two ops, so each bucket is divided by the weights that were contributed to it.
     """
     leaves = arrays.leaves
+    if arrays.tree.is_bare and wanted.weight is None:
+        return _run_single(session, wanted, leaves[0])
     buckets = wanted.buckets_of(leaves)
     overlap = _Overlap(session, wanted, arrays, buckets)
     label = _label(wanted, arrays)
@@ -217,14 +226,10 @@ def run_collective(
         region = overlap.region(bucket)
         if region is None and (wanted.kind != "broadcast" or root == session.world.rank):
             overlap.lay_out(bucket)
-        shape: tuple[int, ...] = (count,)
-        dtype = bucket.wire
-        if not label:
-            dtype, shape = leaves[0].users_dtype, leaves[0].values.shape
         call = Call(
             wanted.kind,
-            dtype,
-            shape,
+            bucket.wire,
+            (count,),
             wanted.reduction,
             root,
             tree=label,
@@ -245,6 +250,40 @@ def run_collective(
         last = LastOp.among(done.op, done.world, nbytes)
     overlap.read()
     return overlap.results, last
+
+
+def _run_single(
+    session: TrainerSession, wanted: Collective, leaf: Leaf
+) -> tuple[list[object], LastOp]:
+    """Run the op of an array that is no part of a tree: there is nothing to overlap."""
+    wire, values, broadcasts = leaf.wire, leaf.values, wanted.kind == "broadcast"
+    nbytes = values.size * WIRE_DTYPES[wire].itemsize
+    root = -1 if wanted.root is None else _rank_of(wanted.root, session.world)
+    # O2: what a broadcast's root has sent is retained, but the user may change this memory.
+    region = None if broadcasts else session.region_of(values, wire)
+    if region is None and (not broadcasts or root == session.world.rank):
+        room_bytes = nbytes + _WEIGHT_BYTES
+        leaf.fill(session.input_values(wire, values.size, room_bytes=room_bytes))
+    done = session.run_op(
+        Call(
+            wanted.kind,
+            leaf.bits_of or leaf.dtype,
+            values.shape,
+            wanted.reduction,
+            root,
+            strategy=wanted.strategy,
+        ),
+        wire,
+        values.size,
+        timeout_s=wanted.timeout_s,
+        region=region,
+        borrows=wanted.borrows and leaf.takes_read_only and leaf.may_keep(WIRE_DTYPES[wire]),
+    )
+    result = None
+    if done.values.size or not values.size:  # else only the root of a reduce has the result
+        keeps = not done.lent and leaf.may_keep(done.values.dtype)
+        result = leaf.of(done.values.copy() if keeps else done.values)
+    return [result], LastOp.among(done.op, done.world, nbytes)
 
 
 class _Overlap:
@@ -309,6 +348,8 @@ class _Overlap:
 
     def _evaluate(self, bucket: Bucket) -> None:
         """Compute the bucket's arrays; only these, since `mx.eval` waits for all it is given."""
+        if not self._unevaluated:
+            return
         indices = [index for index in bucket.leaves if index in self._unevaluated]
         for index, leaf in zip(indices, describe(self._tree, indices), strict=True):
             self._leaves[index] = leaf
@@ -393,12 +434,12 @@ def _rank_of(root: TrainerId | None, world: World) -> int:
 
 
 def _label(wanted: Collective, arrays: Arrays) -> str:
-    """Return the name that all ranks give a call with these arrays; empty for a single array."""
+    """Return the name that all ranks give a call with these arrays."""
     if wanted.weight is not None:
         order = wanted.backward
         by = "" if order is None else f" by {order.digest(arrays.tree.paths)}"
         return f"average_gradients {arrays.digest()}{by}"
-    return "" if arrays.tree.is_bare else f"tree {arrays.digest()}"
+    return f"tree {arrays.digest()}"
 
 
 def checked_total(total: float) -> float:

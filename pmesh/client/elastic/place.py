@@ -3,8 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -14,7 +13,6 @@ import numpy as np
 from pmesh.client.elastic.sync import Offer, Synced, run_sync
 from pmesh.client.session.connection import AgentConnection, error_of, mesh_ended
 from pmesh.client.session.in_step import in_step
-from pmesh.client.session.interrupts import interrupts, postponed
 from pmesh.client.session.p2p_session import P2PSession
 from pmesh.client.session.session import TrainerSession
 from pmesh.client.trees.state import Packed
@@ -88,8 +86,8 @@ class Place:
         """Raise MeshClosed, with the reason, if the mesh has ended."""
         if self._closing.is_set():
             raise mesh_ended("it was closed")
-        if not self._lost_agent:
-            self._session.check_open()
+        if self._session.ended is not None and not self._lost_agent:
+            raise mesh_ended(self._session.ended)
 
     def check_synced(self) -> None:
         """Raise an error if this rank must `sync` before other calls."""
@@ -112,10 +110,12 @@ class Place:
 
         `timeout_s` is for the op in which ranks compare their calls after an error (O10).
         """
-        self.check_synced()
-        if not self.is_alone:
+        takes_part = self._cut_off is None and not self._must_sync
+        if not takes_part:
+            self.check_synced()
+        if takes_part or not self.is_alone:
             try:
-                with self._end_if_torn(), in_step(self._session, timeout_s=timeout_s):
+                with in_step(self._session, timeout_s=timeout_s):
                     result = ops(self._session)
             except (HistorySuperseded, AgentStopped) as e:
                 self._note_cut_off(e)
@@ -163,10 +163,7 @@ class Place:
                 if self._lost_agent:
                     self._reconnect(deadline)
                 self._session.step = self.step + 1
-                with (
-                    self._end_if_torn(),
-                    in_step(self._session, timeout_s=timeout_s, syncs=True),
-                ):
+                with in_step(self._session, timeout_s=timeout_s, syncs=True):
                     offer = self._offer(packed)
                     synced = run_sync(self._session, packed, offer, timeout_s=timeout_s)
             except (HistorySuperseded, AgentStopped) as e:
@@ -239,20 +236,8 @@ class Place:
 
     def end_if_interrupted(self) -> None:
         """Close, after a call, what `interrupt` had to leave open."""
-        self._session.end_if_interrupted()
-
-    @contextmanager
-    def _end_if_torn(self) -> Generator[None]:
-        """End the session if a signal interrupts a call after an op, as the others continue it."""
-        session = self._session
-        ops_before = session.calls.ops
-        with postponed():
-            try:
-                yield
-            except BaseException as e:
-                if session.calls.ops > ops_before and interrupts(e):
-                    session.end(f"{type(e).__name__}: {e}".rstrip(": "))
-                raise
+        if self._session.ended is not None:
+            self._session.end(self._session.ended)
 
     def _offer(self, packed: Packed) -> Offer:
         return Offer(
@@ -276,7 +261,7 @@ class Place:
 
     def _update_world(self) -> None:
         world = self.world
-        if not self.is_alone:
+        if self._cut_off is None or not self.is_alone:
             self.world = self._session.ranks
         elif len(world.trainers) > 1:
             rank = world.rank

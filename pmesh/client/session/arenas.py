@@ -72,7 +72,7 @@ class UsersArrays:
     """
 
     def __init__(self) -> None:
-        self._inputs: dict[int, tuple[Mapped, int]] = {}  # each with its address
+        self.inputs: dict[int, tuple[Mapped, int]] = {}  # each with its address
         self._dropped: deque[int] = deque()
 
     def result(self, arena: Mapped, values: Values) -> Values:
@@ -81,26 +81,27 @@ class UsersArrays:
 
     def input(self, arena: Mapped, values: Values) -> Values:
         """Return the same values, for the user to write; `region_of` finds them."""
-        self._inputs[arena.number] = arena, _address(values)
+        self.inputs[arena.number] = arena, _address(values)
         return _tracked(values, arena.number, self._dropped)
 
     def region_of(self, values: Values, wire: str) -> Region | None:
         """Return where these values lie in an arena, ready to be sent; None if they do not."""
         flags = values.flags
         plain = flags.c_contiguous and flags.aligned and values.dtype == WIRE_DTYPES[wire]
-        if not self._inputs or not values.size or not plain:
+        if not values.size or not plain:
             return None
         address = _address(values)
-        for number, (arena, start) in self._inputs.items():
+        for number, (arena, start) in self.inputs.items():
             if start <= address and address + values.nbytes <= start + arena.nbytes:
                 return Region(number, address - start)
         return None
 
     def take_dropped(self) -> list[int]:
         """Return the numbers of the arenas whose arrays are gone since the last call."""
-        gone = [self._dropped.popleft() for _ in range(len(self._dropped))]
-        for number in gone:
-            self._inputs.pop(number, None)
+        gone = list[int]()
+        while self._dropped:
+            gone.append(self._dropped.popleft())
+            self.inputs.pop(gone[-1], None)
         return gone
 
 

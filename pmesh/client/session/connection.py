@@ -86,7 +86,7 @@ class AgentConnection:
     def send(self, *requests: Request) -> None:
         """Send requests in one write; raise AgentStopped if the agent has ended."""
         try:
-            self._socket.sendall(b"".join(frame(encode(request)) for request in requests))
+            self._socket.sendall(b"".join(map(frame, map(encode, requests))))
         except OSError as e:
             raise self._stopped(e) from e
 
@@ -108,8 +108,9 @@ class AgentConnection:
             ProtocolError: something else than a reply arrived.
         """
         while (message := self._reader.next_message_untrusted()) is None:
-            if due_s is not None:
-                self._warn_of_silence(due_s)
+            began = time.monotonic()
+            if due_s is not None and not self._has_sent(FIRST_ANSWER_S):
+                self._warn_of_silence(due_s, began)
             self._reader.receive_data(self._receive_data())
         return decode_reply_untrusted(message)
 
@@ -128,10 +129,10 @@ class AgentConnection:
         poll.register(self._socket.fileno(), select.POLLIN)
         return wait(lambda: bool(poll.poll(1000 * timeout_s)), otherwise=False)
 
-    def _warn_of_silence(self, due_s: float) -> None:
+    def _warn_of_silence(self, due_s: float, began: float) -> None:
         """Wait until the agent sends something; warn once if it is late."""
-        began, warned = time.monotonic(), False
-        while not self._has_sent(FIRST_ANSWER_S):
+        warned, has_sent = False, False
+        while not has_sent:
             silent_s = time.monotonic() - began
             if silent_s >= self._silence_s:
                 raise self._stopped(TimeoutError())
@@ -139,6 +140,7 @@ class AgentConnection:
             if not warned and (stopped or silent_s >= due_s):
                 warned = True
                 _logger.warning("the agent at %s does not answer: %s", self.path, process)
+            has_sent = self._has_sent(FIRST_ANSWER_S)
 
     def await_end(self) -> None:
         """Wait until the agent has closed the connection; raise AgentStopped if it is silent."""

@@ -3,6 +3,7 @@
 from collections.abc import Generator
 from contextlib import contextmanager
 
+from pmesh.client.session.interrupts import interrupts, postponed
 from pmesh.client.session.session import TrainerSession
 from pmesh.core.jobs.call_count import COMPARE, MOST_COMPARED
 from pmesh.errors import OpMismatch
@@ -11,6 +12,8 @@ from pmesh.errors import OpMismatch
 @contextmanager
 def in_step(session: TrainerSession, *, timeout_s: float, syncs: bool = False) -> Generator[None]:
     """Run the block as a call of the program.
+
+    If a signal interrupts it after an op, the session ends, as the others continue the call.
 
     Args:
         session: the session of the call.
@@ -21,23 +24,20 @@ def in_step(session: TrainerSession, *, timeout_s: float, syncs: bool = False) -
         OpMismatch: this rank was behind the others; the call is not made.
         PmeshError: the counts could not be compared; the call is not made.
     """
-    calls = session.calls
-    calls.begin()
-    try:
-        if calls.doubtful and not session.enters:
-            calls.compared(_most_calls(session, timeout_s))
-        if not syncs:
-            _check_not_behind(session)
-        yield
-    except BaseException:
-        calls.failed()
-        raise
-
-
-def _check_not_behind(session: TrainerSession) -> None:
-    why = session.calls.why_skipped()
-    if why:
-        raise OpMismatch(why)
+    calls, ops_before = session.calls, session.calls.ops
+    with postponed():
+        calls.begin()
+        try:
+            if calls.doubtful and not session.enters:
+                calls.compared(_most_calls(session, timeout_s))
+            if not syncs and (why := calls.why_skipped()):
+                raise OpMismatch(why)  # noqa: TRY301 - this call has failed, too
+            yield
+        except BaseException as e:
+            calls.failed()
+            if calls.ops > ops_before and interrupts(e):
+                session.end(f"{type(e).__name__}: {e}".rstrip(": "))
+            raise
 
 
 def _most_calls(session: TrainerSession, timeout_s: float) -> int:

@@ -31,7 +31,7 @@ from pmesh.client.session.connection import (
 )
 from pmesh.compression.blocks import Float32s
 from pmesh.core.jobs.call_count import CallCount
-from pmesh.core.ops.kinds import KINDS, Extent, extent_of
+from pmesh.core.ops.kinds import KINDS, extent_of
 from pmesh.core.ops.reductions import WIRE_DTYPES, Values
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.session import (
@@ -108,7 +108,8 @@ class TrainerSession:
         self.enters = False
         """True if the next op must be the `sync` in which it enters the job, or comes back."""
         self._waiting = Waiting()
-        self._ended: str | None = None
+        self.ended: str | None = None
+        """Why the session has ended."""
 
     def join(self, request: Connect) -> Joined:
         """Join a job; return when it begins, or if it runs already. Raises the agent's error."""
@@ -158,8 +159,9 @@ class TrainerSession:
         if self._input is None:
             self._input = self._want_arena(max(nbytes, room_bytes))
             self._input_retained = False
-        with self._end_on_error():
-            return values_in(self._input, dtype, count)
+            with self._end_on_error():  # the agent may have granted too little
+                return values_in(self._input, dtype, count)
+        return values_in(self._input, dtype, count)
 
     def empty(self, dtype: str, count: int) -> Values:
         """Return flat values for the user to fill, in an arena that is dropped with the last view.
@@ -175,7 +177,7 @@ class TrainerSession:
 
     def region_of(self, values: Values, wire: str) -> Region | None:
         """Return where an op can read these values without a copy; None if it can't."""
-        return self._users.region_of(values, wire)
+        return self._users.region_of(values, wire) if self._users.inputs else None
 
     def prepare_ahead(self, nbytes: int) -> None:
         """Ask for the memory of `values_ahead`, before an op runs."""
@@ -271,34 +273,37 @@ class TrainerSession:
             borrows=borrows,
             step=self.step,
         )
-        before = self._extent(request)
+        world = self.world
+        before = extent_of(request, rank=world.rank, size=len(world.trainers))
         source = self._input if before.gives else None
         if region is None and source is not None:
             region = Region(source.number, 0)
         if region is not None:
             request = msgspec.structs.replace(request, arena=region.arena, offset=region.offset)
-        is_root = call.kind == "broadcast" and call.root == self.world.rank
+        is_root = call.kind == "broadcast" and call.root == world.rank
         self._input_retained = self._input_retained or is_root
         self._ahead_is_filled = False
-        self.calls.op_called()
-        reply = self._exchange(request, meanwhile)
-        match reply:
-            case OpDone(op, output) if op == number or (enters and op >= 0):
+        self.calls.ops += 1
+        if self.ended is not None:
+            raise mesh_ended(self.ended)
+        with self._end_on_error():
+            reply = self._converse(request, meanwhile)
+            if isinstance(reply, OpDone) and (reply.op == number or (enters and reply.op >= 0)):
                 self._op_has_ended(reply, consumed=True)
                 if call.kind == "sync":
                     self.calls.synced()
-                if self._ahead_is_filled:
-                    self._input, self._ahead = self._ahead, self._input
-                if residuals is not None and self.world.rank >= 0:
+                world, gets = self.world, before.gets
+                if residuals is not None and world.rank >= 0:
                     residuals.swap()  # O9: also if the result was fetched
-                # A table has a row for each rank after the op; a root has its rank from before it.
-                gets = (self._extent(request) if KINDS[call.kind].row else before).gets
-                arena = source if is_root else self._outputs.get(output)
-                with self._end_on_error():
-                    values = values_in(arena, dtype, gets)
-                    if reply.lent and arena is not None:
-                        values = self._users.result(arena, values)
-                return Done(op, self.ranks, values, reply.clipped, reply.lent)
+                if KINDS[call.kind].row:
+                    # A table has a row for each rank after the op; a root has its rank from before.
+                    gets = extent_of(request, rank=world.rank, size=len(world.trainers)).gets
+                arena = source if is_root else self._outputs.get(reply.arena)
+                values = values_in(arena, dtype, gets)
+                if reply.lent and arena is not None:
+                    values = self._users.result(arena, values)
+                return Done(reply.op, self.ranks, values, reply.clipped, reply.lent)
+        match reply:
             case OpFailed(op, verdict, consumed) if op == number or enters:
                 self._op_has_ended(reply, consumed=consumed)
                 error = error_of(verdict)
@@ -349,29 +354,28 @@ class TrainerSession:
         with self._end_on_error():
             self._connection.send(DropArena(number))
 
-    def _extent(self, request: StartOp) -> Extent:
-        return extent_of(request, rank=self.world.rank, size=len(self.world.trainers))
-
     def _op_has_ended(self, reply: OpDone | OpFailed, *, consumed: bool) -> None:
         if reply.op >= 0:  # otherwise the trainer has not entered yet
             self.next_op = OpNumber(reply.op + consumed)
             self.enters = False
         self.world = reply.world or self.world
+        if self._ahead_is_filled and isinstance(reply, OpDone):
+            self._input, self._ahead = self._ahead, self._input
 
     def check_open(self) -> None:
         """Raise MeshClosed, with the reason, if the session has ended."""
-        if self._ended is not None:
-            raise mesh_ended(self._ended)
+        if self.ended is not None:
+            raise mesh_ended(self.ended)
 
     def leave(self) -> None:
         """End on purpose, without waiting: the others see that this rank has left the job."""
-        if self._ended is None:
+        if self.ended is None:
             self._connection.send_last(Leave())
             self.end("it was closed")
 
     def end(self, reason: str) -> None:
         """End at once; without `leave`, the others see a crash."""
-        self._ended = self._ended or reason
+        self.ended = self.ended or reason
         self._connection.close()
         self._input = self._ahead = None
         self._outputs.clear()
@@ -380,45 +384,43 @@ class TrainerSession:
 
     def interrupt(self, reason: str) -> None:
         """Make the call in another thread raise MeshClosed."""
-        self._ended = self._ended or reason
+        self.ended = self.ended or reason
         self._connection.interrupt()
 
-    def end_if_interrupted(self) -> None:
-        """Close, after a call, what `interrupt` had to leave open."""
-        if self._ended is not None:
-            self.end(self._ended)
-
-    def _exchange(self, request: Request, meanwhile: Callable[[], None] | None = None) -> Reply:
-        """Send a request; return the reply that ends it, and handle all replies before."""
-        due_s = FIRST_ANSWER_S if isinstance(request, Connect) else ANSWER_S
+    def _exchange(self, request: Request) -> Reply:
         self.check_open()
         with self._end_on_error():
-            dropped = [DropArena(number) for number in self._users.take_dropped()]
-            self._connection.send(*dropped, request)
-            if meanwhile is not None:
-                meanwhile()
-            while True:
-                match reply := self._connection.receive(due_s=due_s):
-                    case StillWaiting():
-                        self._waiting.note(reply)
-                    case RanksLost(losses):
-                        for loss in losses:
-                            _logger.warning("%s", loss)
-                    case ArenaGranted(kind="output"):
-                        self._outputs[reply.arena] = self._connection.map_arena(reply)
-                    case ArenaGone(arena) if (
-                        isinstance(request, StartOp) and arena == request.arena
-                    ):
-                        # The agent took the arena back while the group was idle, and waits for
-                        # another one before it begins the op.
-                        moved = self._move_input(arena)
-                        request = msgspec.structs.replace(request, arena=moved)
-                        self._connection.send(request)
-                    case ArenaGone(arena):
-                        self._outputs.pop(arena, None)
-                    case _:
+            return self._converse(request)
+
+    def _converse(self, request: Request, meanwhile: Callable[[], None] | None = None) -> Reply:
+        """Send a request; return the reply that ends it, and handle all replies before."""
+        due_s = FIRST_ANSWER_S if isinstance(request, Connect) else ANSWER_S
+        self._connection.send(*map(DropArena, self._users.take_dropped()), request)
+        if meanwhile is not None:
+            meanwhile()
+        waited = False
+        while True:
+            match reply := self._connection.receive(due_s=due_s):
+                case StillWaiting():
+                    waited = True
+                    self._waiting.note(reply)
+                case RanksLost(losses):
+                    for loss in losses:
+                        _logger.warning("%s", loss)
+                case ArenaGranted(kind="output"):
+                    self._outputs[reply.arena] = self._connection.map_arena(reply)
+                case ArenaGone(arena) if isinstance(request, StartOp) and arena == request.arena:
+                    # The agent took the arena back while the group was idle, and waits for
+                    # another one before it begins the op.
+                    moved = self._move_input(arena)
+                    request = msgspec.structs.replace(request, arena=moved)
+                    self._connection.send(request)
+                case ArenaGone(arena):
+                    self._outputs.pop(arena, None)
+                case _:
+                    if waited:
                         self._waiting.end()
-                        return reply
+                    return reply
 
     @contextmanager
     def _end_on_error(self) -> Generator[None]:
@@ -427,7 +429,7 @@ class TrainerSession:
             yield
         except BaseException as e:
             self._waiting.end()
-            closed = self._ended
+            closed = self.ended
             self.end(f"{type(e).__name__}: {e}".rstrip(": "))
             if closed is not None and isinstance(e, PmeshError):
                 raise mesh_ended(closed) from e

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import lru_cache
-from types import MappingProxyType
+from operator import itemgetter
+from types import MappingProxyType, NoneType
 from typing import Any, cast
 
 import numpy as np
@@ -30,11 +31,8 @@ class Tree:
     """Returns the same tree with other leaves, given in the same order."""
     source: object
     """The object that was taken apart."""
-
-    @property
-    def is_bare(self) -> bool:
-        """True if it is one leaf, without a container."""
-        return self.paths == ("",)
+    is_bare: bool = False
+    """True if it is one leaf, without a container."""
 
 
 def flatten(x: object, *, with_none: bool = False) -> Tree:
@@ -50,6 +48,8 @@ def flatten(x: object, *, with_none: bool = False) -> Tree:
     >>> tree.rebuild([30, 10, 20])
     {'b': [10, 20], 'a': (30,)}
     """
+    if not isinstance(x, dict | list | tuple | NoneType):
+        return Tree(paths=("",), leaves=(x,), rebuild=itemgetter(0), source=x, is_bare=True)
     found = tuple(_walk(x, "", with_none=with_none))
 
     def rebuild(leaves: Sequence[object]) -> object:
@@ -257,7 +257,7 @@ def describe(
 def _describe(x: object, path: str, *, lazily: bool) -> Leaf:
     where = f"{path}: " if path else ""
     if isinstance(x, np.ndarray | np.generic):
-        leaf = _numpy_leaf(cast("Values | np.generic", x), where)
+        leaf = numpy_leaf(cast("Values | np.generic", x), where)
     elif is_mlx(x):
         from pmesh.client.trees import mlx  # noqa: PLC0415 - MLX is there, as the user has an array
 
@@ -290,7 +290,8 @@ def check_dtype(dtype: str, where: str) -> None:
         raise UnsupportedArray(f"{where}{dtype} is not supported; use {', '.join(WIRE_OF)}")
 
 
-def _numpy_leaf(x: "Values | np.generic", where: str) -> Leaf:
+def numpy_leaf(x: "Values | np.generic", where: str = "") -> Leaf:
+    """Return an array or scalar of numpy; for the errors see `describe`."""
     kind = type(x)
     if isinstance(x, np.ndarray) and kind is not np.ndarray:
         raise UnsupportedArray(
@@ -298,7 +299,8 @@ def _numpy_leaf(x: "Values | np.generic", where: str) -> Leaf:
         )
     array = np.asarray(x)
     dtype, name = array.dtype, _name_of(array.dtype)
-    check_dtype(name, where)
+    if name not in WIRE_OF:
+        check_dtype(name, where)
 
     def rebuild(fresh: Values) -> object:
         typed = fresh.view(dtype) if name == "bfloat16" else fresh.astype(dtype, copy=False)

@@ -120,7 +120,7 @@ def next_step(  # noqa: PLR0911 - the rules, in their order
         return RequestView(None, op.number)  # O6: a view lets them in; the sync runs with them
     if rank.fences:
         return Wait("fence")  # V3: our flush answer did not name this op, so it may send nothing
-    verdict = _without_root(rank, op) or _without_some(rank, op)
+    verdict = _without_some(rank, op)
     return Run() if verdict is None else RequestView(verdict, op.number)
 
 
@@ -132,17 +132,15 @@ def _give_up(rank: RankState[Any], op: OpState, doomed: Verdict) -> RequestView:
     return RequestView(Verdict("RankLost", text + doomed.message, (rank.id,)), -1)
 
 
-def _without_root(rank: RankState[Any], op: OpState) -> Verdict | None:
-    if op.root is None or rank.roster.rank_of(op.root) is not None:
-        return None
-    return Verdict("RankLost", f"{_name(rank, op)}: its root, rank {op.call.root}, is lost")
-
-
 def _without_some(rank: RankState[Any], op: OpState) -> Verdict | None:
-    """O4: a bound op names a part for each rank, so it fails once the ranks have changed."""
-    if not KINDS[op.call.kind].bound or rank.world == rank.roster.ids:
+    """Return why the op can't run among the ranks that are left; None if it can."""
+    ids = rank.roster.ids
+    if op.root is not None and op.root not in ids:
+        return Verdict("RankLost", f"{_name(rank, op)}: its root, rank {op.call.root}, is lost")
+    # O4: a bound op names a part for each rank, so it fails once the ranks have changed.
+    if not KINDS[op.call.kind].bound or rank.world == ids:
         return None
-    lost = tuple(trainer for trainer in rank.world if trainer not in rank.roster.ids)
+    lost = tuple(trainer for trainer in rank.world if trainer not in ids)
     return Verdict("RosterChanged", f"{_name(rank, op)}: its ranks have changed", lost)
 
 
@@ -156,7 +154,7 @@ def _name(rank: RankState[Any], op: OpState) -> str:
 def roles_in(rank: RankState[Any], call: Call) -> tuple[TrainerId | None, tuple[TrainerId, ...]]:
     """O5: return the trainers that are root and receivers, in the world of the call."""
     root = rank.world[call.root] if KINDS[call.kind].rooted else None
-    return root, tuple(rank.world[receiver] for receiver in call.receivers) or rank.world
+    return root, tuple(map(rank.world.__getitem__, call.receivers)) or rank.world
 
 
 def start(rank: RankState[Any], op: OpState, now: float) -> None:

@@ -33,10 +33,6 @@ class CallCount:
         self.made += 1
         self._ops_before = self.ops
 
-    def op_called(self) -> None:
-        """Note that the call runs one more op."""
-        self.ops += 1
-
     def compared(self, most: int) -> None:
         """Note that all ranks have compared their counts; the highest is `most`."""
         self.doubtful, self._ops_before = False, self.ops

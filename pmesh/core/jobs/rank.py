@@ -36,8 +36,10 @@ class RankState(Generic[R]):
     """A trainer of a job. Its calls and the views change this state."""
 
     def __init__(self, roster: Roster, trainer: Trainer) -> None:
-        self.roster: Roster = roster
         self.trainer = trainer
+        self.id = trainer.id
+        """The trainer's number within the job."""
+        self._take_place(roster)
         self.ledger = Ledger(stable=trainer.enters - 1)
         self.world: tuple[TrainerId, ...] = () if trainer.enters else roster.ids
         """O5: the ranks as the trainer knows them; they change only when a call returns."""
@@ -80,20 +82,12 @@ class RankState(Generic[R]):
     def __repr__(self) -> str:
         return f"<LocalRank {self.trainer.id} of {self.roster.job!r}, roster {self.roster.number}>"
 
-    @property
-    def id(self) -> TrainerId:
-        """The trainer's number within the job."""
-        return self.trainer.id
-
-    @property
-    def rank(self) -> Rank | None:
+    def _take_place(self, roster: Roster) -> None:
+        self.roster: Roster = roster
+        self.rank: Rank | None = roster.rank_of(self.id)
         """The trainer's place in the ring; None if the others go on without it."""
-        return self.roster.rank_of(self.trainer.id)
-
-    @property
-    def size(self) -> int:
+        self.size = len(roster.trainers)
         """How many ranks the ring has."""
-        return len(self.roster.trainers)
 
     @property
     def may_run(self) -> bool:
@@ -193,7 +187,7 @@ class RankState(Generic[R]):
         return renumbered
 
     def _settle(self, roster: Roster) -> None:
-        self.roster = roster
+        self._take_place(roster)
         self.in_force = is_in_force(roster, ())
         self.view_request = None
         self.last_move = None  # the new lanes have had no time to move anything
@@ -250,7 +244,7 @@ class RankState(Generic[R]):
 
     def failure_of(self, op: OpNumber) -> OpOutcome | None:
         """Return why the op fails, and for whom; None while it may succeed."""
-        if self.superseded is not None:
+        if self.over is not None or self.rank is None:
             return OpOutcome(op, self.world, verdict=self.superseded)
         outcome = self._outcomes.get(op)
         return outcome if outcome is not None and outcome.verdict is not None else None
@@ -307,5 +301,6 @@ class RankState(Generic[R]):
             mark = min(mark, self.view_request.op - 1)
         self.ledger = ledgers.stabilize(self.ledger, mark)
         stable = self.ledger.stable
-        self._outcomes = {op: o for op, o in self._outcomes.items() if op > stable}
-        return tuple(self.results.pop(op) for op in list(self.results) if op <= stable)
+        if self._outcomes:
+            self._outcomes = {op: o for op, o in self._outcomes.items() if op > stable}
+        return tuple(map(self.results.pop, [op for op in self.results if op <= stable]))

@@ -21,32 +21,23 @@ class OwnTime:
         self._since: float | None = None
         self._calls = False
 
-    def begin_call(self, now: float) -> None:
-        """Note that the trainer has made a call."""
-        self._pass(now)
-        self._calls = True
-
-    def end_call(self, now: float) -> None:
-        """Note that the call returns."""
-        self._pass(now)
-        self._calls = False
-
     def percent(self, now: float) -> int | None:
         """Return the share in percent; None before the first call."""
         if self._since is None:
             return None
-        self._pass(now)
+        self.note(now, calls=self._calls)
         whole = self._own_s + self._called_s
         return round(100 * self._own_s / whole) if whole else None
 
-    def _pass(self, now: float) -> None:
+    def note(self, now: float, *, calls: bool) -> None:
+        """Note whether the trainer is in a call from now on."""
         if self._since is not None:
             passed = now - self._since
             fades = math.exp(-passed / MEMORY_S)
             counts_s = MEMORY_S * (1 - fades)  # so an hour in one call counts as ten seconds of it
             self._own_s = self._own_s * fades + counts_s * (not self._calls)
             self._called_s = self._called_s * fades + counts_s * self._calls
-        self._since = now
+        self._since, self._calls = now, calls
 
 
 class Speed:

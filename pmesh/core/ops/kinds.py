@@ -98,6 +98,10 @@ class Setting:
         """The arguments `rank` and `size` of a plan."""
         return {"rank": self.rank, "size": self.size}
 
+    def summing(self, count: int) -> dict[str, int]:
+        """Return the arguments of a plan that reduces `count` values."""
+        return {"rank": self.rank, "size": self.size, "count": count, "itemsize": self.itemsize}
+
     @property
     def rooted(self) -> dict[str, int]:
         """The arguments `rank`, `size` and `root` of a plan."""
@@ -124,10 +128,6 @@ class Setting:
         return tuple(part * self.itemsize for part in self.request.parts_in)
 
 
-def _plan_all_reduce(here: Setting) -> RankPlan:
-    return _plan_sum(here, here.request.count)
-
-
 def _plan_sum_of_tables(here: Setting) -> RankPlan:
     """Plan a sum of tables, each of which has the row of its own rank, and zeros."""
     return _plan_integers(here, here.request.count * here.size)
@@ -141,37 +141,32 @@ def _plan_integers(here: Setting, count: int) -> RankPlan:
     return _plan_sum(here, count)
 
 
-def _plan_sum(here: Setting, count: int) -> RankPlan:
-    """Plan a sum by the strategy of the call, or else by the cheapest one."""
-    request, edges = here.request, here.edges
-    cheapest = "ring" if edges is None else choose(edges, count * here.itemsize)
-    values = {"count": count, "itemsize": here.itemsize}
-    match request.call.strategy or cheapest:
+def _plan_sum(here: Setting, count: int | None = None) -> RankPlan:
+    """Plan a sum, of the request's values, by the strategy of the call, or else by the cheapest."""
+    call, edges = here.request.call, here.edges
+    count = here.request.count if count is None else count
+    match call.strategy or ("ring" if edges is None else choose(edges, count * here.itemsize)):
         case "tree":
-            return plan_tree(**here.at, **values)
+            return plan_tree(**here.summing(count))
         case "centralized":
-            return plan_centralized(**here.at, **values)
+            return plan_centralized(**here.summing(count))
         case "hierarchical":
             islands = islands_of(edges or ()) or tuple((rank,) for rank in range(here.size))
-            return plan_hierarchical(**here.at, **values, islands=islands)
+            return plan_hierarchical(**here.summing(count), islands=islands)
         case "chain":
             line = chain_of(edges) if edges else tuple(range(here.size))
-            return plan_chain(**here.at, **values, line=line)
+            return plan_chain(**here.summing(count), line=line)
         case "direct":
-            return plan_direct(**here.at, **values)
+            return plan_direct(**here.summing(count))
         case _:
-            return _plan_along_ring(here, count)
-
-
-def _plan_along_ring(here: Setting, count: int) -> RankPlan:
-    call, dtype = here.request.call, here.request.wire_dtype
-    return plan_along_ring(
-        **here.at,
-        count=count,
-        dtype=dtype,
-        reduction=call.reduction or "sum",
-        segment_bytes=None if here.edges is None else segment_bytes_of(here.edges),
-    )
+            return plan_along_ring(
+                rank=here.rank,
+                size=here.size,
+                count=count,
+                dtype=here.request.wire_dtype,
+                reduction=call.reduction or "sum",
+                segment_bytes=None if edges is None else segment_bytes_of(edges),
+            )
 
 
 def _at_root(amount: Amount) -> Amount:
@@ -185,8 +180,9 @@ class OpKind:
     """What holds for all ops of one kind."""
 
     plan: Callable[[Setting], RankPlan]
-    gives: Amount = _count
-    gets: Amount = _count
+    gives: Amount | None = None
+    """None: its `count`."""
+    gets: Amount | None = None
     rooted: bool = False
     """The call names a root, which is a rank of its world."""
     reduces: bool = False
@@ -203,7 +199,7 @@ class OpKind:
 
 KINDS: Mapping[str, OpKind] = MappingProxyType(
     {
-        "all_reduce": OpKind(plan=_plan_all_reduce, reduces=True),
+        "all_reduce": OpKind(plan=_plan_sum, reduces=True),
         "barrier": OpKind(plan=lambda here: _plan_integers(here, 0), reduces=True),
         "broadcast": OpKind(
             plan=lambda here: plan_broadcast(**here.rooted, nbytes=here.nbytes, reach=here.reach),
@@ -286,7 +282,8 @@ def extent_of(request: StartOp, *, rank: int, size: int) -> Extent:
     kind = KINDS[request.call.kind]
     if kind.bound and len(request.parts) != size:
         raise ValueError(f"{len(request.parts)} parts for {size} ranks")
-    return Extent(kind.gives(request, rank, size), kind.gets(request, rank, size))
+    gives = request.count if kind.gives is None else kind.gives(request, rank, size)
+    return Extent(gives, request.count if kind.gets is None else kind.gets(request, rank, size))
 
 
 def ring_codec_name(compression: str) -> str:

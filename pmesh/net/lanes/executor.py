@@ -15,10 +15,10 @@ as for compression, would soon block the event loop, so they use threads earlier
 import select
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import trio
@@ -45,7 +45,7 @@ LOOK_MS = 2  # between two checks for progress; a socket with data left to send 
 _NOTHING = memoryview(bytearray())
 
 
-async def run_plan(
+def run_plan(
     plan: RankPlan,
     lanes_to: Mapping[int, Lane],
     lanes_from: Mapping[int, Lane],
@@ -55,8 +55,8 @@ async def run_plan(
     result: memoryview,
     dtype: str = "",
     reduction: str = "",
-) -> None:
-    """Do one rank's part of a collective.
+) -> Coroutine[Any, Any, None]:
+    """Return what does one rank's part of a collective.
 
     Cancelling it, or an error, leaves garbage in `result` and the lanes whole for a later roster.
 
@@ -78,14 +78,16 @@ async def run_plan(
     scratch = np.empty(nbytes, np.uint8).data if nbytes else _NOTHING
     regions = (source, result, scratch)
     landed = _adding(plan, regions, dtype, reduction) if dtype else _keep
-    await execute(plan, lanes_to, lanes_from, header, regions, landed=landed)
+    return _Execution(
+        plan, lanes_to, lanes_from, header, regions=regions, landed=landed, work=_keep
+    ).run()
 
 
 def _keep(_: Receive | Work) -> None:
     """Leave a record, or a work, as it is."""
 
 
-async def execute(
+def execute(
     plan: RankPlan,
     lanes_to: Mapping[int, Lane],
     lanes_from: Mapping[int, Lane],
@@ -94,8 +96,10 @@ async def execute(
     *,
     landed: Callable[[Receive], None] = _keep,
     work: Callable[[Work], None] = _keep,
-) -> None:
-    """Run a plan, as `run_plan` does, with these regions and functions.
+) -> Coroutine[Any, Any, None]:
+    """Return what runs a plan, as that of `run_plan` does, with these regions and functions.
+
+    Both return the coroutine of `_Execution`: each wait would enter theirs again, too.
 
     Args:
         plan: what to do.
@@ -106,11 +110,9 @@ async def execute(
         landed: called when a record has landed.
         work: does one work of the plan.
     """
-    if not (lanes_to.keys() >= plan.sends.keys() and lanes_from.keys() >= plan.receives.keys()):
-        raise ValueError("a plan among several ranks needs its lanes")
-    to = {peer: _Track(lanes_to[peer], sends) for peer, sends in plan.sends.items()}
-    from_ = {peer: _Track(lanes_from[peer], receives) for peer, receives in plan.receives.items()}
-    await _Execution(plan, to, from_, header, regions=regions, landed=landed, work=work).run()
+    return _Execution(
+        plan, lanes_to, lanes_from, header, regions=regions, landed=landed, work=work
+    ).run()
 
 
 def _adding(
@@ -118,7 +120,7 @@ def _adding(
 ) -> Callable[[Receive], None]:
     """Return what adds the values of a record that has landed."""
     wire = WIRE_DTYPES[dtype]
-    values, itemsize = [np.frombuffer(memory, wire) for memory in regions], wire.itemsize
+    values, itemsize = list(map(partial(np.frombuffer, dtype=wire), regions)), wire.itemsize
     source, sums, _ = values
     adds_source = Then.ADD_SOURCE
 
@@ -171,60 +173,68 @@ class _Execution:
     def __init__(
         self,
         plan: RankPlan,
-        to: Mapping[int, _Track[Send]],
-        from_: Mapping[int, _Track[Receive]],
+        lanes_to: Mapping[int, Lane],
+        lanes_from: Mapping[int, Lane],
         header: RecordHeader,
         *,
         regions: Sequence[memoryview],
         landed: Callable[[Receive], None],
         work: Callable[[Work], None],
     ) -> None:
+        if not (lanes_to.keys() >= plan.sends.keys() and lanes_from.keys() >= plan.receives.keys()):
+            raise ValueError("a plan among several ranks needs its lanes")
         self._plan = plan
-        self._to = to
-        self._from = from_
+        self._to: dict[int, _Track[Send]] = {}
+        for peer, sends in plan.sends.items():
+            self._to[peer] = _Track(lanes_to[peer], sends)
+        self._from: dict[int, _Track[Receive]] = {}
+        for peer, receives in plan.receives.items():
+            self._from[peer] = _Track(lanes_from[peer], receives)
         self._header = header
         self._regions = regions
         self._landed = landed
         self._work = work
-        self._queues = [_Queue(works) for works in plan.works]
-        self._progress = (from_, to, self._queues)  # by `Event`
-        self._copied = 0
-        self._pipe = Pipeline()
+        self._queues = list(map(_Queue, plan.works))
+        self._progress = (self._from, self._to, self._queues)  # by `Event`
 
     async def run(self) -> None:
-        await trio.lowlevel.checkpoint_if_cancelled()
-        if not self._plan.small or not await self._run_in_line():
-            stages = [Stage(self._copy_all())] if self._copied < len(self._plan.copies) else []
-            workers = self._queues[:1], self._queues[1:]
-            stages += [Stage(self._work_off(queues)) for queues in workers if queues]
-            stages += [Stage(self._send_all(track), track.lane) for track in self._to.values()]
-            stages += [
-                Stage(self._receive_all(track), track.lane)
-                for track in self._from.values()
-                if not track.is_over
-            ]
-            await self._pipe.run(
-                stages, moving_bytes=self._plan.moving_bytes, computing=bool(self._queues)
-            )
-        elif not self._from:  # else other tasks have run while it received
-            await trio.lowlevel.checkpoint()
+        """Run a small plan in line, and any other in a pipeline.
 
-    async def _run_in_line(self) -> bool:
-        """Receive in the plan's order, and before each receive send all that may be sent.
-
-        Returns False if a record doesn't fit its socket's buffer. Then every rank might wait for
-        another to receive, so the rest needs a pipeline.
+        In line, it receives in the plan's order, and sends before each receive all that may be
+        sent. If a record doesn't fit its socket's buffer, every rank might wait for another to
+        receive, so the rest needs a pipeline.
         """
+        await trio.lowlevel.checkpoint_if_cancelled()
+        if not self._plan.small:
+            await self._run_pipeline(self._plan.copies)
+            return
         for copy in self._plan.copies:
             self._copy(copy, 0, copy.nbytes)
-            self._copied += 1
         for peer in self._plan.in_line:
             if not self._post_all():
-                return False
+                break
             track = self._from[peer]
             for wait in self._receive_one(track):
                 await track.lane.wait_for(wait)
-        return self._post_all()
+        else:
+            if self._post_all():
+                if not self._from:  # else other tasks have run while it received
+                    await trio.lowlevel.checkpoint()
+                return
+        await self._run_pipeline(())
+
+    async def _run_pipeline(self, copies: Sequence[Copy]) -> None:
+        pipe = Pipeline()
+        workers = self._queues[:1], self._queues[1:]
+        stages = [Stage(self._copy_all(copies))] if copies else []
+        stages += [Stage(self._work_off(queues, pipe)) for queues in workers if queues]
+        stages += [Stage(self._send_all(track, pipe), track.lane) for track in self._to.values()]
+        stages += [
+            Stage(self._receive_all(track, pipe), track.lane)
+            for track in self._from.values()
+            if not track.is_over
+        ]
+        await pipe.run(stages, moving_bytes=self._plan.moving_bytes, computing=bool(self._queues))
 
     def _post_all(self) -> bool:
         """Compute and send all that may be; return False if a socket's buffer is full."""
@@ -232,7 +242,10 @@ class _Execution:
             pass
         for track in self._to.values():
             lane, sends = track.lane, track.records
-            while track.done < len(sends) and self._has(sends[track.done].needs):
+            while track.done < len(sends):
+                needs = sends[track.done].needs
+                if needs and not self._has(needs):
+                    break
                 if not lane.idle:
                     return False
                 whole = lane.post(*self._next_record(track))
@@ -243,10 +256,10 @@ class _Execution:
             pass
         return True
 
-    def _work_off(self, queues: Sequence[_Queue]) -> Steps:
+    def _work_off(self, queues: Sequence[_Queue], pipe: "Pipeline") -> Steps:
         while any(queue.done < len(queue.works) for queue in queues):
             if self._work_some(queues):
-                self._pipe.note_progress()
+                pipe.note_progress()
                 yield Wait.TURN
             else:
                 yield Wait.PROGRESS
@@ -261,8 +274,8 @@ class _Execution:
                 count += 1
         return count
 
-    def _copy_all(self) -> Steps:
-        for copy in self._plan.copies:
+    def _copy_all(self, copies: Sequence[Copy]) -> Steps:
+        for copy in copies:
             for begin in range(0, copy.nbytes, SEGMENT_BYTES):
                 self._copy(copy, begin, min(begin + SEGMENT_BYTES, copy.nbytes))
                 yield Wait.TURN
@@ -273,7 +286,7 @@ class _Execution:
             copy.source + begin : copy.source + end
         ]
 
-    def _send_all(self, track: _Track[Send]) -> Steps:
+    def _send_all(self, track: _Track[Send], pipe: "Pipeline") -> Steps:
         lane = track.lane
         yield from lane.flushes()
         while not track.is_over:
@@ -281,31 +294,29 @@ class _Execution:
                 yield Wait.PROGRESS if lane.idle else Wait.PROGRESS_OR_NETWORK
             yield from lane.sends(*self._next_record(track))
             track.done += 1
-            self._pipe.note_progress()
+            pipe.note_progress()
         yield from lane.flushes()
 
-    def _next_record(self, track: _Track[Send]) -> tuple[RecordHeader, memoryview]:
-        send = track.records[track.done]
-        place = self._regions[send.region][send.offset : send.offset + send.nbytes]
-        return self._header_of(send.nbytes, track.done), place
+    def _next_record(
+        self, track: _Track[Send] | _Track[Receive]
+    ) -> tuple[RecordHeader, memoryview]:
+        record, segment = track.records[track.done], track.done
+        place = self._regions[record.region][record.offset : record.offset + record.nbytes]
+        _, roster, op, _, fingerprint, completed = self._header
+        return RecordHeader(record.nbytes, roster, op, segment, fingerprint, completed), place
 
-    def _receive_all(self, track: _Track[Receive]) -> Steps:
+    def _receive_all(self, track: _Track[Receive], pipe: "Pipeline") -> Steps:
         while not track.is_over:
             yield from self._receive_one(track)
-            self._pipe.note_progress()
+            pipe.note_progress()
 
     def _receive_one(self, track: _Track[Receive]) -> Steps:
         receive = track.records[track.done]
-        while not self._has(receive.needs):
+        while receive.needs and not self._has(receive.needs):
             yield Wait.PROGRESS
-        into = self._regions[receive.region][receive.offset : receive.offset + receive.nbytes]
-        yield from track.lane.receives(self._header_of(receive.nbytes, track.done), into)
+        yield from track.lane.receives(*self._next_record(track))
         self._landed(receive)
         track.done += 1
-
-    def _header_of(self, nbytes: int, segment: int) -> RecordHeader:
-        _, roster, op, _, fingerprint, completed = self._header
-        return RecordHeader(nbytes, roster, op, segment, fingerprint, completed)
 
     def _has(self, needs: Sequence[Need]) -> bool:
         for need in needs:  # noqa: SIM110 - all() takes twice the time, for each record

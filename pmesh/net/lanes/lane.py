@@ -209,12 +209,12 @@ class Lane:
 
         If not, `flush` sends the rest; call it before the next `post`.
         """
-        assert self.idle, "flush before the next post"  # noqa: S101 - its buffer is in use
+        assert not self._unsent, "flush before the next post"  # noqa: S101 - its buffer is in use
         if len(self._out) < OVERHEAD_BYTES + header.body_bytes:
             self._out = memoryview(bytearray(_WHOLE_BYTES))
         self._unsent = self._out[: self._sealer.seal(header, body, self._out)]
         self._send_some()
-        return self.idle
+        return not self._unsent
 
     @property
     def idle(self) -> bool:
@@ -273,7 +273,7 @@ class Lane:
             yield from self._refuse(header, expected)
         end = OVERHEAD_BYTES + header.body_bytes
         before, began = self._filled, time.monotonic()  # all that was there is read; more will come
-        if (yield from self._fill(end, end)):
+        if before < end and (yield from self._fill(end, end)):
             waited = True
             self._note_paces({self.hosts: end - before}, time.monotonic() - began)
         self._open(end, into)

@@ -156,7 +156,8 @@ class _Pool:
         self._numbers = numbers
         self._in_use: set[Arena] = set()
         self._free: dict[Arena, float] = {}  # the time of release
-        self._gone: list[int] = []
+        self.gone: list[int] = []
+        """The arenas closed since they were last read from here."""
         self._last: Arena | None = None
         share.pools.add(self)
 
@@ -168,9 +169,10 @@ class _Pool:
     async def acquire(self, nbytes: int) -> Arena:
         """Return an arena of at least `nbytes` for exclusive use until `release`."""
         size = arena_bytes(nbytes)
-        free = (arena for arena in self._free if arena is not self._last)
-        fitting = (arena for arena in free if size <= arena.nbytes <= size * TOO_LARGE_FACTOR)
-        arena = min(fitting, key=lambda arena: arena.nbytes, default=None)
+        arena, best = None, size * TOO_LARGE_FACTOR + 1
+        for free in self._free:
+            if free is not self._last and size <= free.nbytes < best:
+                arena, best = free, free.nbytes
         if arena is None:
             arena = await self._create(size)
         else:
@@ -182,11 +184,6 @@ class _Pool:
     def release(self, arena: Arena) -> None:
         self._in_use.remove(arena)
         self._free[arena] = trio.current_time()
-
-    def take_gone(self) -> tuple[int, ...]:
-        """Return the arenas closed since the last call, which the trainer must unmap."""
-        gone, self._gone = tuple(self._gone), []
-        return gone
 
     async def aclose(self) -> None:
         """Close every arena, even those in use."""
@@ -232,7 +229,7 @@ class _Pool:
         for arena in arenas:
             self._in_use.discard(arena)
             self._free.pop(arena, None)
-            self._gone.append(arena.number)
+            self.gone.append(arena.number)
             self._forget(arena.nbytes)
         small = [arena for arena in arenas if arena.nbytes <= INLINE_BYTES]
         large = [arena for arena in arenas if arena.nbytes > INLINE_BYTES]
@@ -395,7 +392,8 @@ class OutputArenas(_Held):
 
     def take_gone(self) -> tuple[int, ...]:
         """Return the arenas closed since the last call, which the trainer must unmap."""
-        return self._pool.take_gone()
+        gone, self._pool.gone = tuple(self._pool.gone), []
+        return gone
 
     async def rest(self) -> None:
         """Close what neither an op nor the trainer holds."""

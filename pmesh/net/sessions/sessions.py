@@ -151,12 +151,20 @@ class Session:
         except trio.WouldBlock:
             await self._sending.acquire()
         try:
-            if not descriptors:
-                await self._send(data)
+            if descriptors:
+                await self._stream.send_all(data[:-1])
+                rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
+                await self._stream.socket.sendmsg([data[-1:]], [rights])
                 return
-            await self._stream.send_all(data[:-1])
-            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
-            await self._stream.socket.sendmsg([data[-1:]], [rights])
+            await trio.lowlevel.checkpoint_if_cancelled()
+            try:
+                # Not trio's sockets, which yield after each call: that would be a third of an op's
+                # turns of the loop.
+                sent = os.write(self._stream.socket.fileno(), data)
+            except BlockingIOError:
+                sent = 0
+            if sent < len(data):
+                await self._stream.send_all(data[sent:])
         except OSError as e:
             raise trio.BrokenResourceError(f"the program is gone: {e.strerror}") from e
         finally:
@@ -167,17 +175,6 @@ class Session:
         if self._sending.locked():
             async with self._sending:
                 pass
-
-    async def _send(self, data: bytes) -> None:
-        await trio.lowlevel.checkpoint_if_cancelled()
-        try:
-            # Not trio's sockets, which yield after each call: that would be a third of an op's
-            # turns of the loop.
-            sent = os.write(self._stream.socket.fileno(), data)
-        except BlockingIOError:
-            sent = 0
-        if sent < len(data):
-            await self._stream.send_all(data[sent:])
 
     def trainer_gone(self) -> bool:
         """Return True if the other end is closed; asks the kernel and consumes no data.

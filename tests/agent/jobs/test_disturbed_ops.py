@@ -192,7 +192,7 @@ async def test_a_root_whose_broadcast_was_interrupted_has_its_result_already(
         rank: LocalRank, op: Op, plan: RankPlan, rendezvous: LaneRendezvous
     ) -> None:
         await real(rank, op, plan, rendezvous)
-        if op.kind == "broadcast" and rank.rank == 0 and next(breaks, False):
+        if op.call.kind == "broadcast" and rank.rank == 0 and next(breaks, False):
             raise LaneBroken("it ended")
 
     async with village(clock, 2) as here:

@@ -49,16 +49,16 @@ def test_before_its_first_call_nothing_is_known_of_a_rank() -> None:
 def test_the_own_time_of_a_rank_is_its_share(share: float) -> None:
     own = OwnTime()
     for step in range(1000):
-        own.begin_call(step / 10)
-        own.end_call(step / 10 + (1 - share) / 10)
+        own.note(step / 10, calls=True)
+        own.note(step / 10 + (1 - share) / 10, calls=False)
     assert own.percent(100.0) == pytest.approx(100 * share, abs=1)
 
 
 def test_a_rank_that_waits_longer_and_longer_in_a_call_has_ever_less_time_of_its_own() -> None:
     own = OwnTime()
-    own.begin_call(0.0)
-    own.end_call(0.0)
-    own.begin_call(MEMORY_S)
+    own.note(0.0, calls=True)
+    own.note(0.0, calls=False)
+    own.note(MEMORY_S, calls=True)
     shares = [own.percent(MEMORY_S * n) or 0 for n in (1, 2, 5, 100)]
     assert shares[0] == 100
     assert shares == sorted(shares, reverse=True)
