@@ -19,8 +19,8 @@ from msgspec import Meta
 
 from pmesh.agent.schema import decode_as
 from pmesh.core.jobs.jobs import LEFT
+from pmesh.core.topology.graph import Edges, edge_cost, edges_around, times_faster
 from pmesh.core.values import Roster, Seat, Trainer, View
-from pmesh.core.views.ring import Edges, edge_cost, edges_around, times_faster
 from pmesh.core.views.rosters import is_reordered
 from pmesh.ids import Epoch, JobName, Member, OpNumber, node_text
 from pmesh.texts import printable

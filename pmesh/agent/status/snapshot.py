@@ -19,9 +19,9 @@ from pmesh.agent.p2p.router import P2PRouter
 from pmesh.agent.schema import Status
 from pmesh.agent.status.others import OTHER_MESH, name_peer
 from pmesh.core.links.reasons import USUAL_MBIT_S, why_slow
+from pmesh.core.topology.graph import UNKNOWN, worse_of
 from pmesh.core.values import Roster, Seat
 from pmesh.core.views.quorum import is_in_force
-from pmesh.core.views.ring import UNKNOWN, worse_of
 from pmesh.core.wire.link import (
     PROTOCOL_VERSION,
     Address,

@@ -5,19 +5,19 @@ from dataclasses import replace
 
 import msgspec
 
-from pmesh.core.values import MAX_JOBS, MAX_MEMBERS, Roster, Seat, View
-from pmesh.core.views import room, rosters
-from pmesh.core.views.limits import is_taken, is_within_reach, may_propose
-from pmesh.core.views.ring import (
+from pmesh.core.topology.graph import (
     Costs,
     Heard,
     edges_around,
     is_much_better,
     measure_costs,
     measured_edges,
-    plan_ring,
     slowest_edge,
 )
+from pmesh.core.topology.ring import plan_ring
+from pmesh.core.values import MAX_JOBS, MAX_MEMBERS, Roster, Seat, View
+from pmesh.core.views import room, rosters
+from pmesh.core.views.limits import is_taken, is_within_reach, may_propose
 from pmesh.core.views.state import (
     JOIN_REQUEST_S,
     RING_RETRY_S,
