@@ -205,8 +205,8 @@ def _keep_doubts(before: StallGuard, _: MemberState, view: View) -> StallGuard:
 _weigh_rings = leader.weigh_rings
 
 
-def _is_any_better(before: Any, after: Any) -> bool:
-    return graph.edge_cost(after) < graph.edge_cost(before)
+def _is_any_better(before: int, after: int) -> bool:
+    return after < before
 
 
 def _weigh_at_once(state: MemberState, *rest: Any) -> MemberState:

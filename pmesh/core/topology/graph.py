@@ -1,8 +1,12 @@
-"""What is known of the edge between each two members, and what it costs."""
+"""The graph of the members: what is known of the edge between each two, and what it costs.
+
+Whoever reads the graph makes it from heartbeats. A commit carries the costs alone, as a matrix, and
+the ring is planned from that: so no view waits for the import of networkx, which takes 0.1 s.
+"""
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from pmesh.core.wire.link import RELAYED, MeasuredEdge
@@ -11,14 +15,14 @@ from pmesh.ids import Incarnation, Member
 if TYPE_CHECKING:
     import networkx as nx
 
+Graph: TypeAlias = "nx.Graph[Member]"
+"""Each two members are joined by an edge."""
+
 Costs: TypeAlias = tuple[tuple[int, ...], ...]
 """A symmetric matrix; row and column i belong to the i-th of the sorted members."""
 
 Heard: TypeAlias = Mapping[Member, Mapping[Incarnation, MeasuredEdge]]
 """What each member has measured of the way to its peers."""
-
-Edges: TypeAlias = Mapping[frozenset[Member], MeasuredEdge]
-"""What is known of the edge between each two members."""
 
 UNKNOWN = MeasuredEdge()
 
@@ -53,32 +57,49 @@ def edge_cost(edge: MeasuredEdge) -> int:
     return round(STEPS * math.log2(2 ** (round(2 * math.log2(round_trip_us)) / 2) + sending_us))
 
 
-def worse_of(one: MeasuredEdge, other: MeasuredEdge) -> MeasuredEdge:
-    """Return the worse of what the two ends of an edge report; what is unknown says nothing."""
-    known = [edge.mbit_s for edge in (one, other) if edge.mbit_s]
-    round_trip_us = max(one.round_trip_us, other.round_trip_us)
-    return MeasuredEdge(round_trip_us, min(known, default=0))
+def edge_between(a: Member, b: Member, heard: Heard) -> MeasuredEdge:
+    """Return the worse of what two members report of their edge; what is unknown says nothing."""
+    reports = (
+        heard.get(a, {}).get(b.incarnation, UNKNOWN),
+        heard.get(b, {}).get(a.incarnation, UNKNOWN),
+    )
+    known = [edge.mbit_s for edge in reports if edge.mbit_s]
+    return MeasuredEdge(max(edge.round_trip_us for edge in reports), min(known, default=0))
 
 
-def measured_edges(members: Sequence[Member], heard: Heard) -> Edges:
-    """Return what is known of the edge between each two of the members."""
-    return {
-        frozenset((a, b)): worse_of(
-            heard.get(a, {}).get(b.incarnation, UNKNOWN),
-            heard.get(b, {}).get(a.incarnation, UNKNOWN),
-        )
-        for a, b in itertools.combinations(members, 2)
-    }
-
-
-def measure_costs(members: Sequence[Member], heard: Heard) -> Costs:
-    """Return the cost of each edge: the worse of the two that its ends report."""
+def measure_costs(members: Iterable[Member], heard: Heard) -> Costs:
+    """Return what each edge costs."""
     ordered = sorted(members)
-    edges = measured_edges(ordered, heard)
     costs = [[0] * len(ordered) for _ in ordered]
     for (i, a), (j, b) in itertools.combinations(enumerate(ordered), 2):
-        costs[i][j] = costs[j][i] = edge_cost(edges[frozenset((a, b))])
+        costs[i][j] = costs[j][i] = edge_cost(edge_between(a, b, heard))
     return tuple(map(tuple, costs))
+
+
+def measured_graph(members: Iterable[Member], heard: Heard) -> Graph:
+    """Return the graph of the members: each edge has what is `measured`, and its `cost`."""
+    import networkx as nx  # noqa: PLC0415 - 0.1 s; an agent's start need not wait for it
+
+    graph: Graph = nx.Graph()
+    graph.add_nodes_from(sorted(members))
+    for a, b in itertools.combinations(graph, 2):
+        edge = edge_between(a, b, heard)
+        graph.add_edge(a, b, measured=edge, cost=edge_cost(edge))
+    return graph
+
+
+def cost_of(graph: Graph, edge: Collection[Member]) -> int:
+    """Return what the edge between two members costs."""
+    one, other = edge
+    cost: int = graph.edges[one, other]["cost"]
+    return cost
+
+
+def measured_of(graph: Graph, edge: Collection[Member]) -> MeasuredEdge:
+    """Return what was measured of the edge between two members."""
+    one, other = edge
+    measured: MeasuredEdge = graph.edges[one, other]["measured"]
+    return measured
 
 
 def edges_around(ring: Sequence[Member]) -> tuple[frozenset[Member], ...]:
@@ -87,29 +108,16 @@ def edges_around(ring: Sequence[Member]) -> tuple[frozenset[Member], ...]:
     return tuple(frozenset(pair) for pair in pairs if pair[0] != pair[1])
 
 
-def slowest_edge(ring: Sequence[Member], edges: Edges) -> MeasuredEdge | None:
+def slowest_edge(graph: Graph, ring: Sequence[Member]) -> frozenset[Member] | None:
     """Return the edge of a cycle that costs most; None if it has no edges."""
-    around = [edges[edge] for edge in edges_around(ring)]
-    return max(around, key=edge_cost, default=None)
+    return max(edges_around(ring), key=lambda edge: cost_of(graph, edge), default=None)
 
 
-def times_faster(before: MeasuredEdge, after: MeasuredEdge) -> float:
+def times_faster(before: int, after: int) -> float:
     """Return how many times as fast as one edge another is, by their costs."""
-    return float(2 ** ((edge_cost(before) - edge_cost(after)) / STEPS))
+    return float(2 ** ((before - after) / STEPS))
 
 
-def is_much_better(before: MeasuredEdge, after: MeasuredEdge) -> bool:
-    """V13: True if the slowest edge of a ring gets better by more than 30 %."""
-    return edge_cost(before) - edge_cost(after) >= MUCH_BETTER
-
-
-def measured_graph(members: Sequence[Member], costs: Costs) -> "nx.Graph[Member]":
-    """Return the complete graph of the members with `cost` on each edge."""
-    import networkx as nx  # noqa: PLC0415 - 0.1 s; an agent's start need not wait for it
-
-    ordered = sorted(members)
-    graph: nx.Graph[Member] = nx.Graph()
-    graph.add_nodes_from(ordered)
-    for (i, a), (j, b) in itertools.combinations(enumerate(ordered), 2):
-        graph.add_edge(a, b, cost=costs[i][j])
-    return graph
+def is_much_better(before: int, after: int) -> bool:
+    """V13: True if the cost of a ring's slowest edge falls by more than 30 %."""
+    return before - after >= MUCH_BETTER

@@ -1,7 +1,9 @@
+import itertools
 import math
 import subprocess
 import sys
 
+import networkx as nx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,24 +13,46 @@ from pmesh.core.topology.graph import (
     RELAYED_COST,
     STEPS,
     USUAL,
+    Costs,
+    Graph,
+    cost_of,
     edge_cost,
     edges_around,
     is_much_better,
     measure_costs,
     measured_graph,
+    measured_of,
     slowest_edge,
 )
 from pmesh.core.wire.link import RELAYED, MeasuredEdge
+from pmesh.ids import Incarnation, Member, NodeId
 from tests.worlds.builders import ANNA, BERT, CARA, DORA
 
+MEMBERS = [Member(NodeId(bytes([i]) * 32), Incarnation(i + 1)) for i in range(7)]
 
-def test_the_graph_is_complete_and_bears_the_costs() -> None:
-    graph = measured_graph([CARA, ANNA, BERT], ((0, 1, 2), (1, 0, 3), (2, 3, 0)))
-    assert {frozenset((a, b)): graph.edges[a, b]["cost"] for a, b in graph.edges} == {
-        frozenset((ANNA, BERT)): 1,
-        frozenset((ANNA, CARA)): 2,
-        frozenset((BERT, CARA)): 3,
+
+def graph_of(costs: Costs) -> Graph:
+    """Of as many of these members as the costs are for; those above the diagonal count."""
+    graph: Graph = nx.Graph()
+    graph.add_nodes_from(MEMBERS[: len(costs)])
+    for (i, a), (j, b) in itertools.combinations(enumerate(graph), 2):
+        graph.add_edge(a, b, cost=costs[i][j])
+    return graph
+
+
+@given(st.permutations(MEMBERS[:5]), st.data())
+def test_the_costs_of_a_commit_are_those_of_the_graph_whatever_the_order_of_the_members(
+    members: list[Member], data: st.DataObject
+) -> None:
+    speeds = st.sampled_from([RELAYED, 0, 94, 940])
+    heard = {
+        a: {b.incarnation: MeasuredEdge(500, data.draw(speeds)) for b in members if b != a}
+        for a in members
     }
+    graph, costs = measured_graph(members, heard), measure_costs(members, heard)
+    assert list(graph) == sorted(members)
+    for (i, a), (j, b) in itertools.permutations(enumerate(graph), 2):
+        assert costs[i][j] == cost_of(graph, (a, b)) == edge_cost(measured_of(graph, (a, b)))
 
 
 def test_an_edge_costs_what_the_worse_of_its_ends_measured() -> None:
@@ -39,11 +63,13 @@ def test_an_edge_costs_what_the_worse_of_its_ends_measured() -> None:
         CARA: {ANNA.incarnation: edge(250, 300), BERT.incarnation: edge(500, RELAYED)},
     }
     two, four = edge_cost(edge(2000, 94)), edge_cost(edge(4000, 300))
-    assert measure_costs([CARA, BERT, ANNA], heard) == (
+    members = [CARA, BERT, ANNA]
+    assert measure_costs(members, heard) == (
         (0, two, four),
         (two, 0, RELAYED_COST),
         (four, RELAYED_COST, 0),
     )
+    assert measured_of(measured_graph(members, heard), (CARA, ANNA)) == edge(4000, 300)
 
 
 def test_what_nobody_has_measured_costs_as_much_as_a_usual_home_network() -> None:
@@ -72,14 +98,22 @@ def test_noise_of_round_trips_costs_nothing() -> None:
 def test_a_ring_is_much_better_if_its_slowest_edge_is_more_than_30_percent_faster(
     mbit_s: int, *, better: bool
 ) -> None:
-    assert is_much_better(MeasuredEdge(500, 94), MeasuredEdge(500, mbit_s)) == better
+    before, after = (edge_cost(MeasuredEdge(500, speed)) for speed in (94, mbit_s))
+    assert is_much_better(before, after) == better
     assert math.floor(STEPS * math.log2(1.3)) + 1 == MUCH_BETTER
+
+
+def test_of_equally_slow_edges_the_first_of_the_ring_is_named() -> None:
+    a, b, c, *_ = MEMBERS
+    graph = graph_of(((0, 2, 3), (2, 0, 3), (3, 3, 0)))
+    assert slowest_edge(graph, (a, b, c)) == frozenset((b, c))
+    assert slowest_edge(graph, (c, a, b)) == frozenset((c, a))
 
 
 def test_ranks_of_one_machine_have_no_edge_between_them() -> None:
     assert edges_around([ANNA, ANNA, BERT]) == (frozenset((ANNA, BERT)),) * 2
     assert edges_around([ANNA]) == edges_around([]) == ()
-    assert slowest_edge([ANNA, ANNA], {}) is None
+    assert slowest_edge(measured_graph([ANNA], {}), [ANNA, ANNA]) is None
 
 
 def test_an_agent_starts_without_networkx() -> None:

@@ -8,7 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pmesh.core.topology import ring
-from pmesh.core.topology.graph import Costs, edges_around, measure_costs, measured_edges
+from pmesh.core.topology.graph import (
+    Costs,
+    edges_around,
+    measure_costs,
+    measured_graph,
+    measured_of,
+)
 from pmesh.core.topology.ring import EXACT_UP_TO, LONGEST_MOVED, ROUNDS, STARTS, plan_ring
 from pmesh.core.wire.link import MeasuredEdge
 from pmesh.ids import Incarnation, Member, NodeId
@@ -231,10 +237,10 @@ def test_of_eight_hosts_the_ring_has_95_percent_of_the_best_bandwidth(draw: int)
     for a, b in itertools.combinations(members, 2):
         edge = MeasuredEdge(500, round(10 ** dice.uniform(1, 3)))
         heard[a][b.incarnation] = heard[b][a.incarnation] = edge
-    edges = measured_edges(members, heard)
+    graph = measured_graph(members, heard)
 
     def slowest(tour: Sequence[Member]) -> int:
-        return min(edges[edge].mbit_s for edge in edges_around(tour))
+        return min(measured_of(graph, edge).mbit_s for edge in edges_around(tour))
 
     best = max(slowest((members[0], *rest)) for rest in itertools.permutations(members[1:]))
     assert slowest(plan_ring(members, measure_costs(members, heard))) >= 0.95 * best
