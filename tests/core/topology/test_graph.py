@@ -22,6 +22,7 @@ from pmesh.core.topology.graph import (
     measure_costs,
     measured_graph,
     measured_of,
+    relays_between,
     slowest_edge,
 )
 from pmesh.core.wire.link import RELAYED, MeasuredEdge
@@ -122,3 +123,41 @@ def test_an_agent_starts_without_networkx() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == "False"
+
+
+@given(
+    st.integers(2, 7).flatmap(
+        lambda size: st.lists(
+            st.lists(st.integers(0, 300), min_size=size, max_size=size),
+            min_size=size,
+            max_size=size,
+        )
+    )
+)
+def test_those_between_two_members_are_in_the_order_of_their_paths(rows: list[list[int]]) -> None:
+    one, other, *between = MEMBERS[: len(rows)]
+    graph = graph_of(tuple(map(tuple, rows)))
+    hops: nx.Graph[Member] = nx.Graph()
+    for end, relay in itertools.product((one, other), between):
+        hops.add_edge(end, relay, time=math.exp2(cost_of(graph, (end, relay)) / STEPS))
+    relays = relays_between(graph, one, other)
+    assert set(relays) == set(between)
+    times = [nx.path_weight(hops, (one, relay, other), "time") for relay in relays]
+    assert times == sorted(times)
+    assert not between or times[0] == nx.shortest_path_length(hops, one, other, weight="time")
+
+
+def test_of_two_equally_short_paths_the_one_over_the_first_member_comes_first() -> None:
+    a, b, c, d, *_ = MEMBERS
+    assert relays_between(graph_of(((20,) * 4,) * 4), c, a) == [b, d]
+
+
+def test_who_is_reached_over_another_itself_is_the_last_to_forward() -> None:
+    fast, slow = MeasuredEdge(500, 940), MeasuredEdge(500, 10)
+    heard = {
+        ANNA: {BERT.incarnation: fast, CARA.incarnation: slow},
+        BERT: {DORA.incarnation: MeasuredEdge(500, RELAYED)},
+        CARA: {DORA.incarnation: slow},
+    }
+    graph = measured_graph((ANNA, BERT, CARA, DORA), heard)
+    assert relays_between(graph, ANNA, DORA) == [CARA, BERT]
