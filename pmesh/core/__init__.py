@@ -13,7 +13,8 @@ wire        framing (lengths, first bytes), link (messages between agents), prob
             of launches, messages of stores, and directories that are sent), records (sealed lane
             records), subflows (one lane over several connections)
 values      views, rosters, trainers, verdicts: the values that agents agree on
-topology    graph (the machines, and what was measured of each edge), ring (the best order)
+topology    graph (the machines, and what was measured of each edge), ring (the best order), ranks
+            (which of them are near to each other)
 views       state (what one member knows), agreement (the effects of a message), leader (the
             leader's half), rosters (jobs in a view change), room (what fits into a view), outcomes
             (which ops completed, failed or run again), op_log (what a rank reports of its ops),
