@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
+from pmesh.core.topology.graph import UNKNOWN
 from pmesh.core.values import Roster
 from pmesh.core.views.bound import agreement_bound_s
 from pmesh.core.views.quorum import has_majorities, needed_voters
-from pmesh.core.views.ring import UNKNOWN
 from pmesh.errors import ProtocolError
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, TrainerId
 from simulation.agents import Agent

@@ -2,8 +2,8 @@
 
 from random import Random
 
+from pmesh.core.topology.graph import UNKNOWN
 from pmesh.core.values import Terms
-from pmesh.core.views.ring import UNKNOWN
 from pmesh.core.wire.views import MeasuredEdge
 from pmesh.ids import JobName
 from simulation.network import Conditions

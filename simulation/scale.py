@@ -13,10 +13,10 @@ from functools import lru_cache
 
 import cyclopts
 
+from pmesh.core.topology.graph import measure_costs
 from pmesh.core.values import Seat, SignedName, View
 from pmesh.core.views import agreement, leader
 from pmesh.core.views.leader import ring_order
-from pmesh.core.views.ring import measure_costs
 from pmesh.core.views.state import Facts, Peer
 from pmesh.core.wire.channels import encode
 from pmesh.core.wire.link import Hello

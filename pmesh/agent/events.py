@@ -9,7 +9,7 @@ texts.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import islice
 from typing import Annotated, Literal, TypeAlias
@@ -19,8 +19,15 @@ from msgspec import Meta
 
 from pmesh.agent.schema import decode_as
 from pmesh.core.jobs.jobs import LEFT
+from pmesh.core.topology.graph import (
+    Graph,
+    cost_of,
+    edges_around,
+    measured_of,
+    slowest_edge,
+    times_faster,
+)
 from pmesh.core.values import Roster, Seat, Trainer, View
-from pmesh.core.views.ring import Edges, edge_cost, edges_around, times_faster
 from pmesh.core.views.rosters import is_reordered
 from pmesh.ids import Epoch, JobName, Member, OpNumber, node_text
 from pmesh.texts import printable
@@ -273,14 +280,18 @@ def _describe_ring(view: View, me: Member, name_of: Callable[[Seat], str]) -> Ne
 
 
 def describe_reordered(
-    before: View, after: View, edges: Edges, *, name_of: Callable[[Seat], str]
+    before: View,
+    after: View,
+    edges_among: Callable[[Iterable[Member]], Graph],
+    *,
+    name_of: Callable[[Seat], str],
 ) -> Iterator[News]:
     """Yield an event for each job whose ring now avoids the edge that was its slowest (V13).
 
     Args:
         before: The previous view.
         after: The installed view.
-        edges: What is known of the edges between members of both.
+        edges_among: Returns what is known of the edges between members.
         name_of: What to call the machine of a seat.
     """
     names = {seat.member: name_of(seat) for seat in after.seats}
@@ -288,16 +299,16 @@ def describe_reordered(
         old = before.roster_of(roster.job)
         if old is None or not is_reordered(old, roster):
             continue
-        ring = edges_around([trainer.member for trainer in roster.trainers])
-        left = edges_around([trainer.member for trainer in old.trainers])
-        if not left:  # all on one machine
+        ring, graph = [trainer.member for trainer in roster.trainers], edges_among(after.members)
+        slow = slowest_edge(graph, [trainer.member for trainer in old.trainers])
+        now = slowest_edge(graph, ring)
+        if slow is None or now is None or slow in edges_around(ring):
             continue
-        slow = max(left, key=lambda edge: edge_cost(edges[edge]))
-        faster = times_faster(edges[slow], max((edges[edge] for edge in ring), key=edge_cost))
-        if faster <= 1 or slow in ring:
+        faster = times_faster(cost_of(graph, slow), cost_of(graph, now))
+        if faster <= 1:
             continue
         ends = tuple(sorted(names[member] for member in slow))
-        speed = edges[slow].mbit_s
+        speed = measured_of(graph, slow).mbit_s
         how = f"at {speed} Mbit/s" if speed > 0 else "which is relayed"
         text = f": its ring is {faster:.1f}x faster: {' - '.join(ends)} {how} is avoided"
         yield _news("view", roster, text, roster.trainers)

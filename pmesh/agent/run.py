@@ -410,8 +410,8 @@ class Agent:
         name_of = self._names.of_seat
         for news in describe_change(before, after, losses, me=self._me, name_of=name_of):
             self._event_log.add(news)
-        edges = self.membership.edges_among(after.members)
-        for news in describe_reordered(before, after, edges, name_of=name_of):
+        edges_among = self.membership.edges_among
+        for news in describe_reordered(before, after, edges_among, name_of=name_of):
             self._event_log.add(news)
 
     def _say(self, event: Event) -> None:

@@ -1,5 +1,6 @@
 """Collects the status of this agent, which `pmesh status` shows."""
 
+import itertools
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -20,9 +21,7 @@ from pmesh.agent.schema import OTHER_MESH, Status, name_peer
 from pmesh.core.links.reasons import USUAL_MBIT_S, why_slow
 from pmesh.core.values import Roster, Seat
 from pmesh.core.views.quorum import is_in_force
-from pmesh.core.views.ring import UNKNOWN, worse_of
 from pmesh.core.wire.link import PROTOCOL_VERSION, Address, Hello, PeerInterface
-from pmesh.core.wire.views import MeasuredEdge
 from pmesh.errors import (
     MeshKeyMismatch,
     NodeKeyCopied,
@@ -293,27 +292,17 @@ def _held_off(membership: Membership, peers: Peers) -> Iterator[schema.HeldOffSt
 
 
 def _edges(membership: Membership) -> Iterator[schema.EdgeStatus]:
-    members = membership.view.members
-    for one, other in zip(members, (*members[1:], members[0]), strict=True):
-        if one == other:
-            return
-        reports = [_measured(membership, *ends) for ends in ((one, other), (other, one))]
-        edge = worse_of(*reports)
+    ring = membership.view.members
+    if len(ring) == 1:
+        return
+    for one, other in itertools.pairwise((*ring, ring[0])):
+        edge = membership.edge_between(one, other)
         yield schema.EdgeStatus(
             sender=node_text(one.node),
             receiver=node_text(other.node),
             rtt_ms=_milliseconds(edge.round_trip_us / 1e6 or None),
             mbit_s=max(edge.mbit_s, 0) or None,
         )
-
-
-def _measured(membership: Membership, one: Member, other: Member) -> MeasuredEdge:
-    """Return what the first of two members reports of the edge between them."""
-    peer = membership.state.peers.get(one.node)
-    if one == membership.state.me:
-        return membership.edges.get(other.incarnation, UNKNOWN)
-    known = {} if peer is None or peer.member != one else peer.heartbeat.heard
-    return known.get(other.incarnation, UNKNOWN)
 
 
 def _rounded(per_s: float | None) -> float | None:

@@ -14,11 +14,13 @@ wire        framing (lengths, first bytes), channels (who receives which message
             (directories that are sent), records (sealed lane records), subflows (one lane over
             several connections)
 values      views, rosters, trainers, verdicts: the values that agents agree on
+topology    graph (the machines, and what was measured of each edge), ring (the best order), ranks
+            (which of them are near to each other)
 views       state (what one member knows), agreement (the effects of a message), leader (the
             leader's half), rosters (jobs in a view change), room (what fits into a view), outcomes
             (which ops completed, failed or run again), op_log (what a rank reports of its ops),
-            quorum (which side may continue), ring (its order), limits (against dishonest members),
-            bound (how soon healed agents agree)
+            quorum (which side may continue), limits (against dishonest members), bound (how soon
+            healed agents agree)
 jobs        rank (its fences, failures and results), progress (how far all are), attempt (does for
             one op what the view has decided), jobs (who waits, who lives here), call_count (a
             program's calls stay in step with those of other ranks), speed (how fast a job trains)

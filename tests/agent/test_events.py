@@ -1,8 +1,7 @@
 """Events: numbered, bounded, sent to the listener, documented; and those of a view change."""
 
-import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from operator import attrgetter
 from pathlib import Path
@@ -30,6 +29,7 @@ from pmesh.agent.events import (
 )
 from pmesh.agent.schema import json_schema
 from pmesh.core.jobs.jobs import LEFT
+from pmesh.core.topology.graph import Graph, measured_graph
 from pmesh.core.values import OpOutcome, Primary, Roster, Seat, Terms, Trainer, Verdict, View
 from pmesh.core.wire.session import MAX_SESSION_MESSAGE_BYTES, Events, encode
 from pmesh.core.wire.views import RELAYED, MeasuredEdge
@@ -263,12 +263,16 @@ def test_a_ring_that_avoids_a_slow_edge_says_which_and_what_it_gains() -> None:
     slow, fast = MeasuredEdge(500, 94), MeasuredEdge(500, 940)
     four = [trainer(number, member) for number, member in enumerate((A, B, C, D))]
     before, after = (roster(*(four[i] for i in order)) for order in ((0, 1, 2, 3), (0, 2, 1, 3)))
-    edges = {frozenset(pair): fast for pair in itertools.combinations((A, B, C, D), 2)}
+    members = (A, B, C, D)
 
     def said(**speeds: MeasuredEdge) -> list[tuple[str, str]]:
-        known = edges | {frozenset((A, B)): speeds.get("ab", fast)}
+        heard = {m: {o.incarnation: fast for o in members if o != m} for m in members}
+        heard[A][B.incarnation] = heard[B][A.incarnation] = speeds.get("ab", fast)
         one, other = (view(A, B, C, D, rosters=(r,)) for r in (before, after))
-        return kinds_and_texts(list(describe_reordered(one, other, known, name_of=name_of)))
+        news = describe_reordered(
+            one, other, lambda members: measured_graph(members, heard), name_of=name_of
+        )
+        return kinds_and_texts(list(news))
 
     gain = "job 'digits': its ring is 9.5x faster: mini (2) - studio at 94 Mbit/s is avoided"
     assert said(ab=slow) == [("view", gain)]
@@ -276,11 +280,14 @@ def test_a_ring_that_avoids_a_slow_edge_says_which_and_what_it_gains() -> None:
     assert relayed[1].endswith("mini (2) - studio which is relayed is avoided")
     here = [roster(*(trainer(i, A) for i in order)) for order in ((0, 1), (1, 0))]
     one, other = (view(A, rosters=(r,)) for r in here)
-    assert list(describe_reordered(one, other, {}, name_of=name_of)) == []
+
+    def alone(members: Iterable[Member]) -> Graph:
+        return measured_graph(members, {})
+
+    assert list(describe_reordered(one, other, alone, name_of=name_of)) == []
     assert said() == []  # ranks have changed places for another reason
-    assert (
-        list(describe_reordered(view(A), view(A, rosters=(after,)), edges, name_of=name_of)) == []
-    )
+    begun = view(A, rosters=(after,))
+    assert list(describe_reordered(view(A), begun, alone, name_of=name_of)) == []
 
 
 def test_a_job_begins_and_ends_and_another_run_of_it_begins() -> None:

@@ -14,7 +14,7 @@ from pmesh.core.ops.plan import (
     SEGMENT_BYTES,
     SHORT_SEGMENT_BYTES,
 )
-from pmesh.core.views.ring import EXACT_UP_TO
+from pmesh.core.topology.ring import EXACT_UP_TO
 from pmesh.core.wire.records import KEY_BYTES
 from pmesh.net.links.acceptor import MAX_PENDING, MAX_PENDING_PER_ADDRESS, PENDING_TIMEOUT_S
 from tests.docs.pages import DOCS, flat, read, sections, table_rows

@@ -18,6 +18,7 @@ from pmesh.core.jobs.jobs import JobsState
 from pmesh.core.jobs.progress import Progress
 from pmesh.core.jobs.rank import RankState
 from pmesh.core.links import health
+from pmesh.core.topology import graph
 from pmesh.core.values import Roster, Trainer, View
 from pmesh.core.views import (
     agreement,
@@ -25,7 +26,6 @@ from pmesh.core.views import (
     op_log,
     outcomes,
     quorum,
-    ring,
     rosters,
     state,
 )
@@ -207,8 +207,8 @@ def _keep_doubts(before: StallGuard, _: MemberState, view: View) -> StallGuard:
 _weigh_rings = leader.weigh_rings
 
 
-def _is_any_better(before: Any, after: Any) -> bool:
-    return ring.edge_cost(after) < ring.edge_cost(before)
+def _is_any_better(before: int, after: int) -> bool:
+    return after < before
 
 
 def _weigh_at_once(state: MemberState, *rest: Any) -> MemberState:
@@ -294,7 +294,7 @@ MUTATIONS = {
     "unread_is_silent": Mutation("V11: who has not read is waited for", (state.has_read, _yes)),
     "no_voucher": Mutation("V12: whom another hears is alive", (state.is_vouched_for, _never)),
     "ring_follows_noise": Mutation(
-        "V13: only a much better ring is worth a view", (ring.is_much_better, _is_any_better)
+        "V13: only a much better ring is worth a view", (graph.is_much_better, _is_any_better)
     ),
     "no_ring_pause": Mutation(
         "V13: a minute lies between two views for a better ring", (_weigh_rings, _weigh_at_once)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
+from pmesh.core.topology.graph import UNKNOWN
 from pmesh.core.values import (
     OpOutcome,
     Primary,
@@ -13,7 +14,6 @@ from pmesh.core.values import (
     Verdict,
     View,
 )
-from pmesh.core.views.ring import UNKNOWN
 from pmesh.core.views.state import MemberState, Peer
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.views import (

@@ -21,6 +21,7 @@ import trio
 
 from pmesh.core.ops.cost import EdgeCost, Edges
 from pmesh.core.ops.reductions import Values
+from pmesh.core.topology.ranks import join_ranks
 from pmesh.core.wire.records import RecordHeader
 from pmesh.errors import LaneBroken
 from pmesh.ids import Member
@@ -125,10 +126,8 @@ def _edges_of(table: Values) -> Edges:
     betas_ps = np.where(betas_ps, betas_ps, betas_ps.T)
     slowest_ps = betas_ps.max(where=betas_ps < RELAYED_PS, initial=1)
     betas_ps = np.where(betas_ps, betas_ps, slowest_ps)
-    return tuple(
-        tuple(map(EdgeCost, alphas, betas))
-        for alphas, betas in zip(alphas_ns.tolist(), betas_ps.tolist(), strict=True)
-    )
+    rows = zip(alphas_ns.tolist(), betas_ps.tolist(), strict=True)
+    return join_ranks(tuple(tuple(map(EdgeCost, alphas, betas)) for alphas, betas in rows))
 
 
 async def _probe(ring: RingPosition, header: RecordHeader, *, sends: bool) -> int:

@@ -5,9 +5,12 @@ its actions are carried out before another task runs. So a fence holds from the 
 flush answer (V3).
 """
 
+import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
+from importlib import import_module
+from threading import Thread
 from typing import Literal, Protocol
 
 import msgspec
@@ -19,11 +22,11 @@ from pmesh.agent.mesh.probing import Probing
 from pmesh.core.identity.names import Claim, check_name_untrusted, claims_of
 from pmesh.core.links import health
 from pmesh.core.links.health import WIRED, Condition, Health, Thresholds
+from pmesh.core.topology.graph import UNKNOWN, Graph, edge_between, measured_graph
 from pmesh.core.values import MAX_MEMBERS, SignedName, View
 from pmesh.core.views import agreement, leader, limits
 from pmesh.core.views.agreement import StallGuard
 from pmesh.core.views.limits import is_led_astray
-from pmesh.core.views.ring import UNKNOWN, Edges, measured_edges
 from pmesh.core.views.state import (
     Facts,
     FenceJobs,
@@ -173,9 +176,13 @@ class Membership:
             if health is not None and health.round_trip_s is not None
         }
 
-    def edges_among(self, members: Iterable[Member]) -> Edges:
-        """Return what is known of the edges between members, from all heartbeats."""
-        return measured_edges(tuple(members), leader.reports(self.state, self._facts()))
+    def edge_between(self, one: Member, other: Member) -> MeasuredEdge:
+        """Return what is known of the edge between two members, from all heartbeats."""
+        return edge_between(one, other, leader.reports(self.state, self._facts()))
+
+    def edges_among(self, members: Iterable[Member]) -> Graph:
+        """Return the graph of these members, from all heartbeats."""
+        return measured_graph(members, leader.reports(self.state, self._facts()))
 
     def reported_mbit_s(self, member: Member) -> int:
         """Return the bandwidth from here to a peer, as it reports it; 0 while it is unknown."""
@@ -213,6 +220,7 @@ class Membership:
             before = lost.health if lost is not None and lost.member == member else None
             contact = _Contact(member, thresholds, trio.current_time(), before)
             self._contacts[member.node] = contact
+            _prepare_graphs()
         contact.relayed = relayed
         self._measure(contact)
         self.send(member, TellView(self.state.view))
@@ -449,6 +457,12 @@ class Membership:
                 held_us=_microseconds(now - contact.last_heard_at),
             )
             self.send(contact.member, told)
+
+
+def _prepare_graphs() -> None:
+    """Begin to import networkx, which would hold up the event loop for 0.1 s when it is needed."""
+    if "networkx" not in sys.modules:
+        Thread(target=import_module, args=("networkx",), daemon=True).start()
 
 
 def _least_us(health: Health) -> int:

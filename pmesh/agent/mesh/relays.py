@@ -17,6 +17,7 @@ from pmesh.agent.mesh.membership import Membership
 from pmesh.core.links import paths
 from pmesh.core.links.paths import Attempts
 from pmesh.core.links.relaying import MAX_RELAYED, Forwarding, Onward
+from pmesh.core.topology.graph import relays_between
 from pmesh.core.wire.link import Hello
 from pmesh.core.wire.relays import Relay
 from pmesh.errors import PeerUnreachable, PmeshError
@@ -100,17 +101,22 @@ class Relays:
             for member, relays in needed.items():
                 wait_s = 0.0 if member.node in self._links() else RELAY_AFTER_S
                 tried = known.get(member, Attempts(due=now + wait_s))
-                relay = relays[tried.count % len(relays)]
-                if tried.due <= now and self._may_open(relay, member):
-                    self._opening[member] = relay.node
-                    self._nursery.start_soon(self._open, relay, member)
-                    tried = paths.failed_again(tried, now=now)
+                if tried.due <= now and member not in self._opening:
+                    relay = self._in_order(relays, member)[tried.count % len(relays)]
+                    if sum(over == relay.node for over in self._opening.values()) < MAX_OPENING:
+                        self._opening[member] = relay.node
+                        self._nursery.start_soon(self._open, relay, member)
+                        tried = paths.failed_again(tried, now=now)
                 attempts[member] = tried
             self._close_needless()
 
-    def _may_open(self, relay: Link, member: Member) -> bool:
-        busy = sum(over == relay.node for over in self._opening.values())
-        return member not in self._opening and busy < MAX_OPENING
+    def _in_order(self, relays: list[Link], member: Member) -> list[Link]:
+        """Return those that may forward to a member, the one with the shortest path first."""
+        if len(relays) == 1:
+            return relays
+        me, by_member = self._membership().state.me, {relay.member: relay for relay in relays}
+        graph = self._membership().edges_among((me, member, *by_member))
+        return [by_member[relay] for relay in relays_between(graph, me, member)]
 
     def _needed(self) -> dict[Member, list[Link]]:
         """Return the members that are to be reached over another one, and over which."""

@@ -9,6 +9,7 @@ every rank that has the same table decides alike, on any machine.
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal, NamedTuple, TypeAlias
@@ -70,40 +71,38 @@ class EdgeCost(NamedTuple):
         return (steps - 1) * max(first, sending) + self.alpha_ns + sending
 
 
-Edges: TypeAlias = tuple[tuple[EdgeCost, ...], ...]
-"""`edges[a][b]` is the edge from rank a to rank b, in ring order. The diagonal doesn't matter."""
+Costs: TypeAlias = tuple[tuple[EdgeCost, ...], ...]
+"""`costs[a][b]` is that of the edge from rank a to rank b, in ring order. The diagonal doesn't
+matter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Edges:
+    """What all ranks of a ring know of its edges (`pmesh.core.topology.ranks`)."""
+
+    costs: Costs
+    islands: Islands
+    """The runs of ranks between which all edges are ISLAND_FACTOR times faster than the ring's
+    slowest. Islands, and the ranks of each, are in ring order; one may hold the last ranks and the
+    first. Without at least two islands, one of which has at least two ranks, the ring is an
+    ordinary one: there are none."""
+    line: tuple[int, ...]
+    """The ranks in ring order, cut at the slowest edge, or the last of equally slow ones."""
+
 
 UNMEASURED = EdgeCost(alpha_ns=500_000, beta_ps=8_000)
 """The cost that is assumed before an edge is measured: half a millisecond and 1 Gbit/s."""
 
 
-def islands_of(edges: Edges) -> Islands:
-    """Return the runs of ranks between which all edges are ISLAND_FACTOR times faster.
-
-    The time of one full record is compared with that of the ring's slowest edge. Islands, and the
-    ranks of each, are in ring order; one may hold the last ranks and the first. Without at least
-    two islands, one of which has at least two ranks, the ring is an ordinary one: the result is ().
-    """
-    size, times = len(edges), _times_along(edges)
-    slowest = max(times, default=0)
-    last = [rank for rank in range(size) if times[rank] * ISLAND_FACTOR > slowest]
-    if not 1 < len(last) < size:
-        return ()
-    return tuple(
-        tuple(rank % size for rank in range(before + 1, end + 1))
-        for before, end in itertools.pairwise([last[-1] - size, *last])
-    )
-
-
 def has_slow_edge(edges: Edges) -> bool:
     """Return whether one edge of the ring takes CHAIN_FACTOR times as long as any other."""
-    *_, second, slowest = [0, 0, *sorted(_times_along(edges))]
+    *_, second, slowest = [0, 0, *sorted(times_along(edges.costs))]
     return slowest >= CHAIN_FACTOR * second
 
 
 def is_far(edges: Edges) -> bool:
     """Return whether an edge of the ring has a latency as by Wi-Fi, so that each hop counts."""
-    return any(edges[rank - 1][rank].alpha_ns >= FAR_NS for rank in range(len(edges)))
+    return any(edges.costs[rank - 1][rank].alpha_ns >= FAR_NS for rank in range(len(edges.costs)))
 
 
 def segment_bytes_of(edges: Edges) -> int | None:
@@ -112,23 +111,16 @@ def segment_bytes_of(edges: Edges) -> int | None:
     Over long edges, short records let the steps of a ring overlap, which hides their latency. Over
     others they would cost more than they save.
     """
-    is_long = any(edges[rank - 1][rank].is_long for rank in range(len(edges)))
+    is_long = any(edges.costs[rank - 1][rank].is_long for rank in range(len(edges.costs)))
     return SHORT_SEGMENT_BYTES if is_long else None
 
 
-def chain_of(edges: Edges) -> tuple[int, ...]:
-    """Return the ranks in ring order, cut at the slowest edge, or the last of equally slow ones."""
-    size, times = len(edges), _times_along(edges)
-    first = 1 + max(range(size), key=lambda rank: (times[rank], rank))
-    return tuple((first + place) % size for place in range(size))
-
-
-def _times_along(edges: Edges) -> list[int]:
+def times_along(costs: Costs) -> list[int]:
     """Return the time of one full record over each edge of the ring, in ring order."""
-    size = len(edges)
-    record = SEGMENT_BYTES
+    size = len(costs)
     return [
-        edges[rank][(rank + 1) % size].predict_ns(steps=1, nbytes=record) for rank in range(size)
+        costs[rank][(rank + 1) % size].predict_ns(steps=1, nbytes=SEGMENT_BYTES)
+        for rank in range(size)
     ]
 
 
@@ -145,7 +137,7 @@ def choose(edges: Edges, nbytes: int) -> Strategy:
     connection that loses a packet, or is slow to start, holds up a whole ring.
     """
     waiters: list[Strategy] = ["direct" if is_far(edges) else "ring", "tree", "centralized"]
-    if islands_of(edges):
+    if edges.islands:
         waiters.append("hierarchical")
     if has_slow_edge(edges):
         waiters.append("chain")
@@ -153,21 +145,21 @@ def choose(edges: Edges, nbytes: int) -> Strategy:
 
 
 def _ring_ns(edges: Edges, nbytes: int) -> int:
-    return _around_ns(edges, range(len(edges)), nbytes)
+    return _around_ns(edges, range(len(edges.costs)), nbytes)
 
 
 def _around_ns(edges: Edges, ring: Sequence[int], nbytes: int) -> int:
     size = len(ring)
-    used = [edges[ring[place - 1]][ring[place]] for place in range(size)]
+    used = [edges.costs[ring[place - 1]][ring[place]] for place in range(size)]
     chunk = -(-nbytes // size)
     return max(edge.predict_flow_ns(steps=2 * (size - 1), nbytes=chunk) for edge in used)
 
 
 def _tree_ns(edges: Edges, nbytes: int) -> int:
-    size = len(edges)
+    size = len(edges.costs)
     distances = [half for half, _ in halvings(size)]
     used = [
-        edges[rank][(rank + sign * distance) % size]
+        edges.costs[rank][(rank + sign * distance) % size]
         for rank in range(size)
         for distance in distances
         for sign in (1, -1)
@@ -178,30 +170,29 @@ def _tree_ns(edges: Edges, nbytes: int) -> int:
 
 def _centralized_ns(edges: Edges, nbytes: int) -> int:
     """Predict that the root receives all, then sends all."""
-    others = range(1, len(edges))
-    used = [*(edges[rank][0] for rank in others), *(edges[0][rank] for rank in others)]
+    others = range(1, len(edges.costs))
+    used = [*(edges.costs[rank][0] for rank in others), *(edges.costs[0][rank] for rank in others)]
     each_way = len(others) * nbytes
     return max((edge.predict_ns(steps=2, nbytes=2 * each_way) for edge in used), default=0)
 
 
 def _hierarchical_ns(edges: Edges, nbytes: int) -> int:
     """Add up the phases: right for one record, too much for many, whose phases overlap."""
-    islands = islands_of(edges)
-    heads = [island[0] for island in islands]
-    there_and_back = _there_and_back_ns(edges, islands, nbytes, SEGMENT_BYTES)
+    heads = [island[0] for island in edges.islands]
+    there_and_back = _there_and_back_ns(edges, edges.islands, nbytes, SEGMENT_BYTES)
     return there_and_back + _around_ns(edges, heads, nbytes)
 
 
 def _chain_ns(edges: Edges, nbytes: int) -> int:
     """Count the way back as if it came afterwards: one interface carries both directions."""
-    most = chain_segment_bytes(len(edges), nbytes)
-    return _there_and_back_ns(edges, (chain_of(edges),), nbytes, most)
+    most = chain_segment_bytes(len(edges.costs), nbytes)
+    return _there_and_back_ns(edges, (edges.line,), nbytes, most)
 
 
 def _direct_ns(edges: Edges, nbytes: int) -> int:
     """Predict that all edges are used at once, by records that are passed on as they arrive."""
-    size = len(edges)
-    used = [edges[a][b] for a in range(size) for b in range(size) if a != b]
+    size = len(edges.costs)
+    used = [edges.costs[a][b] for a in range(size) for b in range(size) if a != b]
     each_step = -(-nbytes // size) * (size - 1)
     return max((edge.predict_flow_ns(steps=2, nbytes=each_step) for edge in used), default=0)
 
@@ -211,8 +202,8 @@ def _there_and_back_ns(edges: Edges, chains: Islands, nbytes: int, most: int) ->
     longest, record = max(map(len, chains)) - 1, min(nbytes, most)
     return max(
         (
-            _one_way_ns(edges[b][a], longest, nbytes, record)
-            + _one_way_ns(edges[a][b], longest, nbytes, record)
+            _one_way_ns(edges.costs[b][a], longest, nbytes, record)
+            + _one_way_ns(edges.costs[a][b], longest, nbytes, record)
             for a, b in pairs
         ),
         default=0,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
-from pmesh.core.ops.cost import Edges, chain_of, choose, is_far, islands_of, segment_bytes_of
+from pmesh.core.ops.cost import Edges, choose, is_far, segment_bytes_of
 from pmesh.core.ops.moving import (
     plan_all_gather,
     plan_all_to_all,
@@ -151,10 +151,11 @@ def _plan_sum(here: Setting, count: int | None = None) -> RankPlan:
         case "centralized":
             return plan_centralized(**here.summing(count))
         case "hierarchical":
-            islands = islands_of(edges or ()) or tuple((rank,) for rank in range(here.size))
+            alone = tuple((rank,) for rank in range(here.size))
+            islands = (edges and edges.islands) or alone
             return plan_hierarchical(**here.summing(count), islands=islands)
         case "chain":
-            line = chain_of(edges) if edges else tuple(range(here.size))
+            line = edges.line if edges else tuple(range(here.size))
             return plan_chain(**here.summing(count), line=line)
         case "direct":
             return plan_direct(**here.summing(count))

@@ -5,19 +5,21 @@ from dataclasses import replace
 
 import msgspec
 
-from pmesh.core.values import MAX_JOBS, MAX_MEMBERS, Roster, Seat, View
-from pmesh.core.views import room, rosters
-from pmesh.core.views.limits import is_taken, is_within_reach, may_propose
-from pmesh.core.views.ring import (
+from pmesh.core.topology.graph import (
     Costs,
     Heard,
+    cost_of,
     edges_around,
     is_much_better,
     measure_costs,
-    measured_edges,
-    plan_ring,
+    measured_graph,
+    measured_of,
     slowest_edge,
 )
+from pmesh.core.topology.ring import ONE_RING, plan_ring
+from pmesh.core.values import MAX_JOBS, MAX_MEMBERS, Roster, Seat, View
+from pmesh.core.views import room, rosters
+from pmesh.core.views.limits import is_taken, is_within_reach, may_propose
 from pmesh.core.views.state import (
     JOIN_REQUEST_S,
     RING_RETRY_S,
@@ -100,22 +102,25 @@ def weigh_rings(state: MemberState, facts: Facts, now: float) -> MemberState:
     Every edge of that ring must have been measured: what is only assumed is no reason.
     """
     view = state.view
-    if not view.rosters or now < state.steady_until or not is_acting(state, now):
+    only_one = len(view.members) <= ONE_RING
+    if only_one or not view.rosters or now < state.steady_until or not is_acting(state, now):
         return replace(state, reorder=(), weighed=()) if state.weighed else state
     heard = reports(state, facts)
     costs = measure_costs(view.members, heard)
     if costs == state.weighed:
         return state
-    edges, ring = measured_edges(view.members, heard), ring_order(view.members, costs)
+    graph, ring = measured_graph(view.members, heard), ring_order(view.members, costs)
 
     def gets_better(roster: Roster) -> bool:
         before = [trainer.member for trainer in roster.trainers]
         if not set(before) <= set(view.members):
             return False  # another view is on its way
         after = [trainer.member for trainer in rosters.in_ring_order(roster.trainers, ring)]
-        slow, fast = slowest_edge(before, edges), slowest_edge(after, edges)
-        known = all(edges[edge].mbit_s for edge in edges_around(after))
-        return slow is not None and fast is not None and known and is_much_better(slow, fast)
+        slow, fast = slowest_edge(graph, before), slowest_edge(graph, after)
+        if slow is None or fast is None:
+            return False
+        known = all(measured_of(graph, edge).mbit_s for edge in edges_around(after))
+        return known and is_much_better(cost_of(graph, slow), cost_of(graph, fast))
 
     reorder = tuple(roster.job for roster in view.rosters if gets_better(roster))
     return replace(state, reorder=reorder, weighed=costs)
@@ -144,7 +149,7 @@ def decide(state: MemberState, facts: Facts) -> Commit | None:
     answers, epoch = proposal.answers, proposal.message.epoch
     base = _base(state, answers)
     continuing = _continuing(base, answers)
-    costs = measure_costs(tuple(answers), reports(state, facts))
+    costs = measure_costs(answers, reports(state, facts))
     ring = ring_order(tuple(answers), costs)
     seats = tuple(_seat(member, base, continuing, answers[member], epoch) for member in ring)
     change = rosters.Change(

@@ -4,8 +4,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from pmesh.core.topology.graph import UNKNOWN, Costs
 from pmesh.core.values import SignedName, View
-from pmesh.core.views.ring import UNKNOWN, Costs
 from pmesh.core.wire.views import (
     MAX_WAITING,
     AgreementMessage,

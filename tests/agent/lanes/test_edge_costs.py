@@ -35,7 +35,7 @@ def check_alike(here: Village, count: int) -> None:
     assert len(tables) == count
     assert tables[0] is not None
     assert all(table == tables[0] for table in tables)
-    assert all(cost.beta_ps > 0 for row in tables[0] for cost in row)
+    assert all(cost.beta_ps > 0 for row in tables[0].costs for cost in row)
 
 
 async def test_the_first_sum_measures_each_edge_once_and_all_ranks_have_one_table(
@@ -61,11 +61,11 @@ async def test_edges_within_one_machine_are_alike_and_are_not_measured(
         check_alike(here, 4)
         for rank in ranks_of(here):
             members = [trainer.member for trainer in rank.roster.trainers]
-            costs = rank.costs.edges
-            assert costs is not None
+            edges = rank.costs.edges
+            assert edges is not None
             for one, other in itertools.permutations(range(4), 2):
                 if members[one] == members[other]:
-                    assert costs[one][other] == EdgeCost(0, edge_costs.LOCAL_PS)
+                    assert edges.costs[one][other] == EdgeCost(0, edge_costs.LOCAL_PS)
 
 
 async def test_a_large_sum_does_without_the_one_slow_edge(

@@ -1,13 +1,17 @@
 """The driver of the agreement: what it sends, what it does with what comes, and in which order."""
 
 import itertools
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from queue import Queue
+from threading import Thread, current_thread, main_thread
 
 import pytest
 import trio
 from trio.testing import MockClock
 
+from pmesh.agent.mesh import membership
 from pmesh.agent.mesh.membership import (
     DOUBT_S,
     HEARTBEAT_S,
@@ -511,3 +515,19 @@ async def test_nonsense_is_the_senders_fault_and_changes_nothing(
     assert one.membership.state == before
     one.membership.reevaluate()  # and it works on
     assert autojump_clock.current_time() < 2
+
+
+async def test_the_first_link_brings_networkx_apart_from_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    imported = Queue[tuple[str, Thread]]()
+    monkeypatch.delitem(sys.modules, "networkx", raising=False)
+    monkeypatch.setattr(
+        membership, "import_module", lambda name: imported.put((name, current_thread()))
+    )
+    world = World(A, B)
+    assert imported.empty()
+    world.link(A, B)
+    name, thread = imported.get()
+    assert name == "networkx"
+    assert thread is not main_thread()

@@ -13,11 +13,15 @@ from pmesh.agent.mesh.relays import LINGER_S, MAX_OPENING, RELAY_AFTER_S
 from pmesh.core.links.health import LONGEST_SILENCE_S
 from pmesh.core.links.paths import LONGEST_RELAYED_S, RELAYED
 from pmesh.core.links.relaying import MAX_RELAYED, WINDOW_BYTES, Onward
+from pmesh.core.topology.graph import measured_graph
 from pmesh.core.wire.relays import MAX_RELAYED_BYTES, Relay
+from pmesh.core.wire.views import MeasuredEdge
 from pmesh.ids import Incarnation, Member, NodeId
 from tests.agent.mesh.paths import build_wall, link_to, reached_over
 from tests.worlds.trainer import until
 from tests.worlds.village import Machine, village
+
+FAST = MeasuredEdge(100, 10_000)
 
 
 def swallow(live: LivePath) -> None:
@@ -195,6 +199,25 @@ async def test_another_forwards_if_the_first_does_not(clock: MockClock) -> None:
         machine.agent.peers.relays.forwarding.forward = forward_nothing  # type: ignore[method-assign, assignment]
         await until(lambda: link.current is not None and link.current.relay not in {lazy, None})
         assert link_to(one, other) is link
+
+
+@pytest.mark.parametrize("place", [0, 3])
+async def test_the_one_with_the_fastest_edges_forwards(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    async with village(clock, 4) as here:
+        _, one, other, _ = here.machines
+        opens, far = sorted((one, other), key=lambda machine: machine.key.node)
+        fast = here.machines[place]
+        membership = opens.agent.membership
+        heard = {link_to(opens, fast).member: {membership.state.me.incarnation: FAST}}
+        monkeypatch.setattr(
+            membership, "edges_among", lambda members: measured_graph(members, heard)
+        )
+        await part(one, other)
+        relay = link_to(opens, far).relay
+        assert relay is not None
+        assert relay.node == fast.key.node
 
 
 @pytest.mark.slow

@@ -1,5 +1,3 @@
-import itertools
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,13 +11,12 @@ from pmesh.core.ops.cost import (
     EdgeCost,
     Edges,
     Strategy,
-    chain_of,
     choose,
     has_slow_edge,
     is_far,
-    islands_of,
     predict_ns,
 )
+from pmesh.core.topology.ranks import join_ranks
 
 FAST = EdgeCost(alpha_ns=20_000, beta_ps=200)
 LAN = EdgeCost(alpha_ns=200_000, beta_ps=8_000)
@@ -34,13 +31,13 @@ def edges_of(size: int, *fast: tuple[int, ...], inside: EdgeCost = FAST) -> Edge
     def cost(a: int, b: int) -> EdgeCost:
         return inside if any({a, b} <= set(island) for island in fast) else LAN
 
-    return tuple(tuple(cost(a, b) for b in range(size)) for a in range(size))
+    return join_ranks(tuple(tuple(cost(a, b) for b in range(size)) for a in range(size)))
 
 
 @st.composite
 def any_edges(draw: st.DrawFn) -> Edges:
     size = draw(st.integers(1, 9))
-    return tuple(tuple(draw(COSTS) for _ in range(size)) for _ in range(size))
+    return join_ranks(tuple(tuple(draw(COSTS) for _ in range(size)) for _ in range(size)))
 
 
 def test_an_edge_costs_its_latency_for_each_step_and_its_bandwidth_for_each_byte() -> None:
@@ -74,24 +71,25 @@ def test_a_slow_edge_across_the_ring_is_no_reason_to_leave_it() -> None:
     """The tree crosses the ring, so it is as slow as the edges there."""
     across = EdgeCost(alpha_ns=10**9, beta_ps=8_000)
     ring = {(a, (a + d) % 5) for a in range(5) for d in (1, -1)}
-    edges = tuple(tuple(LAN if (a, b) in ring else across for b in range(5)) for a in range(5))
-    assert {choose(edges, nbytes) for nbytes in (0, 1024, MIB)} == {"ring"}
+    costs = tuple(tuple(LAN if (a, b) in ring else across for b in range(5)) for a in range(5))
+    assert {choose(join_ranks(costs), nbytes) for nbytes in (0, 1024, MIB)} == {"ring"}
 
 
 def test_the_tree_goes_over_each_of_its_edges_in_both_directions() -> None:
     slow_back = EdgeCost(alpha_ns=10**9, beta_ps=8_000)
-    edges = tuple(tuple(slow_back if (b + 1) % 4 == a else LAN for b in range(4)) for a in range(4))
+    costs = tuple(tuple(slow_back if (b + 1) % 4 == a else LAN for b in range(4)) for a in range(4))
+    edges = join_ranks(costs)
     assert predict_ns("ring", edges, 0) < predict_ns("tree", edges, 0) == 4 * 10**9
 
 
 def test_two_machines_with_several_ranks_each_are_islands() -> None:
     edges = edges_of(6, (0, 1, 2), (3, 4, 5))
-    assert islands_of(edges) == ((0, 1, 2), (3, 4, 5))
+    assert edges.islands == ((0, 1, 2), (3, 4, 5))
     assert choose(edges, 100 * MIB) == "hierarchical"
 
 
 def test_an_island_may_hold_the_rings_end_and_its_beginning() -> None:
-    assert islands_of(edges_of(5, (4, 0), (2, 3))) == ((4, 0), (1,), (2, 3))
+    assert edges_of(5, (4, 0), (2, 3)).islands == ((4, 0), (1,), (2, 3))
 
 
 @pytest.mark.parametrize(
@@ -104,22 +102,15 @@ def test_an_island_may_hold_the_rings_end_and_its_beginning() -> None:
     ],
 )
 def test_where_all_edges_are_alike_there_are_no_islands(edges: Edges) -> None:
-    assert islands_of(edges) == ()
+    assert edges.islands == ()
     assert choose(edges, MIB) != "hierarchical"
-
-
-def test_one_slow_edge_makes_no_islands() -> None:
-    edges = edges_of(4, (0, 1, 2, 3))
-    slow = [list(row) for row in edges]
-    slow[3][0] = LAN
-    assert islands_of(tuple(map(tuple, slow))) == ()
 
 
 def with_slow_edge(size: int, at: int, slow: EdgeCost) -> Edges:
     """All alike but for one edge of the ring, which is slow in both directions."""
     ends = {at, (at + 1) % size}
     row = range(size)
-    return tuple(tuple(slow if {a, b} == ends else LAN for b in row) for a in row)
+    return join_ranks(tuple(tuple(slow if {a, b} == ends else LAN for b in row) for a in row))
 
 
 @pytest.mark.parametrize("size", range(3, 10))
@@ -131,9 +122,8 @@ def test_large_tensors_take_the_chain_where_one_edge_of_the_ring_is_slow_or_miss
     for at in range(size):
         edges = with_slow_edge(size, at, slow)
         assert choose(edges, 100 * MIB) == "chain"
-        line = chain_of(edges)
-        assert sorted(line) == list(range(size))
-        assert {line[0], line[-1]} == {at, (at + 1) % size}
+        assert sorted(edges.line) == list(range(size))
+        assert {edges.line[0], edges.line[-1]} == {at, (at + 1) % size}
 
 
 def test_of_a_long_chain_the_time_until_it_is_filled_counts() -> None:
@@ -156,27 +146,16 @@ def test_an_island_is_several_times_faster_than_the_slowest_edge(
     factor: int, *, found: bool
 ) -> None:
     inside = EdgeCost(LAN.alpha_ns // factor, LAN.beta_ps // factor)
-    assert bool(islands_of(edges_of(4, (0, 1), (2, 3), inside=inside))) == found
-
-
-@given(any_edges())
-def test_islands_are_runs_of_the_ring_and_hold_every_rank_once(edges: Edges) -> None:
-    islands = islands_of(edges)
-    assert len(islands) != 1
-    if islands:
-        assert max(map(len, islands)) > 1
-        ring = [rank for island in islands for rank in island]
-        assert sorted(ring) == list(range(len(edges)))
-        assert all((a + 1) % len(edges) == b for a, b in itertools.pairwise(ring))
+    assert bool(edges_of(4, (0, 1), (2, 3), inside=inside).islands) == found
 
 
 @pytest.mark.parametrize("size", range(3, 10))
 @pytest.mark.parametrize("nbytes", [4096, MIB, 64 * MIB])
 def test_by_wifi_all_send_straight_to_each_other(size: int, nbytes: int) -> None:
     wifi = EdgeCost(alpha_ns=FAR_NS, beta_ps=30_000)
-    assert choose(((wifi,) * size,) * size, nbytes) == "direct"
+    assert choose(join_ranks(((wifi,) * size,) * size), nbytes) == "direct"
     cable = wifi._replace(alpha_ns=FAR_NS - 1)
-    assert choose(((cable,) * size,) * size, nbytes) != "direct"
+    assert choose(join_ranks(((cable,) * size,) * size), nbytes) != "direct"
 
 
 @given(any_edges(), st.integers(0, 2**40))
@@ -184,7 +163,7 @@ def test_the_choice_is_never_slower_than_another_and_always_whole_numbers(
     edges: Edges, nbytes: int
 ) -> None:
     strategies: list[Strategy] = ["direct" if is_far(edges) else "ring", "tree", "centralized"]
-    strategies += ["hierarchical"] if islands_of(edges) else []
+    strategies += ["hierarchical"] if edges.islands else []
     strategies += ["chain"] if has_slow_edge(edges) else []
     predicted = {strategy: predict_ns(strategy, edges, nbytes) for strategy in strategies}
     assert all(type(ns) is int for ns in predicted.values())

@@ -7,6 +7,7 @@ import pytest
 
 from pmesh.core.ops.cost import EdgeCost
 from pmesh.core.ops.kinds import KINDS, Extent, Setting, extent_of
+from pmesh.core.topology.ranks import join_ranks
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.session import StartOp
 from pmesh.ids import OpNumber
@@ -56,14 +57,14 @@ def test_on_a_long_way_small_ops_wait_once_or_twice_once_the_ranks_know_what_edg
     wifi = EdgeCost(alpha_ns=4_000_000, beta_ps=80_000)
     here = Setting(request=start(kind), rank=1, size=size)
     assert KINDS[kind].plan(here).steps == 2 * (size - 1)
-    here = replace(here, edges=((wifi,) * size,) * size)
+    here = replace(here, edges=join_ranks(((wifi,) * size,) * size))
     assert KINDS[kind].plan(here).steps == steps
 
 
 def test_a_large_table_is_not_sent_to_every_rank() -> None:
     wifi = EdgeCost(alpha_ns=4_000_000, beta_ps=80_000)
     request = msgspec.structs.replace(start("exchange"), wire_dtype="int64", count=2000)
-    here = Setting(request=request, rank=1, size=3, edges=((wifi,) * 3,) * 3)
+    here = Setting(request=request, rank=1, size=3, edges=join_ranks(((wifi,) * 3,) * 3))
     assert KINDS["exchange"].plan(here).bytes_sent == 2 * 2 * 8 * 2000
 
 
@@ -73,7 +74,7 @@ def test_on_a_long_way_a_ring_has_shorter_records() -> None:
     request = msgspec.structs.replace(start("all_reduce"), call=call, count=3 * 80_000)
     for alpha_ns, records in ((100_000, 4 * 1), (5_000_000, 4 * 1), (75_000_000, 4 * 5)):
         edge = EdgeCost(alpha_ns=alpha_ns, beta_ps=40_000)
-        edges = ((edge,) * 3,) * 3
+        edges = join_ranks(((edge,) * 3,) * 3)
         plan = KINDS["all_reduce"].plan(Setting(request=request, rank=1, size=3, edges=edges))
         assert plan.steps == 4
         assert [len(sends) for sends in plan.sends.values()] == [records]

@@ -25,6 +25,7 @@ from pmesh.core.ops.reducing import (
     plan_ring,
     plan_tree,
 )
+from pmesh.core.topology.ranks import join_ranks
 from tests.docs.pages import DOCS, read, table_rows
 
 PAGE = read(DOCS / "explanation" / "algorithms.md")
@@ -121,8 +122,8 @@ def test_one_rank_alone_sends_nothing_and_waits_for_nobody(row: tuple[str, str])
 @pytest.mark.parametrize("strategy", ["ring", "tree", "centralized", "direct"])
 def test_what_auto_expects_is_what_the_plans_do(strategy: Strategy, size: int) -> None:
     plans = [PLANS["all_reduce", strategy](rank, size) for rank in range(size)]
-    alphas = ((EdgeCost(alpha_ns=1, beta_ps=0),) * size,) * size
-    betas = ((EdgeCost(alpha_ns=0, beta_ps=1000),) * size,) * size
+    alphas = join_ranks(((EdgeCost(alpha_ns=1, beta_ps=0),) * size,) * size)
+    betas = join_ranks(((EdgeCost(alpha_ns=0, beta_ps=1000),) * size,) * size)
     assert predict_ns(strategy, alphas, size * BLOCK) == max(plan.steps for plan in plans)
     phases = 2 if strategy == "centralized" else 1  # the root receives it all, then sends it all
     sent = phases * max(plan.bytes_sent for plan in plans)
@@ -131,7 +132,7 @@ def test_what_auto_expects_is_what_the_plans_do(strategy: Strategy, size: int) -
 
 @pytest.mark.parametrize("size", range(2, 10))
 def test_what_auto_expects_of_a_chain_is_the_whole_tensor_there_and_back(size: int) -> None:
-    edges = ((EdgeCost(alpha_ns=1, beta_ps=1000),) * size,) * size
+    edges = join_ranks(((EdgeCost(alpha_ns=1, beta_ps=1000),) * size,) * size)
     one_record = 2 * (size - 1) * (1 + 600)
     assert predict_ns("chain", edges, 600) == one_record == chain(size - 1, size).steps * 601
     large = 2**40
@@ -141,7 +142,8 @@ def test_what_auto_expects_of_a_chain_is_the_whole_tensor_there_and_back(size: i
 def test_what_auto_expects_of_islands_is_the_sum_of_their_parts() -> None:
     """Three islands of two: 2 steps and 2 B inside, 4 steps and 4/3 B between their first ranks."""
     fast, slow = EdgeCost(alpha_ns=1, beta_ps=1000), EdgeCost(alpha_ns=1000, beta_ps=10_000)
-    edges = tuple(tuple(fast if a // 2 == b // 2 else slow for b in range(6)) for a in range(6))
+    costs = tuple(tuple(fast if a // 2 == b // 2 else slow for b in range(6)) for a in range(6))
+    edges = join_ranks(costs)
     expected = (2 + 2 * 600) + (4 * 1000 + 800 * 10)
     assert predict_ns("hierarchical", edges, 600) == expected
 

@@ -1,8 +1,8 @@
 """One member, Bert, and what he does with what he is told."""
 
+from pmesh.core.topology.graph import USUAL, edge_cost
 from pmesh.core.values import View
 from pmesh.core.views.agreement import receive
-from pmesh.core.views.ring import USUAL, edge_cost
 from pmesh.core.views.state import Facts, Install, MemberState, MemberStep, Send
 from pmesh.core.wire.views import AgreementMessage, Commit
 from pmesh.ids import Member

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pmesh.core.topology.graph import edge_cost
 from pmesh.core.values import Seat, Terms, View
 from pmesh.core.views.leader import begin, collect, decide, known_view_requests, propose, ring_order
-from pmesh.core.views.ring import edge_cost
 from pmesh.core.views.state import (
     PATIENCE_S,
     Facts,

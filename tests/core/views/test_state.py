@@ -4,7 +4,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pmesh.core.views.ring import UNKNOWN
+from pmesh.core.topology.graph import UNKNOWN
 from pmesh.core.views.state import (
     FLUSH_DEADLINE_S,
     JOIN_REQUEST_S,

@@ -1,7 +1,4 @@
 import itertools
-import math
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from random import Random
 
@@ -10,28 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pmesh.core.views import ring
-from pmesh.core.views.ring import (
-    EXACT_UP_TO,
-    LONGEST_MOVED,
-    MUCH_BETTER,
-    RELAYED_COST,
-    ROUNDS,
-    STARTS,
-    USUAL,
+from pmesh.core.topology import ring
+from pmesh.core.topology.graph import (
     Costs,
-    edge_cost,
     edges_around,
-    is_much_better,
     measure_costs,
-    measured_edges,
     measured_graph,
-    plan_ring,
-    slowest_edge,
+    measured_of,
 )
-from pmesh.core.wire.views import RELAYED, MeasuredEdge
+from pmesh.core.topology.ring import EXACT_UP_TO, LONGEST_MOVED, ROUNDS, STARTS, plan_ring
+from pmesh.core.wire.views import MeasuredEdge
 from pmesh.ids import Incarnation, Member, NodeId
-from tests.worlds.builders import ANNA, BERT, CARA, DORA
 
 
 def make_members(size: int) -> list[Member]:
@@ -243,66 +229,6 @@ def test_everyone_plans_the_same_ring_in_whatever_order_it_lists_the_members(
     assert plan_ring(shuffled, costs) == plan_ring(members, costs)
 
 
-def test_the_graph_is_complete_and_bears_the_costs() -> None:
-    graph = measured_graph([CARA, ANNA, BERT], ((0, 1, 2), (1, 0, 3), (2, 3, 0)))
-    assert {frozenset((a, b)): graph.edges[a, b]["cost"] for a, b in graph.edges} == {
-        frozenset((ANNA, BERT)): 1,
-        frozenset((ANNA, CARA)): 2,
-        frozenset((BERT, CARA)): 3,
-    }
-
-
-def test_an_edge_costs_what_the_worse_of_its_ends_measured() -> None:
-    edge = MeasuredEdge
-    heard = {
-        ANNA: {BERT.incarnation: edge(1000, 940), CARA.incarnation: edge(4000, 0)},
-        BERT: {ANNA.incarnation: edge(2000, 94), CARA.incarnation: edge(500)},
-        CARA: {ANNA.incarnation: edge(250, 300), BERT.incarnation: edge(500, RELAYED)},
-    }
-    two, four = edge_cost(edge(2000, 94)), edge_cost(edge(4000, 300))
-    assert measure_costs([CARA, BERT, ANNA], heard) == (
-        (0, two, four),
-        (two, 0, RELAYED_COST),
-        (four, RELAYED_COST, 0),
-    )
-
-
-def test_what_nobody_has_measured_costs_as_much_as_a_usual_home_network() -> None:
-    usual = edge_cost(USUAL)
-    assert measure_costs([ANNA, DORA], {}) == ((0, usual), (usual, 0))
-    assert edge_cost(MeasuredEdge(0, 94)) == edge_cost(MeasuredEdge(1000, 94))
-
-
-@given(st.integers(1, 2**62), st.integers(1, 2**62), st.integers(1, 2**31))
-def test_an_edge_costs_more_if_it_is_slower_and_most_if_it_is_relayed(
-    one: int, other: int, mbit_s: int
-) -> None:
-    shorter, longer = sorted((one, other))
-    cost = edge_cost(MeasuredEdge(shorter, mbit_s))
-    assert 0 <= cost <= edge_cost(MeasuredEdge(longer, mbit_s)) < RELAYED_COST
-    assert cost - ring.STEPS - 1 <= edge_cost(MeasuredEdge(shorter, 2 * mbit_s)) <= cost
-
-
-def test_noise_of_round_trips_costs_nothing() -> None:
-    assert edge_cost(MeasuredEdge(950, 100)) == edge_cost(MeasuredEdge(1100, 100))
-
-
-@pytest.mark.parametrize(
-    ("mbit_s", "better"), [(94, False), (110, False), (120, False), (140, True)]
-)
-def test_a_ring_is_much_better_if_its_slowest_edge_is_more_than_30_percent_faster(
-    mbit_s: int, *, better: bool
-) -> None:
-    assert is_much_better(MeasuredEdge(500, 94), MeasuredEdge(500, mbit_s)) == better
-    assert math.floor(ring.STEPS * math.log2(1.3)) + 1 == MUCH_BETTER
-
-
-def test_ranks_of_one_machine_have_no_edge_between_them() -> None:
-    assert edges_around([ANNA, ANNA, BERT]) == (frozenset((ANNA, BERT)),) * 2
-    assert edges_around([ANNA]) == edges_around([]) == ()
-    assert slowest_edge([ANNA, ANNA], {}) is None
-
-
 @pytest.mark.parametrize("draw", range(20))
 def test_of_eight_hosts_the_ring_has_95_percent_of_the_best_bandwidth(draw: int) -> None:
     """Each edge has any speed between 10 and 1,000 Mbit/s; the best of all 2,520 rings is known."""
@@ -311,18 +237,10 @@ def test_of_eight_hosts_the_ring_has_95_percent_of_the_best_bandwidth(draw: int)
     for a, b in itertools.combinations(members, 2):
         edge = MeasuredEdge(500, round(10 ** dice.uniform(1, 3)))
         heard[a][b.incarnation] = heard[b][a.incarnation] = edge
-    edges = measured_edges(members, heard)
+    graph = measured_graph(members, heard)
 
     def slowest(tour: Sequence[Member]) -> int:
-        return min(edges[edge].mbit_s for edge in edges_around(tour))
+        return min(measured_of(graph, edge).mbit_s for edge in edges_around(tour))
 
     best = max(slowest((members[0], *rest)) for rest in itertools.permutations(members[1:]))
     assert slowest(plan_ring(members, measure_costs(members, heard))) >= 0.95 * best
-
-
-def test_an_agent_starts_without_networkx() -> None:
-    code = "import sys, pmesh.agent.run; print('networkx' in sys.modules)"
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert result.stdout.strip() == "False"

@@ -1,0 +1,1 @@
+"""The machines as a graph with measured edges, and what is read from it."""
