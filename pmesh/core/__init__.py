@@ -8,10 +8,11 @@ links       addresses (which to dial first), dialing (when), health (what a sile
             (which path of a link is used), bandwidth (what a path carries), reasons (why a path is
             used, for users), delivery (each message once and in order, over any path), relaying
             (what a third machine forwards)
-wire        framing (lengths, first bytes), link (messages between agents), probes (messages of one
-            path), session (messages between trainer and agent), launches, store and tree (messages
-            of launches, messages of stores, and directories that are sent), records (sealed lane
-            records), subflows (one lane over several connections)
+wire        framing (lengths, first bytes), link (messages between agents), stream (bytes with a
+            window, in parts of messages), probes (messages of one path), session (messages between
+            trainer and agent), launches, store and tree (messages of launches, messages of stores,
+            and directories that are sent), records (sealed lane records), subflows (one lane over
+            several connections)
 values      views, rosters, trainers, verdicts: the values that agents agree on
 views       state (what one member knows), agreement (the effects of a message), leader (the
             leader's half), rosters (jobs in a view change), room (what fits into a view), outcomes
