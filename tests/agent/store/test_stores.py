@@ -8,7 +8,6 @@ from trio.testing import MockClock
 
 from pmesh.agent.store.serving import MAX_CALLS
 from pmesh.agent.store.stores import Stores
-from pmesh.core.store.pipe import AGAIN_S
 from pmesh.core.values import Terms
 from pmesh.core.wire.link import StorePart
 from pmesh.core.wire.session import (
@@ -30,6 +29,7 @@ from pmesh.core.wire.store import (
     Wait,
     encode,
 )
+from pmesh.core.wire.stream import AGAIN_S
 from pmesh.ids import JobName, Member
 from tests.worlds.store_connection import Sharing, StoreConnection, sharing
 from tests.worlds.trainer import together, until
