@@ -25,12 +25,7 @@ from pmesh.agent.mesh.links import Link
 from pmesh.cli import main
 from pmesh.core.links.delivery import PREFIX_BYTES, Packet
 from pmesh.core.values import View
-from pmesh.core.wire.launches import (
-    MAX_OUTPUT_BYTES,
-    LaunchPrepared,
-    PrepareLaunch,
-    RankOutput,
-)
+from pmesh.core.wire.launches import LaunchPart, LaunchPrepared, PrepareLaunch
 from pmesh.core.wire.link import (
     MAX_MESSAGE_BYTES,
     Commit,
@@ -40,6 +35,7 @@ from pmesh.core.wire.link import (
     TellView,
     decode_untrusted,
 )
+from pmesh.core.wire.stream import PART_BYTES
 from pmesh.errors import ProtocolError
 from pmesh.ids import NodeId, node_text
 from tools.fuzz.claims import choose_claims
@@ -201,7 +197,8 @@ def output_of(asked: PrepareLaunch) -> Iterator[LinkMessage]:
     """It refuses to run the command, and has output all the same."""
     yield LaunchPrepared(asked.launch, "no")
     for number in range(LIES_OF_OUTPUT):
-        yield RankOutput(asked.launch, number * MAX_OUTPUT_BYTES, bytes(MAX_OUTPUT_BYTES))
+        data = bytes(PART_BYTES)
+        yield LaunchPart(asked.launch, number * PART_BYTES, 0, data, to_starter=True)
 
 
 def _be(order: Order) -> None:

@@ -29,10 +29,10 @@ from pmesh.core.links.delivery import PREFIX_BYTES, pack
 from pmesh.core.wire.launches import (
     BeginRanks,
     Command,
+    LaunchPart,
     LaunchTerms,
     PrepareLaunch,
     RankGroup,
-    RankOutput,
     Variable,
 )
 from pmesh.core.wire.link import (
@@ -50,6 +50,7 @@ from pmesh.core.wire.link import (
     StorePart,
 )
 from pmesh.core.wire.records import Preamble, encode_preamble
+from pmesh.core.wire.stream import PART_BYTES
 from pmesh.errors import PmeshError
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, TrainerId, path_name
 from pmesh.net.lanes.opening import dial_lane
@@ -232,7 +233,8 @@ async def launch(life: Life) -> None:
         )
         asks = PrepareLaunch(number, JobName("x"), command, LaunchTerms(), 0, nodes, (), 1)
         await life.send([asks, BeginRanks(number, 0, 0, (RankGroup(1),))])
-        await life.send(RankOutput(number, 0, bytes(32 * 1024)) for _ in range(10))
+        part = LaunchPart(number, 0, 0, bytes(PART_BYTES), to_starter=True)
+        await life.send([part] * 10)
 
 
 ACTIONS: dict[str, Callable[[Life], Awaitable[None]]] = {

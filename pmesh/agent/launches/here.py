@@ -1,5 +1,6 @@
 """The ranks of one launch on this machine: their processes, and their output."""
 
+import math
 import os
 import signal
 from collections.abc import Callable, Mapping
@@ -15,24 +16,23 @@ from pmesh.core.launches.lines import ERROR, MACHINE, OUT, LineSplitter, note
 from pmesh.core.launches.part import Part, PartStep, Report, Say, SignalRank, StartRank, Warn
 from pmesh.core.launches.restarts import exit_code
 from pmesh.core.wire.launches import (
-    MAX_OUTPUT_BYTES,
     AnyLaunchMessage,
     BeginRanks,
     Command,
     InputRead,
+    LaunchPart,
     PrepareLaunch,
     RankEnded,
     RankFails,
     RankInput,
-    RankOutput,
 )
+from pmesh.core.wire.stream import PART_BYTES, Stream
 from pmesh.errors import ProtocolError, UsageError
 from pmesh.home_paths import COPY_VARIABLE, remove_tree
 from pmesh.ids import Member, PathName, path_name
 from pmesh.net.sessions.groups import PipedChild, start_piped_group
 from pmesh.net.sessions.spool import Spool
 
-WINDOW_BYTES = 8 * MAX_OUTPUT_BYTES  # on the way to the starter: heartbeats must pass, too
 DRAIN_S = 1.0  # a process that has left the group may hold a pipe open for ever
 UNSTARTED_S = 60.0  # the starter begins, or cancels, within seconds
 UNSTARTED_SYNCED_S = 3600.0  # longer with --sync: others may still take files over a slow line
@@ -53,6 +53,7 @@ class PartHere:
         link: object | None,
         home: Path,
         spool: Spool,
+        begin: int,
         send: Callable[[AnyLaunchMessage], None],
         nursery: trio.Nursery,
         contain: Contain,
@@ -80,7 +81,9 @@ class PartHere:
         self._reports = list[tuple[int, RankEnded | RankFails]]()
         """The reports, sent or not yet, each with the offset up to which output must go first."""
         self._reported = 0
-        self._sent = self._read = spool.end
+        self._stream = Stream(begin=begin, again_s=math.inf)
+        self._taken = 0
+        """The offset in the spool behind what was written to the stream."""
         self._connected = True
         self._changed = trio.Event()
         self._scope = trio.CancelScope()
@@ -119,6 +122,11 @@ class PartHere:
         if not codes or None in codes:
             return None
         return next((exit_code(code) for code in codes if code), 0)
+
+    @property
+    def written(self) -> int:
+        """The offset behind all output that was sent."""
+        return self._stream.written
 
     @property
     def has_begun(self) -> bool:
@@ -196,11 +204,11 @@ class PartHere:
             if child.session == session:
                 self._apply(decide.op_completed(self.state, rank, syncs=syncs))
 
-    def read_up_to(self, offset: int) -> None:
+    def take_part(self, message: LaunchPart) -> None:
         """Note up to where the starter has stored output. Raises ProtocolError if it can't have."""
-        if offset > self.spool.end:  # it may be output that was sent over an earlier link
-            raise ProtocolError("output was acknowledged that was never sent")
-        self._read = max(self._read, offset)
+        if self._stream.receive_untrusted(message.part, now=trio.current_time()):
+            raise ProtocolError("bytes came from a starter that were not asked for")
+        self._send_parts()
         self._tell()
 
     def follow(self, link: object | None) -> None:
@@ -212,8 +220,9 @@ class PartHere:
         self._link = link
         if link is not None:
             self._connected = True
-            self._sent = self._read
             self._reported = 0
+            self._stream.resume()
+            self._send_parts()
             self._tell()
 
     def take_input(self, message: RankInput) -> None:
@@ -264,7 +273,8 @@ class PartHere:
 
     @property
     def _is_done(self) -> bool:
-        is_read = self._reported == len(self._reports) and self._read == self.spool.end
+        is_sent = (self._reported, self._taken) == (len(self._reports), self.spool.end)
+        is_read = is_sent and self._stream.is_acknowledged
         awaited = self._connected or self.prepare.terms.detach
         return self.is_over and (is_read or not awaited)
 
@@ -380,20 +390,23 @@ class PartHere:
         """Send one message; return False if there is none to send now."""
         if self._reported < len(self._reports):
             after, ended = self._reports[self._reported]
-            if self._sent >= after:
+            if self._taken >= after:
                 self._send(ended)
                 self._reported += 1
                 self._tell()
                 return True
-        if self._sent - self._read >= WINDOW_BYTES or self._sent >= self.spool.end:
+        if self._stream.room < PART_BYTES or self._taken >= self.spool.end:
             return False
-        offset = self._sent
-        piece = await self.spool.read_soon(offset, MAX_OUTPUT_BYTES)
-        if offset != self._sent or not self._connected:
-            return True  # the link has changed meanwhile
-        self._sent = piece.offset + len(piece.data)
-        if piece.data:
-            self._send(RankOutput(self.prepare.launch, piece.offset, piece.data))
+        offset, lines = await self.spool.read_soon(self._taken, PART_BYTES)
+        if offset > self._taken:
+            text = f"{offset - self._taken} bytes of output are lost: too much waited"
+            self._taken, lines = offset, note(MACHINE, text)
         else:
-            self._read = self._sent  # its files are lost: nobody can read the rest
+            self._taken += len(lines)
+        self._stream.write(lines)
+        self._send_parts()
         return True
+
+    def _send_parts(self) -> None:
+        for part in self._stream.parts(now=trio.current_time()):
+            self._send(LaunchPart(self.launch, *part, to_starter=True))

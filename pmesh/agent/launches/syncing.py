@@ -17,7 +17,7 @@ from pmesh.agent.containment import Contain
 from pmesh.agent.launches.copies import Copies, check_room, copy_path, missing_of, why_no_copy
 from pmesh.agent.launches.files import ContentsReceiver, FileStore
 from pmesh.agent.launches.started import Deliver, StartedHere
-from pmesh.core.launches.pulling import PART_BYTES, Incoming, Outgoing, Slice
+from pmesh.core.launches.pulling import Incoming, Outgoing, Slice
 from pmesh.core.wire.launches import (
     AskFiles,
     Command,
@@ -28,6 +28,7 @@ from pmesh.core.wire.launches import (
     PrepareLaunch,
     TreeName,
 )
+from pmesh.core.wire.stream import PART_BYTES
 from pmesh.core.wire.tree import Content, Entry, contents_of, decode_tree_untrusted
 from pmesh.errors import ProtocolError, UsageError
 from pmesh.ids import Member, NodeId, PathName

@@ -6,14 +6,11 @@ heartbeats pass on the same link, and neither side keeps much in memory.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
-from pmesh.core.wire.launches import MAX_OUTPUT_BYTES
+from pmesh.core.wire.stream import WINDOW_BYTES
 from pmesh.core.wire.tree import Content
 from pmesh.errors import ProtocolError
-
-PART_BYTES: Final = MAX_OUTPUT_BYTES
-WINDOW_BYTES: Final = 8 * PART_BYTES  # as the output has it: 26 ms at 10 MB/s
 
 
 class Slice(NamedTuple):

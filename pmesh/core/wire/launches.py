@@ -11,10 +11,10 @@ import msgspec
 from msgspec import Meta
 
 from pmesh.core.values import MAX_MEMBERS, MAX_TRAINERS, Job, Name
+from pmesh.core.wire.stream import PART_BYTES, Part
 from pmesh.core.wire.tree import MAX_ENTRIES, MAX_PATH, MAX_TREE_BYTES, Sha256
 from pmesh.ids import MAX_NAME, PRINTABLE, NodeId, PathName
 
-MAX_OUTPUT_BYTES = 32 * 1024  # of one message: two TLS records
 MAX_COMMAND_TEXT = 32 * 1024
 MAX_COMMAND_WORDS = 1024
 MAX_VARIABLES = 256
@@ -151,7 +151,7 @@ class LaunchPrepared(LaunchMessage, frozen=True, tag=41):
     """TCP ports that are free: two for each rank."""
     ways: Annotated[tuple[WayTo, ...], Meta(max_length=MAX_MEMBERS)] = ()
     offset: _Count = 0
-    """Where the output begins."""
+    """Where the sender's direction of the stream begins."""
 
 
 class RankGroup(msgspec.Struct, frozen=True, array_like=True):
@@ -215,23 +215,28 @@ class GiveUpRank(LaunchMessage, frozen=True, tag=54):
     rank: _Rank
 
 
-class RankOutput(LaunchMessage, frozen=True, tag=45):
-    """Whole lines of the sender's ranks, as `pmesh.core.launches.lines` writes them."""
+class LaunchPart(LaunchMessage, frozen=True, tag=45):
+    """A part of the stream between the starter and a machine (`pmesh.core.wire.stream`).
+
+    To the starter goes the output of the machine's ranks, as `pmesh.core.launches.lines` writes it.
+    """
 
     offset: _Count
-    data: Annotated[bytes, Meta(max_length=MAX_OUTPUT_BYTES)]
+    read: _Count
+    data: Annotated[bytes, Meta(max_length=PART_BYTES)] = b""
+    ends: bool = False
+    to_starter: bool = False
+    """A machine may be both ends of a stream."""
 
-
-class OutputRead(LaunchMessage, frozen=True, tag=46):
-    """The starter has stored the receiver's output up to here."""
-
-    offset: _Count
+    @property
+    def part(self) -> Part:
+        return Part(self.offset, self.read, self.data, self.ends)
 
 
 class RankInput(LaunchMessage, frozen=True, tag=47):
     """Standard input for rank 0; no data is its end. One at a time, until InputRead."""
 
-    data: Annotated[bytes, Meta(max_length=MAX_OUTPUT_BYTES)]
+    data: Annotated[bytes, Meta(max_length=PART_BYTES)]
 
 
 class InputRead(LaunchMessage, frozen=True, tag=48):
@@ -258,7 +263,7 @@ class FilePart(LaunchMessage, frozen=True, tag=51):
 
     pull: _Count
     offset: _Count
-    data: Annotated[bytes, Meta(min_length=1, max_length=MAX_OUTPUT_BYTES)]
+    data: Annotated[bytes, Meta(min_length=1, max_length=PART_BYTES)]
 
 
 class FilesStored(LaunchMessage, frozen=True, tag=52):
@@ -311,7 +316,7 @@ class NewPart(LaunchMessage, frozen=True, tag=58):
 
     number: _Count
     offset: _Count
-    data: Annotated[bytes, Meta(min_length=1, max_length=MAX_OUTPUT_BYTES)]
+    data: Annotated[bytes, Meta(min_length=1, max_length=PART_BYTES)]
 
 
 class NewStored(LaunchMessage, frozen=True, tag=59):
@@ -331,8 +336,7 @@ AnyLaunchMessage: TypeAlias = (
     | RankEnded
     | RankFails
     | GiveUpRank
-    | RankOutput
-    | OutputRead
+    | LaunchPart
     | RankInput
     | InputRead
     | StopLaunch
@@ -378,7 +382,7 @@ class SignalLaunch(_SessionMessage, frozen=True, tag="signal_launch"):
 class LaunchInput(_SessionMessage, frozen=True, tag="launch_input"):
     """Standard input for rank 0; answered by LaunchInputTaken."""
 
-    data: Annotated[bytes, Meta(max_length=MAX_OUTPUT_BYTES)]
+    data: Annotated[bytes, Meta(max_length=PART_BYTES)]
 
 
 class FollowLaunch(_SessionMessage, frozen=True, tag="follow_launch"):

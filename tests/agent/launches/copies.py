@@ -6,7 +6,6 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from pmesh.core.launches.pulling import PART_BYTES
 from pmesh.core.wire.launches import (
     AskFiles,
     Command,
@@ -16,6 +15,7 @@ from pmesh.core.wire.launches import (
     PrepareLaunch,
     TreeName,
 )
+from pmesh.core.wire.stream import PART_BYTES
 from pmesh.core.wire.tree import Entry, FileEntry, content_of, encode_tree
 from tests.agent.launches.here import ANNA, ID, Here, asks, launches_in
 

@@ -27,17 +27,17 @@ from pmesh.core.wire.launches import (
     FilesStored,
     InputRead,
     Launch,
+    LaunchPart,
     LaunchPrepared,
     LaunchTerms,
-    OutputRead,
     PrepareLaunch,
     RankEnded,
     RankGroup,
     RankInput,
-    RankOutput,
     SignalRanks,
     StopLaunch,
 )
+from pmesh.core.wire.stream import PART_BYTES
 from pmesh.errors import ProtocolError, UsageError
 from pmesh.ids import Incarnation, JobName, Member, NodeId, node_text, path_name, short_node
 from tests.agent.launches.copies import TREE
@@ -45,6 +45,7 @@ from tests.agent.launches.here import ANNA, EVE, ID, ME, FakePeer, Here, asks, l
 from tests.worlds.builders import make_view
 
 LINE = b"0 o one\n"
+TORN = b"0 o a line that "
 PORTS = (7000, 7001)
 QUIET = LaunchTerms(engine="pmesh", grace_s=0.1)
 
@@ -61,6 +62,7 @@ def start(
 def agree(here: Here, *members: Member) -> None:
     for member in members:
         here.launches.receive(member, LaunchPrepared(ID, "", PORTS))
+        here.offsets[member] = 0
 
 
 def sent_to(peer: FakePeer, kind: type[AnyLaunchMessage]) -> list[AnyLaunchMessage]:
@@ -74,9 +76,10 @@ def output_is_taken(here: Here, launch: StartedHere, member: Member) -> bool:
     """Send a line; whether it is stored. It is acknowledged in any case."""
     peer = here.anna if member == ANNA else here.eve
     before = launch.spool.end
-    offset = launch._read.get(member.node, 0)  # noqa: SLF001 - as that machine knows it
-    here.launches.receive(member, RankOutput(ID, offset, LINE))
-    assert sent_to(peer, OutputRead) == [OutputRead(ID, offset + len(LINE))]
+    offset = here.offsets[member]
+    here.launches.receive(member, LaunchPart(ID, offset, 0, LINE, to_starter=True))
+    here.offsets[member] += len(LINE)
+    assert sent_to(peer, LaunchPart) == [LaunchPart(ID, 0, offset + len(LINE))]
     return launch.spool.end > before
 
 
@@ -127,12 +130,38 @@ async def test_a_machine_that_was_lost_and_is_back_may_send_its_last_lines(tmp_p
         assert not output_is_taken(here, launch, ANNA)
 
 
+async def test_a_line_that_is_torn_is_stored_once_it_is_whole(tmp_path: Path) -> None:
+    async with launches_in(tmp_path) as here:
+        launch = start(here)
+        agree(here, ANNA, EVE)
+        here.launches.receive(ANNA, LaunchPart(ID, 0, 0, LINE + TORN, to_starter=True))
+        here.launches.receive(EVE, LaunchPart(ID, 0, 0, LINE, to_starter=True))
+        assert launch.spool.read(0, 100).data == b"0 " + LINE + b"1 " + LINE
+        rest = LaunchPart(ID, len(LINE + TORN), 0, b"ends\n", to_starter=True)
+        here.launches.receive(ANNA, rest)
+        here.launches.receive(ANNA, rest)  # over another link
+        assert launch.spool.read(12 + len(LINE), 100).data == b"0 " + TORN + b"ends\n"
+
+
+async def test_a_line_that_does_not_end_ends_the_link(tmp_path: Path) -> None:
+    async with launches_in(tmp_path) as here:
+        launch = start(here)
+        agree(here, ANNA, EVE)
+        here.launches.receive(ANNA, LaunchPart(ID, 0, 0, bytes(PART_BYTES), to_starter=True))
+        more = LaunchPart(ID, PART_BYTES, 0, b"x", to_starter=True)
+        with pytest.raises(ProtocolError, match="does not end"):
+            here.launches.receive(ANNA, more)
+        assert launch.spool.end == 0
+
+
 async def test_an_honest_machine_ends_though_its_starter_has_forgotten_the_launch(
     tmp_path: Path,
 ) -> None:
     async with launches_in(tmp_path) as here:
-        here.launches.receive(ANNA, RankOutput(ID, 7, LINE))
-        assert here.anna.sent == [OutputRead(ID, 7 + len(LINE))]
+        here.launches.receive(ANNA, LaunchPart(ID, 7, 0, LINE, to_starter=True))
+        assert here.anna.sent == [LaunchPart(ID, 0, 7 + len(LINE))]
+        here.launches.receive(ANNA, LaunchPart(ID, 7, 3, to_starter=True))
+        assert len(here.anna.sent) == 1  # an acknowledgement needs none
 
 
 async def test_an_end_can_not_be_put_off(tmp_path: Path, autojump_clock: MockClock) -> None:
@@ -223,7 +252,7 @@ async def test_what_was_sent_in_an_earlier_attempt_may_be_acknowledged_late(
         answer = await here.anna.next()
         assert isinstance(answer, LaunchPrepared)
         assert answer.offset > len(text)
-        here.launches.receive(ANNA, OutputRead(ID, answer.offset))
+        here.launches.receive(ANNA, LaunchPart(ID, 0, answer.offset))
         here.begin()
         assert (await here.output())[0] == text
 

@@ -11,7 +11,6 @@ from pmesh.agent.launches import fetching
 from pmesh.agent.launches.files import FileStore
 from pmesh.agent.launches.permission import Permission, store_permission
 from pmesh.core.identity.keys import MeshKey, mesh_key_text
-from pmesh.core.launches.pulling import PART_BYTES
 from pmesh.core.wire.launches import (
     AskNewContents,
     AskNewFiles,
@@ -24,6 +23,7 @@ from pmesh.core.wire.launches import (
     NewStored,
     TreeName,
 )
+from pmesh.core.wire.stream import PART_BYTES
 from pmesh.core.wire.tree import (
     DirectoryEntry,
     Entry,

@@ -9,7 +9,6 @@ from msgspec.structs import replace
 
 from pmesh.agent.launches import syncing
 from pmesh.agent.launches.files import FileStore
-from pmesh.core.launches.pulling import PART_BYTES, WINDOW_BYTES
 from pmesh.core.wire.launches import (
     AskFiles,
     BeginRanks,
@@ -24,6 +23,7 @@ from pmesh.core.wire.launches import (
     SignalRanks,
     TreeName,
 )
+from pmesh.core.wire.stream import PART_BYTES, WINDOW_BYTES
 from pmesh.core.wire.tree import Entry, FileEntry, LinkEntry, content_of
 from pmesh.errors import ProtocolError
 from pmesh.ids import Incarnation, Member, PathName

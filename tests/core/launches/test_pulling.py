@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pmesh.core.launches.pulling import PART_BYTES, WINDOW_BYTES, Incoming, Outgoing, Slice
+from pmesh.core.launches.pulling import Incoming, Outgoing, Slice
+from pmesh.core.wire.stream import PART_BYTES, WINDOW_BYTES
 from pmesh.core.wire.tree import Content
 from pmesh.errors import ProtocolError
 
