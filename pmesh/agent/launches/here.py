@@ -19,12 +19,10 @@ from pmesh.core.wire.launches import (
     AnyLaunchMessage,
     BeginRanks,
     Command,
-    InputRead,
     LaunchPart,
     PrepareLaunch,
     RankEnded,
     RankFails,
-    RankInput,
 )
 from pmesh.core.wire.stream import PART_BYTES, Stream
 from pmesh.errors import ProtocolError, UsageError
@@ -87,8 +85,8 @@ class PartHere:
         self._connected = True
         self._changed = trio.Event()
         self._scope = trio.CancelScope()
-        self._input_ends = False
-        self._feed, self._fed = trio.open_memory_channel[bytes](1)
+        self._input = bytearray()
+        """What rank 0 has not taken."""
 
     @property
     def launch(self) -> PathName:
@@ -205,9 +203,8 @@ class PartHere:
                 self._apply(decide.op_completed(self.state, rank, syncs=syncs))
 
     def take_part(self, message: LaunchPart) -> None:
-        """Note up to where the starter has stored output. Raises ProtocolError if it can't have."""
-        if self._stream.receive_untrusted(message.part, now=trio.current_time()):
-            raise ProtocolError("bytes came from a starter that were not asked for")
+        """Take input for rank 0, and note which output the starter has stored."""
+        self._input += self._stream.receive_untrusted(message.part, now=trio.current_time())
         self._send_parts()
         self._tell()
 
@@ -224,13 +221,6 @@ class PartHere:
             self._stream.resume()
             self._send_parts()
             self._tell()
-
-    def take_input(self, message: RankInput) -> None:
-        """Pass input on to rank 0. Raises ProtocolError if the starter has not waited."""
-        try:
-            self._feed.send_nowait(message.data)
-        except trio.WouldBlock:
-            raise ProtocolError("input came before the last one was taken") from None
 
     def _lose_starter(self) -> None:
         """End all ranks, unless they are detached: the link with the starter has ended."""
@@ -345,16 +335,23 @@ class PartHere:
 
     async def _feed_input(self, stdin: trio.abc.SendStream, scope: trio.CancelScope) -> None:
         with scope:
-            while not self._input_ends:
-                data = await self._fed.receive()
-                self._input_ends = not data
+            while data := await self._next_input():
                 try:
                     await stdin.send_all(data)
                 except trio.BrokenResourceError:
                     pass  # rank 0 does not read it
                 finally:  # it may also end before it has read this: the next run gets what follows
-                    self._send(InputRead(self.prepare.launch))
+                    self._stream.consume(len(data))
+                    self._send_parts()
             await stdin.aclose()
+
+    async def _next_input(self) -> bytes:
+        """Wait for input, and return it; b"" at its end."""
+        while not (self._input or self._stream.has_ended):
+            await self._changed.wait()
+        data = bytes(self._input[:PART_BYTES])
+        del self._input[: len(data)]
+        return data
 
     def _environment(self, rank: int) -> Mapping[str, str]:
         """Return the variables of a rank; writes the files that the engine wants."""

@@ -51,7 +51,6 @@ from pmesh.core.wire.launches import (
     NewPart,
     NewStored,
     PrepareLaunch,
-    RankInput,
     SignalNumber,
     SignalRanks,
     StopLaunch,
@@ -70,7 +69,7 @@ MAX_ASKED = 16  # questions of one member at once: each has 256 KiB, and takes a
 ENDS_S = 10.0  # for the ranks of the last attempt, which a lost link has ended, to be gone
 AGAIN_S = 60.0  # a member that is refused again and again is no news
 
-_ToPart: TypeAlias = BeginRanks | SignalRanks | GiveUpRank | LaunchPart | RankInput
+_ToPart: TypeAlias = BeginRanks | SignalRanks | GiveUpRank | LaunchPart
 
 _Kept = TypeVar("_Kept", StartedHere, PartHere)
 _Key = TypeVar("_Key")
@@ -174,13 +173,7 @@ class Launches:
                 self.syncing.receive_untrusted(member, message, launch)
             case AskNewFiles() | NewFiles() | AskNewContents() | NewPart() | NewStored():
                 self.fetching.receive_untrusted(member, message)
-            case (
-                BeginRanks()
-                | SignalRanks()
-                | GiveUpRank()
-                | LaunchPart(to_starter=False)
-                | RankInput()
-            ):
+            case BeginRanks() | SignalRanks() | GiveUpRank() | LaunchPart(to_starter=False):
                 if isinstance(message, SignalRanks):
                     self._withdraw(member, message.launch)
                 part = self.parts.get((member.node, message.launch))
@@ -206,8 +199,6 @@ class Launches:
                 part.give_up(generation, rank)
             case LaunchPart():
                 part.take_part(message)
-            case RankInput():
-                part.take_input(message)
 
     def rank_is(self, pid: int, number: int) -> None:
         """Note the rank of a program in its job; the program may be a rank of a launch."""

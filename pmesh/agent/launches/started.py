@@ -25,14 +25,12 @@ from pmesh.core.wire.launches import (
     BeginRanks,
     Command,
     GiveUpRank,
-    InputRead,
     Launch,
     LaunchPart,
     LaunchPrepared,
     PrepareLaunch,
     RankEnded,
     RankFails,
-    RankInput,
     SignalNumber,
     SignalRanks,
     StopLaunch,
@@ -52,7 +50,7 @@ def read_of(message: LaunchPart) -> LaunchPart:
     return LaunchPart(message.launch, 0, message.offset + len(message.data))
 
 
-class _Seated:
+class _MachineStream:
     """The stream with a machine, and the lines in it."""
 
     def __init__(self, begin: int) -> None:
@@ -102,7 +100,7 @@ class StartedHere:
         )
         self._send = send
         self._prepared: dict[NodeId, LaunchPrepared] = {}
-        self._seated: dict[NodeId, _Seated] = {}
+        self._streams: dict[NodeId, _MachineStream] = {}
         self._lost: dict[NodeId, Member] = {}
         self._questions = Counter[NodeId]()
         self._heard_at = self.since
@@ -159,8 +157,13 @@ class StartedHere:
         self._input_ends = not data
         first = next((seat for seat in self.state.seats if 0 in seat.ranks), None)
         if first is not None and first.phase == "runs":
-            self.input_taken = trio.Event()
-            self._send(first.node, RankInput(self.launch, data))
+            stream = self._streams[first.node].stream
+            stream.write(data)
+            if self._input_ends:
+                stream.close()
+            elif stream.room < PART_BYTES:
+                self.input_taken = trio.Event()
+            self._send_parts(first.node)
 
     def lose(self, member: Member, why: str) -> None:
         """Note that the link with a machine has ended; detached ranks go on without it."""
@@ -191,13 +194,10 @@ class StartedHere:
             case LaunchPrepared():
                 self._take_answer(seat, message)
             case LaunchPart():
-                self._take_output(seat, message)
+                self._take_part(seat, message)
             case RankEnded() | RankFails():
                 if message.generation == self.state.generation:
                     self._apply(self._judge(node, message))
-            case InputRead():
-                if 0 in seat.ranks:
-                    self.input_taken.set()
             case StopLaunch():
                 self._stop(seat)
             case _:
@@ -217,7 +217,7 @@ class StartedHere:
             raise ProtocolError("a launch was prepared without ports")
         if seat.phase == "asked":
             self._prepared[seat.node] = message
-            self._seated[seat.node] = _Seated(message.offset)
+            self._streams[seat.node] = _MachineStream(message.offset)
             why = f"{seat.name}: {message.refusal}" if message.refusal else ""
             self._apply(decide.prepared(self.state, seat.node, why, now=trio.current_time()))
 
@@ -257,8 +257,8 @@ class StartedHere:
         refusal = f"{self.name_of(node)}: {why}"
         self._apply(decide.prepared(self.state, node, refusal, now=trio.current_time()))
 
-    def _take_output(self, seat: Seat, message: LaunchPart) -> None:
-        """Store what a machine's ranks print.
+    def _take_part(self, seat: Seat, message: LaunchPart) -> None:
+        """Store what a machine's ranks print, and note what input rank 0 has taken.
 
         Output of ranks that can't print is acknowledged and dropped: the launch may have ended
         while it was on its way.
@@ -268,7 +268,9 @@ class StartedHere:
             if message.data:
                 self._send(node, read_of(message))
             return
-        lines = self._seated[node].receive_untrusted(message)
+        lines = self._streams[node].receive_untrusted(message)
+        if 0 in seat.ranks and self._streams[node].stream.room >= PART_BYTES:
+            self.input_taken.set()
         if lines:
             index = next(i for i, seat in enumerate(self.state.seats) if seat.node == node)
             self.spool.append(seated(lines, index))
@@ -276,7 +278,7 @@ class StartedHere:
         self._send_parts(node)
 
     def _send_parts(self, node: NodeId) -> None:
-        for part in self._seated[node].stream.parts(now=trio.current_time()):
+        for part in self._streams[node].stream.parts(now=trio.current_time()):
             self._send(node, LaunchPart(self.launch, *part))
 
     def _note(self, text: str) -> None:
@@ -311,8 +313,9 @@ class StartedHere:
         self._send(node, begin)
         if begin.group == 0:  # it has rank 0
             self.input_taken.set()
-            if self._input_ends:
-                self._send(node, RankInput(self.launch, b""))  # an earlier rank 0 has had all input
+            if self._input_ends:  # an earlier rank 0 has had all input
+                self._streams[node].stream.close()
+                self._send_parts(node)
 
     def _prepare(self, node: NodeId) -> PrepareLaunch:
         seats = self.state.seats

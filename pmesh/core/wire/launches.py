@@ -218,7 +218,8 @@ class GiveUpRank(LaunchMessage, frozen=True, tag=54):
 class LaunchPart(LaunchMessage, frozen=True, tag=45):
     """A part of the stream between the starter and a machine (`pmesh.core.wire.stream`).
 
-    To the starter goes the output of the machine's ranks, as `pmesh.core.launches.lines` writes it.
+    To the starter goes the output of the machine's ranks, as `pmesh.core.launches.lines` writes it;
+    to the machine with rank 0 goes standard input.
     """
 
     offset: _Count
@@ -231,16 +232,6 @@ class LaunchPart(LaunchMessage, frozen=True, tag=45):
     @property
     def part(self) -> Part:
         return Part(self.offset, self.read, self.data, self.ends)
-
-
-class RankInput(LaunchMessage, frozen=True, tag=47):
-    """Standard input for rank 0; no data is its end. One at a time, until InputRead."""
-
-    data: Annotated[bytes, Meta(max_length=PART_BYTES)]
-
-
-class InputRead(LaunchMessage, frozen=True, tag=48):
-    """Rank 0 has taken the input."""
 
 
 class StopLaunch(LaunchMessage, frozen=True, tag=49):
@@ -337,8 +328,6 @@ AnyLaunchMessage: TypeAlias = (
     | RankFails
     | GiveUpRank
     | LaunchPart
-    | RankInput
-    | InputRead
     | StopLaunch
     | FilesMessage
     | NewFilesMessage

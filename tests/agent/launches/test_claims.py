@@ -25,7 +25,6 @@ from pmesh.core.wire.launches import (
     Command,
     Engine,
     FilesStored,
-    InputRead,
     Launch,
     LaunchPart,
     LaunchPrepared,
@@ -33,11 +32,10 @@ from pmesh.core.wire.launches import (
     PrepareLaunch,
     RankEnded,
     RankGroup,
-    RankInput,
     SignalRanks,
     StopLaunch,
 )
-from pmesh.core.wire.stream import PART_BYTES
+from pmesh.core.wire.stream import PART_BYTES, WINDOW_BYTES
 from pmesh.errors import ProtocolError, UsageError
 from pmesh.ids import Incarnation, JobName, Member, NodeId, node_text, path_name, short_node
 from tests.agent.launches.copies import TREE
@@ -212,17 +210,20 @@ async def test_only_the_machine_of_rank_0_has_taken_its_input(tmp_path: Path) ->
     async with launches_in(tmp_path) as here:
         launch = start(here)
         agree(here, ANNA, EVE)
-        launch.send_input(b"1\n")
-        here.launches.receive(EVE, InputRead(ID))
+        inputs = [bytes([number]) * PART_BYTES for number in range(WINDOW_BYTES // PART_BYTES)]
+        for data in inputs:
+            launch.send_input(data)
+        here.launches.receive(EVE, LaunchPart(ID, 0, 0, LINE, to_starter=True))
         launch.lose(EVE, "it has left")
         with pytest.raises(ProtocolError, match="before the last one was taken"):
             launch.send_input(b"2\n")
-        here.launches.receive(ANNA, InputRead(ID))
+        here.launches.receive(ANNA, LaunchPart(ID, 0, PART_BYTES, to_starter=True))
         launch.send_input(b"")
-        here.launches.receive(ANNA, InputRead(ID))
         with pytest.raises(ProtocolError, match="after its end"):
             launch.send_input(b"3\n")
-        assert sent_to(here.anna, RankInput) == [RankInput(ID, b"1\n"), RankInput(ID, b"")]
+        parts = [part for part in sent_to(here.anna, LaunchPart) if isinstance(part, LaunchPart)]
+        assert [part.data for part in parts] == [*inputs, b""]
+        assert [part.ends for part in parts] == [False] * len(inputs) + [True]
 
 
 # --- what an honest starter may send

@@ -28,7 +28,6 @@ from pmesh.core.wire.launches import (
     PrepareLaunch,
     RankEnded,
     RankGroup,
-    RankInput,
     SignalRanks,
     StopLaunch,
 )
@@ -113,11 +112,11 @@ async def test_only_the_starter_of_a_launch_can_begin_signal_or_feed_it(tmp_path
         here.begin()
         for member in (EVE, other_start):
             here.launches.receive(member, SignalRanks(ID, 9))
-            here.launches.receive(member, RankInput(ID, b"forged\n"))
+            here.launches.receive(member, LaunchPart(ID, 0, 0, b"forged\n"))
             here.launches.receive(member, LaunchPart(ID, 0, 2**40))
-        here.launches.receive(ANNA, RankInput(ID, b"mine\n"))
-        await here.anna.next()
-        here.launches.receive(ANNA, RankInput(ID, b""))
+        here.launches.receive(ANNA, LaunchPart(ID, 0, 0, b"mine\n"))
+        assert await here.anna.next() == LaunchPart(ID, 0, 5, to_starter=True)
+        here.launches.receive(ANNA, LaunchPart(ID, 5, 0, ends=True))
         text = ""
         while not isinstance(message := await here.anna.next(), RankEnded):
             if isinstance(message, LaunchPart):
@@ -173,9 +172,8 @@ async def test_what_a_starter_can_not_know_is_refused(tmp_path: Path) -> None:
         here.begin()
         with pytest.raises(ProtocolError, match="beyond what was sent"):
             here.launches.receive(ANNA, LaunchPart(ID, 0, 1))
-        here.launches.receive(ANNA, RankInput(ID, b"1\n"))
-        with pytest.raises(ProtocolError, match="before the last one was taken"):
-            here.launches.receive(ANNA, RankInput(ID, b"2\n"))
+        with pytest.raises(ProtocolError, match="do not fit the window"):
+            here.launches.receive(ANNA, LaunchPart(ID, WINDOW_BYTES, 0, b"1\n"))
 
 
 async def test_a_member_can_start_only_so_many(tmp_path: Path) -> None:
@@ -391,5 +389,5 @@ async def test_a_new_rank_0_learns_that_the_input_has_ended(tmp_path: Path) -> N
             assert isinstance(await here.anna.next(), BeginRanks)
             if generation == 0:
                 launch.send_input(b"")
-            assert await here.anna.next() == RankInput(ID, b"")
+            assert await here.anna.next() == LaunchPart(ID, 0, 0, ends=True)
             here.launches.receive(ANNA, RankEnded(ID, generation, 0, 1))

@@ -202,8 +202,6 @@ def test_the_tags_are_those_of_version_fourteen() -> None:
         43: "SignalRanks",
         44: "RankEnded",
         45: "LaunchPart",
-        47: "RankInput",
-        48: "InputRead",
         49: "StopLaunch",
         50: "AskFiles",
         51: "FilePart",
