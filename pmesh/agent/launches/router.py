@@ -39,8 +39,6 @@ from pmesh.core.wire.launches import (
     AskNewContents,
     AskNewFiles,
     BeginRanks,
-    FilePart,
-    FilesStored,
     GiveUpRank,
     Launch,
     LaunchHost,
@@ -48,8 +46,6 @@ from pmesh.core.wire.launches import (
     LaunchPrepared,
     LaunchRow,
     NewFiles,
-    NewPart,
-    NewStored,
     PrepareLaunch,
     SignalNumber,
     SignalRanks,
@@ -168,10 +164,10 @@ class Launches:
         match message:
             case PrepareLaunch():
                 self._ask(member, message)
-            case AskFiles() | FilePart() | FilesStored():
+            case AskFiles() | LaunchPart(stream="files"):
                 launch = self.started.get(message.launch)
                 self.syncing.receive_untrusted(member, message, launch)
-            case AskNewFiles() | NewFiles() | AskNewContents() | NewPart() | NewStored():
+            case AskNewFiles() | NewFiles() | AskNewContents() | LaunchPart(stream="new files"):
                 self.fetching.receive_untrusted(member, message)
             case BeginRanks() | SignalRanks() | GiveUpRank() | LaunchPart(to_starter=False):
                 if isinstance(message, SignalRanks):

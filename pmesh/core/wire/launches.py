@@ -36,6 +36,7 @@ SignalNumber: TypeAlias = Literal[1, 2, 9, 15]
 Failure: TypeAlias = Literal["at once", "in a fixed job", "no more"]
 """How a rank fails: in its first run, before it has completed an op; in a job that nobody can enter
 while it runs; or not any more, as it has completed an op since."""
+StreamName: TypeAlias = Literal["ranks", "files", "new files"]
 _Count = Annotated[int, Meta(ge=0, le=2**62)]
 _Rank = Annotated[int, Meta(ge=0, le=MAX_TRAINERS - 1)]
 _RankOrNone = Annotated[int, Meta(ge=-1, le=MAX_TRAINERS - 1)]
@@ -216,10 +217,13 @@ class GiveUpRank(LaunchMessage, frozen=True, tag=54):
 
 
 class LaunchPart(LaunchMessage, frozen=True, tag=45):
-    """A part of the stream between the starter and a machine (`pmesh.core.wire.stream`).
+    """A part of a stream between the starter and a machine (`pmesh.core.wire.stream`).
 
-    To the starter goes the output of the machine's ranks, as `pmesh.core.launches.lines` writes it;
-    to the machine with rank 0 goes standard input.
+    The stream `ranks` brings the output of the machine's ranks to the starter, as
+    `pmesh.core.launches.lines` writes it, and standard input to the machine with rank 0. The other
+    streams bring the contents that were asked for, one after the other: `files` those of AskFiles
+    to a machine, `new files` those of AskNewContents to the starter. There, acknowledgements are
+    also repeated as a sign of life.
     """
 
     offset: _Count
@@ -228,6 +232,9 @@ class LaunchPart(LaunchMessage, frozen=True, tag=45):
     ends: bool = False
     to_starter: bool = False
     """A machine may be both ends of a stream."""
+    stream: StreamName = "ranks"
+    number: _Count = 0
+    """Of the question for files."""
 
     @property
     def part(self) -> Part:
@@ -239,7 +246,7 @@ class StopLaunch(LaunchMessage, frozen=True, tag=49):
 
 
 class AskFiles(LaunchMessage, frozen=True, tag=50):
-    """Before LaunchPrepared: the sender lacks files. The starter answers with FileParts."""
+    """Before LaunchPrepared: the sender lacks files. The starter sends them as a stream."""
 
     pull: _Count
     """The number of this question; a new one takes the place of the last one."""
@@ -247,21 +254,6 @@ class AskFiles(LaunchMessage, frozen=True, tag=50):
         tuple[Annotated[int, Meta(ge=0, le=MAX_ENTRIES - 1)], ...], Meta(max_length=MAX_ENTRIES)
     ] = ()
     """Indices of contents of the tree, ascending; empty for the tree itself."""
-
-
-class FilePart(LaunchMessage, frozen=True, tag=51):
-    """Some bytes of all the contents that were asked for, one after the other."""
-
-    pull: _Count
-    offset: _Count
-    data: Annotated[bytes, Meta(min_length=1, max_length=PART_BYTES)]
-
-
-class FilesStored(LaunchMessage, frozen=True, tag=52):
-    """The sender has stored the bytes up to here; also repeated as a sign of life."""
-
-    pull: _Count
-    offset: _Count
 
 
 class NewFile(msgspec.Struct, frozen=True, array_like=True):
@@ -294,7 +286,7 @@ class NewFiles(LaunchMessage, frozen=True, tag=56):
 
 
 class AskNewContents(LaunchMessage, frozen=True, tag=57):
-    """As AskFiles, for the tree of the last NewFiles; answered by NewParts."""
+    """As AskFiles, for the tree of the last NewFiles."""
 
     number: _Count
     wanted: Annotated[
@@ -302,23 +294,7 @@ class AskNewContents(LaunchMessage, frozen=True, tag=57):
     ] = ()
 
 
-class NewPart(LaunchMessage, frozen=True, tag=58):
-    """As FilePart, from a machine that has run ranks to the starter."""
-
-    number: _Count
-    offset: _Count
-    data: Annotated[bytes, Meta(min_length=1, max_length=PART_BYTES)]
-
-
-class NewStored(LaunchMessage, frozen=True, tag=59):
-    """As FilesStored."""
-
-    number: _Count
-    offset: _Count
-
-
-FilesMessage: TypeAlias = AskFiles | FilePart | FilesStored
-NewFilesMessage: TypeAlias = AskNewFiles | NewFiles | AskNewContents | NewPart | NewStored
+NewFilesMessage: TypeAlias = AskNewFiles | NewFiles | AskNewContents
 AnyLaunchMessage: TypeAlias = (
     PrepareLaunch
     | LaunchPrepared
@@ -329,7 +305,7 @@ AnyLaunchMessage: TypeAlias = (
     | GiveUpRank
     | LaunchPart
     | StopLaunch
-    | FilesMessage
+    | AskFiles
     | NewFilesMessage
 )
 

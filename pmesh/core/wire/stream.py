@@ -67,6 +67,11 @@ class Stream:
         return self._end
 
     @property
+    def acknowledged(self) -> int:
+        """The offset behind all that the other end has consumed."""
+        return self._acknowledged
+
+    @property
     def is_acknowledged(self) -> bool:
         """The other end has consumed all that was written."""
         return self._acknowledged == self._end
@@ -101,7 +106,11 @@ class Stream:
             yield self._part(data, ends=ends)
             self._sent += len(data) + ends
         if self._told != self._read:
-            yield self._part()
+            yield self.acknowledgement()
+
+    def acknowledgement(self) -> Part:
+        """Return a part without bytes, which says what was consumed."""
+        return self._part()
 
     def _part(self, data: bytes = b"", *, ends: bool = False) -> Part:
         self._told = self._read

@@ -24,7 +24,6 @@ from pmesh.core.wire.launches import (
     BeginRanks,
     Command,
     Engine,
-    FilesStored,
     Launch,
     LaunchPart,
     LaunchPrepared,
@@ -38,7 +37,7 @@ from pmesh.core.wire.launches import (
 from pmesh.core.wire.stream import PART_BYTES, WINDOW_BYTES
 from pmesh.errors import ProtocolError, UsageError
 from pmesh.ids import Incarnation, JobName, Member, NodeId, node_text, path_name, short_node
-from tests.agent.launches.copies import TREE
+from tests.agent.launches.copies import TREE, files_stored
 from tests.agent.launches.here import ANNA, EVE, ID, ME, FakePeer, Here, asks, launches_in
 from tests.worlds.builders import make_view
 
@@ -186,7 +185,7 @@ async def test_a_machine_can_not_make_others_that_have_agreed_wait(
         agree(here, ANNA)
         with trio.move_on_after(ANSWER_S + 1):
             while True:
-                here.launches.receive(EVE, FilesStored(ID, 1, 0))
+                here.launches.receive(EVE, files_stored(1, 0))
                 await trio.sleep(1)
         assert launch.is_over
         assert "has not answered" in launch.refusal

@@ -204,15 +204,11 @@ def test_the_tags_are_those_of_version_fourteen() -> None:
         45: "LaunchPart",
         49: "StopLaunch",
         50: "AskFiles",
-        51: "FilePart",
-        52: "FilesStored",
         53: "RankFails",
         54: "GiveUpRank",
         55: "AskNewFiles",
         56: "NewFiles",
         57: "AskNewContents",
-        58: "NewPart",
-        59: "NewStored",
     }
 
 
