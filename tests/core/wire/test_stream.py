@@ -102,6 +102,25 @@ def test_of_a_part_that_is_cut_anew_only_the_new_bytes_are_received() -> None:
     assert other.receive_untrusted(again, now=0.0) == b"d"
 
 
+def test_what_follows_a_lost_part_is_not_received_before_it() -> None:
+    one, other = Stream(), Stream()
+    one.write(bytes(PART_BYTES) + b"abc")
+    _, later = one.parts(now=0.0)
+    assert other.receive_untrusted(later, now=0.0) == b""
+    one.resume()
+    assert move(one, other) == bytes(PART_BYTES) + b"abc"
+
+
+def test_an_end_that_comes_by_itself_is_acknowledged() -> None:
+    one, other = Stream(), Stream()
+    one.write(b"abc")
+    assert move(one, other) == b"abc"
+    one.close()
+    (end,) = one.parts(now=0.0)
+    assert other.receive_untrusted(end, now=0.0) == b""
+    assert list(other.parts(now=0.0)) == [Part(0, 4)]
+
+
 @pytest.mark.parametrize("data", [b"", b"abc", bytes(WINDOW_BYTES)])
 def test_the_end_comes_behind_the_last_byte_and_is_acknowledged(data: bytes) -> None:
     one, other = Stream(), Stream()
@@ -148,6 +167,8 @@ class _End:
 
 
 SIDES = st.sampled_from([0, 1])
+FATE_TIMES = {"comes": 1, "is lost": 0, "comes twice": 2}
+FATES = st.sampled_from(list(FATE_TIMES))
 
 
 class StreamMachine(RuleBasedStateMachine):
@@ -179,11 +200,13 @@ class StreamMachine(RuleBasedStateMachine):
         end = self.ends[side]
         end.wire.extend(end.stream.parts(now=self.now))
 
-    @rule(side=SIDES, most=st.integers(1, 8))
-    def receive(self, side: int, most: int) -> None:
+    @rule(side=SIDES, fates=st.lists(FATES, min_size=1, max_size=8))
+    def receive(self, side: int, fates: list[str]) -> None:
         wire = self.ends[1 - side].wire
-        for _ in range(min(most, len(wire))):
-            self._take(side, wire.popleft())
+        for fate in fates[: len(wire)]:
+            part = wire.popleft()
+            for _ in range(FATE_TIMES[fate]):
+                self._take(side, part)
 
     def _take(self, side: int, part: Part) -> None:
         self.old = [*self.old[-20:], (side, part)]
@@ -198,11 +221,6 @@ class StreamMachine(RuleBasedStateMachine):
         nbytes = min(nbytes, end.unconsumed)
         end.stream.consume(nbytes)
         end.unconsumed -= nbytes
-
-    @rule(side=SIDES, most=st.integers(1, 8))
-    def lose(self, side: int, most: int) -> None:
-        for _ in range(min(most, len(self.ends[side].wire))):
-            self.ends[side].wire.popleft()
 
     @precondition(lambda self: self.old)
     @rule(data=st.data())
@@ -238,7 +256,7 @@ class StreamMachine(RuleBasedStateMachine):
             for side, end in enumerate(self.ends):
                 self.consume(side, WINDOW_BYTES)
                 self.send(side)
-                self.receive(1 - side, len(end.wire))
+                self.receive(1 - side, ["comes"] * len(end.wire))
         for one, other in (self.ends, self.ends[::-1]):
             assert other.came == one.wrote
             assert one.stream.is_acknowledged
