@@ -41,7 +41,6 @@ from pmesh.core.wire.launches import (
     MAX_COMMAND_TEXT,
     MAX_COMMAND_WORDS,
     MAX_JOB_NAME,
-    MAX_OUTPUT_BYTES,
     MAX_PORTS,
     MAX_RESTARTS,
     MAX_TERM_S,
@@ -69,6 +68,7 @@ from pmesh.core.wire.session import (
     decode_reply_untrusted,
     encode,
 )
+from pmesh.core.wire.stream import PART_BYTES
 from pmesh.errors import AgentNotRunning, AgentStopped, ConfigError, ProtocolError
 from pmesh.home_paths import home_directory, path_below, socket_path
 from pmesh.ids import MAX_NAME, PRINTABLE, SHORT_ID, path_name
@@ -443,7 +443,7 @@ async def _pass_input_on(agent: AgentStream, taken: trio.MemoryReceiveChannel[No
     while True:
         try:
             data = await trio.to_thread.run_sync(
-                os.read, sys.stdin.fileno(), MAX_OUTPUT_BYTES, abandon_on_cancel=True
+                os.read, sys.stdin.fileno(), PART_BYTES, abandon_on_cancel=True
             )
         except (OSError, ValueError):  # it is closed
             data = b""

@@ -9,9 +9,10 @@ links       addresses (which to dial first), dialing (when), health (what a sile
             used, for users), delivery (each message once and in order, over any path), relaying
             (what a third machine forwards)
 wire        framing (lengths, first bytes), channels (who receives which message between agents),
-            link, probes, views, lanes, p2p, store, relays and launches (the messages of each),
-            calls (what an op is called with), session (messages between trainer and agent), tree
-            (directories that are sent), records (sealed lane records), subflows (one lane over
+            stream (bytes with a window, in parts of messages), link, probes, views, lanes, p2p,
+            store, relays and launches (the messages of each), calls (what an op is called with),
+            session (messages between trainer and agent), tree (directories that are sent),
+            records (sealed lane records), subflows (one lane over
             several connections)
 values      views, rosters, trainers, verdicts: the values that agents agree on
 topology    graph (the machines, and what was measured of each edge), ring (the best order), ranks

@@ -27,11 +27,11 @@ from pmesh.core.links.delivery import PREFIX_BYTES, Packet
 from pmesh.core.values import View
 from pmesh.core.wire.channels import MAX_MESSAGE_BYTES, Message
 from pmesh.core.wire.launches import (
-    MAX_OUTPUT_BYTES,
+    LaunchPart,
     LaunchPrepared,
     PrepareLaunch,
-    RankOutput,
 )
+from pmesh.core.wire.stream import PART_BYTES
 from pmesh.core.wire.views import Commit, Heartbeat, TellView
 from pmesh.errors import ProtocolError
 from pmesh.ids import NodeId, node_text
@@ -206,7 +206,8 @@ def output_of(asked: PrepareLaunch) -> Iterator[AnyMessage]:
     """It refuses to run the command, and has output all the same."""
     yield LaunchPrepared(asked.launch, "no")
     for number in range(LIES_OF_OUTPUT):
-        yield RankOutput(asked.launch, number * MAX_OUTPUT_BYTES, bytes(MAX_OUTPUT_BYTES))
+        data = bytes(PART_BYTES)
+        yield LaunchPart(asked.launch, number * PART_BYTES, 0, data, to_starter=True)
 
 
 def _be(order: Order) -> None:

@@ -31,10 +31,10 @@ from pmesh.core.wire.lanes import OfferLane, Splice
 from pmesh.core.wire.launches import (
     BeginRanks,
     Command,
+    LaunchPart,
     LaunchTerms,
     PrepareLaunch,
     RankGroup,
-    RankOutput,
     Variable,
 )
 from pmesh.core.wire.link import (
@@ -47,7 +47,8 @@ from pmesh.core.wire.link import (
 )
 from pmesh.core.wire.records import Preamble, encode_preamble
 from pmesh.core.wire.relays import Relay
-from pmesh.core.wire.store import MAX_STORE_PART_BYTES, StorePart
+from pmesh.core.wire.store import StorePart
+from pmesh.core.wire.stream import PART_BYTES
 from pmesh.core.wire.views import Heartbeat
 from pmesh.errors import PmeshError, ProtocolError
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, TrainerId, path_name
@@ -226,7 +227,7 @@ async def write_to_stores(life: Life) -> None:
     """Parts of stores of jobs and rosters that nobody knows, and of such as it has heard of."""
     for number in range(MANY_MESSAGES):
         job = JobName(life.dice.choice(("honest", "shared", f"nobody's {number}")))
-        data = bytes(life.dice.choice((0, 8, MAX_STORE_PART_BYTES)))
+        data = bytes(life.dice.choice((0, 8, PART_BYTES)))
         await life.send([StorePart(job, life.dice.getrandbits(61), 0, 0, data)])
 
 
@@ -240,7 +241,8 @@ async def launch(life: Life) -> None:
         )
         asks = PrepareLaunch(number, JobName("x"), command, LaunchTerms(), 0, nodes, (), 1)
         await life.send([asks, BeginRanks(number, 0, 0, (RankGroup(1),))])
-        await life.send(RankOutput(number, 0, bytes(32 * 1024)) for _ in range(10))
+        part = LaunchPart(number, 0, 0, bytes(PART_BYTES), to_starter=True)
+        await life.send([part] * 10)
 
 
 ACTIONS: dict[str, Callable[[Life], Awaitable[None]]] = {

@@ -12,7 +12,7 @@ from typing import Any, get_args
 import msgspec
 from msgspec import inspect
 
-from pmesh.core.store.pipe import Part, Pipe
+from pmesh.core.store.pipe import Pipe
 from pmesh.core.wire.framing import frame
 from pmesh.core.wire.store import (
     MAX_COMMAND_BYTES,
@@ -29,11 +29,11 @@ from pmesh.core.wire.store import (
     StoreMessage,
     decode_message_untrusted,
 )
+from pmesh.core.wire.stream import Part
 from tools.fuzz.liar import Liar
 from tools.fuzz.parts import children, example
 
 SHARE = 0.1  # of the turns in which the stream is looked at
-MOST_UNREAD_BYTES = 256 * 1024
 MANY_KEYS, MANY_QUESTIONS, MANY_CALLS = 30_000, 1500, 30_000
 HIGHEST = 2**62
 
@@ -117,18 +117,12 @@ def lie_about_stores(
 
     @wraps(parts)
     def say(pipe: Pipe, *, now: float) -> Iterator[Part]:
-        kept = pipe._kept  # noqa: SLF001 - what is said next goes there
-        if (
-            begun()
-            and on(pipe)
-            and last
-            and len(kept) < MOST_UNREAD_BYTES
-            and liar.dice.random() < SHARE
-        ):
+        stream = pipe._stream  # noqa: SLF001 - what is said next goes there
+        if begun() and on(pipe) and last and stream.room > 0 and liar.dice.random() < SHARE:
             known = sequences(*last)
             choice = [known[only]] if only else [liar.anything, *known.values()]
             said = liar.dice.choice(choice)()
-            kept += b"".join(frame(msgspec.msgpack.encode(message)) for message in said)
+            stream.write(b"".join(frame(msgspec.msgpack.encode(message)) for message in said))
         return parts(pipe, now=now)
 
     setattr(Pipe, "receive_untrusted", listen)  # noqa: B010 - a type checker would not have it

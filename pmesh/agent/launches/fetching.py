@@ -26,13 +26,13 @@ from pmesh.core.wire.launches import (
     AskNewContents,
     AskNewFiles,
     FetchedFiles,
+    LaunchPart,
     NewFile,
     NewFiles,
     NewFilesMessage,
-    NewPart,
-    NewStored,
     TreeName,
 )
+from pmesh.core.wire.stream import Part
 from pmesh.core.wire.tree import (
     MAX_ENTRIES,
     MAX_PATH,
@@ -143,7 +143,7 @@ class Fetching:
         self._numbers = itertools.count(1)
         self._asked: dict[int, _Asked] = {}
 
-    def receive_untrusted(self, member: Member, message: NewFilesMessage) -> None:
+    def receive_untrusted(self, member: Member, message: NewFilesMessage | LaunchPart) -> None:
         """Take a message. Raises ProtocolError for what no honest machine would send."""
         node = member.node
         match message:
@@ -151,17 +151,17 @@ class Fetching:
                 self._nursery.start_soon(self._answer, member, message)
             case AskNewContents():
                 self._begin_push(node, message)
-            case NewStored(_, number, offset):
+            case LaunchPart(to_starter=False):
                 if node in self._pushes:
-                    self._pushes[node].acknowledge_untrusted(number, offset)
+                    self._pushes[node].receive_untrusted(message)
             case NewFiles():
                 asked = self._asked.get(message.number)
                 if asked is not None and asked.node == node:
                     asked.take(message)
-            case NewPart(_, number, offset, data):
-                asked = self._asked.get(number)
+            case LaunchPart():
+                asked = self._asked.get(message.number)
                 if asked is not None and asked.node == node:
-                    asked.pull.receive_untrusted(offset, data)
+                    asked.pull.receive_untrusted(message.part)
 
     def follow_links(self) -> None:
         """End the transfers over links that have ended."""
@@ -237,14 +237,14 @@ class Fetching:
         self._nursery.start_soon(self._run_push, push, node, message.launch)
 
     async def _run_push(self, push: Push, node: NodeId, launch: PathName) -> None:
+        def send(part: Part) -> None:
+            number = push.number
+            message = LaunchPart(launch, *part, to_starter=True, stream="new files", number=number)
+            self._send(node, message)
+
         with self._contain("new files of a launch"), push.scope:
             try:
-                await push.send_all(
-                    self._store,
-                    lambda offset, data: self._send(
-                        node, NewPart(launch, push.number, offset, data)
-                    ),
-                )
+                await push.send_all(self._store, send)
             except OSError as e:
                 self._send(node, NewFiles(launch, push.number, sentence(str(e.strerror or e))))
 
@@ -319,7 +319,10 @@ class Fetching:
         pull.begin(number, contents)
         self._send(node, AskNewContents(launch, number, tuple(wanted)))
         await pull.store_all(
-            self._store, lambda stored: self._send(node, NewStored(launch, number, stored))
+            self._store,
+            lambda part: self._send(
+                node, LaunchPart(launch, *part, stream="new files", number=number)
+            ),
         )
 
 

@@ -212,17 +212,19 @@ class ContentsReceiver:
         self._store = store
         self._new: NewContent | None = None
 
-    def write(self, slices: Iterable[tuple[Slice, bytes]]) -> None:
-        """Write some more.
+    def write(self, slices: Iterable[Slice], data: bytes) -> None:
+        """Write some more, the bytes of these slices.
 
         Raises:
             OSError: The disk is full.
             UsageError: A content has another hash than was announced.
         """
-        for (content, start, nbytes), data in slices:
+        begin = 0
+        for content, start, nbytes in slices:
             if self._new is None:
                 self._new = self._store.new()
-            self._new.write(data)
+            self._new.write(data[begin : begin + nbytes])
+            begin += nbytes
             if start + nbytes == content.nbytes:
                 if self._new.content != content:
                     raise UsageError("a file that was sent is not what was announced")

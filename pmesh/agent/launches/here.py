@@ -1,5 +1,6 @@
 """The ranks of one launch on this machine: their processes, and their output."""
 
+import math
 import os
 import signal
 from collections.abc import Callable, Mapping
@@ -15,24 +16,21 @@ from pmesh.core.launches.lines import ERROR, MACHINE, OUT, LineSplitter, note
 from pmesh.core.launches.part import Part, PartStep, Report, Say, SignalRank, StartRank, Warn
 from pmesh.core.launches.restarts import exit_code
 from pmesh.core.wire.launches import (
-    MAX_OUTPUT_BYTES,
     AnyLaunchMessage,
     BeginRanks,
     Command,
-    InputRead,
+    LaunchPart,
     PrepareLaunch,
     RankEnded,
     RankFails,
-    RankInput,
-    RankOutput,
 )
+from pmesh.core.wire.stream import PART_BYTES, Stream
 from pmesh.errors import ProtocolError, UsageError
 from pmesh.home_paths import COPY_VARIABLE, remove_tree
 from pmesh.ids import Member, PathName, path_name
 from pmesh.net.sessions.groups import PipedChild, start_piped_group
 from pmesh.net.sessions.spool import Spool
 
-WINDOW_BYTES = 8 * MAX_OUTPUT_BYTES  # on the way to the starter: heartbeats must pass, too
 DRAIN_S = 1.0  # a process that has left the group may hold a pipe open for ever
 UNSTARTED_S = 60.0  # the starter begins, or cancels, within seconds
 UNSTARTED_SYNCED_S = 3600.0  # longer with --sync: others may still take files over a slow line
@@ -53,6 +51,7 @@ class PartHere:
         link: object | None,
         home: Path,
         spool: Spool,
+        begin: int,
         send: Callable[[AnyLaunchMessage], None],
         nursery: trio.Nursery,
         contain: Contain,
@@ -80,12 +79,14 @@ class PartHere:
         self._reports = list[tuple[int, RankEnded | RankFails]]()
         """The reports, sent or not yet, each with the offset up to which output must go first."""
         self._reported = 0
-        self._sent = self._read = spool.end
+        self._stream = Stream(begin=begin, again_s=math.inf)
+        self._taken = 0
+        """The offset in the spool behind what was written to the stream."""
         self._connected = True
         self._changed = trio.Event()
         self._scope = trio.CancelScope()
-        self._input_ends = False
-        self._feed, self._fed = trio.open_memory_channel[bytes](1)
+        self._input = bytearray()
+        """What rank 0 has not taken."""
 
     @property
     def launch(self) -> PathName:
@@ -119,6 +120,11 @@ class PartHere:
         if not codes or None in codes:
             return None
         return next((exit_code(code) for code in codes if code), 0)
+
+    @property
+    def written(self) -> int:
+        """The offset behind all output that was sent."""
+        return self._stream.written
 
     @property
     def has_begun(self) -> bool:
@@ -196,11 +202,10 @@ class PartHere:
             if child.session == session:
                 self._apply(decide.op_completed(self.state, rank, syncs=syncs))
 
-    def read_up_to(self, offset: int) -> None:
-        """Note up to where the starter has stored output. Raises ProtocolError if it can't have."""
-        if offset > self.spool.end:  # it may be output that was sent over an earlier link
-            raise ProtocolError("output was acknowledged that was never sent")
-        self._read = max(self._read, offset)
+    def take_part(self, message: LaunchPart) -> None:
+        """Take input for rank 0, and note which output the starter has stored."""
+        self._input += self._stream.receive_untrusted(message.part, now=trio.current_time())
+        self._send_parts()
         self._tell()
 
     def follow(self, link: object | None) -> None:
@@ -212,16 +217,10 @@ class PartHere:
         self._link = link
         if link is not None:
             self._connected = True
-            self._sent = self._read
             self._reported = 0
+            self._stream.resume()
+            self._send_parts()
             self._tell()
-
-    def take_input(self, message: RankInput) -> None:
-        """Pass input on to rank 0. Raises ProtocolError if the starter has not waited."""
-        try:
-            self._feed.send_nowait(message.data)
-        except trio.WouldBlock:
-            raise ProtocolError("input came before the last one was taken") from None
 
     def _lose_starter(self) -> None:
         """End all ranks, unless they are detached: the link with the starter has ended."""
@@ -264,7 +263,8 @@ class PartHere:
 
     @property
     def _is_done(self) -> bool:
-        is_read = self._reported == len(self._reports) and self._read == self.spool.end
+        is_sent = (self._reported, self._taken) == (len(self._reports), self.spool.end)
+        is_read = is_sent and self._stream.is_acknowledged
         awaited = self._connected or self.prepare.terms.detach
         return self.is_over and (is_read or not awaited)
 
@@ -335,16 +335,23 @@ class PartHere:
 
     async def _feed_input(self, stdin: trio.abc.SendStream, scope: trio.CancelScope) -> None:
         with scope:
-            while not self._input_ends:
-                data = await self._fed.receive()
-                self._input_ends = not data
+            while data := await self._next_input():
                 try:
                     await stdin.send_all(data)
                 except trio.BrokenResourceError:
                     pass  # rank 0 does not read it
                 finally:  # it may also end before it has read this: the next run gets what follows
-                    self._send(InputRead(self.prepare.launch))
+                    self._stream.consume(len(data))
+                    self._send_parts()
             await stdin.aclose()
+
+    async def _next_input(self) -> bytes:
+        """Wait for input, and return it; b"" at its end."""
+        while not (self._input or self._stream.has_ended):
+            await self._changed.wait()
+        data = bytes(self._input[:PART_BYTES])
+        del self._input[: len(data)]
+        return data
 
     def _environment(self, rank: int) -> Mapping[str, str]:
         """Return the variables of a rank; writes the files that the engine wants."""
@@ -380,20 +387,23 @@ class PartHere:
         """Send one message; return False if there is none to send now."""
         if self._reported < len(self._reports):
             after, ended = self._reports[self._reported]
-            if self._sent >= after:
+            if self._taken >= after:
                 self._send(ended)
                 self._reported += 1
                 self._tell()
                 return True
-        if self._sent - self._read >= WINDOW_BYTES or self._sent >= self.spool.end:
+        if self._stream.room < PART_BYTES or self._taken >= self.spool.end:
             return False
-        offset = self._sent
-        piece = await self.spool.read_soon(offset, MAX_OUTPUT_BYTES)
-        if offset != self._sent or not self._connected:
-            return True  # the link has changed meanwhile
-        self._sent = piece.offset + len(piece.data)
-        if piece.data:
-            self._send(RankOutput(self.prepare.launch, piece.offset, piece.data))
+        offset, lines = await self.spool.read_soon(self._taken, PART_BYTES)
+        if offset > self._taken:
+            text = f"{offset - self._taken} bytes of output are lost: too much waited"
+            self._taken, lines = offset, note(MACHINE, text)
         else:
-            self._read = self._sent  # its files are lost: nobody can read the rest
+            self._taken += len(lines)
+        self._stream.write(lines)
+        self._send_parts()
         return True
+
+    def _send_parts(self) -> None:
+        for part in self._stream.parts(now=trio.current_time()):
+            self._send(LaunchPart(self.launch, *part, to_starter=True))

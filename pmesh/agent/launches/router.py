@@ -39,20 +39,14 @@ from pmesh.core.wire.launches import (
     AskNewContents,
     AskNewFiles,
     BeginRanks,
-    FilePart,
-    FilesStored,
     GiveUpRank,
     Launch,
     LaunchHost,
+    LaunchPart,
     LaunchPrepared,
     LaunchRow,
     NewFiles,
-    NewPart,
-    NewStored,
-    OutputRead,
     PrepareLaunch,
-    RankInput,
-    RankOutput,
     SignalNumber,
     SignalRanks,
     StopLaunch,
@@ -71,7 +65,7 @@ MAX_ASKED = 16  # questions of one member at once: each has 256 KiB, and takes a
 ENDS_S = 10.0  # for the ranks of the last attempt, which a lost link has ended, to be gone
 AGAIN_S = 60.0  # a member that is refused again and again is no news
 
-_ToPart: TypeAlias = BeginRanks | SignalRanks | GiveUpRank | OutputRead | RankInput
+_ToPart: TypeAlias = BeginRanks | SignalRanks | GiveUpRank | LaunchPart
 
 _Kept = TypeVar("_Kept", StartedHere, PartHere)
 _Key = TypeVar("_Key")
@@ -170,12 +164,12 @@ class Launches:
         match message:
             case PrepareLaunch():
                 self._ask(member, message)
-            case AskFiles() | FilePart() | FilesStored():
+            case AskFiles() | LaunchPart(stream="files"):
                 launch = self.started.get(message.launch)
                 self.syncing.receive_untrusted(member, message, launch)
-            case AskNewFiles() | NewFiles() | AskNewContents() | NewPart() | NewStored():
+            case AskNewFiles() | NewFiles() | AskNewContents() | LaunchPart(stream="new files"):
                 self.fetching.receive_untrusted(member, message)
-            case BeginRanks() | SignalRanks() | GiveUpRank() | OutputRead() | RankInput():
+            case BeginRanks() | SignalRanks() | GiveUpRank() | LaunchPart(to_starter=False):
                 if isinstance(message, SignalRanks):
                     self._withdraw(member, message.launch)
                 part = self.parts.get((member.node, message.launch))
@@ -185,7 +179,7 @@ class Launches:
                 launch = self.started.get(message.launch)
                 if launch is not None:
                     launch.receive(member.node, message)
-                elif isinstance(message, RankOutput):  # that launch is forgotten here
+                elif isinstance(message, LaunchPart) and message.data:  # it is forgotten here
                     self.send(member.node, read_of(message))
 
     def _pass_on(self, part: PartHere, message: _ToPart) -> None:
@@ -199,10 +193,8 @@ class Launches:
                 part.end(number)
             case GiveUpRank(_, generation, rank):
                 part.give_up(generation, rank)
-            case OutputRead(_, offset):
-                part.read_up_to(offset)
-            case RankInput():
-                part.take_input(message)
+            case LaunchPart():
+                part.take_part(message)
 
     def rank_is(self, pid: int, number: int) -> None:
         """Note the rank of a program in its job; the program may be a rank of a launch."""
@@ -254,8 +246,8 @@ class Launches:
         found = await self._check(question, message)
         ports = await trio.to_thread.run_sync(free_ports, 2 * message.ranks)
         before = self.parts.get((member.node, message.launch))
-        begin = 0 if before is None else before.spool.end  # it may still be acknowledged
-        spool = self._spool("part", lambda e: note(MACHINE, _full_disk(e)), begin=begin)
+        begin = 0 if before is None else before.written  # it may still be acknowledged
+        spool = self._spool("part", lambda e: note(MACHINE, _full_disk(e)))
         part = PartHere(
             message,
             found,
@@ -263,6 +255,7 @@ class Launches:
             link=self._link_with(member),
             home=self._home,
             spool=spool,
+            begin=begin,
             send=partial(self.send, member.node),
             nursery=self._nursery,
             contain=self._contain,
@@ -396,9 +389,9 @@ class Launches:
         own = (link.current.hosts[0] for link in links.values() if link.current is not None)
         return next((host for hosts in own for host in sorted(hosts) if ":" not in host), LOOPBACK)
 
-    def _spool(self, kind: str, describe: Callable[[OSError], bytes], *, begin: int = 0) -> Spool:
+    def _spool(self, kind: str, describe: Callable[[OSError], bytes]) -> Spool:
         directory = self._home / "launches" / path_name(f"{kind}-{next(self._spools)}")
-        return Spool(directory, begin=begin, describe=describe)
+        return Spool(directory, describe=describe)
 
     def _seats(self, request: Launch | AskHosts) -> list[Seat]:
         here = {seat.member.node: self._names.of_seat(seat) for seat in self._view().seats}

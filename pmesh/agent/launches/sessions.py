@@ -154,7 +154,7 @@ def _began(launch: StartedHere | PartHere) -> LaunchBegan:
 async def _follow(session: Session, launch: StartedHere | PartHere, *, follow: bool) -> None:
     """Send the output as fast as the program reads it."""
     await session.send(_began(launch))
-    offset = launch.spool.begin
+    offset = 0
     while True:
         is_over = launch.is_over  # read first: nothing is written after the end
         piece = await launch.spool.read_soon(offset, LINES_BYTES)

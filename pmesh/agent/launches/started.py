@@ -1,5 +1,6 @@
 """A launch that was started on this machine: its questions, its output, its end."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
@@ -24,19 +25,17 @@ from pmesh.core.wire.launches import (
     BeginRanks,
     Command,
     GiveUpRank,
-    InputRead,
     Launch,
+    LaunchPart,
     LaunchPrepared,
-    OutputRead,
     PrepareLaunch,
     RankEnded,
     RankFails,
-    RankInput,
-    RankOutput,
     SignalNumber,
     SignalRanks,
     StopLaunch,
 )
+from pmesh.core.wire.stream import PART_BYTES, Stream
 from pmesh.errors import ProtocolError
 from pmesh.ids import JobName, Member, NodeId, PathName
 from pmesh.net.sessions.spool import Spool
@@ -46,9 +45,26 @@ _SIGTERM: SignalNumber = 15
 Deliver = Callable[[NodeId, AnyLaunchMessage], None]
 
 
-def read_of(message: RankOutput) -> OutputRead:
-    """Return the acknowledgement of output, after which more may come."""
-    return OutputRead(message.launch, message.offset + len(message.data))
+def read_of(message: LaunchPart) -> LaunchPart:
+    """Return the acknowledgement of output that is dropped, after which more may come."""
+    return LaunchPart(message.launch, 0, message.offset + len(message.data))
+
+
+class _MachineStream:
+    """The stream with a machine, and the lines in it."""
+
+    def __init__(self, begin: int) -> None:
+        self.stream = Stream(far_begin=begin, again_s=math.inf)
+        self._torn = b""
+
+    def receive_untrusted(self, message: LaunchPart) -> bytes:
+        """Return the lines that are whole now. Raises ProtocolError if one does not end."""
+        data = self.stream.receive_untrusted(message.part, now=trio.current_time())
+        self.stream.consume(len(data))
+        lines, newline, self._torn = (self._torn + data).rpartition(b"\n")
+        if len(self._torn) > PART_BYTES:
+            raise ProtocolError("a line of output that does not end")
+        return lines + newline
 
 
 class StartedHere:
@@ -84,7 +100,7 @@ class StartedHere:
         )
         self._send = send
         self._prepared: dict[NodeId, LaunchPrepared] = {}
-        self._read: dict[NodeId, int] = {}
+        self._streams: dict[NodeId, _MachineStream] = {}
         self._lost: dict[NodeId, Member] = {}
         self._questions = Counter[NodeId]()
         self._heard_at = self.since
@@ -141,8 +157,13 @@ class StartedHere:
         self._input_ends = not data
         first = next((seat for seat in self.state.seats if 0 in seat.ranks), None)
         if first is not None and first.phase == "runs":
-            self.input_taken = trio.Event()
-            self._send(first.node, RankInput(self.launch, data))
+            stream = self._streams[first.node].stream
+            stream.write(data)
+            if self._input_ends:
+                stream.close()
+            elif stream.room < PART_BYTES:
+                self.input_taken = trio.Event()
+            self._send_parts(first.node)
 
     def lose(self, member: Member, why: str) -> None:
         """Note that the link with a machine has ended; detached ranks go on without it."""
@@ -172,14 +193,11 @@ class StartedHere:
         match message:
             case LaunchPrepared():
                 self._take_answer(seat, message)
-            case RankOutput():
-                self._take_output(seat, message)
+            case LaunchPart():
+                self._take_part(seat, message)
             case RankEnded() | RankFails():
                 if message.generation == self.state.generation:
                     self._apply(self._judge(node, message))
-            case InputRead():
-                if 0 in seat.ranks:
-                    self.input_taken.set()
             case StopLaunch():
                 self._stop(seat)
             case _:
@@ -199,7 +217,7 @@ class StartedHere:
             raise ProtocolError("a launch was prepared without ports")
         if seat.phase == "asked":
             self._prepared[seat.node] = message
-            self._read[seat.node] = message.offset
+            self._streams[seat.node] = _MachineStream(message.offset)
             why = f"{seat.name}: {message.refusal}" if message.refusal else ""
             self._apply(decide.prepared(self.state, seat.node, why, now=trio.current_time()))
 
@@ -239,27 +257,29 @@ class StartedHere:
         refusal = f"{self.name_of(node)}: {why}"
         self._apply(decide.prepared(self.state, node, refusal, now=trio.current_time()))
 
-    def _take_output(self, seat: Seat, message: RankOutput) -> None:
-        """Store what a machine's ranks print.
+    def _take_part(self, seat: Seat, message: LaunchPart) -> None:
+        """Store what a machine's ranks print, and note what input rank 0 has taken.
 
         Output of ranks that can't print is acknowledged and dropped: the launch may have ended
         while it was on its way.
         """
         node = seat.node
-        if not message.data.endswith(b"\n"):
-            raise ProtocolError("output that does not end with a line")
         if self.is_over or not seat.prints:
-            self._send(node, read_of(message))
+            if message.data:
+                self._send(node, read_of(message))
             return
-        expected = self._read[node]
-        data = message.data[max(0, expected - message.offset) :]  # a part may be sent again
-        if message.offset > expected:
-            self._note(f"{message.offset - expected} bytes of output are lost: too much waited")
-        index = next(i for i, seat in enumerate(self.state.seats) if seat.node == node)
-        self.spool.append(seated(data, index) if data else b"")
-        self._read[node] = max(expected, message.offset + len(message.data))
-        self._heard_at = trio.current_time()
-        self._send(node, OutputRead(self.launch, self._read[node]))
+        lines = self._streams[node].receive_untrusted(message)
+        if 0 in seat.ranks and self._streams[node].stream.room >= PART_BYTES:
+            self.input_taken.set()
+        if lines:
+            index = next(i for i, seat in enumerate(self.state.seats) if seat.node == node)
+            self.spool.append(seated(lines, index))
+            self._heard_at = trio.current_time()
+        self._send_parts(node)
+
+    def _send_parts(self, node: NodeId) -> None:
+        for part in self._streams[node].stream.parts(now=trio.current_time()):
+            self._send(node, LaunchPart(self.launch, *part))
 
     def _note(self, text: str) -> None:
         self.spool.append(seated(note(0, text), STARTER))
@@ -293,8 +313,9 @@ class StartedHere:
         self._send(node, begin)
         if begin.group == 0:  # it has rank 0
             self.input_taken.set()
-            if self._input_ends:
-                self._send(node, RankInput(self.launch, b""))  # an earlier rank 0 has had all input
+            if self._input_ends:  # an earlier rank 0 has had all input
+                self._streams[node].stream.close()
+                self._send_parts(node)
 
     def _prepare(self, node: NodeId) -> PrepareLaunch:
         seats = self.state.seats

@@ -5,6 +5,7 @@ sends them as fast as that machine stores them.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,17 +18,16 @@ from pmesh.agent.containment import Contain
 from pmesh.agent.launches.copies import Copies, check_room, copy_path, missing_of, why_no_copy
 from pmesh.agent.launches.files import ContentsReceiver, FileStore
 from pmesh.agent.launches.started import Deliver, StartedHere
-from pmesh.core.launches.pulling import PART_BYTES, Incoming, Outgoing, Slice
+from pmesh.core.launches.pulling import Cutter
 from pmesh.core.wire.launches import (
     AskFiles,
     Command,
-    FilePart,
-    FilesMessage,
     FilesSent,
-    FilesStored,
+    LaunchPart,
     PrepareLaunch,
     TreeName,
 )
+from pmesh.core.wire.stream import PART_BYTES, Part, Stream
 from pmesh.core.wire.tree import Content, Entry, contents_of, decode_tree_untrusted
 from pmesh.errors import ProtocolError, UsageError
 from pmesh.ids import Member, NodeId, PathName
@@ -69,24 +69,24 @@ class Syncing:
         self._copies.clean()
 
     def receive_untrusted(
-        self, member: Member, message: FilesMessage, launch: StartedHere | None
+        self, member: Member, message: AskFiles | LaunchPart, launch: StartedHere | None
     ) -> None:
         """Take a message; `launch` is the one that was started here, if it was.
 
         Raises ProtocolError for what no honest machine would send.
         """
         match message:
-            case FilePart(launch_id, number, offset, data):
-                pull = self._pulls.get((member.node, launch_id))
-                if pull is not None and (pull.starter, pull.number) == (member, number):
-                    pull.receive_untrusted(offset, data)
             case AskFiles():
                 if launch is not None and launch.may_ask(member.node):
                     self._begin_push(launch, member.node, message)
-            case FilesStored(launch_id, number, offset):
+            case LaunchPart(launch_id, to_starter=False):
+                pull = self._pulls.get((member.node, launch_id))
+                if pull is not None and (pull.starter, pull.number) == (member, message.number):
+                    pull.receive_untrusted(message.part)
+            case LaunchPart(launch_id):
                 push = self._pushes.get((launch_id, member.node))
                 if launch is not None and launch.is_preparing(member.node) and push is not None:
-                    push.acknowledge_untrusted(number, offset)
+                    push.receive_untrusted(message)
 
     def follow_links(self) -> None:
         """End the transfers over links that have ended."""
@@ -160,25 +160,25 @@ class Syncing:
         """Ask the starter for contents, and store them."""
         pull.begin(next(self._numbers), contents)
         self._send(pull.starter.node, AskFiles(launch, pull.number, tuple(wanted)))
-        await pull.store_all(
-            self._store,
-            lambda stored: self._send(pull.starter.node, FilesStored(launch, pull.number, stored)),
-        )
+        await pull.store_all(self._store, partial(self._acknowledge, pull, launch))
+
+    def _acknowledge(self, pull: "_LaunchPull", launch: PathName, part: Part) -> None:
+        message = LaunchPart(launch, *part, to_starter=True, stream="files", number=pull.number)
+        self._send(pull.starter.node, message)
 
     async def _beat(self, scope: trio.CancelScope, pull: "_LaunchPull", launch: PathName) -> None:
         """Tell the starter that this machine is at work."""
         with scope:
             while True:
                 await trio.sleep(BEAT_S)
-                stored = FilesStored(launch, pull.number, pull.incoming.stored)
-                self._send(pull.starter.node, stored)
+                self._acknowledge(pull, launch, pull.stream.acknowledgement())
 
     # --- this machine sends files
 
     def sent(self, launch: StartedHere) -> tuple[FilesSent, ...]:
         """Return how far each machine is that has asked for files."""
         return tuple(
-            FilesSent(launch.name_of(node), push.outgoing.stored, push.outgoing.total)
+            FilesSent(launch.name_of(node), push.stream.acknowledged, push.cutter.total)
             for (launch_id, node), push in self._pushes.items()
             if launch_id == launch.launch and push.has_begun
         )
@@ -192,14 +192,14 @@ class Syncing:
         self._nursery.start_soon(self._run_push, push, node, message.wanted)
 
     async def _run_push(self, push: "_LaunchPush", node: NodeId, wanted: Sequence[int]) -> None:
-        failures = list[str]()
+        failures, launch = list[str](), push.launch.launch
         with self._contain("files for a launch", failures.append), push.scope:
             try:
                 push.begin(await in_thread(self._contents, push.launch, wanted))
                 await push.send_all(
                     self._store,
-                    lambda offset, data: self._send(
-                        node, FilePart(push.launch.launch, push.number, offset, data)
+                    lambda part: self._send(
+                        node, LaunchPart(launch, *part, stream="files", number=push.number)
                     ),
                 )
             except OSError as e:
@@ -222,37 +222,37 @@ class Pull:
     """Files that this machine gets from another one for one launch, in one stream."""
 
     def __init__(self) -> None:
-        self.number = 0
-        self.incoming = Incoming(())
-        self._slices: list[tuple[Slice, bytes]] = []
+        self.begin(0, ())
         self._came = trio.Event()
 
     def begin(self, number: int, contents: Sequence[Content]) -> None:
         self.number = number
-        self.incoming = Incoming(contents)
+        self.stream = Stream(again_s=math.inf)
+        self._cutter = Cutter(contents)
+        self._received = bytearray()
 
-    def receive_untrusted(self, offset: int, data: bytes) -> None:
-        self._slices += self.incoming.receive_untrusted(offset, data)
-        self._came.set()
+    def receive_untrusted(self, part: Part) -> None:
+        data = self.stream.receive_untrusted(part, now=trio.current_time())
+        if len(self._received) + len(data) > self._cutter.left:
+            raise ProtocolError("more bytes of files came than were asked for")
+        if data:
+            self._received += data
+            self._came.set()
 
-    async def store_all(self, store: FileStore, tell: Callable[[int], None]) -> None:
-        """Store all that comes, and tell how far it is. Raises UsageError or OSError."""
+    async def store_all(self, store: FileStore, send: Callable[[Part], None]) -> None:
+        """Store all that comes, and acknowledge it. Raises UsageError or OSError."""
         receiver = ContentsReceiver(store)
         try:
-            while not self.incoming.is_stored:
-                received, slices = await self.next_slices()
-                await in_thread(receiver.write, slices)
-                self.incoming.stored = received
-                tell(received)
+            while self._cutter.left:
+                await self._came.wait()
+                self._came = trio.Event()
+                data, self._received = bytes(self._received), bytearray()
+                await in_thread(receiver.write, self._cutter.cut(len(data)), data)
+                self.stream.consume(len(data))
+                for part in self.stream.parts(now=trio.current_time()):
+                    send(part)
         finally:
             receiver.close()
-
-    async def next_slices(self) -> tuple[int, list[tuple[Slice, bytes]]]:
-        """Return all that has come, and up to where in the stream that is."""
-        await self._came.wait()
-        self._came = trio.Event()
-        slices, self._slices = self._slices, []
-        return self.incoming.received, slices
 
 
 class Push:
@@ -262,31 +262,32 @@ class Push:
         self.link = link
         self.number = number
         self.scope = trio.CancelScope()
-        self.changed = trio.Event()
-        self.outgoing = Outgoing(())
+        self.stream = Stream(again_s=math.inf)
+        self.cutter = Cutter(())
         self.has_begun = False
+        self._changed = trio.Event()
 
     def begin(self, contents: Sequence[Content]) -> None:
-        self.outgoing = Outgoing(contents)
+        self.cutter = Cutter(contents)
         self.has_begun = True
 
-    async def send_all(self, store: FileStore, send: Callable[[int, bytes], None]) -> None:
+    async def send_all(self, store: FileStore, send: Callable[[Part], None]) -> None:
         """Send as fast as the other one stores. Raises OSError if a content can't be read."""
-        while not self.outgoing.is_sent:
-            changed, offset = self.changed, self.outgoing.sent
-            slices = self.outgoing.take(BATCH_BYTES)
-            if not slices:
-                await changed.wait()
+        while self.cutter.left:
+            nbytes = min(self.stream.room, self.cutter.left, BATCH_BYTES)
+            if not nbytes:
+                self._changed = trio.Event()
+                await self._changed.wait()
                 continue
-            data = await in_thread(store.read, slices)
-            for begin in range(0, len(data), PART_BYTES):
-                send(offset + begin, data[begin : begin + PART_BYTES])
+            self.stream.write(await in_thread(store.read, self.cutter.cut(nbytes)))
+            for part in self.stream.parts(now=trio.current_time()):
+                send(part)
 
-    def acknowledge_untrusted(self, number: int, offset: int) -> None:
-        if number == self.number and self.has_begun:
-            self.outgoing.acknowledge_untrusted(offset)
-            changed, self.changed = self.changed, trio.Event()
-            changed.set()
+    def receive_untrusted(self, message: LaunchPart) -> None:
+        if message.number == self.number:
+            if self.stream.receive_untrusted(message.part, now=trio.current_time()):
+                raise ProtocolError("bytes came from a machine that has asked for files")
+            self._changed.set()
 
 
 class _LaunchPull(Pull):

@@ -13,14 +13,15 @@ import trio
 import xxhash
 
 from pmesh.agent.jobs.ranks import LocalRank
-from pmesh.core.store.pipe import WINDOW_BYTES, Part, Pipe
+from pmesh.core.store.pipe import Pipe
 from pmesh.core.store.replica import MOST_ASKED_BYTES, Finished, Keepers, Replica
 from pmesh.core.values import MAX_MEMBERS, Roster, Verdict
-from pmesh.core.wire.store import MAX_STORE_PART_BYTES, Answer, Command, Get, StorePart, Wait
+from pmesh.core.wire.store import Answer, Command, Get, StorePart, Wait
+from pmesh.core.wire.stream import PART_BYTES, WINDOW_BYTES, Part
 from pmesh.errors import PmeshError
 from pmesh.ids import Epoch, JobName, Member, TrainerId
 
-MAX_EARLY = WINDOW_BYTES // MAX_STORE_PART_BYTES  # an honest peer sends no more unacknowledged
+MAX_EARLY = WINDOW_BYTES // PART_BYTES  # an honest peer sends no more unacknowledged
 EARLY_S = 2.0  # until our view follows that of the sender; later the sender repeats it
 
 
@@ -128,8 +129,8 @@ class _Store:
         self._finish(finished)
         now = trio.current_time()
         for host, pipe in self._pipes.items():
-            for part in pipe.parts(now=now):
-                self._send(host, StorePart(self._job, self.number, *part))
+            for offset, read, data, _ in pipe.parts(now=now):
+                self._send(host, StorePart(self._job, self.number, offset, read, data))
         if self._replica.has_work or any(pipe.has_more for pipe in self._pipes.values()):
             self._wake(self)
 

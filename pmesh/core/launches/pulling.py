@@ -1,19 +1,13 @@
-"""Contents on their way from the starter to one machine, which pulls what it lacks.
+"""Contents on their way from one machine to another, which pulls what it lacks.
 
-The contents that a machine has asked for are one stream of bytes, in the order of its question. It
-is sent in small parts, and never more than a window of it beyond what the machine has stored: so
-heartbeats pass on the same link, and neither side keeps much in memory.
+The contents that a machine has asked for are one stream of bytes (`pmesh.core.wire.stream`), in the
+order of its question. Both ends cut it into slices of contents in the same way.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from pmesh.core.wire.launches import MAX_OUTPUT_BYTES
 from pmesh.core.wire.tree import Content
-from pmesh.errors import ProtocolError
-
-PART_BYTES: Final = MAX_OUTPUT_BYTES
-WINDOW_BYTES: Final = 8 * PART_BYTES  # as the output has it: 26 ms at 10 MB/s
 
 
 class Slice(NamedTuple):
@@ -24,79 +18,27 @@ class Slice(NamedTuple):
     nbytes: int
 
 
-class Outgoing:
-    """What one machine has asked for, on the side of the starter."""
+class Cutter:
+    """Cuts the stream of some contents into slices."""
 
     def __init__(self, contents: Sequence[Content]) -> None:
         self.total = sum(content.nbytes for content in contents)
-        self.sent = 0
-        self.stored = 0
-        """How much the machine has on its disk."""
+        self.left = self.total
+        """The bytes of the stream that no slice has yet."""
         self._contents = iter(contents)
         self._rest: Slice | None = None
 
-    @property
-    def is_sent(self) -> bool:
-        return self.sent == self.total
-
-    def acknowledge_untrusted(self, offset: int) -> None:
-        """The machine has stored the stream up to here. Raises ProtocolError if it can't have."""
-        if offset > self.sent:
-            raise ProtocolError("files were acknowledged that were never sent")
-        self.stored = max(self.stored, offset)
-
-    def take(self, most: int) -> list[Slice]:
-        """Return what is to be sent now, at most so many bytes; nothing if the window is full."""
+    def cut(self, nbytes: int) -> list[Slice]:
+        """Return the slices of the next bytes, at most those that are left."""
         slices: list[Slice] = []
-        room = min(most, WINDOW_BYTES - (self.sent - self.stored), self.total - self.sent)
-        while room > 0:
+        self.left -= nbytes
+        while nbytes > 0:
             if self._rest is None:
                 content = next(self._contents)
                 self._rest = Slice(content, 0, content.nbytes)
             content, start, left = self._rest
-            nbytes = min(room, left)
-            slices.append(Slice(content, start, nbytes))
-            self._rest = Slice(content, start + nbytes, left - nbytes) if nbytes < left else None
-            self.sent += nbytes
-            room -= nbytes
+            size = min(nbytes, left)
+            slices.append(Slice(content, start, size))
+            self._rest = Slice(content, start + size, left - size) if size < left else None
+            nbytes -= size
         return slices
-
-
-class Incoming:
-    """What this machine has asked for."""
-
-    def __init__(self, contents: Sequence[Content]) -> None:
-        self.total = sum(content.nbytes for content in contents)
-        self.received = 0
-        self.stored = 0
-        """Set it to what was written to the disk, and say so to the starter."""
-        self._contents = iter(contents)
-        self._rest: Slice | None = None
-
-    @property
-    def is_stored(self) -> bool:
-        return self.stored == self.total
-
-    def receive_untrusted(self, offset: int, data: bytes) -> Iterator[tuple[Slice, bytes]]:
-        """Take a part of the stream, and yield the slices of contents that it has.
-
-        Raises ProtocolError for bytes that were not asked for, and for too many at once.
-        """
-        if offset != self.received or not data:
-            raise ProtocolError("a part of the files is missing, or was sent twice")
-        if offset + len(data) > min(self.total, self.stored + WINDOW_BYTES):
-            raise ProtocolError("more bytes of files came than were asked for")
-        self.received += len(data)
-        return self._slices(data)
-
-    def _slices(self, data: bytes) -> Iterator[tuple[Slice, bytes]]:
-        begin = 0
-        while begin < len(data):
-            if self._rest is None:
-                content = next(self._contents)
-                self._rest = Slice(content, 0, content.nbytes)
-            content, start, left = self._rest
-            nbytes = min(len(data) - begin, left)
-            self._rest = Slice(content, start + nbytes, left - nbytes) if nbytes < left else None
-            yield Slice(content, start, nbytes), data[begin : begin + nbytes]
-            begin += nbytes

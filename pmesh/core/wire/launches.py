@@ -12,10 +12,10 @@ from msgspec import Meta
 
 from pmesh.core.values import MAX_MEMBERS, MAX_TRAINERS, Job, Name
 from pmesh.core.wire.channels import Channel, Message
+from pmesh.core.wire.stream import PART_BYTES, Part
 from pmesh.core.wire.tree import MAX_ENTRIES, MAX_PATH, MAX_TREE_BYTES, Sha256
 from pmesh.ids import MAX_NAME, PRINTABLE, NodeId, PathName
 
-MAX_OUTPUT_BYTES = 32 * 1024  # of one message: two TLS records
 MAX_COMMAND_TEXT = 32 * 1024
 MAX_COMMAND_WORDS = 1024
 MAX_VARIABLES = 256
@@ -37,6 +37,7 @@ SignalNumber: TypeAlias = Literal[1, 2, 9, 15]
 Failure: TypeAlias = Literal["at once", "in a fixed job", "no more"]
 """How a rank fails: in its first run, before it has completed an op; in a job that nobody can enter
 while it runs; or not any more, as it has completed an op since."""
+StreamName: TypeAlias = Literal["ranks", "files", "new files"]
 _Count = Annotated[int, Meta(ge=0, le=2**62)]
 _Rank = Annotated[int, Meta(ge=0, le=MAX_TRAINERS - 1)]
 _RankOrNone = Annotated[int, Meta(ge=-1, le=MAX_TRAINERS - 1)]
@@ -149,7 +150,7 @@ class LaunchPrepared(LaunchMessage, frozen=True, tag=41):
     """TCP ports that are free: two for each rank."""
     ways: Annotated[tuple[WayTo, ...], Meta(max_length=MAX_MEMBERS)] = ()
     offset: _Count = 0
-    """Where the output begins."""
+    """Where the sender's direction of the stream begins."""
 
 
 class RankGroup(msgspec.Struct, frozen=True, array_like=True):
@@ -213,27 +214,29 @@ class GiveUpRank(LaunchMessage, frozen=True, tag=54):
     rank: _Rank
 
 
-class RankOutput(LaunchMessage, frozen=True, tag=45):
-    """Whole lines of the sender's ranks, as `pmesh.core.launches.lines` writes them."""
+class LaunchPart(LaunchMessage, frozen=True, tag=45):
+    """A part of a stream between the starter and a machine (`pmesh.core.wire.stream`).
+
+    The stream `ranks` brings the output of the machine's ranks to the starter, as
+    `pmesh.core.launches.lines` writes it, and standard input to the machine with rank 0. The other
+    streams bring the contents that were asked for, one after the other: `files` those of AskFiles
+    to a machine, `new files` those of AskNewContents to the starter. There, acknowledgements are
+    also repeated as a sign of life.
+    """
 
     offset: _Count
-    data: Annotated[bytes, Meta(max_length=MAX_OUTPUT_BYTES)]
+    read: _Count
+    data: Annotated[bytes, Meta(max_length=PART_BYTES)] = b""
+    ends: bool = False
+    to_starter: bool = False
+    """A machine may be both ends of a stream."""
+    stream: StreamName = "ranks"
+    number: _Count = 0
+    """Of the question for files."""
 
-
-class OutputRead(LaunchMessage, frozen=True, tag=46):
-    """The starter has stored the receiver's output up to here."""
-
-    offset: _Count
-
-
-class RankInput(LaunchMessage, frozen=True, tag=47):
-    """Standard input for rank 0; no data is its end. One at a time, until InputRead."""
-
-    data: Annotated[bytes, Meta(max_length=MAX_OUTPUT_BYTES)]
-
-
-class InputRead(LaunchMessage, frozen=True, tag=48):
-    """Rank 0 has taken the input."""
+    @property
+    def part(self) -> Part:
+        return Part(self.offset, self.read, self.data, self.ends)
 
 
 class StopLaunch(LaunchMessage, frozen=True, tag=49):
@@ -241,7 +244,7 @@ class StopLaunch(LaunchMessage, frozen=True, tag=49):
 
 
 class AskFiles(LaunchMessage, frozen=True, tag=50):
-    """Before LaunchPrepared: the sender lacks files. The starter answers with FileParts."""
+    """Before LaunchPrepared: the sender lacks files. The starter sends them as a stream."""
 
     pull: _Count
     """The number of this question; a new one takes the place of the last one."""
@@ -249,21 +252,6 @@ class AskFiles(LaunchMessage, frozen=True, tag=50):
         tuple[Annotated[int, Meta(ge=0, le=MAX_ENTRIES - 1)], ...], Meta(max_length=MAX_ENTRIES)
     ] = ()
     """Indices of contents of the tree, ascending; empty for the tree itself."""
-
-
-class FilePart(LaunchMessage, frozen=True, tag=51):
-    """Some bytes of all the contents that were asked for, one after the other."""
-
-    pull: _Count
-    offset: _Count
-    data: Annotated[bytes, Meta(min_length=1, max_length=MAX_OUTPUT_BYTES)]
-
-
-class FilesStored(LaunchMessage, frozen=True, tag=52):
-    """The sender has stored the bytes up to here; also repeated as a sign of life."""
-
-    pull: _Count
-    offset: _Count
 
 
 class NewFile(msgspec.Struct, frozen=True, array_like=True):
@@ -296,7 +284,7 @@ class NewFiles(LaunchMessage, frozen=True, tag=56):
 
 
 class AskNewContents(LaunchMessage, frozen=True, tag=57):
-    """As AskFiles, for the tree of the last NewFiles; answered by NewParts."""
+    """As AskFiles, for the tree of the last NewFiles."""
 
     number: _Count
     wanted: Annotated[
@@ -304,23 +292,7 @@ class AskNewContents(LaunchMessage, frozen=True, tag=57):
     ] = ()
 
 
-class NewPart(LaunchMessage, frozen=True, tag=58):
-    """As FilePart, from a machine that has run ranks to the starter."""
-
-    number: _Count
-    offset: _Count
-    data: Annotated[bytes, Meta(min_length=1, max_length=MAX_OUTPUT_BYTES)]
-
-
-class NewStored(LaunchMessage, frozen=True, tag=59):
-    """As FilesStored."""
-
-    number: _Count
-    offset: _Count
-
-
-FilesMessage: TypeAlias = AskFiles | FilePart | FilesStored
-NewFilesMessage: TypeAlias = AskNewFiles | NewFiles | AskNewContents | NewPart | NewStored
+NewFilesMessage: TypeAlias = AskNewFiles | NewFiles | AskNewContents
 AnyLaunchMessage: TypeAlias = (
     PrepareLaunch
     | LaunchPrepared
@@ -329,12 +301,9 @@ AnyLaunchMessage: TypeAlias = (
     | RankEnded
     | RankFails
     | GiveUpRank
-    | RankOutput
-    | OutputRead
-    | RankInput
-    | InputRead
+    | LaunchPart
     | StopLaunch
-    | FilesMessage
+    | AskFiles
     | NewFilesMessage
 )
 LAUNCHES: Channel[AnyLaunchMessage] = Channel(LaunchMessage.channel, AnyLaunchMessage)
@@ -377,7 +346,7 @@ class SignalLaunch(_SessionMessage, frozen=True, tag="signal_launch"):
 class LaunchInput(_SessionMessage, frozen=True, tag="launch_input"):
     """Standard input for rank 0; answered by LaunchInputTaken."""
 
-    data: Annotated[bytes, Meta(max_length=MAX_OUTPUT_BYTES)]
+    data: Annotated[bytes, Meta(max_length=PART_BYTES)]
 
 
 class FollowLaunch(_SessionMessage, frozen=True, tag="follow_launch"):

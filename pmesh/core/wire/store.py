@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from pmesh.core.values import MAX_TRAINERS, Id, Job
 from pmesh.core.wire.channels import Channel, Message
+from pmesh.core.wire.stream import PART_BYTES
 from pmesh.errors import ProtocolError
 from pmesh.ids import PRINTABLE
 
@@ -17,7 +18,6 @@ MAX_KEY_BYTES = 1024
 MAX_VALUE_BYTES = 1024 * 1024
 MAX_KEYS = MAX_TRAINERS  # of one call: ranks mostly wait for a key of each
 MAX_COMMAND_BYTES = 2 * MAX_VALUE_BYTES + 64 * 1024  # a compare_set has two values
-MAX_STORE_PART_BYTES = 32 * 1024  # heartbeats go between the parts: 26 ms at 10 Mbit/s
 MAX_STORE_BYTES = 64 * 1024 * 1024
 KEY_OVERHEAD_BYTES = 128  # what Python needs for a key and its value beside their bytes
 MAX_REFUSAL = 16 * 1024  # characters; a key that is quoted in it may have ten for each of its own
@@ -127,7 +127,7 @@ class StorePart(Message, frozen=True, tag=1):
     """Of the first byte of `data` in all that the sender has said under this roster."""
     read: _Count
     """How many bytes of the receiver's the sender has read."""
-    data: Annotated[bytes, Meta(max_length=MAX_STORE_PART_BYTES)] = b""
+    data: Annotated[bytes, Meta(max_length=PART_BYTES)] = b""
 
 
 STORES: Channel[StorePart] = Channel(StorePart.channel, StorePart)

@@ -42,7 +42,6 @@ class Spool:
         segment_bytes: int = SEGMENT_BYTES,
         segments: int = MAX_SEGMENTS,
         memory_bytes: int = MEMORY_BYTES,
-        begin: int = 0,
         describe: Callable[[OSError], bytes] = lambda _: b"",
     ) -> None:
         """Write nothing yet.
@@ -52,7 +51,6 @@ class Spool:
             segment_bytes: After so many, a file is full.
             segments: How many there are at most.
             memory_bytes: After so many, the disk is tried again.
-            begin: The offset of the first line.
             describe: Returns a line for the readers, when the disk begins to refuse lines.
         """
         self.directory = directory
@@ -62,7 +60,7 @@ class Spool:
         self._most = segments
         self._memory_bytes = memory_bytes
         self._describe = describe
-        self.begin = self.end = begin
+        self.end = 0
         self.failed: OSError | None = None
         """Why the disk refuses lines now."""
         self._grown = trio.Event()

@@ -6,16 +6,15 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from pmesh.core.launches.pulling import PART_BYTES
 from pmesh.core.wire.launches import (
     AskFiles,
     Command,
-    FilePart,
-    FilesStored,
+    LaunchPart,
     LaunchPrepared,
     PrepareLaunch,
     TreeName,
 )
+from pmesh.core.wire.stream import PART_BYTES
 from pmesh.core.wire.tree import Entry, FileEntry, content_of, encode_tree
 from tests.agent.launches.here import ANNA, ID, Here, asks, launches_in
 
@@ -42,9 +41,17 @@ def asks_in(tree: TreeName, *words: str) -> PrepareLaunch:
     return replace(message, command=command)
 
 
+def file_part(number: int, offset: int, data: bytes) -> LaunchPart:
+    return LaunchPart(ID, offset, 0, data, stream="files", number=number)
+
+
+def files_stored(number: int, offset: int) -> LaunchPart:
+    return LaunchPart(ID, 0, offset, to_starter=True, stream="files", number=number)
+
+
 async def question(here: Here) -> AskFiles:
     """The next one that this machine asks; where the disk is slow, signs of life come before."""
-    while isinstance(asked := await here.anna.next(), FilesStored):
+    while isinstance(asked := await here.anna.next(), LaunchPart):
         pass
     assert isinstance(asked, AskFiles), asked
     return asked
@@ -55,14 +62,14 @@ async def answer(here: Here, data: bytes) -> AskFiles:
     asked = await question(here)
     for offset in range(0, len(data), PART_BYTES):
         part = data[offset : offset + PART_BYTES]
-        here.launches.receive(ANNA, FilePart(ID, asked.pull, offset, part))
-        while (stored := await here.anna.next()) != FilesStored(ID, asked.pull, offset + len(part)):
-            assert isinstance(stored, FilesStored)  # a sign of life, where the disk is slow
+        here.launches.receive(ANNA, file_part(asked.pull, offset, part))
+        while (stored := await here.anna.next()) != files_stored(asked.pull, offset + len(part)):
+            assert isinstance(stored, LaunchPart)  # a sign of life, where the disk is slow
     return asked
 
 
 async def refusal_of(here: Here) -> str:
-    while isinstance(answered := await here.anna.next(), FilesStored):
+    while isinstance(answered := await here.anna.next(), LaunchPart):
         pass  # a sign of life, where the disk is slow
     assert isinstance(answered, LaunchPrepared), answered
     return answered.refusal

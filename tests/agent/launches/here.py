@@ -1,6 +1,7 @@
 """One machine's launches, with fake peers that may lie."""
 
 import itertools
+from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
 from datetime import datetime
@@ -22,13 +23,12 @@ from pmesh.core.wire.launches import (
     AnyLaunchMessage,
     BeginRanks,
     Command,
+    LaunchPart,
     LaunchPrepared,
     LaunchTerms,
-    OutputRead,
     PrepareLaunch,
     RankEnded,
     RankGroup,
-    RankOutput,
     Variable,
 )
 from pmesh.ids import Incarnation, Member, NodeId, PathName
@@ -69,6 +69,8 @@ class Here:
         self.links = {ANNA.node: self.anna, EVE.node: self.eve}
         self.news: list[News] = []
         self.ids: Iterator[PathName] = itertools.repeat(ID)
+        self.offsets = Counter[Member]()
+        """How much output the fake peers have sent."""
         self.view: View = make_view(1, ME, ANNA, EVE)
         self.names = MachineNames({}, noticed=self.news.append)
         self.names.follow(self.view)
@@ -107,10 +109,10 @@ class Here:
         """All that comes back, until the rank has ended."""
         text = b""
         while not isinstance(message := await self.anna.next(), RankEnded):
-            assert isinstance(message, RankOutput)
+            assert isinstance(message, LaunchPart)
             text += b"".join(b"%b\n" % line.text for line in read_lines(seated(message.data, 0)))
             read = message.offset + len(message.data)
-            self.launches.receive(ANNA, OutputRead(ID, read))
+            self.launches.receive(ANNA, LaunchPart(ID, 0, read))
         return text.decode(), message
 
 

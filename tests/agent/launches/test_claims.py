@@ -24,27 +24,25 @@ from pmesh.core.wire.launches import (
     BeginRanks,
     Command,
     Engine,
-    FilesStored,
-    InputRead,
     Launch,
+    LaunchPart,
     LaunchPrepared,
     LaunchTerms,
-    OutputRead,
     PrepareLaunch,
     RankEnded,
     RankGroup,
-    RankInput,
-    RankOutput,
     SignalRanks,
     StopLaunch,
 )
+from pmesh.core.wire.stream import PART_BYTES, WINDOW_BYTES
 from pmesh.errors import ProtocolError, UsageError
 from pmesh.ids import Incarnation, JobName, Member, NodeId, node_text, path_name, short_node
-from tests.agent.launches.copies import TREE
+from tests.agent.launches.copies import TREE, files_stored
 from tests.agent.launches.here import ANNA, EVE, ID, ME, FakePeer, Here, asks, launches_in
 from tests.worlds.builders import make_view
 
 LINE = b"0 o one\n"
+TORN = b"0 o a line that "
 PORTS = (7000, 7001)
 QUIET = LaunchTerms(engine="pmesh", grace_s=0.1)
 
@@ -61,6 +59,7 @@ def start(
 def agree(here: Here, *members: Member) -> None:
     for member in members:
         here.launches.receive(member, LaunchPrepared(ID, "", PORTS))
+        here.offsets[member] = 0
 
 
 def sent_to(peer: FakePeer, kind: type[AnyLaunchMessage]) -> list[AnyLaunchMessage]:
@@ -74,9 +73,10 @@ def output_is_taken(here: Here, launch: StartedHere, member: Member) -> bool:
     """Send a line; whether it is stored. It is acknowledged in any case."""
     peer = here.anna if member == ANNA else here.eve
     before = launch.spool.end
-    offset = launch._read.get(member.node, 0)  # noqa: SLF001 - as that machine knows it
-    here.launches.receive(member, RankOutput(ID, offset, LINE))
-    assert sent_to(peer, OutputRead) == [OutputRead(ID, offset + len(LINE))]
+    offset = here.offsets[member]
+    here.launches.receive(member, LaunchPart(ID, offset, 0, LINE, to_starter=True))
+    here.offsets[member] += len(LINE)
+    assert sent_to(peer, LaunchPart) == [LaunchPart(ID, 0, offset + len(LINE))]
     return launch.spool.end > before
 
 
@@ -127,12 +127,38 @@ async def test_a_machine_that_was_lost_and_is_back_may_send_its_last_lines(tmp_p
         assert not output_is_taken(here, launch, ANNA)
 
 
+async def test_a_line_that_is_torn_is_stored_once_it_is_whole(tmp_path: Path) -> None:
+    async with launches_in(tmp_path) as here:
+        launch = start(here)
+        agree(here, ANNA, EVE)
+        here.launches.receive(ANNA, LaunchPart(ID, 0, 0, LINE + TORN, to_starter=True))
+        here.launches.receive(EVE, LaunchPart(ID, 0, 0, LINE, to_starter=True))
+        assert launch.spool.read(0, 100).data == b"0 " + LINE + b"1 " + LINE
+        rest = LaunchPart(ID, len(LINE + TORN), 0, b"ends\n", to_starter=True)
+        here.launches.receive(ANNA, rest)
+        here.launches.receive(ANNA, rest)  # over another link
+        assert launch.spool.read(12 + len(LINE), 100).data == b"0 " + TORN + b"ends\n"
+
+
+async def test_a_line_that_does_not_end_ends_the_link(tmp_path: Path) -> None:
+    async with launches_in(tmp_path) as here:
+        launch = start(here)
+        agree(here, ANNA, EVE)
+        here.launches.receive(ANNA, LaunchPart(ID, 0, 0, bytes(PART_BYTES), to_starter=True))
+        more = LaunchPart(ID, PART_BYTES, 0, b"x", to_starter=True)
+        with pytest.raises(ProtocolError, match="does not end"):
+            here.launches.receive(ANNA, more)
+        assert launch.spool.end == 0
+
+
 async def test_an_honest_machine_ends_though_its_starter_has_forgotten_the_launch(
     tmp_path: Path,
 ) -> None:
     async with launches_in(tmp_path) as here:
-        here.launches.receive(ANNA, RankOutput(ID, 7, LINE))
-        assert here.anna.sent == [OutputRead(ID, 7 + len(LINE))]
+        here.launches.receive(ANNA, LaunchPart(ID, 7, 0, LINE, to_starter=True))
+        assert here.anna.sent == [LaunchPart(ID, 0, 7 + len(LINE))]
+        here.launches.receive(ANNA, LaunchPart(ID, 7, 3, to_starter=True))
+        assert len(here.anna.sent) == 1  # an acknowledgement needs none
 
 
 async def test_an_end_can_not_be_put_off(tmp_path: Path, autojump_clock: MockClock) -> None:
@@ -159,7 +185,7 @@ async def test_a_machine_can_not_make_others_that_have_agreed_wait(
         agree(here, ANNA)
         with trio.move_on_after(ANSWER_S + 1):
             while True:
-                here.launches.receive(EVE, FilesStored(ID, 1, 0))
+                here.launches.receive(EVE, files_stored(1, 0))
                 await trio.sleep(1)
         assert launch.is_over
         assert "has not answered" in launch.refusal
@@ -183,17 +209,21 @@ async def test_only_the_machine_of_rank_0_has_taken_its_input(tmp_path: Path) ->
     async with launches_in(tmp_path) as here:
         launch = start(here)
         agree(here, ANNA, EVE)
-        launch.send_input(b"1\n")
-        here.launches.receive(EVE, InputRead(ID))
+        inputs = [bytes([number]) * PART_BYTES for number in range(WINDOW_BYTES // PART_BYTES)]
+        for data in inputs:
+            launch.send_input(data)
+        for member in (ANNA, EVE):
+            here.launches.receive(member, LaunchPart(ID, 0, 0, LINE, to_starter=True))
         launch.lose(EVE, "it has left")
         with pytest.raises(ProtocolError, match="before the last one was taken"):
             launch.send_input(b"2\n")
-        here.launches.receive(ANNA, InputRead(ID))
+        here.launches.receive(ANNA, LaunchPart(ID, 0, PART_BYTES, to_starter=True))
         launch.send_input(b"")
-        here.launches.receive(ANNA, InputRead(ID))
         with pytest.raises(ProtocolError, match="after its end"):
             launch.send_input(b"3\n")
-        assert sent_to(here.anna, RankInput) == [RankInput(ID, b"1\n"), RankInput(ID, b"")]
+        parts = [part for part in sent_to(here.anna, LaunchPart) if isinstance(part, LaunchPart)]
+        assert [part.data for part in parts if part.data] == inputs
+        assert [part for part in parts if part.ends] == parts[-1:]
 
 
 # --- what an honest starter may send
@@ -223,7 +253,7 @@ async def test_what_was_sent_in_an_earlier_attempt_may_be_acknowledged_late(
         answer = await here.anna.next()
         assert isinstance(answer, LaunchPrepared)
         assert answer.offset > len(text)
-        here.launches.receive(ANNA, OutputRead(ID, answer.offset))
+        here.launches.receive(ANNA, LaunchPart(ID, 0, answer.offset))
         here.begin()
         assert (await here.output())[0] == text
 

@@ -11,19 +11,18 @@ from pmesh.agent.launches import fetching
 from pmesh.agent.launches.files import FileStore
 from pmesh.agent.launches.permission import Permission, store_permission
 from pmesh.core.identity.keys import MeshKey, mesh_key_text
-from pmesh.core.launches.pulling import PART_BYTES
 from pmesh.core.wire.launches import (
     AskNewContents,
     AskNewFiles,
     FetchedFiles,
     Launch,
+    LaunchPart,
     LaunchTerms,
     NewFile,
     NewFiles,
-    NewPart,
-    NewStored,
     TreeName,
 )
+from pmesh.core.wire.stream import PART_BYTES
 from pmesh.core.wire.tree import (
     DirectoryEntry,
     Entry,
@@ -42,6 +41,14 @@ WRITES = "mkdir -p out && printf one >out/a.txt && printf two >b.txt"
 NEW = (NewFile("b.txt", 3), NewFile("out/a.txt", 3))
 
 
+def new_part(number: int, offset: int, data: bytes) -> LaunchPart:
+    return LaunchPart(ID, offset, 0, data, to_starter=True, stream="new files", number=number)
+
+
+def new_stored(offset: int) -> LaunchPart:
+    return LaunchPart(ID, 0, offset, stream="new files", number=7)
+
+
 async def told(here: Here, member: Member = ANNA, *, contents: bool = False) -> NewFiles:
     """What this machine says to a question about its new files."""
     here.launches.receive(member, AskNewFiles(ID, 7, contents))
@@ -56,10 +63,10 @@ async def contents(here: Here, *wanted: int, nbytes: int) -> bytes:
     data = b""
     while len(data) < nbytes:
         part = await here.anna.next()
-        assert isinstance(part, NewPart)
+        assert isinstance(part, LaunchPart)
         assert part.offset == len(data)
         data += part.data
-        here.launches.receive(ANNA, NewStored(ID, 7, len(data)))
+        here.launches.receive(ANNA, new_stored(len(data)))
     return data
 
 
@@ -120,8 +127,8 @@ async def test_what_was_not_offered_can_not_be_had(tmp_path: Path) -> None:
             with pytest.raises(ProtocolError, match="files that are not there"):
                 here.launches.receive(ANNA, AskNewContents(ID, 7, wanted))
         here.launches.receive(ANNA, AskNewContents(ID, 7))
-        with pytest.raises(ProtocolError, match="never sent"):
-            here.launches.receive(ANNA, NewStored(ID, 7, 10**9))
+        with pytest.raises(ProtocolError, match="beyond what was sent"):
+            here.launches.receive(ANNA, new_stored(10**9))
 
 
 async def test_a_content_that_is_lost_meanwhile_ends_the_question(tmp_path: Path) -> None:
@@ -178,12 +185,12 @@ async def give(here: Here, data: bytes) -> None:
     assert isinstance(asked, AskNewContents)
     for begin in range(0, len(data), PART_BYTES):
         part = data[begin : begin + PART_BYTES]
-        here.launches.receive(ANNA, NewPart(ID, asked.number, begin, part))
+        here.launches.receive(ANNA, new_part(asked.number, begin, part))
     stored = 0
     while stored < len(data):
         message = await here.anna.next()
-        assert isinstance(message, NewStored)
-        stored = message.offset
+        assert isinstance(message, LaunchPart)
+        stored = message.read
 
 
 async def test_new_files_come_into_the_store(tmp_path: Path) -> None:
@@ -251,9 +258,9 @@ async def test_bytes_that_nobody_asked_for_end_the_link(tmp_path: Path) -> None:
         nursery.start_soon(lambda: ask_all(here, contents=True))
         asked = await here.anna.next()
         assert isinstance(asked, AskNewFiles)
-        here.launches.receive(EVE, NewPart(ID, asked.number, 0, b"x"))
+        here.launches.receive(EVE, new_part(asked.number, 0, b"x"))
         with pytest.raises(ProtocolError):
-            here.launches.receive(ANNA, NewPart(ID, asked.number, 0, b"x"))
+            here.launches.receive(ANNA, new_part(asked.number, 0, b"x"))
         nursery.cancel_scope.cancel()
 
 

@@ -138,13 +138,13 @@ def test_what_was_not_used_for_longest_is_removed_beyond_a_bound(
 def test_contents_that_arrive_are_checked(tmp_path: Path, store: FileStore) -> None:
     one, two = content_of(b"one"), content_of(b"twotwo")
     receiver = ContentsReceiver(store)
-    receiver.write([(Slice(one, 0, 3), b"one"), (Slice(two, 0, 3), b"two")])
-    receiver.write([(Slice(two, 3, 3), b"two")])
+    receiver.write([Slice(one, 0, 3), Slice(two, 0, 3)], b"onetwo")
+    receiver.write([Slice(two, 3, 3)], b"two")
     assert store.has(one)
     assert store.read_whole(two) == b"twotwo"
     false = Content(hashlib.sha256(b"true").digest(), 4)
     with pytest.raises(UsageError, match="not what was announced"):
-        receiver.write([(Slice(false, 0, 4), b"lies")])
+        receiver.write([Slice(false, 0, 4)], b"lies")
     receiver.close()
     receiver.close()
     assert len(stored_files(tmp_path)) == 2

@@ -22,20 +22,19 @@ from pmesh.core.wire.launches import (
     BeginRanks,
     Command,
     Launch,
+    LaunchPart,
     LaunchPrepared,
     LaunchTerms,
-    OutputRead,
     PrepareLaunch,
     RankEnded,
     RankGroup,
-    RankInput,
-    RankOutput,
     SignalRanks,
     StopLaunch,
 )
+from pmesh.core.wire.stream import PART_BYTES, WINDOW_BYTES
 from pmesh.errors import ConfigError, ProtocolError, UsageError
 from pmesh.ids import Incarnation, JobName, Member, PathName, node_text
-from tests.agent.launches.here import ANNA, EVE, EVERYONE, ID, ME, asks, launches_in
+from tests.agent.launches.here import ANNA, EVE, EVERYONE, ID, ME, FakePeer, Here, asks, launches_in
 from tests.worlds.builders import make_view
 
 # --- who may
@@ -113,14 +112,14 @@ async def test_only_the_starter_of_a_launch_can_begin_signal_or_feed_it(tmp_path
         here.begin()
         for member in (EVE, other_start):
             here.launches.receive(member, SignalRanks(ID, 9))
-            here.launches.receive(member, RankInput(ID, b"forged\n"))
-            here.launches.receive(member, OutputRead(ID, 2**40))
-        here.launches.receive(ANNA, RankInput(ID, b"mine\n"))
-        await here.anna.next()
-        here.launches.receive(ANNA, RankInput(ID, b""))
+            here.launches.receive(member, LaunchPart(ID, 0, 0, b"forged\n"))
+            here.launches.receive(member, LaunchPart(ID, 0, 2**40))
+        here.launches.receive(ANNA, LaunchPart(ID, 0, 0, b"mine\n"))
+        assert await here.anna.next() == LaunchPart(ID, 0, 5, to_starter=True)
+        here.launches.receive(ANNA, LaunchPart(ID, 5, 0, ends=True))
         text = ""
         while not isinstance(message := await here.anna.next(), RankEnded):
-            if isinstance(message, RankOutput):
+            if isinstance(message, LaunchPart):
                 text += message.data.decode()
         assert (text, message.code) == ("0 o mine\n", 0)
 
@@ -171,11 +170,10 @@ async def test_what_a_starter_can_not_know_is_refused(tmp_path: Path) -> None:
     async with launches_in(tmp_path) as here:
         assert await here.prepare(asks("cat")) == ""
         here.begin()
-        with pytest.raises(ProtocolError, match="never sent"):
-            here.launches.receive(ANNA, OutputRead(ID, 1))
-        here.launches.receive(ANNA, RankInput(ID, b"1\n"))
-        with pytest.raises(ProtocolError, match="before the last one was taken"):
-            here.launches.receive(ANNA, RankInput(ID, b"2\n"))
+        with pytest.raises(ProtocolError, match="beyond what was sent"):
+            here.launches.receive(ANNA, LaunchPart(ID, 0, 1))
+        with pytest.raises(ProtocolError, match="do not fit the window"):
+            here.launches.receive(ANNA, LaunchPart(ID, WINDOW_BYTES, 0, b"1\n"))
 
 
 async def test_a_member_can_start_only_so_many(tmp_path: Path) -> None:
@@ -283,6 +281,36 @@ async def test_the_ranks_end_with_the_link_to_their_starter(tmp_path: Path) -> N
             await here.launches.parts[ANNA.node, ID].over.wait()
 
 
+async def parts_sent(here: Here, until: int) -> list[LaunchPart]:
+    """What comes up to this offset of the output."""
+    parts = list[LaunchPart]()
+    while not parts or parts[-1].offset + len(parts[-1].data) < until:
+        part = await here.anna.next()
+        assert isinstance(part, LaunchPart)
+        parts.append(part)
+    return parts
+
+
+async def test_output_that_nobody_stores_stops_at_a_window_and_is_repeated_on_a_new_link(
+    tmp_path: Path,
+) -> None:
+    async with launches_in(tmp_path) as here:
+        assert await here.prepare(asks("sh", "-c", "yes | head -c 300000", detach=True)) == ""
+        here.begin()
+        parts = await parts_sent(here, WINDOW_BYTES - PART_BYTES)
+        await trio.testing.wait_all_tasks_blocked()
+        unread = parts + [p for p in here.anna.sent if isinstance(p, LaunchPart)]
+        output = b"".join(part.data for part in unread)
+        assert WINDOW_BYTES - PART_BYTES < len(output) <= WINDOW_BYTES
+        here.launches.receive(ANNA, LaunchPart(ID, 0, 10_000))
+        again = here.links[ANNA.node] = here.anna = FakePeer(ANNA)
+        repeated = await parts_sent(here, len(output))
+        assert repeated[0].offset == 10_000
+        assert b"".join(part.data for part in repeated) == output[10_000:]
+        here.launches.receive(ANNA, LaunchPart(ID, 0, len(output)))
+        assert isinstance(await again.next(), LaunchPart)
+
+
 # --- the starter
 
 
@@ -297,13 +325,12 @@ async def test_a_stranger_to_a_launch_can_not_speak_for_it(tmp_path: Path) -> No
         ports = tuple(range(7000, 7002))
         here.launches.receive(ANNA, LaunchPrepared(ID, "", ports))
         assert isinstance(await here.anna.next(), BeginRanks)
-        here.launches.receive(EVE, RankOutput(ID, 0, b"0 o forged\n"))
+        forged = LaunchPart(ID, 0, 0, b"0 o forged\n", to_starter=True)
+        here.launches.receive(EVE, forged)
         here.launches.receive(EVE, RankEnded(ID, 0, 0, 0))
         assert (launch.spool.end, launch.is_over) == (0, False)
         with pytest.raises(ProtocolError):
-            here.launches.receive(ANNA, RankOutput(ID, 0, b"0 o torn"))
-        with pytest.raises(ProtocolError):
-            launch.receive(ANNA.node, OutputRead(ID, 0))
+            launch.receive(ANNA.node, BeginRanks(ID, 0, 0, (RankGroup(1),)))
         here.launches.receive(ANNA, StopLaunch(ID))
         assert isinstance(await here.anna.next(), SignalRanks)
 
@@ -362,5 +389,5 @@ async def test_a_new_rank_0_learns_that_the_input_has_ended(tmp_path: Path) -> N
             assert isinstance(await here.anna.next(), BeginRanks)
             if generation == 0:
                 launch.send_input(b"")
-            assert await here.anna.next() == RankInput(ID, b"")
+            assert await here.anna.next() == LaunchPart(ID, 0, 0, ends=True)
             here.launches.receive(ANNA, RankEnded(ID, generation, 0, 1))

@@ -9,14 +9,12 @@ from msgspec.structs import replace
 
 from pmesh.agent.launches import syncing
 from pmesh.agent.launches.files import FileStore
-from pmesh.core.launches.pulling import PART_BYTES, WINDOW_BYTES
 from pmesh.core.wire.launches import (
     AskFiles,
     BeginRanks,
     Command,
-    FilePart,
-    FilesStored,
     Launch,
+    LaunchPart,
     LaunchPrepared,
     LaunchTerms,
     PrepareLaunch,
@@ -24,6 +22,7 @@ from pmesh.core.wire.launches import (
     SignalRanks,
     TreeName,
 )
+from pmesh.core.wire.stream import PART_BYTES, WINDOW_BYTES
 from pmesh.core.wire.tree import Entry, FileEntry, LinkEntry, content_of
 from pmesh.errors import ProtocolError
 from pmesh.ids import Incarnation, Member, PathName
@@ -35,6 +34,8 @@ from tests.agent.launches.copies import (
     answer,
     asks_in,
     copy_in,
+    file_part,
+    files_stored,
     launch_of_anna,
     question,
     refusal_of,
@@ -115,7 +116,7 @@ async def test_a_machine_that_works_long_says_so(
             await trio.testing.wait_all_tasks_blocked()
             assert not here.anna.sent
             mock_clock.jump(syncing.BEAT_S)
-            assert isinstance(await here.anna.next(), FilesStored)
+            assert isinstance(await here.anna.next(), LaunchPart)
 
 
 @pytest.mark.parametrize("cancel", ["signal", "link", "asked again"])
@@ -141,7 +142,7 @@ async def test_nothing_more_is_done_for_a_starter_that_is_gone(tmp_path: Path, c
 
 async def answer_late(here: Here, asked: AskFiles) -> None:
     """The tree comes, and the next question."""
-    here.launches.receive(ANNA, FilePart(ID, asked.pull, 0, TREE_DATA))
+    here.launches.receive(ANNA, file_part(asked.pull, 0, TREE_DATA))
     await question(here)
 
 
@@ -152,7 +153,7 @@ async def test_a_member_that_is_not_allowed_can_not_send_a_byte(tmp_path: Path) 
     async with launches_in(tmp_path, None) as here:
         here.launches.receive(ANNA, asks_in(TREE))
         assert (await refusal_of(here)).startswith("it does not run what others ask for")
-        here.launches.receive(ANNA, FilePart(ID, 1, 0, b"unasked"))
+        here.launches.receive(ANNA, file_part(1, 0, b"unasked"))
         assert not list((tmp_path / "sync").rglob("*"))
 
 
@@ -161,8 +162,8 @@ async def test_another_member_can_not_add_to_what_a_starter_sends(tmp_path: Path
         here.launches.receive(ANNA, asks_in(TREE))
         asked = await question(here)
         for member in (EVE, Member(ANNA.node, Incarnation(99))):
-            here.launches.receive(member, FilePart(ID, asked.pull, 0, b"forged"))
-        here.launches.receive(ANNA, FilePart(ID, asked.pull + 1, 0, b"of another question"))
+            here.launches.receive(member, file_part(asked.pull, 0, b"forged"))
+        here.launches.receive(ANNA, file_part(asked.pull + 1, 0, b"of another question"))
         here.launches.receive(EVE, asks_in(TREE))  # a launch of its own, of the same id
         assert isinstance(await here.eve.next(), AskFiles)
         await answer_late(here, asked)
@@ -170,7 +171,7 @@ async def test_another_member_can_not_add_to_what_a_starter_sends(tmp_path: Path
 
 @pytest.mark.parametrize(
     ("offset", "data"),
-    [(0, TREE_DATA + b"x"), (1, TREE_DATA[1:]), (0, bytes(PART_BYTES))],
+    [(0, TREE_DATA + b"x"), (WINDOW_BYTES, b"x"), (0, bytes(PART_BYTES))],
 )
 async def test_bytes_that_were_not_asked_for_end_the_link(
     tmp_path: Path, offset: int, data: bytes
@@ -179,7 +180,7 @@ async def test_bytes_that_were_not_asked_for_end_the_link(
         here.launches.receive(ANNA, asks_in(TREE))
         asked = await question(here)
         with pytest.raises(ProtocolError):
-            here.launches.receive(ANNA, FilePart(ID, asked.pull, offset, data))
+            here.launches.receive(ANNA, file_part(asked.pull, offset, data))
 
 
 async def test_a_starter_that_does_not_wait_ends_the_link(tmp_path: Path) -> None:
@@ -189,9 +190,9 @@ async def test_a_starter_that_does_not_wait_ends_the_link(tmp_path: Path) -> Non
         await answer(here, data)
         asked = await question(here)
         for offset in range(0, WINDOW_BYTES, PART_BYTES):
-            here.launches.receive(ANNA, FilePart(ID, asked.pull, offset, bytes(PART_BYTES)))
-        with pytest.raises(ProtocolError, match="more bytes"):
-            here.launches.receive(ANNA, FilePart(ID, asked.pull, WINDOW_BYTES, b"x"))
+            here.launches.receive(ANNA, file_part(asked.pull, offset, bytes(PART_BYTES)))
+        with pytest.raises(ProtocolError, match="do not fit the window"):
+            here.launches.receive(ANNA, file_part(asked.pull, WINDOW_BYTES, b"x"))
 
 
 async def test_a_content_with_another_hash_is_refused_and_not_kept(tmp_path: Path) -> None:
@@ -199,7 +200,7 @@ async def test_a_content_with_another_hash_is_refused_and_not_kept(tmp_path: Pat
     async with launches_in(tmp_path) as here:
         here.launches.receive(ANNA, asks_in(TREE))
         asked = await question(here)
-        here.launches.receive(ANNA, FilePart(ID, asked.pull, 0, lie))
+        here.launches.receive(ANNA, file_part(asked.pull, 0, lie))
         assert await refusal_of(here) == "a file that was sent is not what was announced"
         assert not [path for path in (tmp_path / "sync").rglob("*") if path.is_file()]
 
@@ -261,10 +262,10 @@ async def taken(here: Here, pull: int) -> bytes:
     data = b""
     while True:
         message = await here.anna.next()
-        assert isinstance(message, FilePart)
-        assert (message.pull, message.offset) == (pull, len(data))
+        assert isinstance(message, LaunchPart)
+        assert (message.number, message.offset) == (pull, len(data))
         data += message.data
-        here.launches.receive(ANNA, FilesStored(ID, pull, len(data)))
+        here.launches.receive(ANNA, files_stored(pull, len(data)))
         if data.endswith((SCRIPT, TREE_DATA)):
             return data
 
@@ -288,7 +289,7 @@ async def test_a_starter_sends_what_was_asked_for_as_fast_as_it_is_stored(tmp_pa
         here.launches.receive(ANNA, LaunchPrepared(ID, "", (7000, 7001)))
         assert isinstance(await here.anna.next(), BeginRanks)
         here.launches.receive(ANNA, AskFiles(ID, 3))  # too late
-        here.launches.receive(ANNA, FilesStored(ID, 3, 10**9))
+        here.launches.receive(ANNA, files_stored(3, 10**9))
         await trio.testing.wait_all_tasks_blocked()
         assert not here.anna.sent
 
@@ -303,15 +304,15 @@ async def test_a_full_window_holds_a_starter_up(tmp_path: Path) -> None:
         await here.anna.next()
         here.launches.receive(ANNA, AskFiles(ID, 1, (0,)))
         parts = [await here.anna.next() for _ in range(WINDOW_BYTES // PART_BYTES)]
-        assert all(isinstance(part, FilePart) for part in parts)
+        assert all(isinstance(part, LaunchPart) for part in parts)
         await trio.testing.wait_all_tasks_blocked()
         assert not here.anna.sent
-        with pytest.raises(ProtocolError, match="never sent"):
-            here.launches.receive(ANNA, FilesStored(ID, 1, WINDOW_BYTES + 1))
-        here.launches.receive(ANNA, FilesStored(ID, 1, PART_BYTES))
-        assert isinstance(await here.anna.next(), FilePart)
+        with pytest.raises(ProtocolError, match="beyond what was sent"):
+            here.launches.receive(ANNA, files_stored(1, WINDOW_BYTES + 1))
+        here.launches.receive(ANNA, files_stored(1, PART_BYTES))
+        assert isinstance(await here.anna.next(), LaunchPart)
         here.launches.receive(ANNA, AskFiles(ID, 2, (0,)))  # it begins anew
-        while (part := await here.anna.next()).pull != 2:  # type: ignore[union-attr]
+        while (part := await here.anna.next()).number != 2:  # type: ignore[union-attr]
             pass
         assert part.offset == 0  # type: ignore[union-attr]
 
@@ -389,7 +390,7 @@ async def test_a_machine_that_takes_files_has_time(
         for _ in range(10):
             mock_clock.jump(15)
             await trio.testing.wait_all_tasks_blocked()
-            here.launches.receive(ANNA, FilesStored(ID, 1, 0))
+            here.launches.receive(ANNA, files_stored(1, 0))
         assert not launch.is_over
         mock_clock.jump(30)
         await launch.over.wait()

@@ -7,7 +7,6 @@ import trio
 from trio.testing import MockClock
 
 from pmesh.agent.store.serving import MAX_CALLS
-from pmesh.core.store.pipe import AGAIN_S
 from pmesh.core.values import Terms
 from pmesh.core.wire.channels import Channels, Message
 from pmesh.core.wire.session import (
@@ -30,6 +29,7 @@ from pmesh.core.wire.store import (
     Wait,
     encode,
 )
+from pmesh.core.wire.stream import AGAIN_S
 from pmesh.ids import JobName, Member
 from tests.worlds.control import change_received
 from tests.worlds.store_connection import Sharing, StoreConnection, sharing

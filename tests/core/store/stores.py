@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from random import Random
 
-from pmesh.core.store.pipe import Part, Pipe
+from pmesh.core.store.pipe import Pipe
 from pmesh.core.store.replica import Finished, Keepers, Replica
 from pmesh.core.wire.store import (
     Add,
@@ -25,6 +25,7 @@ from pmesh.core.wire.store import (
     Wait,
     decode_message_untrusted,
 )
+from pmesh.core.wire.stream import Part
 from pmesh.ids import Member, TrainerId
 from tests.worlds.builders import ANNA, BERT, CARA, DORA, make_member
 from tests.worlds.linearizable import Call

@@ -8,15 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pmesh.core.store import pipe as pipe_
-from pmesh.core.store.pipe import (
-    AGAIN_S,
-    MESSAGES_AT_ONCE,
-    PART_BYTES,
-    SELDOM_S,
-    WINDOW_BYTES,
-    Part,
-)
-from pmesh.core.wire.store import CopyEnds, Entry, Have, Set, StoreMessage, encode
+from pmesh.core.store.pipe import MESSAGES_AT_ONCE
+from pmesh.core.wire.store import Entry, Have, Set, StoreMessage, encode
+from pmesh.core.wire.stream import PART_BYTES, SELDOM_S, WINDOW_BYTES, Part
 from pmesh.errors import ProtocolError
 from pmesh.ids import TrainerId
 
@@ -55,20 +49,6 @@ def test_messages_of_any_size_come_whole_and_in_order() -> None:
     assert move(one, other) == sent
 
 
-def test_no_more_is_under_way_than_the_window_holds() -> None:
-    one, other = Pipe(), Pipe()
-    one.send(entry(1, 3 * WINDOW_BYTES))
-    parts = list(one.parts(now=0))
-    assert sum(len(part.data) for part in parts) == WINDOW_BYTES
-    assert max(len(part.data) for part in parts) == PART_BYTES
-    assert list(one.parts(now=0.1)) == []
-    list(other.receive_untrusted(parts[0], now=0.1))
-    (read,) = other.parts(now=0.1)
-    assert (read.read, read.data) == (PART_BYTES, b"")
-    list(one.receive_untrusted(read, now=0.1))
-    assert sum(len(part.data) for part in one.parts(now=0.1)) == PART_BYTES
-
-
 def test_messages_are_made_when_there_is_room_and_some_at_a_time() -> None:
     one, other = Pipe(), Pipe()
     one.queue += [Have(0)] * (MESSAGES_AT_ONCE + 1) + [entry(1, WINDOW_BYTES)] * 3
@@ -82,21 +62,6 @@ def test_messages_are_made_when_there_is_room_and_some_at_a_time() -> None:
     (read,) = other.parts(now=0)
     assert not list(one.receive_untrusted(read, now=0))
     assert came + move(one, other) == [Have(0)] + [entry(1, WINDOW_BYTES)] * 3
-
-
-def test_what_nobody_acknowledges_is_repeated_ever_more_rarely() -> None:
-    one = Pipe()
-    one.send(CopyEnds())
-    (first,) = one.parts(now=0)
-    times, now = list[float](), 0.0
-    while len(times) < 6:
-        now += 0.1
-        for part in one.parts(now=now):
-            assert part == first
-            times.append(now)
-    pauses = [b - a for a, b in zip([0.0, *times], times, strict=False)]
-    wanted = [AGAIN_S, 0.8, 1.6, 3.2, SELDOM_S, SELDOM_S]
-    assert pauses == pytest.approx(wanted, abs=0.11)
 
 
 @given(st.integers(0, 10_000))

@@ -221,21 +221,14 @@ def test_the_channels_and_tags_are_those_of_version_fifteen() -> None:
             42: "BeginRanks",
             43: "SignalRanks",
             44: "RankEnded",
-            45: "RankOutput",
-            46: "OutputRead",
-            47: "RankInput",
-            48: "InputRead",
+            45: "LaunchPart",
             49: "StopLaunch",
             50: "AskFiles",
-            51: "FilePart",
-            52: "FilesStored",
             53: "RankFails",
             54: "GiveUpRank",
             55: "AskNewFiles",
             56: "NewFiles",
             57: "AskNewContents",
-            58: "NewPart",
-            59: "NewStored",
         }
     }
 
