@@ -14,6 +14,7 @@ import os
 import sys
 import tempfile
 import tracemalloc
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -122,14 +123,16 @@ def measure(
 ) -> tuple[list[dict[str, int]], np.ndarray[Any, Any]]:
     """What each rank took, and the weights in the end."""
     ranks = 1 if way == "plain" else RANKS
-    with agent_in_a_thread(folder / "home"):
+    with agent_in_a_thread(folder / "home"), ExitStack() as stack:
         home = "" if way == "plain" else str(folder / "home")
         options = ["--work", way, "--width", str(width), "--home", home, "--out"]
         running = [
-            Program.start(
-                f"rank {rank}",
-                [*MODULE, *options, str(folder / f"{way} {rank}.npy")],
-                environment=os.environ,
+            stack.enter_context(
+                Program.start(
+                    f"rank {rank}",
+                    [*MODULE, *options, str(folder / f"{way} {rank}.npy")],
+                    environment=os.environ,
+                )
             )
             for rank in range(ranks)
         ]

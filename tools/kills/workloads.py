@@ -58,6 +58,7 @@ class Elastic(Workload):
             return all(self.step_of(rank) > step + 1 for rank, step in pairs)
 
         await_that(go_on, "the survivors' next steps", within_s=PATIENCE_S, of=survivors)
+        ends: list[list[float]]
         ends = [[r["at"] for r in rank.reports if "step" in r] for rank in survivors]
         return max(next(at for at in its if at > began) for its in ends) - began
 

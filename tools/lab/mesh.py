@@ -108,8 +108,8 @@ class Node:
 
     @property
     def epoch(self) -> int:
-        """Which view its agent is in; views are counted."""
-        return int(self.status()["view"]["epoch"]["counter"])
+        """Which view its agent is in, as they are counted; raises PmeshError if none answers."""
+        return int(status_of(self.home)["view"]["epoch"]["counter"])
 
     def await_address(self, *, within_s: float = PATIENCE_S) -> str:
         """HOST:PORT of its agent, as soon as that has one."""
