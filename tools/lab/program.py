@@ -52,7 +52,7 @@ class Program:
         self.started = time.monotonic()
         self.lines: list[Line] = []
         self.ended = False
-        """All that it will ever print has been read."""
+        """It has, and all that it and its children have printed has been read."""
         self._popen = popen
         self._errors = errors
         self._heard = 0
@@ -104,6 +104,8 @@ class Program:
                     if self._takes(line.text):
                         self.lines.append(line)
                     NEWS.notify_all()
+        if self._popen is not None:
+            self._popen.wait()
         with NEWS:
             self.ended = True
             NEWS.notify_all()
@@ -199,7 +201,7 @@ class Program:
     def join(self, *, within_s: float = PATIENCE_S) -> int | None:
         """Its exit code, once it has ended and all of its lines have been read."""
         try:
-            await_that(lambda: self.ended and not self.alive, "its end", within_s=within_s)
+            await_that(lambda: self.ended, "its end", within_s=within_s)
         except LabError as e:
             raise LabError(f"{e}\n{self.shown}") from None
         return self.code
@@ -260,8 +262,10 @@ def await_that(
     with NEWS:
         while not holds():
             left_s = began + within_s - time.monotonic()
-            if left_s <= 0 or any(program.ended for program in of):
+            ended = [program.name for program in of if program.ended]
+            if left_s <= 0 or ended:
+                when = f"before {ended[0]} ended" if ended else f"within {within_s:g} s"
                 shown = [program.shown for program in of]
-                raise LabError("\n".join([f"{what} did not come within {within_s:g} s", *shown]))
+                raise LabError("\n".join([f"{what} did not come {when}", *shown]))
             NEWS.wait(min(left_s, LOOK_EVERY_S))
     return time.monotonic() - began
