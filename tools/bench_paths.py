@@ -1,8 +1,7 @@
 """Two hosts with several networks between them: what a lane over all of them brings.
 
-Each network is a veth pair between two namespaces, shaped at both ends; nothing else is touched.
-Linux, root. Each turn reduces the same tensor some times; `--cut N` pulls the first cable in the
-middle of every N-th op, and plugs it in again.
+The hosts are those of a network lab: Linux, root. Each turn reduces the same tensor some times;
+`--cut N` pulls the first cable in the middle of every N-th op, and plugs it in again.
 
 Run: sudo python -m tools.bench_paths 1000 1000        # Mbit/s of each network; 0: not shaped
 """
@@ -12,12 +11,9 @@ import os
 import signal
 import socket
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
-from pathlib import Path as File
+from contextlib import ExitStack
 from typing import Annotated, Any
 
 import cyclopts
@@ -31,11 +27,13 @@ from pmesh.net.lanes.multipath import Facts, MultipathLane
 from pmesh.net.lanes.opening import offer_of_connection
 from pmesh.net.lanes.ring import RingPosition, all_reduce
 from tools.lab.commands import LabError
-from tools.lab.net import run_system
+from tools.lab.mesh import ROOT
+from tools.lab.net import NetLab, run_system
+from tools.lab.program import Program
 
 PORT = 5100
 NAMES = ("a", "b")
-PATH_0 = ({"10.78.0.1", "10.78.0.2"},) * 2  # the ends of the first network
+PATH_0 = ({"10.77.0.1", "10.77.0.2"},) * 2  # the ends of the first network
 app = cyclopts.App(help=__doc__, help_format="plaintext", version_flags=[])
 
 
@@ -63,7 +61,7 @@ class Host:
 
     def connect(self, path: int) -> list[socket.socket]:
         """A connection for the lane of either rank, over this path's network."""
-        address = f"10.78.{path % self.networks}.2"
+        address = f"10.{77 + path % self.networks}.0.2"
         if self.rank == 0:
             return [self._dial(address) for _ in NAMES]
         with socket.create_server((address, PORT)) as listener:
@@ -168,35 +166,6 @@ def set_cable(state: str) -> None:
     run_system(["ip", "link", "set", "eth0", state])
 
 
-@contextmanager
-def hosts(mbits: list[int]) -> Generator[list[str]]:
-    """Two namespaces, with a network for each speed."""
-    names = [f"pmeshpaths-{os.getpid()}-{name}" for name in NAMES]
-    try:
-        for name in names:
-            run_system(["ip", "netns", "add", name])
-            run_system(["ip", "-netns", name, "link", "set", "lo", "up"])
-        for i, mbit in enumerate(mbits):
-            veth = (
-                f"ip -netns {names[0]} link add eth{i} type veth peer name eth{i} netns {names[1]}"
-            )
-            run_system(veth.split())
-            for side, name in enumerate(names, 1):
-                address = f"ip -netns {name} addr add 10.78.{i}.{side}/24 dev eth{i}"
-                run_system(address.split())
-                run_system(["ip", "-netns", name, "link", "set", f"eth{i}", "up"])
-                if mbit:
-                    burst = max(65536, mbit * 500)
-                    tbf = f"root tbf rate {mbit}mbit burst {burst} latency 100ms"
-                    run_system(
-                        ["tc", "-netns", name, "qdisc", "add", "dev", f"eth{i}", *tbf.split()]
-                    )
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-
-
 @app.command
 def host(  # noqa: PLR0917 - a program's own
     rank: int, paths: int, networks: int, nbytes: int, ops: int, cut: int, plain: int
@@ -228,23 +197,23 @@ def main(
     signal.signal(
         signal.SIGTERM, lambda number, _: sys.exit(128 + number)
     )  # else the hosts would outlive us
-    with hosts(list(mbits)) as names:
-        numbers = [connections * len(mbits), len(mbits), mib << 20, ops, cut, int(plain)]
-        processes = [
-            subprocess.Popen(
-                ["ip", "netns", "exec", name, sys.executable, "-m", "tools.bench_paths", "host"]
-                + [str(number) for number in [rank, *numbers]],
-                stdout=subprocess.PIPE,
-                text=True,
-                cwd=File(__file__).parents[1],
+    numbers = [connections * len(mbits), len(mbits), mib << 20, ops, cut, int(plain)]
+    with NetLab(2, networks=len(mbits)) as lab, ExitStack() as stack:
+        for network, mbit in enumerate(mbits):
+            for host in lab.hosts if mbit else ():
+                lab.shape(host, bits_per_s=mbit * 1_000_000, network=network)
+        programs = [
+            Program.start(
+                host.name,
+                [sys.executable, "-m", "tools.bench_paths", "host", *map(str, [rank, *numbers])],
+                environment=os.environ | {"PYTHONPATH": str(ROOT)},
+                host=host,
             )
-            for rank, name in enumerate(names)
+            for rank, host in enumerate(lab.hosts)
         ]
-        try:
-            answers = [json.loads(process.communicate(timeout=200)[0]) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
+        for program in programs:
+            stack.enter_context(program).join(within_s=200.0)
+        answers = [program.reports[-1] for program in programs]
     seconds = [max(both) for both in zip(*(a["seconds"] for a in answers), strict=True)]
     cuts = [s for i, s in enumerate(seconds) if cut and i % cut == cut - 1]
     clean = statistics.median(s for i, s in enumerate(seconds) if i and s not in cuts)

@@ -15,17 +15,16 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from tools.bench.systems import FIRST_PORT, ROOT, Place, Process
-from tools.lab.agents import await_status, new_key
-from tools.lab.commands import LabError, new_app, run_app
-from tools.lab.net import NetLab
+from tools.bench.systems import FIRST_PORT, start_ranks
+from tools.lab.commands import new_app, run_app
+from tools.lab.mesh import AGENT, Mesh
+from tools.lab.net import Host, NetLab, loopbacks
+from tools.lab.program import PATIENCE_S
 
-AGENT = "from pmesh.cli import main; main()"
-START_S = 60.0
 HIDDEN_BAR = 0.80
 STEP_BAR = 0.75
 CALL_BAR_MS = 1.0
@@ -52,8 +51,8 @@ def overlap(
     with NetLab(hosts) as lab, tempfile.TemporaryDirectory(prefix="mlx-speed-") as name:
         for host in lab.hosts:
             lab.shape(host, bits_per_s=mbit * 1_000_000)
-        place = Place(ranks=hosts, hosts=lab.hosts)
-        ours, ring = _run_pmesh(place, Path(name), words), _run_ring(place, Path(name), words)
+        ours = _run_pmesh(lab.hosts, Path(name), words)
+        ring = _run_ring(lab.hosts, Path(name), words)
     communication_s = ours["computed first"] - compute_s
     hidden = (ours["computed first"] - ours["overlapped"]) / communication_s
     ratio = ours["overlapped"] / ring["computed first"]
@@ -78,14 +77,15 @@ def call(*, ranks: int = 2, kib: int = 1024, calls: int = 200) -> int:
     Returns:
         1 if the bar was missed.
     """
-    place = Place(ranks=ranks)
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mlx-speed-")))
-        home = folder / "mac"
-        environment = _start_agent(place, 0, home, new_key(), stack, "--listen", "127.0.0.1:0")
-        _await_members([environment], 1)
+    with (
+        tempfile.TemporaryDirectory(prefix="mlx-speed-") as folder,
+        Mesh(1) as mesh,
+    ):
+        mesh.start_agents()
+        mesh.await_view()
         words = ["call", str(kib), str(calls), "0"]
-        took = _steps(place, _launched(ranks, words), [environment] * ranks, folder)
+        environments = [mesh.nodes[0].environment] * ranks
+        took = _steps(loopbacks(ranks), _launched(ranks, words), environments, Path(folder))
     more_ms = 1000 * (took["drop-in"] - took["mesh"])
     print(f"mesh.all_reduce {took['mesh'] * 1000:.2f} ms")
     print(f"mx.distributed.all_sum, evaluated, {took['drop-in'] * 1000:.2f} ms")
@@ -93,51 +93,25 @@ def call(*, ranks: int = 2, kib: int = 1024, calls: int = 200) -> int:
     return int(more_ms > CALL_BAR_MS)
 
 
-def _run_pmesh(place: Place, folder: Path, words: Sequence[str]) -> dict[str, float]:
-    with contextlib.ExitStack() as stack:
-        key = new_key()
-        environments = [
-            _start_agent(place, rank, folder / f"mac-{rank}", key, stack)
-            for rank in range(place.ranks)
-        ]
-        _await_members(environments, place.ranks)
-        return _steps(place, _launched(place.ranks, ["pmesh", *words]), environments, folder)
-
-
-def _start_agent(
-    place: Place, rank: int, home: Path, key: str, stack: contextlib.ExitStack, *options: str
-) -> dict[str, str]:
-    """The environment of its trainers."""
-    home.mkdir(mode=0o700)
-    environment = {"PYTHONPATH": str(ROOT), "PMESH_HOME": str(home), "PMESH_KEY": key}
-    up = [sys.executable, "-c", AGENT, "up", "--name", home.name, *options]
-    log = home.with_suffix(".log")
-    stack.enter_context(Process(place, rank, up, environment=environment, log=log))
-    return environment
-
-
-def _await_members(environments: Sequence[dict[str, str]], count: int) -> None:
-    for environment in environments:
-        if not await_status(
-            Path(environment["PMESH_HOME"]),
-            lambda picture: len(picture["view"]["members"]) == count,
-            within_s=START_S,
-        ):
-            raise LabError(f"the agents have not met in {START_S:.0f} s")
+def _run_pmesh(hosts: Sequence[Host], folder: Path, words: Sequence[str]) -> dict[str, float]:
+    with Mesh(hosts) as mesh:
+        mesh.start_agents()
+        mesh.await_view()
+        environments = [node.environment for node in mesh.nodes]
+        return _steps(hosts, _launched(len(hosts), ["pmesh", *words]), environments, folder)
 
 
 def _launched(ranks: int, words: Sequence[str]) -> list[str]:
     return [sys.executable, "-c", AGENT, "mlx", "--wait-for", str(ranks), *_worker(words)]
 
 
-def _run_ring(place: Place, folder: Path, words: Sequence[str]) -> dict[str, float]:
-    hosts = folder / "hosts.json"
-    hosts.write_text(json.dumps([[f"{place.address(r)}:{FIRST_PORT}"] for r in range(place.ranks)]))
+def _run_ring(hosts: Sequence[Host], folder: Path, words: Sequence[str]) -> dict[str, float]:
+    file = folder / "hosts.json"
+    file.write_text(json.dumps([[f"{host.ipv4}:{FIRST_PORT}"] for host in hosts]))
     environments = [
-        {"PYTHONPATH": str(ROOT), "MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank)}
-        for rank in range(place.ranks)
+        {"MLX_HOSTFILE": str(file), "MLX_RANK": str(rank)} for rank, _ in enumerate(hosts)
     ]
-    return _steps(place, [sys.executable, *_worker(["ring", *words])], environments, folder)
+    return _steps(hosts, [sys.executable, *_worker(["ring", *words])], environments, folder)
 
 
 def _worker(words: Sequence[str]) -> list[str]:
@@ -145,20 +119,17 @@ def _worker(words: Sequence[str]) -> list[str]:
 
 
 def _steps(
-    place: Place,
+    hosts: Sequence[Host],
     command: Sequence[str],
-    environments: Sequence[dict[str, str]],
+    environments: Sequence[Mapping[str, str]],
     folder: Path,
 ) -> dict[str, float]:
     """What the slowest rank says."""
     with contextlib.ExitStack() as stack:
-        workers = [
-            stack.enter_context(
-                Process(place, rank, command, environment=each, log=folder / f"worker-{rank}.log")
-            )
-            for rank, each in enumerate(environments)
-        ]
-        said = [json.loads(each.hear(timeout_s=4 * START_S)) for each in workers]
+        workers = start_ranks(
+            hosts, "worker", [command] * len(hosts), environments, folder=folder, stack=stack
+        )
+        said = [json.loads(each.hear(within_s=4 * PATIENCE_S)) for each in workers]
     return {kind: max(each[kind] for each in said) for kind in said[0]}
 
 

@@ -6,12 +6,8 @@ The model is a tiny random one, so nearly all of the time is the network's: two 
 """
 
 import json
-import os
-import socket
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,8 +17,11 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import qwen2
 
 from pmesh.mlx_lm.libraries import mx
-from tools.demo import NAMES, Demo
+from tools.bench.systems import Place
 from tools.lab.commands import LabError, new_app, run_app
+from tools.lab.mesh import Mesh
+from tools.lab.net import loopbacks
+from tools.lab.program import Program
 
 RANKS = 2
 TOKENS = 200
@@ -86,16 +85,12 @@ def measure(*, rounds: int = 5, tokens: int = TOKENS) -> int:
     """
     found: dict[str, list[float]] = {name: [] for name in SYSTEMS}
     texts: list[list[int]] = []
-    with (
-        tempfile.TemporaryDirectory(prefix="pmesh-") as folder,
-        Demo(Path(folder) / "demo") as demo,
-    ):
-        demo.start_agents(multicast=False)
-        if not demo.all_meet(PATIENCE_S):
-            raise LabError("the agents have not met")
+    with Mesh(RANKS) as mesh:
+        mesh.start_agents()
+        mesh.await_view()
         for number in range(rounds):
             for name in SYSTEMS:
-                for rank in _take_turn(name, demo, number, tokens):
+                for rank in _take_turn(name, mesh, number, tokens):
                     texts.append(rank["tokens"])
                     found[name].append(rank["ms"])
     for name, times in found.items():
@@ -106,52 +101,36 @@ def measure(*, rounds: int = 5, tokens: int = TOKENS) -> int:
     return 0
 
 
-def _take_turn(name: str, demo: Demo, number: int, tokens: int) -> list[dict[str, Any]]:
+def _take_turn(name: str, mesh: Mesh, number: int, tokens: int) -> list[dict[str, Any]]:
     """Return what each rank has printed."""
-    options = ["--tokens", str(tokens)]
-    work = ["-m", "tools.pipelined", "work", *options]
+    work = ["-m", "tools.pipelined", "work", "--tokens", str(tokens)]
+    nodes, variables = mesh.nodes, [dict[str, str]()] * RANKS
     if name == "one process":
-        ranks = [demo.start(work, name=NAMES[0], output=subprocess.PIPE)]
+        nodes = nodes[:1]
     elif name == "pmesh":
-        mesh = ["-m", "pmesh.cli", "mlx", "--wait-for", str(RANKS), "--job", f"turn-{number}"]
-        ranks = [
-            demo.start([*mesh, *work], name=agent, output=subprocess.PIPE)
-            for agent in NAMES[:RANKS]
-        ]
+        turn = ("--wait-for", str(RANKS), "--job", f"turn-{number}")
+        work = ["-m", "pmesh.cli", "mlx", *turn, *work]
     else:
-        ranks = _start_ring(demo.directory, [*work, "--ring"])
+        work += ["--ring"]
+        variables = _ring(nodes[0].home.with_name("hosts.json"))
+    ranks = [
+        mesh.start_program(node, *work, variables=its)
+        for node, its in zip(nodes, variables, strict=False)
+    ]
     return [_result_of(rank) for rank in ranks]
 
 
-def _start_ring(folder: Path, work: Sequence[str]) -> list[subprocess.Popen[str]]:
+def _ring(hosts: Path) -> list[dict[str, str]]:
     # MLX's ring takes its ports from a file, so they are free now and, mostly, a moment later.
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(RANKS)]
-    hosts = folder / "hosts.json"
-    hosts.write_text(json.dumps([[f"127.0.0.1:{each.getsockname()[1]}"] for each in sockets]))
-    for each in sockets:
-        each.close()
-    return [
-        subprocess.Popen(
-            [sys.executable, *work],
-            env=os.environ | {"MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
+    ports = Place(hosts=loopbacks(RANKS)).free_ports()
+    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
+    return [{"MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank)} for rank in range(RANKS)]
 
 
-def _result_of(rank: subprocess.Popen[str]) -> dict[str, Any]:
-    try:
-        output, _ = rank.communicate(timeout=PATIENCE_S)
-    except subprocess.TimeoutExpired:
-        rank.kill()
-        raise LabError(f"a rank has not ended in {PATIENCE_S:.0f} s") from None
-    lines = [line for line in output.splitlines() if line.startswith('{"size"')]
-    if rank.returncode or not lines:
-        raise LabError(f"a rank has ended with {rank.returncode}:\n{output}")
-    found: dict[str, Any] = json.loads(lines[-1])
-    return found
+def _result_of(rank: Program) -> dict[str, Any]:
+    if rank.join(within_s=PATIENCE_S) or not rank.reports:
+        raise LabError(rank.shown)
+    return rank.reports[-1]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,18 +7,12 @@ thousand took and what the largest agent holds, in the order of time: all should
     .venv/bin/python -m tools.store_writes --writes 1000000
 """
 
-import contextlib
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import cyclopts
 import psutil
 
-from tools.demo import NAMES, Demo
+from tools.lab.mesh import Mesh
 from tools.lab.units import MIB
 
 PARTS = 10
@@ -65,39 +59,27 @@ print(f"the newcomer entered after {entered:.2f} s", flush=True)
 """
 
 
-def most_memory(agents: list[subprocess.Popen[str]]) -> float:
-    """MiB of the largest agent."""
-    return max(psutil.Process(agent.pid).memory_info().rss for agent in agents) / MIB
-
-
-def lines_of(process: subprocess.Popen[str]) -> Iterator[str]:
-    assert process.stdout is not None  # noqa: S101 - it was started with a pipe
-    return map(str.rstrip, process.stdout)
-
-
 def main(*, writes: int = 1_000_000) -> None:
     """Measure."""
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="writes-"))
-        demo = stack.enter_context(Demo(Path(folder) / "homes"))
-        agents = demo.start_agents(multicast=False)
-        if not demo.all_meet(60.0):
-            sys.exit("the agents did not come together")
-        numbers = map(str, (PARTS, writes, WRITERS))
-        command = ["-c", RANK, *numbers]
-        ranks = [demo.start(command, name=n, output=subprocess.PIPE) for n in NAMES[:2]]
+    with Mesh(3) as mesh:
+        mesh.start_agents()
+        mesh.await_view()
+        agents = [psutil.Process(node.pid) for node in mesh.nodes]
+        command = ("-c", RANK, *map(str, (PARTS, writes, WRITERS)))
+        rank, _ = (mesh.start_program(node, *command) for node in mesh.nodes[:2])
         began, each = None, writes / PARTS
-        for line in lines_of(ranks[0]):
+        for line in rank.follow():
             if not line.isdigit():
                 print(line, flush=True)  # after each 10 s, that it waits
                 continue
             now = time.monotonic()
             took = "" if began is None else f"{(now - began) * 1e6 / each:6.1f} ms a thousand, "
-            print(f"part {line}: {took}{most_memory(agents):.1f} MiB", flush=True)
+            most = max(agent.memory_info().rss for agent in agents) / MIB
+            print(f"part {line}: {took}{most:.1f} MiB", flush=True)
             began = now
             if line == str(PARTS - 1):
-                newcomer = demo.start(["-c", NEWCOMER], name=NAMES[2], output=subprocess.PIPE)
-                print(*lines_of(newcomer), sep="\n")
+                newcomer = mesh.start_program(mesh.nodes[2], "-c", NEWCOMER)
+                print(*newcomer.follow(), sep="\n")
 
 
 if __name__ == "__main__":

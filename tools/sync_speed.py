@@ -9,21 +9,19 @@ Hosts of a virtual network train; then one of them sends a directory to all othe
 import itertools
 import os
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import cyclopts
 
-from tools.lab.agents import await_status, inherited, new_key, status_of
+from tools.lab.mesh import Mesh, inherited
 from tools.lab.net import Host, NetLab
+from tools.lab.program import Program, await_that
 
-PATIENCE_S = 60.0
 PORT = 7000
 CONTROL_S = 5.0
 TRAINER = """
@@ -46,73 +44,39 @@ with socket.create_server(("", {PORT})) as server:
 """
 
 
-class Mesh:
-    """Agents, one on each host, and a trainer on each."""
+def rate(trainer: Program, since: float) -> str:
+    """Ops a second since then, and the longest pause between two."""
+    steps = [float(line) for line in trainer.printed(since=since)]
+    pauses = [after - before for before, after in itertools.pairwise(steps)]
+    speed = len(steps) / (time.monotonic() - since)
+    return f"{speed:.0f} ops/s, the longest pause {max(pauses, default=0) * 1e3:.0f} ms"
 
-    def __init__(self, hosts: Sequence[Host], folder: Path) -> None:
-        self._hosts = hosts
-        self.homes = [folder / f"mac-{host.number}" for host in hosts]
-        key = new_key()
-        self._environments = [
-            inherited() | {"PMESH_HOME": str(home), "PMESH_KEY": key} for home in self.homes
-        ]
-        self.steps: list[float] = []
-        for number, home in enumerate(self.homes):
-            home.mkdir(mode=0o700)
-            self.pmesh(number, "allow", "run", "--as-root")
-            self.start(number, "-m", "pmesh.cli", "up", "--name", home.name)
-        for home in self.homes:
-            whole = await_status(home, self._is_whole, within_s=PATIENCE_S)
-            if whole is None:
-                raise RuntimeError(f"{home.name} has not found the others")
-        for number in range(len(hosts)):
-            trainer = self.start(number, "-c", TRAINER, str(len(hosts)))
-            if number == 0:
-                threading.Thread(target=self._count, args=[trainer], daemon=True).start()
-        deadline = time.monotonic() + PATIENCE_S
-        while len(self.steps) < 100:  # noqa: PLR2004 - it has begun
-            if time.monotonic() > deadline:
-                raise RuntimeError("the training has not begun")
-            time.sleep(0.1)
 
-    def _is_whole(self, status: dict[str, Any]) -> bool:
-        return len(status["view"]["members"]) == len(self._hosts)
-
-    def _count(self, trainer: subprocess.Popen[str]) -> None:
-        for line in trainer.stdout or ():
-            self.steps.append(float(line))
-
-    def start(self, number: int, *words: str) -> subprocess.Popen[str]:
-        return self._hosts[number].popen(
-            [sys.executable, *words], env=self._environments[number], stdout=subprocess.PIPE
-        )
-
-    def pmesh(self, number: int, *words: str) -> str:
-        command = self._hosts[number].command([sys.executable, "-m", "pmesh.cli", *words])
-        environment = self._environments[number]
-        done = subprocess.run(
-            command, env=environment, check=True, text=True, stdout=subprocess.PIPE
-        )
-        return done.stdout
-
-    def epochs(self) -> list[int]:
-        return [status_of(home)["view"]["epoch"]["counter"] for home in self.homes]
-
-    def rate(self, since: float) -> str:
-        """Ops a second since then, and the longest pause between two."""
-        steps = [step for step in self.steps if step >= since]
-        pauses = [after - before for before, after in itertools.pairwise(steps)]
-        rate = len(steps) / (time.monotonic() - since)
-        return f"{rate:.0f} ops/s, the longest pause {max(pauses, default=0) * 1e3:.0f} ms"
+def start_training(mesh: Mesh) -> Program:
+    """Agents that may run what others ask for, and a trainer at each; returns the first one."""
+    for node in mesh.nodes:
+        mesh.run_command(node, "allow", "run", "--as-root")
+    mesh.start_agents()
+    mesh.await_view()
+    trainers = [mesh.start_program(n, "-c", TRAINER, str(len(mesh.nodes))) for n in mesh.nodes]
+    begun = 100
+    await_that(lambda: len(trainers[0].lines) >= begun, "the training", of=trainers)
+    return trainers[0]
 
 
 def copy_plainly(hosts: Sequence[Host], data: bytes) -> None:
     """Send the bytes from the first host to all others at once, as one process."""
     receivers = [
-        host.popen([sys.executable, "-c", RECEIVER], stdout=subprocess.PIPE) for host in hosts[1:]
+        Program.start(
+            f"receiver {host.number}",
+            [sys.executable, "-c", RECEIVER],
+            environment=inherited(),
+            host=host,
+        )
+        for host in hosts[1:]
     ]
     for receiver in receivers:
-        next(iter(receiver.stdout or ()))  # it listens
+        receiver.hear()  # it listens
     names = ",".join(host.ipv4 for host in hosts[1:])
     with tempfile.NamedTemporaryFile() as file:
         file.write(data)
@@ -129,31 +93,33 @@ def send(path: str, host: str) -> None:
 
 def measure(megabytes: int, mbit: float, count: int) -> None:
     data = os.urandom(megabytes * 1_000_000)
-    with NetLab(count) as lab, tempfile.TemporaryDirectory(prefix="pmesh-") as folder:
+    lab = NetLab(count)
+    with Mesh(lab) as mesh, tempfile.TemporaryDirectory(prefix="pmesh-") as folder:
         for host in lab.hosts:
             if mbit:
                 lab.shape(host, bits_per_s=round(mbit * 1e6))
         project = Path(folder) / "project"
         project.mkdir()
-        mesh = Mesh(lab.hosts, Path(folder))
-        before = mesh.epochs()
+        trainer = start_training(mesh)
+        before = [node.epoch for node in mesh.nodes]
         since = time.monotonic()
         time.sleep(CONTROL_S)
-        print(f"training alone: {mesh.rate(since)}")
+        print(f"training alone: {rate(trainer, since)}")
         for what in ("--sync", "--sync again, nothing changed", "--sync, one more file"):
             if what == "--sync":
                 (project / "weights.bin").write_bytes(data)
             elif "more" in what:
                 (project / "train.py").write_text("print(1)")
             since = time.monotonic()
-            mesh.pmesh(0, "run", "--on", "all", "--sync", "--cwd", str(project), "--", "true")
+            run = ("run", "--on", "all", "--sync", "--cwd", str(project), "--", "true")
+            mesh.run_command(mesh.nodes[0], *run)
             took_s = time.monotonic() - since
-            print(f"{what}: {took_s:.1f} s; training meanwhile: {mesh.rate(since)}")
+            print(f"{what}: {took_s:.1f} s; training meanwhile: {rate(trainer, since)}")
         since = time.monotonic()
         copy_plainly(lab.hosts, data)
         took_s = time.monotonic() - since
-        print(f"the bytes plainly: {took_s:.1f} s; training meanwhile: {mesh.rate(since)}")
-        changes = [after - first for first, after in zip(before, mesh.epochs(), strict=True)]
+        print(f"the bytes plainly: {took_s:.1f} s; training meanwhile: {rate(trainer, since)}")
+        changes = [node.epoch - first for first, node in zip(before, mesh.nodes, strict=True)]
         print(f"view changes: {changes}")
 
 

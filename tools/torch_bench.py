@@ -29,8 +29,9 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from tools.bench.systems import PATIENCE_S, ROOT, Place, Process, start_agents
-from tools.lab.net import NetLab
+from tools.bench.systems import AGENT_PID, Place, start_agents, start_ranks
+from tools.lab.net import NetLab, loopbacks
+from tools.lab.program import PATIENCE_S
 
 MODELS = ("ResNet18", "transformer")
 OPS = (("4 KiB", 1024, 1), ("100 of 4 KiB", 1024, 100), ("25 MB", 6_250_000, 1))
@@ -43,7 +44,6 @@ STRATEGIES = ("ring", "direct")
 POWER_SGD = "powersgd"
 OF_TORCH = "powerSGD_hook"
 ONE_BUCKET_MB = 1024
-AGENT_PID = "BENCH_AGENT"
 Step = Callable[[], None]
 
 
@@ -242,12 +242,12 @@ def _cpu_s() -> float:
 @contextlib.contextmanager
 def _place(ranks: int, mbit: int) -> Iterator[Place]:
     if not mbit:
-        yield Place(ranks=ranks)
+        yield Place(hosts=loopbacks(ranks))
         return
     with NetLab(ranks) as lab:
         for host in lab.hosts:
             lab.shape(host, bits_per_s=mbit * 1_000_000)
-        yield Place(ranks=ranks, hosts=lab.hosts)
+        yield Place(hosts=lab.hosts)
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -258,32 +258,23 @@ def measure(options: argparse.Namespace) -> None:
         contextlib.ExitStack() as stack,
     ):
         folder = Path(name)
-        agents, ours = start_agents(place, folder, stack)
+        nodes = start_agents(place, folder, stack)
         command = [sys.executable, "-W", "ignore", "-m", "tools.torch_bench", options.what]
         command += ["--worker", "--seconds", str(options.seconds)]
         command += ["--model", options.model, "--compression", *options.compression]
-        workers = [
-            stack.enter_context(
-                Process(
-                    place,
-                    rank,
-                    command,
-                    environment=environment
-                    | {
-                        "PMESH_WAIT_FOR": str(place.ranks),
-                        "PMESH_JOB": "bench",
-                        AGENT_PID: str(agents[rank].pid),
-                        "GLOO_SOCKET_IFNAME": place.interface,
-                        "OMP_NUM_THREADS": "1",
-                        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
-                    },
-                    log=folder / f"rank-{rank}.log",
-                )
-            )
-            for rank, (_, environment) in enumerate(ours)
-        ]
+        settings = {
+            "PMESH_WAIT_FOR": str(place.ranks),
+            "PMESH_JOB": "bench",
+            "GLOO_SOCKET_IFNAME": place.interface,
+            "OMP_NUM_THREADS": "1",
+        }
+        environments = [node.environment | settings | {AGENT_PID: str(node.pid)} for node in nodes]
+        commands = [command] * place.ranks
+        workers = start_ranks(
+            place.hosts, "rank", commands, environments, folder=folder, stack=stack
+        )
         for worker in workers:
-            while (line := worker.hear(timeout_s=5 * PATIENCE_S).strip()) != "end":
+            while (line := worker.hear(within_s=5 * PATIENCE_S)) != "end":
                 _print_case(*json.loads(line))
 
 

@@ -17,19 +17,23 @@ import contextlib
 import importlib
 import json
 import os
-import queue
-import subprocess
+import re
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from pmesh.testing.simulated_mesh import agent_in_a_thread
+
 from pmesh.testing import agent_in_a_thread
+from tools.lab.commands import LabError
+from tools.lab.program import Program, await_that
 
 RANKS = 3
+_RESULT = re.compile("^RESULT (.*)")
+_ENDED = "its process has ended"
 CASE_S = 60.0  # torch's own cases have timeouts of at most 10 s; a hang is a failure
 _SUITE = "torch.testing._internal.distributed.distributed_test"
 _NAMED = ("monitored_barrier", "Backend_enum", "_no_sync")
@@ -58,67 +62,56 @@ class Workers:
         )
         self._backend = backend
         self._folder = folder
-        self._processes: list[subprocess.Popen[str]] = []
-        self._lines: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+        self._ranks: list[Program] = []
         self._count = 0
 
     def run(self, case: str) -> str:
         """Run a case on all ranks: "passed", "skipped", or the error of a rank that failed."""
-        if not self._processes:
+        if not self._ranks:
             self._start()
         self._count += 1
         file = str(Path(self._folder, f"store-{self._count}"))
         barrier = Path(self._folder, "barrier")
         for old in barrier.iterdir():
             old.unlink()
-        for process in self._processes:
-            print(json.dumps([case, file]), file=process.stdin, flush=True)
-        found: dict[int, str] = {}
-        with contextlib.suppress(queue.Empty):
-            while len(found) < RANKS:
-                rank, line = self._lines.get(timeout=CASE_S)
-                if line.startswith("RESULT "):
-                    found[rank] = json.loads(line.removeprefix("RESULT "))
-                elif not line:
-                    found[rank] = "its process has ended"
-        results = [found.get(rank, "did not end") for rank in range(RANKS)]
+        before = [len(rank.found(_RESULT)) for rank in self._ranks]
+        for rank in self._ranks:
+            rank.tell(json.dumps([case, file]))
+
+        def found() -> list[list[re.Match[str]]]:
+            pairs = zip(self._ranks, before, strict=True)
+            return [rank.found(_RESULT)[done:] for rank, done in pairs]
+
+        with contextlib.suppress(LabError):
+            await_that(lambda: all(found()), case, within_s=CASE_S, of=self._ranks)
+        results = [
+            json.loads(its[0][1]) if its else "did not end" if rank.alive else _ENDED
+            for rank, its in zip(self._ranks, found(), strict=True)
+        ]
         failed = [result for result in results if result not in ("passed", "skipped")]
-        if len(found) < RANKS or "its process has ended" in results:
+        if not all(found()):
             self.stop()
         return failed[0] if failed else max(set(results), key=results.count)
 
     def stop(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.wait()
-        self._processes = []
+        for rank in self._ranks:
+            rank.end()
+        self._ranks = []
 
     def _start(self) -> None:
-        self._lines = queue.SimpleQueue()
         Path(self._folder, "barrier").mkdir(exist_ok=True)
         Path(self._folder, "test_dir").mkdir(exist_ok=True)
-        for rank in range(RANKS):
-            process = subprocess.Popen(
-                [
-                    *(sys.executable, "-W", "ignore", "-m", "tools.torch_suite"),
-                    *("--worker", self._backend, "--rank", str(rank)),
-                ],
-                env=self._environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
+        worker = (sys.executable, "-W", "ignore", "-m", "tools.torch_suite", "--worker")
+        self._ranks = [
+            Program.start(
+                f"rank {rank} of {self._backend}",
+                [*worker, self._backend, "--rank", str(rank)],
+                environment=self._environment,
+                errors=Path(self._folder, f"{self._backend}-{rank}.log"),
+                told=True,
             )
-            self._processes.append(process)
-            threading.Thread(target=_read, args=(process, rank, self._lines), daemon=True).start()
-
-
-def _read(
-    process: "subprocess.Popen[str]", rank: int, lines: "queue.SimpleQueue[tuple[int, str]]"
-) -> None:
-    for line in process.stdout or ():
-        lines.put((rank, line.strip() or " "))
-    lines.put((rank, ""))
+            for rank in range(RANKS)
+        ]
 
 
 def work(backend: str, rank: int) -> None:

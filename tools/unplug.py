@@ -7,9 +7,7 @@ The crash is SIGKILL for an agent and its trainer at once: neither can say goodb
 pulled is noticed by silence, after 2 s.) The picture shows the first machine's own ring and events.
 """
 
-import shutil
 import signal
-import subprocess
 import time
 
 from rich.console import Group, RenderableType
@@ -18,7 +16,8 @@ from rich.text import Text
 
 from pmesh.cli.events import Reader
 from pmesh.cli.ring import RingNode, draw_ring
-from tools.demo import CLONE, FRAME_S, NAMES, Demo, console, meet
+from tools.demo import CLONE, FRAME_S, console, demo_mesh, meet, status_of
+from tools.lab.mesh import Node
 
 TRAIN = f"""
 import sys, time; sys.path.insert(0, {str(CLONE / "examples")!r})
@@ -33,9 +32,9 @@ ACT_S = 4.0
 class Picture:
     """What the first machine sees."""
 
-    def __init__(self, demo: Demo) -> None:
-        self._demo = demo
-        self._reader = Reader(demo.home(NAMES[0]))
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._reader = Reader(node.home)
         self._lines: list[Text] = []
         self._ranks = 0
 
@@ -54,7 +53,7 @@ class Picture:
             at = f"{event.time:%H:%M:%S}.{event.time.microsecond // 1000:03}  "
             line = Text.assemble((at, "dim"), event.text, no_wrap=True, overflow="ellipsis")
             self._lines.append(line)
-        status = self._demo.status(NAMES[0])
+        status = status_of(self._node)
         if status is None:
             return Text(title)
         view = status.view
@@ -71,26 +70,20 @@ class Picture:
 
 
 def main() -> None:
-    directory = CLONE / ".demo"
-    shutil.rmtree(directory, ignore_errors=True)
-    with Demo(directory) as demo:
-        agents = meet(demo)
-
-        def train(name: str) -> subprocess.Popen[str]:
-            return demo.start(["-c", TRAIN], name=name, output=subprocess.DEVNULL)
-
-        trainers = [train(name) for name in NAMES]
-        picture = Picture(demo)
+    with demo_mesh() as mesh:
+        meet(mesh)
+        third = mesh.nodes[2]
+        trainers = [mesh.start_program(node, "-c", TRAIN) for node in mesh.nodes]
+        picture = Picture(mesh.nodes[0])
         with Live(console=console, refresh_per_second=10) as live:
             picture.show(live, "Three machines train one model.", 3)
-            for process in agents[2], trainers[2]:
-                process.send_signal(signal.SIGKILL)
-            picture.show(
-                live, f"{NAMES[2]} is killed. Nobody else restarts, and no step is lost.", 2
-            )
-            demo.start_agent(NAMES[2])
-            train(NAMES[2])
-            picture.show(live, f"{NAMES[2]} is back, and takes the others' weights.", 3)
+            for program in (*third.programs(), trainers[2]):
+                program.send_signal(signal.SIGKILL)
+            title = f"{third.name} is killed. Nobody else restarts, and no step is lost."
+            picture.show(live, title, 2)
+            mesh.start_agent(third)
+            mesh.start_program(third, "-c", TRAIN)
+            picture.show(live, f"{third.name} is back, and takes the others' weights.", 3)
 
 
 if __name__ == "__main__":

@@ -4,16 +4,11 @@ fleet.start_agent("mac-1") and "mac-2"; fleet.await_view(one, two)
 fleet.start_trainer(one, "import pmesh ...").await_end()
 """
 
-import contextlib
-import os
 import re
-import secrets
-import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,106 +16,59 @@ from typing import Self
 
 from pmesh.agent.schema import EpochStatus, Status, decode_status
 from pmesh.client.control import ask_status
-from pmesh.core.identity.keys import MeshKey, mesh_key_text
 from pmesh.errors import AgentNotRunning, AgentStopped
+from tools.lab.commands import LabError
+from tools.lab.mesh import inherited, new_key
 from tools.lab.net import Host
+from tools.lab.program import Program, await_that
 
 TIMEOUT_S = 30.0  # imports of several processes on two busy cores take 5 s
 POLL_INTERVAL_S = 0.02
 LOOPBACK = "127.0.0.1:0"  # port 0: the system picks one; the agent's status tells which
 
 
-class Running:
-    """A process whose output, both streams together, is kept line by line."""
-
-    def __init__(self, name: str, command: Sequence[str], *, environment: dict[str, str]) -> None:
-        self.name = name
-        self._process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,  # so that what it starts ends with it
-        )
-        self._lines: list[str] = []
-        self._next = 0
-        self._ended = False
-        self._changed = threading.Condition()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as stream:
-            for line in stream:
-                with self._changed:
-                    self._lines.append(line.rstrip("\n"))
-                    self._changed.notify_all()
-        with self._changed:
-            self._ended = True
-            self._changed.notify_all()
-
-    @property
-    def pid(self) -> int:
-        """Of the program itself, in whatever host it runs."""
-        return self._process.pid
-
-    @property
-    def alive(self) -> bool:
-        """Whether it still runs."""
-        return self._process.poll() is None
+class Running(Program):
+    """A program whose output, both streams together, is kept line by line."""
 
     @property
     def output(self) -> str:
         """All that it has printed, but for whom a trainer waits: that depends on the machine."""
-        with self._changed:
-            return "\n".join(line for line in self._lines if not line.startswith("waiting: "))
+        return "\n".join(line for line in self.printed() if not line.startswith("waiting: "))
 
     def await_line(self, pattern: str, *, timeout_s: float = TIMEOUT_S) -> re.Match[str]:
         """The next line, after the one found last, in which the pattern occurs."""
+        found: list[re.Match[str]] = []
 
-        def found() -> bool:
-            while self._next < len(self._lines) and not re.search(pattern, self._lines[self._next]):
-                self._next += 1
-            return self._next < len(self._lines)
+        def comes() -> bool:
+            while self._heard < len(self.lines) and not found:
+                found.extend(re.finditer(pattern, self.lines[self._heard].text))
+                self._heard += 1
+            return bool(found)
 
-        with self._changed:
-            self._changed.wait_for(lambda: found() or self._ended, timeout_s)
-            if found():
-                match = re.search(pattern, self._lines[self._next])
-                assert match is not None
-                self._next += 1
-                return match
-        raise AssertionError(f"{self.name} has not printed {pattern!r}; it printed\n{self.output}")
+        try:
+            await_that(comes, pattern, within_s=timeout_s, of=[self])
+        except LabError:
+            raise AssertionError(
+                f"{self.name} has not printed {pattern!r}; it printed\n{self.output}"
+            ) from None
+        return found[0]
 
     def await_end(self, *, code: int = 0, timeout_s: float = TIMEOUT_S) -> str:
         """All that it printed, once it has ended with this exit code."""
         try:
-            ended = self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
+            ended = self.join(within_s=timeout_s)
+        except LabError:
             raise AssertionError(
                 f"{self.name} has not ended in {timeout_s:g} s; it printed\n{self.output}"
             ) from None
-        self._reader.join(TIMEOUT_S)
         assert ended == code, (
             f"{self.name} ended with {ended}, not {code}; it printed\n{self.output}"
         )
         return self.output
 
-    def send_signal(self, number: signal.Signals) -> None:
-        """Only to the program itself; SIGSTOP and SIGCONT make a machine that sleeps."""
-        self._process.send_signal(number)
-
     def reap(self) -> None:
         """End it and all that it started, whatever state that is in."""
-        # All of them may have ended; macOS says EPERM where none but zombies are left.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(TIMEOUT_S)
-        self._reader.join(TIMEOUT_S)
+        self.end()
 
 
 class Agent:
@@ -177,7 +125,7 @@ class Fleet:
         self._folder = tempfile.TemporaryDirectory(prefix="pmesh-e2e-")
         self._running: list[Running] = []
         # Another key each time: agents of other tests may be heard by mDNS on the same loopback.
-        self.mesh_key = mesh_key_text(MeshKey(secrets.token_bytes(32)))
+        self.mesh_key = new_key()
 
     def home(self, name: str) -> Path:
         """The home of the agent of that name."""
@@ -270,11 +218,8 @@ class Fleet:
     def _start(
         self, name: str, command: list[str], *, host: Host | None, home: Path, **variables: str
     ) -> Running:
-        running = Running(
-            name,
-            command if host is None else host.command(command),
-            environment=_environment(home) | variables,
-        )
+        environment = _environment(home) | variables
+        running = Running.start(name, command, environment=environment, host=host)
         self._running.append(running)
         return running
 
@@ -294,5 +239,4 @@ class Fleet:
 
 def _environment(home: Path) -> dict[str, str]:
     """This process's, so that coverage goes along, but for settings of a developer's own agent."""
-    ours = {key: value for key, value in os.environ.items() if not key.startswith("PMESH_")}
-    return ours | {"PMESH_HOME": str(home), "PYTHONUNBUFFERED": "1"}
+    return inherited() | {"PMESH_HOME": str(home), "PYTHONUNBUFFERED": "1"}

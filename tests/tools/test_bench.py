@@ -31,9 +31,10 @@ from tools.bench.compressed import WAYS, Ours, arrays_of
 from tools.bench.measuring import fault_in
 from tools.bench.report import render
 from tools.bench.results import Answer, Layout, Measured, Order, Results, Run, Turn, seconds_of
-from tools.bench.systems import Place, Process, place_of
+from tools.bench.systems import place_of
 from tools.bench.worker import System, Values, carry_out
 from tools.lab.commands import LabError
+from tools.lab.program import Program
 from tools.lab.report import Outcome
 from tools.lab.results import read_results
 from tools.lab.units import MIB
@@ -325,10 +326,11 @@ def test_a_worker_compares_every_value_of_every_result() -> None:
 def test_a_worker_that_dies_is_named_with_what_it_said(tmp_path: Path) -> None:
     command = ["sh", "-c", "read line; echo $line is too much >&2; exit 3"]
     log = tmp_path / "gloo-1.log"
-    with Process(Place(ranks=2), 1, command, environment={}, log=log) as process:
-        process.tell("all_reduce")
+    started = Program.start("gloo-1", command, environment={}, errors=log, told=True)
+    with started as program:
+        program.tell("all_reduce")
         with pytest.raises(LabError, match=r"gloo-1 .*\nall_reduce is too much"):
-            process.hear()
+            program.hear()
 
 
 @pytest.mark.parametrize(("page", "folder"), PAGES)

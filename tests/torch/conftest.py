@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pmesh.testing.simulated_mesh import agent_in_a_thread
+from tools.lab.agents import inherited
 
 from pmesh.testing import agent_in_a_thread
-from tools.lab.agents import inherited
+from tools.lab.mesh import inherited
 
 collect_ignore_glob: list[str] = []
 if find_spec("torch") is None:

@@ -8,12 +8,9 @@ is trained, is counted by itself for a second.
     $ sudo python -m tools.bench.local_bytes
 """
 
-import contextlib
 import json
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -21,13 +18,13 @@ from typing import Any
 import numpy as np
 
 import pmesh
-from tools.lab.agents import await_status, inherited, new_key
-from tools.lab.net import Host, NetLab
+from tools.lab.mesh import Mesh
+from tools.lab.net import NetLab
+from tools.lab.program import PATIENCE_S
 
-RANKS, VALUES, REPEATS, START_S, IDLE_S = 4, 1_044_704, 20, 60.0, 5.0
+RANKS, VALUES, REPEATS, IDLE_S = 4, 1_044_704, 20, 5.0
 INNER_STEPS = (50, 500)
 REST_S, AT_REST_BYTES_PER_S = 120.0, 20_000
-ROOT = Path(__file__).resolve().parents[2]
 COUNTERS = [Path("/sys/class/net/eth0/statistics") / f"{way}_bytes" for way in ("tx", "rx")]
 
 
@@ -80,42 +77,23 @@ def work() -> None:
     print(json.dumps(found), flush=True)
 
 
-def start(host: Host, command: list[str], **environment: str) -> "subprocess.Popen[str]":
-    settings = {**inherited(), "PYTHONPATH": str(ROOT), **environment}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}  # agents say a lot
-    return host.popen(command, env=settings, **pipes)
-
-
-def measure(folder: Path) -> list[dict[str, float]]:
+def measure() -> list[dict[str, float]]:
     """What each host has counted."""
-    key = new_key()
-    with NetLab(RANKS) as lab, contextlib.ExitStack() as stack:
-        homes = [folder / host.name for host in lab.hosts]
-        for host, home in zip(lab.hosts, homes, strict=True):
-            home.mkdir(mode=0o700)
-            up = [sys.executable, "-m", "pmesh.cli", "up", "--name", host.name]
-            agent = start(host, up, PMESH_HOME=str(home), PMESH_KEY=key)
-            stack.callback(agent.terminate)
-        for home in homes:
-            picture = await_status(
-                home, lambda its: len(its["view"]["members"]) == RANKS, within_s=START_S
-            )
-            if picture is None:
-                raise SystemExit(f"{home.name} has not met the others in {START_S:.0f} s")
-        own = [sys.executable, "-m", "tools.bench.local_bytes", "--work"]
-        workers = [
-            start(host, own, PMESH_HOME=str(home))
-            for host, home in zip(lab.hosts, homes, strict=True)
-        ]
-        return [json.loads(worker.communicate(timeout=10 * START_S)[0]) for worker in workers]
+    with Mesh(NetLab(RANKS)) as mesh:
+        mesh.start_agents()
+        mesh.await_view()
+        work = ("-m", "tools.bench.local_bytes", "--work")
+        workers = [mesh.start_program(node, *work) for node in mesh.nodes]
+        for worker in workers:
+            worker.join(within_s=10 * PATIENCE_S)
+        return [worker.reports[-1] for worker in workers]
 
 
 def main(argv: list[str]) -> None:
     if argv == ["--work"]:
         work()
         return
-    with tempfile.TemporaryDirectory(prefix="bytes-") as folder:
-        answers = measure(Path(folder))
+    answers = measure()
     mean: dict[str, Any] = {key: statistics.fmean(a[key] for a in answers) for key in answers[0]}
     print(f"{VALUES} float32 values among {RANKS} hosts, per host, sent and received:")
     print(f"  a synchronous step: {mean['step'] / 1e6:.3f} MB; at rest: {mean['idle']:.0f} B/s")

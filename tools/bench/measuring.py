@@ -217,7 +217,7 @@ class _Taking:
 
         Their probes of the bandwidth, a few MB after the start, would be most of a short turn.
         """
-        if not self.place.hosts:
+        if not self.place.in_lab:
             return 0
         control = sum(agent["control_sent_bytes"] for agent in self.running[PMESH].traffic())
         return self.place.sent_bytes() - control

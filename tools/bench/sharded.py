@@ -10,10 +10,11 @@ as it belongs to the agent. Activations are small here: the batch is.
 import argparse
 import json
 import math
-import subprocess
+import os
 import sys
 import tempfile
 import tracemalloc
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,18 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn, optimizers
 from mlx.utils import tree_flatten
+from pmesh.testing.simulated_mesh import agent_in_a_thread
 
 import pmesh
 from pmesh.mlx import ShardedOptimizer, fully_shard
 from pmesh.testing import agent_in_a_thread
+from tools.lab.commands import LabError
+from tools.lab.program import Program
 
 RANKS, BLOCKS, BATCH, STEPS = 3, 4, 12, 20
 WAYS = ("plain", "zero-1", "fully sharded")
+MODULE = (sys.executable, "-m", "tools.bench.sharded")
+PATIENCE_S = 600.0
 
 
 def bucket_bytes(width: int) -> int:
@@ -118,28 +124,23 @@ def measure(
 ) -> tuple[list[dict[str, int]], np.ndarray[Any, Any]]:
     """What each rank took, and the weights in the end."""
     ranks = 1 if way == "plain" else RANKS
-    with agent_in_a_thread(folder / "home"):
+    with agent_in_a_thread(folder / "home"), ExitStack() as stack:
+        home = "" if way == "plain" else str(folder / "home")
+        options = ["--work", way, "--width", str(width), "--home", home, "--out"]
         running = [
-            subprocess.Popen(
-                [
-                    *(
-                        sys.executable,
-                        "-m",
-                        "tools.bench.sharded",
-                        "--work",
-                        way,
-                        "--width",
-                        str(width),
-                    ),
-                    *("--home", "" if way == "plain" else str(folder / "home")),
-                    *("--out", str(folder / f"{way} {rank}.npy")),
-                ],
-                stdout=subprocess.PIPE,
-                text=True,
+            stack.enter_context(
+                Program.start(
+                    f"rank {rank}",
+                    [*MODULE, *options, str(folder / f"{way} {rank}.npy")],
+                    environment=os.environ,
+                )
             )
             for rank in range(ranks)
         ]
-        answers = [json.loads(each.communicate()[0]) for each in running]
+        for rank in running:
+            if rank.join(within_s=PATIENCE_S):
+                raise LabError(rank.shown)
+        answers = [rank.reports[-1] for rank in running]
     return answers, np.load(folder / f"{way} 0.npy")
 
 

@@ -77,8 +77,8 @@ def _run(
 def _measure_memory(pmesh: Running, op_bytes: int, ops: int) -> tuple[list[Turn], dict[str, float]]:
     """The most at any time, and the growth from the first tenth of the ops to the last."""
     processes = [
-        [psutil.Process(agent.pid), psutil.Process(worker.pid)]
-        for agent, worker in zip(pmesh.agents, pmesh.workers, strict=True)
+        [psutil.Process(node.pid), psutil.Process(worker.pid)]
+        for node, worker in zip(pmesh.nodes, pmesh.workers, strict=True)
     ]
     between: list[tuple[int, float]] = []
 
@@ -109,8 +109,8 @@ def _measure_lag(pmesh: Running, op_bytes: int, ops: int) -> tuple[list[Turn], d
         until = time.clock_gettime(time.CLOCK_MONOTONIC)
         ticks = [
             line.split()
-            for home in pmesh.homes
-            for line in (home / "ticks").read_text().splitlines()
+            for node in pmesh.nodes
+            for line in (node.home / "ticks").read_text().splitlines()
         ]
         late_ms = [float(late) * 1e3 for at, late in ticks if began <= float(at) <= until]
     return turns, {

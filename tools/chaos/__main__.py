@@ -19,8 +19,7 @@ from tools.chaos.bars import CAMPAIGNS, Campaign, find_campaign, is_met
 from tools.chaos.episodes import Run, Tally
 from tools.chaos.report import render, size_text
 from tools.chaos.results import Measured, Results, figures_of
-from tools.lab.cluster import CampaignError
-from tools.lab.commands import Flag, new_app, run_app
+from tools.lab.commands import Flag, LabError, new_app, run_app
 from tools.lab.results import (
     describe_commit,
     describe_machine,
@@ -93,7 +92,7 @@ def _measure(campaign: Campaign, order: Run) -> Measured:
     print(f"{campaign.name}: {campaign.what}; {order.episodes:,} times …", flush=True)
     try:
         tally = campaign.run(order)
-    except CampaignError as e:
+    except LabError as e:
         tally = Tally(violations=[str(e)])
     size = "" if campaign.one_size else f" --size-mb {order.op_bytes / MIB:g}"
     program = "python -m tools.chaos run"

@@ -7,7 +7,9 @@ from random import Random
 
 from tools.chaos.episodes import Run, Tally
 from tools.chaos.steady import check_undisturbed
-from tools.lab.cluster import CampaignError, Cluster, Node
+from tools.lab.cluster import Cluster
+from tools.lab.commands import LabError
+from tools.lab.mesh import Node
 from tools.lab.net import Host, NetLab
 from tools.lab.oplog import clean_ops_s
 
@@ -117,7 +119,7 @@ def _plug_once(cluster: Cluster, victim: Node, tally: Tally) -> None:
     use = _Use(cluster.lab, victim.host)
     while use.look() != 1:
         if time.monotonic() > at + PLUGGED_S:
-            raise CampaignError(f"{what} was not used within {PLUGGED_S:g} s")
+            raise LabError(f"{what} was not used within {PLUGGED_S:g} s")
         time.sleep(LOOK_S)
     tally.recovery_s.append(time.monotonic() - at)
     cluster.await_ops(1)

@@ -1,5 +1,6 @@
 """What is no episode: churn, cold starts, a newcomer with 500 MB, partitions, one training run."""
 
+import os
 import signal
 import statistics
 import sys
@@ -14,8 +15,11 @@ from random import Random
 import psutil
 
 from tools.chaos.episodes import ANY_PARTS, CLEAN_OPS, Run, Tally
-from tools.lab.cluster import CampaignError, Cluster, Node, Process, ops_of, runs, settled_ops
+from tools.lab.cluster import Cluster, ops_of, settled_ops
+from tools.lab.commands import LabError
+from tools.lab.mesh import Node, Trainer
 from tools.lab.oplog import Life, Op, Report, longest_gap_s
+from tools.lab.program import Program, runs
 
 MOST = 8
 FEWEST = 2
@@ -103,7 +107,7 @@ class _Churn:
         def start() -> None:
             try:
                 self._cluster.start([node])
-            except CampaignError as e:
+            except LabError as e:
                 self._failures.append(str(e))
             finally:
                 del self._starting[node.name]
@@ -161,7 +165,7 @@ def run_cold_starts(run: Run) -> Tally:
             tally.violations += [
                 f"{node.name}, when all had met: {line}"
                 for node in cluster.nodes
-                for agent in node.processes(["agent"])
+                for agent in node.programs(["agent"])
                 for line in agent.printed(since=agreed)
                 if " is gone" in line or line.startswith("alone")
             ]
@@ -171,7 +175,7 @@ def run_cold_starts(run: Run) -> Tally:
 
 def _ring(node: Node) -> set[str]:
     """Whom the agent's last line about the ring names."""
-    _, line = node.agent.last_ring() if node.agent is not None else (0.0, "")
+    _, line = node.agent.last_line("ring: ") if node.agent is not None else (0.0, "")
     ring = line.removeprefix("ring: ").partition(";")[0].replace(" (this machine)", "")
     return set(ring.split(" → "))
 
@@ -225,7 +229,7 @@ def run_joins(run: Run) -> Tally:
             last = newcomer.life.last
             said = {r.what: r.at for r in reversed(newcomer.life.others)}  # each first
             if last is None or not {"connecting", "entered"} <= said.keys():
-                raise CampaignError("the newcomer has not said when it connected and entered")
+                raise LabError("the newcomer has not said when it connected and entered")
             tally.recovery_s.append(last.done - said["connecting"])
             ready.append(said["entered"] - said["connecting"])
             done = [op.done for life in lives for op in life.ops.values()]
@@ -248,12 +252,11 @@ def run_joins(run: Run) -> Tally:
 def raw_transfer_s(cluster: Cluster) -> float:
     """How long the bytes take from the first host to the last by one plain TCP connection."""
     first, last = cluster.lab.hosts[0], cluster.lab.hosts[-1]
-    receiving = last.popen([sys.executable, "-c", _RECEIVE.format(nbytes=STATE_BYTES)], stdout=-1)
-    with receiving:
-        if receiving.stdout is None or receiving.stdout.readline().strip() != "listening":
-            raise CampaignError("the receiver of the raw transfer did not start")
+    receive = [sys.executable, "-c", _RECEIVE.format(nbytes=STATE_BYTES)]
+    with Program.start("receiver", receive, environment=os.environ, host=last) as receiver:
+        receiver.hear()  # it listens
         first.run([sys.executable, "-c", _SEND.format(address=last.ipv4, nbytes=STATE_BYTES)])
-        return float(receiving.stdout.readline())
+        return float(receiver.hear())
 
 
 APART_S = 10.0
@@ -412,7 +415,7 @@ def _kill_again_and_again(cluster: Cluster, tally: Tally, kills: int, run: Run) 
     victim = random.choice(cluster.nodes)
     survivors = [node for node in cluster.nodes if node is not victim]
     cluster.await_ops(50)  # so that caches are full and threads are started
-    before = {part.name: _held(cluster, part) for node in survivors for part in node.processes()}
+    before = {part.name: _held(cluster, part) for node in survivors for part in node.programs()}
     for _ in range(kills):
         cluster.await_ops(3)
         time.sleep(random.uniform(0.0, 0.1))
@@ -422,16 +425,16 @@ def _kill_again_and_again(cluster: Cluster, tally: Tally, kills: int, run: Run) 
         tally.recovery_s.append(cluster.await_recovery(lives, at, "the next op"))
         cluster.restart([victim])
     cluster.await_ops(20)
-    for part in (part for node in survivors for part in node.processes()):
+    for part in (part for node in survivors for part in node.programs()):
         _compare(tally, part.name, before[part.name], _held(cluster, part))
     tally.check(ops_of(cluster.nodes), survivors=[node.name for node in survivors])
 
 
-def _held(cluster: Cluster, part: Process) -> Held:
+def _held(cluster: Cluster, part: Program) -> Held:
     tasks = 0
-    if part.life is None:
+    if not isinstance(part, Trainer):
         asked = time.monotonic()
-        part.send(signal.SIGUSR2)
+        part.send_signal(signal.SIGUSR2)
 
         def answers() -> list[str]:
             return [line for line in part.printed(since=asked) if line.startswith("chaos: tasks")]

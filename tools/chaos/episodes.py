@@ -9,7 +9,9 @@ from pathlib import Path
 from random import Random
 from typing import Any, Literal
 
-from tools.lab.cluster import BOTH, CampaignError, Cluster, Node, Part, ops_of
+from tools.lab.cluster import Cluster, ops_of
+from tools.lab.commands import LabError
+from tools.lab.mesh import BOTH, Node, Part
 from tools.lab.oplog import Op, Options, clean_ops_s, find_violations, next_step
 
 ANY_PARTS: tuple[tuple[Part, ...], ...] = (("agent",), ("trainer",), BOTH)
@@ -186,7 +188,7 @@ def run_episodes(cluster: Cluster, fault: Fault, count: int, random: Random) -> 
         try:
             found = _run_episode(cluster, fault, random, tally)
             tally.violations += [f"episode {number}, {violation}" for violation in found]
-        except CampaignError as e:
+        except LabError as e:
             tally.hangs += 1
             tally.violations.append(f"episode {number}: {e}")
             if tally.hangs >= MOST_HANGS:

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from tools.chaos.episodes import Run, Tally
-from tools.lab.cluster import Cluster, Node, Process, settled_ops
+from tools.lab.cluster import Cluster, settled_ops
+from tools.lab.mesh import Node, Trainer
 
 SAMPLE_S = (0.05, 0.05, 0.07, 0.1, 0.1, 0.15, 0.2, 0.4)
 """Of each rank: the quickest is eight times as quick as the slowest."""
@@ -92,11 +93,10 @@ def _speed_since(cluster: Cluster, began: float) -> float:
     return samples_per_s(counted())
 
 
-def _counted_since(trainers: Sequence[Process], began: float) -> list[tuple[int, float, float]]:
+def _counted_since(trainers: Sequence[Trainer], began: float) -> list[tuple[int, float, float]]:
     return [
         (report.step, report.at, report.value)
         for trainer in trainers
-        if trainer.life is not None
         for report in list(trainer.life.others)
         if report.what == "counted" and report.at >= began
     ]

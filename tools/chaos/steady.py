@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tools.chaos.episodes import ANY_PARTS, Run, Tally
-from tools.lab.cluster import Cluster, Node, ops_of
+from tools.lab.cluster import Cluster, ops_of
+from tools.lab.mesh import Node
 from tools.lab.oplog import clean_ops_s, longest_gap_s
 
 PAUSE_S = 1.0
@@ -120,7 +121,7 @@ def check_undisturbed(cluster: Cluster, tally: Tally, *, since: float) -> None:
         missed = {name for op in ops[node.name] for name in everybody - set(op.names)}
         if missed:
             tally.violations.append(f"{node.name} has done ops without {', '.join(sorted(missed))}")
-        printed = [line for p in node.processes(["agent"]) for line in p.printed(since=since)]
+        printed = [line for p in node.programs(["agent"]) for line in p.printed(since=since)]
         tally.violations += [f"{node.name}: {line}" for line in printed if " is gone" in line]
 
 
@@ -244,7 +245,7 @@ def _told_s(node: Node, victim: Node, at: float) -> float:
     """When this node, by its agent or in its trainer, first said who is stopped; else infinity."""
     told = [
         when - at
-        for part in node.processes()
+        for part in node.programs()
         for when, line in list(part.lines)
         if when >= at and victim.name in line and re.search(r"\bstopped\b", line)
     ]

@@ -173,9 +173,9 @@ def learn(mesh: pmesh.Mesh, options: Options) -> None:
     say("ended", step=state["steps"], digest=digest, value=loss)
 
 
-def main(options_text: str) -> int:
+def main() -> int:
     """Join the job and train; the exit code is 1 if a call has raised."""
-    options = msgspec.json.decode(options_text, type=Options)
+    options = msgspec.json.decode(sys.argv[1], type=Options)
     logger = logging.getLogger("pmesh")
     logger.addHandler(_Waits())
     logger.propagate = False
@@ -199,4 +199,4 @@ def main(options_text: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main())

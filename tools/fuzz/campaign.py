@@ -9,17 +9,13 @@ rank lose anything; when they are gone, nothing of theirs may be left: see `tool
 
 import contextlib
 import math
-import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, Self, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import msgspec
 import psutil
@@ -42,7 +38,9 @@ from tools.fuzz.oracles import (
     nbytes_of,
 )
 from tools.fuzz.outsider import Order as OutsiderOrder
-from tools.lab.agents import await_status, inherited, new_key, status_of
+from tools.lab.commands import LabError
+from tools.lab.mesh import Mesh, Node, status_of
+from tools.lab.program import Program
 
 LIES_FOR_S = 20.0
 PATIENCE_S = 30.0
@@ -61,43 +59,15 @@ NAMES = ("honest-1", "honest-2")
 LiarKind: TypeAlias = Literal["member", "trainer", "outsider"]
 LIAR = "liar"
 QUORUMS = get_args(Quorum)
-LAST_LINES = 12
 RUN_ON_LIAR = ("pmesh.cli", "run", "--on", LIAR, "--restarts", "0", "true")
 LIAR_NUMBER = 1000  # plus its seed: each liar is another member
 
 
-class FindingError(Exception):
+class FindingError(LabError):
     """What must not happen has happened."""
 
 
-class Process:
-    """A program whose output goes into a file."""
-
-    def __init__(self, log: Path, command: list[str], environment: dict[str, str]) -> None:
-        self.log = log
-        with log.open("ab") as output:
-            self._popen = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
-            )
-        self.pid = self._popen.pid
-
-    @property
-    def alive(self) -> bool:
-        return self._popen.poll() is None
-
-    @property
-    def output(self) -> str:
-        return self.log.read_text(errors="replace")
-
-    def end(self, number: signal.Signals = signal.SIGKILL) -> None:
-        self._popen.send_signal(number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._popen.wait(PATIENCE_S)
-        self._popen.kill()
-        self._popen.wait()
-
-
-class Arena:
+class Arena(Mesh):
     """Two honest agents with their trainers, and whoever lies to them.
 
     Args:
@@ -107,27 +77,19 @@ class Arena:
     """
 
     def __init__(self, runner: tuple[str, ...] = (), *, patience_s: float = PATIENCE_S) -> None:
+        super().__init__(3, names=(*NAMES, LIAR))
         self._runner = runner
         self._patience_s = patience_s
-        self._folder = tempfile.TemporaryDirectory(prefix="pmesh-fuzz-")
-        self._path = Path(self._folder.name)
-        self._key = new_key()
-        self._agents: dict[str, Process] = {}
-        self._trainers: dict[str, Process] = {}
-        self._liars: dict[LiarKind, Process] = {}
+        self._agents: dict[str, Program] = {}
+        self._trainers: dict[str, Program] = {}
+        self._liars: dict[LiarKind, Program] = {}
         self._ids: dict[str, str] = {}
-        self._logs: set[str] = set()
+        self._files: set[str] = set()
         self.worst: dict[str, float] = {}
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         self.end_all()
-        self._folder.cleanup()
+        super().__exit__()
 
     def end_all(self) -> None:
         """End all processes; the agents as a user would, so that what they measure is written."""
@@ -136,7 +98,7 @@ class Arena:
         for name, agent in self._agents.items():
             with contextlib.suppress(PmeshError):
                 stop_agent(self._home(name))
-            agent.end(signal.SIGTERM)
+            agent.end(first=signal.SIGTERM, within_s=PATIENCE_S)
         self._liars, self._trainers, self._agents = {}, {}, {}
 
     # --- an episode
@@ -156,15 +118,16 @@ class Arena:
             self._check_rest(before)
             self._check_afterwards()
             self._check_texts_and_files()
-        except FindingError as e:
+        except LabError as e:
             raise FindingError(f"{e}\n{self._last_words()}") from e
         finally:
             for process in (*self._liars.values(), *self._trainers.values()):
                 process.end()
             self._liars, self._trainers = {}, {}
+            self.forget_ended()
 
     def case(self, liar: Literal["member", "trainer"], seed: int, finding: str) -> Case:
-        messages = recorded(self._path / f"{liar}-{seed}.lies")
+        messages = recorded(self.folder / f"{liar}-{seed}.lies")
         return Case(liar=liar, seed=seed, finding=finding, messages=messages)
 
     def _start_agents(self) -> None:
@@ -199,14 +162,14 @@ class Arena:
 
     def _start_lying_member(self, seed: int, replay: Path | None) -> Path:
         """Returns the file with which it begins to lie."""
-        begin = self._path / f"begin-{seed}"
+        begin = self.folder / f"begin-{seed}"
         begin.unlink(missing_ok=True)
         lies = {f"{kind}-{seed}.lies" for kind in get_args(LiarKind)}
-        self._logs |= {begin.name, *lies}
+        self._files |= {begin.name, *lies}
         order = Order(
             LIAR_NUMBER + seed,
             seed,
-            str(self._path / f"member-{seed}.lies"),
+            str(self.folder / f"member-{seed}.lies"),
             str(begin),
             str(replay) if replay and load(replay).liar == "member" else "",
         )
@@ -216,9 +179,9 @@ class Arena:
         return begin
 
     def _start_lying_trainer(self, seed: int, replay: Path | None) -> None:
-        log = str(self._path / f"trainer-{seed}.lies")
+        log = str(self.folder / f"trainer-{seed}.lies")
         case = [str(replay)] if replay and load(replay).liar == "trainer" else []
-        arguments = (str(self._socket(NAMES[0])), str(seed), log, *case)
+        arguments = (str(socket_path(self._home(NAMES[0]))), str(seed), log, *case)
         self._liars["trainer"] = self._start(
             f"lying trainer {seed}", NAMES[0], "tools.fuzz.trainer", *arguments
         )
@@ -226,7 +189,9 @@ class Arena:
     def _start_outsider(self, seed: int) -> None:
         """And a command that the liar is asked to run: it refuses, and sends output."""
         peers = tuple(Address("127.0.0.1", int(self._address(n).rpartition(":")[2])) for n in NAMES)
-        order = OutsiderOrder(peers=peers, seed=seed, log=str(self._path / f"outsider-{seed}.lies"))
+        order = OutsiderOrder(
+            peers=peers, seed=seed, log=str(self.folder / f"outsider-{seed}.lies")
+        )
         text = msgspec.json.encode(order).decode()
         self._liars["outsider"] = self._start("outsider", LIAR, "tools.fuzz.outsider", text)
         self._trainers["run"] = self._start("run", NAMES[0], *RUN_ON_LIAR)
@@ -235,7 +200,9 @@ class Arena:
         for name in [name for name in self._trainers if name not in NAMES]:
             self._trainers.pop(name).end()
         self._liars["outsider"].end()
-        self._liars["member"].end(signal.SIGTERM if seed % 2 else signal.SIGKILL)
+        self._liars["member"].end(
+            first=signal.SIGTERM if seed % 2 else signal.SIGKILL, within_s=PATIENCE_S
+        )
         self._liars["trainer"].end()
         self._liars = {}
 
@@ -251,17 +218,15 @@ class Arena:
             if not agent.alive:
                 raise FindingError(f"{name}'s agent has died")
             for defect in (CONTAINED,) if self._runner else DEFECTS:
-                if defect in agent.output:
-                    raise FindingError(
-                        f"{name}: {defect}{agent.output.partition(defect)[2][:4000]}"
-                    )
-            if found := find_bans(agent.output, self._ids.values()):
+                if defect in agent.text:
+                    raise FindingError(f"{name}: {defect}{agent.text.partition(defect)[2][:4000]}")
+            if found := find_bans(agent.text, self._ids.values()):
                 raise FindingError(f"{name} has banned the honest {found}")
             self._measure(name)
         if "outsider" in self._liars and not self._liars["outsider"].alive:
             raise FindingError("the outsider, which should go on, has died")
         for name in NAMES:
-            output = self._trainers[name].output
+            output = self._trainers[name].text
             if "WRONG" in output or "Traceback" in output:
                 raise FindingError(f"{name}'s trainer: {output[-500:]}")
             if f"shared {name}" in self._trainers and (self._failed(name) or self._alone(name)):
@@ -315,8 +280,8 @@ class Arena:
             home = self._home(name)
             pictures = {"status": ask_status(home), "events": ask_events(home)}
             found = {what: find_unprintable_in_json(data) for what, data in pictures.items()}
-            found["log"] = find_unprintable(self._agents[name].output)
-            found["trainer"] = find_unprintable(self._trainers[name].output)
+            found["log"] = find_unprintable(self._agents[name].text)
+            found["trainer"] = find_unprintable(self._trainers[name].text)
             for what, text in found.items():
                 if text:
                     raise FindingError(f"{name}'s {what} has a control character: {text}")
@@ -326,7 +291,7 @@ class Arena:
             if (nbytes := nbytes_of(home)) > MOST_HOME_BYTES:
                 raise FindingError(f"{name}'s home has {nbytes >> 20} MiB")
         homes = (*NAMES, LIAR)
-        if strange := find_strange_files(self._path, {*homes, *self._logs}):
+        if strange := find_strange_files(self.folder, {*homes, *self._files}):
             raise FindingError(f"somebody has written {strange}")
 
     # --- what is to be seen
@@ -343,17 +308,17 @@ class Arena:
             raise FindingError(f"{name}'s agent does not answer: {e}") from e
 
     def _ops(self, name: str) -> int:
-        return len(re.findall(r"^op ", self._trainers[name].output, re.MULTILINE))
+        return len(re.findall(r"^op ", self._trainers[name].text, re.MULTILINE))
 
     def _failed(self, name: str) -> bool:
-        return "ERROR" in self._trainers[name].output
+        return "ERROR" in self._trainers[name].text
 
     def _alone(self, name: str) -> bool:
         """Its last op had not the values of all."""
         return bool(self._ops(name)) and self._last_size(name) < len(NAMES)
 
     def _last_size(self, name: str) -> int:
-        return int(re.findall(r"^op \d+ of (\d+)", self._trainers[name].output, re.MULTILINE)[-1])
+        return int(re.findall(r"^op \d+ of (\d+)", self._trainers[name].text, re.MULTILINE)[-1])
 
     def _await(self, holds: Callable[[], bool], otherwise: str) -> None:
         deadline = time.monotonic() + self._patience_s
@@ -369,11 +334,8 @@ class Arena:
 
     def _last_words(self) -> str:
         """What everybody has printed last, and what the agents that live know of jobs."""
-        processes = (*self._agents.values(), *self._trainers.values(), *self._liars.values())
-        said = [
-            f"--- {p.log.stem}\n" + "\n".join(p.output.splitlines()[-LAST_LINES:])
-            for p in processes
-        ]
+        programs = (*self._agents.values(), *self._trainers.values(), *self._liars.values())
+        said = [program.shown for program in programs]
         for name, agent in self._agents.items():
             if agent.alive:
                 with contextlib.suppress(FindingError):
@@ -382,25 +344,18 @@ class Arena:
 
     # --- processes
 
-    def _home(self, name: str) -> Path:
-        return self._path / name
+    def _node(self, name: str) -> Node:
+        return next(node for node in self.nodes if node.name == name)
 
-    def _socket(self, name: str) -> Path:
-        return socket_path(self._home(name))
+    def _home(self, name: str) -> Path:
+        return self._node(name).home
 
     def _address(self, name: str) -> str:
-        found = await_status(
-            self._home(name),
-            lambda picture: picture["node"]["addresses"],
-            within_s=self._patience_s,
-        )
-        if found is None:
-            raise FindingError(f"{name}'s agent does not start")
-        return str(found["node"]["addresses"][0])
+        return self._node(name).await_address(within_s=self._patience_s)
 
     def _start_agent(
         self, name: str, order: Order, *options: str, runner: tuple[str, ...] = ()
-    ) -> Process:
+    ) -> Program:
         text = msgspec.json.encode(order).decode()
         up = ("up", "--name", name, "--no-mdns", "--listen", "127.0.0.1:0", *options)
         agent = self._start(name, name, "tools.fuzz.agent", text, *up, runner=runner)
@@ -409,15 +364,6 @@ class Arena:
 
     def _start(
         self, label: str, home: str, module: str, *arguments: str, runner: tuple[str, ...] = ()
-    ) -> Process:
-        environment = inherited() | {
-            "PMESH_HOME": str(self._home(home)),
-            "PMESH_KEY": self._key,
-            "PYTHONUNBUFFERED": "1",
-            "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path),
-        }
-        log = self._path / f"{label}.log"
-        self._logs.add(log.name)
-        log.unlink(missing_ok=True)
-        command = [sys.executable, *runner, "-m", module, *arguments]
-        return Process(log, command, environment)
+    ) -> Program:
+        words = (*runner, "-m", module, *arguments)
+        return self.start_program(self._node(home), *words, name=label)

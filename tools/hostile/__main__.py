@@ -16,8 +16,7 @@ from tools.chaos.results import Results, Table
 from tools.hostile.lies import run_lies
 from tools.hostile.rows import ROWS, Judged, Row
 from tools.hostile.turns import run_turns
-from tools.lab.cluster import CampaignError
-from tools.lab.commands import Flag, new_app, run_app
+from tools.lab.commands import Flag, LabError, new_app, run_app
 from tools.lab.results import describe_commit, describe_machine, write_results
 
 SHORT_S = 5.0
@@ -67,7 +66,7 @@ def run(
 def _measure(row: Row, turns: int, seconds: float | None, logs: Path | None) -> list[Judged]:
     try:
         return list(row.judge(run_turns(row.order(seconds=seconds), turns, logs)))
-    except CampaignError as e:
+    except LabError as e:
         return [Judged("hung", str(e), met=False)]
 
 

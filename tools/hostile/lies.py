@@ -8,8 +8,10 @@ from random import Random
 from tools.hostile.liar import EVERY, PATCH, SEED_VARIABLE
 from tools.hostile.rows import Judged
 from tools.hostile.turns import OP_BYTES, last_words
-from tools.lab.cluster import CampaignError, Cluster, Process, settled_ops
+from tools.lab.cluster import Cluster, settled_ops
+from tools.lab.commands import LabError
 from tools.lab.oplog import Options, find_violations
+from tools.lab.program import Program
 
 HONEST = 3
 LIAR = HONEST + 1
@@ -39,7 +41,7 @@ class _Lies:
         self._cluster = cluster
         self._honest, self._liar = cluster.nodes[:HONEST], cluster.nodes[HONEST]
         self._random = random
-        self._liars: list[Process] = []
+        self._liars: list[Program] = []
         self.hangs: list[str] = []
         self._deaths: list[str] = []
         self._errors: list[str] = []
@@ -78,7 +80,7 @@ class _Lies:
             self._cluster.end([victim])
             self._cluster.start(self._honest)
             self._cluster.await_ops(3, self._honest, timeout_s=HEALED_S)
-        except CampaignError:
+        except LabError:
             self._stops += 1
             self._go_on_without_liar()
         if self._liar.agent is None or self._liar.agent.ended:
@@ -92,7 +94,7 @@ class _Lies:
         try:
             self._cluster.start(self._honest)
             self._cluster.await_ops(3, self._honest, timeout_s=HEALED_S)
-        except CampaignError as e:
+        except LabError as e:
             self.hangs.append(str(e))
             self._check()
             self._cluster.trainers.clear()  # another job of the same steps

@@ -6,7 +6,6 @@ import math
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,10 +22,12 @@ from tools.fuzz.honest import SHARED
 from tools.fuzz.oracles import find_bans
 from tools.hostile.attackers import Order, anything
 from tools.hostile.packets import BLACK_HOLE_SUBNET, BLACK_HOLES
-from tools.lab.agents import new_key
-from tools.lab.cluster import CampaignError, Cluster, Node, Process, runs
+from tools.lab.cluster import Cluster
+from tools.lab.commands import LabError
+from tools.lab.mesh import Node, new_key
 from tools.lab.net import Host
 from tools.lab.oplog import Options, longest_gap_s
+from tools.lab.program import Program, runs
 
 SOFT_LIMIT = (
     "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (256, r.getrlimit(r.RLIMIT_NOFILE)[1]))"
@@ -140,17 +141,15 @@ def _sharing(cluster: Cluster, kind: str) -> Iterator[contextlib.ExitStack]:
     with contextlib.ExitStack() as stack:
         for node in cluster.nodes[:2] if kind == ANYTHING else ():
             command = (
-                f"while :; do {sys.executable} -m tools.fuzz.honest 3 any {SHARED}; sleep 1; done"
+                f"while :; do {sys.executable} -m tools.fuzz.honest 3 any {SHARED}; sleep 1; done "
+                ">/dev/null 2>&1"
             )
-            shell = node.host.popen(
-                ["sh", "-c", command],
-                env=cluster.environment_of(node),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
+            shell = ["sh", "-c", command]
+            stack.enter_context(
+                Program.start(
+                    f"ranks of {node.name}", shell, environment=node.environment, host=node.host
+                )
             )
-            stack.callback(shell.wait)
-            stack.callback(os.killpg, shell.pid, signal.SIGKILL)
         yield stack
 
 
@@ -163,24 +162,19 @@ def _revive(cluster: Cluster) -> None:
 
 
 @contextlib.contextmanager
-def _start(
-    cluster: Cluster, order: Order, environment: dict[str, str]
-) -> Iterator[subprocess.Popen[str]]:
+def _start(cluster: Cluster, order: Order, environment: dict[str, str]) -> Iterator[Program]:
     """The attacker: a host of its own, or for what is done at a Unix socket, the first machine."""
-    host = cluster.nodes[0 if order.kind == "local" else 3].host
     command = [sys.executable, "-m", "tools.hostile.attackers"]
-    with host.popen(
+    with Program.start(
+        "the attacker",
         [*command, msgspec.json.encode(order).decode()],
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        environment=environment,
+        host=cluster.nodes[0 if order.kind == "local" else 3].host,
+        told=True,
     ) as attacker:
-        try:
-            yield attacker
-            if attacker.wait(READY_S):
-                raise CampaignError("the attacker has died; its traceback is above")
-        finally:
-            attacker.kill()
+        yield attacker
+        if attacker.join(within_s=READY_S):
+            raise LabError(attacker.shown)
 
 
 def _doors(cluster: Cluster) -> tuple[Address, ...]:
@@ -197,7 +191,7 @@ class _Turn:
         self,
         cluster: Cluster,
         order: Order,
-        attacker: subprocess.Popen[str],
+        attacker: Program,
         at_end: Callable[[], None],
     ) -> None:
         self._cluster = cluster
@@ -214,14 +208,14 @@ class _Turn:
 
     def run(self) -> Turn:
         """The control or the attack; a third machine joins when a fifth of it is over."""
-        facts = _line_of(self._attacker)
+        facts: dict[str, Any] = json.loads(self._attacker.hear())
         before = time.monotonic()
         time.sleep(max(2.0, self._seconds / 6))
         clean = self._ops_per_s(before, time.monotonic())
         self._base = [weigh(node) for node in self._pair]
         rosters = self._rosters()
         began = time.monotonic()
-        _send_line(self._attacker)
+        self._attacker.tell("go")
         self._watch(began + self._seconds / 5)
         self._cluster.start_agent(self._third)
         self._watch(began + self._seconds)
@@ -256,10 +250,10 @@ class _Turn:
         third = self._third.agent
         if third is None or self._join_s < math.inf:
             return
-        rings = [agent.last_ring(since=third.started) for agent in agents]
+        rings = [agent.last_line("ring: ", since=third.started) for agent in agents]
         if all(all(node.name in line for node in self._cluster.nodes[:3]) for _, line in rings):
             self._join_s = max(at for at, _ in rings) - third.started
-            third.send(signal.SIGTERM)  # the two are at rest when they are alone again
+            third.send_signal(signal.SIGTERM)  # the two are at rest when they are alone again
 
     def _has_settled(self, ended: float, clean: float) -> bool:
         now = time.monotonic()
@@ -319,7 +313,7 @@ class _Turn:
                 yield f"{node.name} has done {len(alone)} ops without the other"
 
 
-def last_words(process: Process) -> str:
+def last_words(process: Program) -> str:
     """The last line that it printed, but for the frames of a traceback."""
     words = [line.strip(" |+-") for line in process.printed()]
     return next((line for line in reversed(words) if line), "")
@@ -336,17 +330,3 @@ def weigh(node: Node) -> Weight:
         return Weight(agent.num_fds(), nbytes)
     except psutil.Error:
         return Weight(0, 0)
-
-
-def _line_of(attacker: subprocess.Popen[str]) -> dict[str, Any]:
-    line = attacker.stdout.readline() if attacker.stdout is not None else ""
-    if not line:
-        raise CampaignError("the attacker has died; its traceback is above")
-    facts: dict[str, Any] = json.loads(line)
-    return facts
-
-
-def _send_line(attacker: subprocess.Popen[str]) -> None:
-    if attacker.stdin is not None:
-        attacker.stdin.write("go\n")
-        attacker.stdin.flush()

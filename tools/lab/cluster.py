@@ -1,225 +1,23 @@
-"""Hosts on a virtual network with an agent and a trainer each, which campaigns kill and restart.
+"""Hosts of a lab with an agent and a trainer each, which campaigns kill and restart."""
 
-Agents and trainers start in 20 ms: they are forks of a process that has imported everything
-already. A campaign kills and restarts a thousand of them; importing them anew would take 1.5 s of
-two cores each time. What runs in the fork is the command itself, `pmesh up` or the training script.
-
-    python -m tools.lab.cluster FD     in a host of the lab; FD is a socket to the campaign
-"""
-
-import contextlib
-import gc
-import importlib
-import os
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
-import threading
 import time
-import traceback
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Self
+from typing import Any
 
 import msgspec
 
-from pmesh.errors import PmeshError
-from tools.lab.agents import inherited, new_key, status_of
+from tools.lab.commands import LabError
+from tools.lab.mesh import BOTH, Mesh, Node, Part, Trainer
 from tools.lab.net import Host, NetLab
-from tools.lab.oplog import Life, Op, Options, Report, decode_report, recovery_s
+from tools.lab.oplog import Life, Op, Options, Report, recovery_s
+from tools.lab.program import NEWS, Program, await_that, runs
+from tools.lab.warm import Order, Warm
 
 PATIENCE_S = 30.0  # for what must happen; what takes longer has hung
 TRAINER = "tools.chaos.trainer"
-MAX_ORDER_BYTES = 64 * 1024
 # What `pmesh up` imports only when it runs, and what the trainers are.
 IMPORTED = ("pmesh.agent.run", "pmesh.cli.app", TRAINER)
-
-
-class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """What a fork shall become; its output goes to the descriptor that comes with the order."""
-
-    kind: Literal["agent", "trainer"]
-    arguments: tuple[str, ...]
-    """Of `pmesh`; or the trainer's options."""
-    environment: dict[str, str]
-    patch: str = ""
-    """Source that runs first."""
-
-
-class WarmStart:
-    """A host's forking process, seen from the campaign."""
-
-    def __init__(self, host: Host, environment: dict[str, str]) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.settimeout(30.0)
-        with theirs:
-            self._process = subprocess.Popen(
-                host.command([sys.executable, "-m", "tools.lab.cluster", str(theirs.fileno())]),
-                env=environment,
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # a Ctrl-C is the campaign's, which then ends us
-            )
-
-    def start(self, order: Order, output: int) -> int:
-        """The pid of a new process that does this and writes to `output`."""
-        socket.send_fds(self._socket, [msgspec.msgpack.encode(order)], [output])
-        answer = self._socket.recv(64)
-        if not answer:
-            raise RuntimeError("the warm start has died; its traceback is above")
-        return int(answer)
-
-    def close(self) -> None:
-        """End it; what it has started is the lab's to end."""
-        self._socket.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(5.0)
-        self._process.kill()
-        self._process.wait()
-
-
-def serve(orders: socket.socket) -> None:
-    """Fork for each order, until the campaign has gone."""
-    for module in IMPORTED:
-        importlib.import_module(module)
-    gc.collect()
-    gc.freeze()  # so that a fork's collector touches, and thereby copies, none of these pages
-    signal.signal(signal.SIGCHLD, _reap)
-    while True:
-        message, outputs, _, _ = socket.recv_fds(orders, MAX_ORDER_BYTES, 1)
-        if not message:
-            return
-        pid = os.fork()
-        if pid == 0:
-            orders.close()
-            _become(msgspec.msgpack.decode(message, type=Order), outputs[0])
-        os.close(outputs[0])
-        orders.send(str(pid).encode())
-
-
-def _reap(*_: Any) -> None:  # noqa: ANN401 - a signal handler's
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-
-
-def _become(order: Order, output: int) -> NoReturn:
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    os.setsid()
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.close(output)
-    # Anew: what they know of the warm process's own output, such as that it can seek, is wrong.
-    sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115 - they are descriptors, and stay open
-    os.environ.clear()
-    os.environ.update(order.environment)
-    code = 1
-    try:
-        exec(order.patch, {})  # noqa: S102 - the campaign's own source
-        code = _run(order)
-    except SystemExit as e:
-        code = e.code if isinstance(e.code, int) else 0 if e.code is None else 1
-    except BaseException:  # noqa: BLE001 - the process ends here, and says why
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _run(order: Order) -> int:
-    if order.kind == "agent":
-        sys.argv = ["pmesh", *order.arguments]
-        importlib.import_module("pmesh.cli").main()
-        return 0
-    sys.argv = ["trainer.py"]
-    code: int = importlib.import_module(TRAINER).main(*order.arguments)
-    return code
-
-
-class CampaignError(Exception):
-    """The cluster has not come to where the campaign wants it; says what it has printed."""
-
-
-@dataclass(slots=True, eq=False)
-class Process:
-    """An agent or a trainer, and what it has printed, each line with the time of its arrival."""
-
-    name: str
-    pid: int
-    lines: list[tuple[float, str]] = field(default_factory=list[tuple[float, str]])
-    life: Life | None = None
-    """What it has reported, if it is a trainer."""
-    ended: bool = False
-    started: float = field(default_factory=time.monotonic)
-
-    def send(self, number: signal.Signals) -> None:
-        """A signal, unless it has ended."""
-        if not self.ended:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
-
-    def printed(self, *, since: float = 0.0) -> list[str]:
-        """Its lines from this time on."""
-        return [line for at, line in list(self.lines) if at >= since]
-
-    def last_ring(self, *, since: float = 0.0) -> tuple[float, str]:
-        """When an agent last printed a ring from this time on, and that line; else 0.0 and ""."""
-        lines = reversed(list(self.lines))
-        rings = ((at, line) for at, line in lines if at >= since and line.startswith("ring: "))
-        return next(rings, (0.0, ""))
-
-
-def runs(process: Process | None) -> bool:
-    return process is not None and not process.ended
-
-
-Part = Literal["agent", "trainer"]
-BOTH: tuple[Part, ...] = ("agent", "trainer")
-
-
-@dataclass(slots=True, eq=False)
-class Node:
-    """One machine of the cluster."""
-
-    host: Host
-    home: Path
-    warm: WarmStart
-    agent: Process | None = None
-    trainer: Process | None = None
-
-    @property
-    def name(self) -> str:
-        return f"mac-{self.host.number}"
-
-    @property
-    def life(self) -> Life:
-        if self.trainer is None or self.trainer.life is None:
-            raise CampaignError(f"{self.name} has no trainer")
-        return self.trainer.life
-
-    def processes(self, parts: Sequence[Part] = BOTH) -> list[Process]:
-        """Its agent and its trainer, or one of them, as far as they were started."""
-        chosen = [self.agent if part == "agent" else self.trainer for part in parts]
-        return [process for process in chosen if process is not None]
-
-    def send(self, number: signal.Signals, parts: Sequence[Part] = BOTH) -> None:
-        """A signal to its agent and its trainer, or to one of them."""
-        for process in self.processes(parts):
-            process.send(number)
-
-    def kill(self, *parts: Part) -> None:
-        self.send(signal.SIGKILL, parts)
-
-    def status(self) -> dict[str, Any]:
-        """Its agent's picture, as `pmesh status --json` has it; empty if it does not answer."""
-        try:
-            return status_of(self.home, timeout_s=2.0)
-        except PmeshError:
-            return {}
 
 
 def ops_of(
@@ -233,7 +31,7 @@ def ops_of(
 
 
 def settled_ops(
-    trainers: Iterable[Process], since: float, until: float
+    trainers: Iterable[Trainer], since: float, until: float
 ) -> tuple[dict[str, list[Op]], dict[str, list[Report]]]:
     """What trainers of any time have completed and raised in this time, by their names.
 
@@ -243,25 +41,24 @@ def settled_ops(
     ops: dict[str, list[Op]] = {}
     errors: dict[str, list[Report]] = {}
     for trainer in trainers:
-        if (life := trainer.life) is not None:
-            done = sorted(life.ops.values(), key=lambda op: op.done)
-            ops[trainer.name] = [
-                op
-                for op in (done[:-1] if trainer.ended else done)
-                if since < op.done <= until and not life.knew_to_be_alone(op)
-            ]
-            errors[trainer.name] = life.errors(since)
+        done = sorted(trainer.life.ops.values(), key=lambda op: op.done)
+        ops[trainer.name] = [
+            op
+            for op in (done[:-1] if trainer.ended else done)
+            if since < op.done <= until and not trainer.life.knew_to_be_alone(op)
+        ]
+        errors[trainer.name] = trainer.life.errors(since)
     return ops, errors
 
 
-class Cluster:
-    """`count` nodes, from `with` to its end; nothing of them is left, however that comes.
+class Cluster(Mesh):
+    """`count` nodes whose agents and trainers start warm, from `with` to its end.
 
     Args:
         count: How many nodes.
         options: Of their trainers; each gets its own number.
         patch: Source that runs in each agent first.
-        environment: Further variables of the processes of a node, by its number.
+        environment: Further variables of the programs of a node, by its number.
         logs: Where to write what all have printed.
         lab: Its hosts' network, if not a plain one.
     """
@@ -272,65 +69,58 @@ class Cluster:
         options: Options,
         *,
         patch: str = "",
-        environment: Callable[[int], dict[str, str]] = lambda _: {},
+        environment: Callable[[int], Mapping[str, str]] = lambda _: {},
         logs: Path | None = None,
         lab: NetLab | None = None,
     ) -> None:
         self.lab = lab or NetLab(count)
+        super().__init__(self.lab, patch=patch, environment=environment, logs=logs)
         self.options = options
-        self.nodes: list[Node] = []
-        self.trainers: list[Process] = []
+        self.trainers: list[Trainer] = []
         """All that were started, those that have ended too."""
-        self._patch = patch
-        self._logs = logs
-        self._processes: list[Process] = []
-        self._changed = threading.Condition()
-        self._stack = contextlib.ExitStack()
-        self._environment = inherited() | {
-            "PMESH_KEY": new_key(),
-            "PYTHONUNBUFFERED": "1",
-            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-            "OPENBLAS_NUM_THREADS": "1",  # a fork of a process with threads is asking for trouble
-        }
-        self._environment_of = environment
+        self._warm: dict[str, Warm] = {}
+        # A fork of a process with threads is asking for trouble.
+        self._environment["OPENBLAS_NUM_THREADS"] = "1"
 
-    def __enter__(self) -> Self:
-        try:
-            # Short: a Unix socket's path may have 103 bytes.
-            folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-"))
-            self._stack.callback(self._write_logs)
-            self._stack.enter_context(self.lab)
-            for host in self.lab.hosts:
-                home = Path(folder) / f"h{host.number}"
-                home.mkdir(mode=0o700)
-                warm = WarmStart(host, self._environment | self._environment_of(host.number))
-                self._stack.callback(warm.close)
-                self.nodes.append(Node(host, home, warm))
-        except BaseException:
-            self._stack.close()
-            raise
-        return self
+    def _add(self, host: Host) -> Node:
+        node = super()._add(host)
+        self._warm[node.name] = Warm(IMPORTED, node.environment, host)
+        self._stack.callback(self._warm[node.name].close)
+        return node
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def start_agent(self, node: Node) -> None:
+    def start_agent(self, node: Node, *options: str) -> None:
         """`pmesh up` in the node's host; they find each other by mDNS."""
-        up = ("up", "--name", node.name)
-        node.agent = self._start(
-            node,
-            Order(
-                kind="agent", arguments=up, environment=self.environment_of(node), patch=self._patch
-            ),
+        order = Order(
+            program="pmesh.cli:main",
+            arguments=("up", "--name", node.name, *options),
+            environment=node.environment,
+            patch=self._patch,
         )
+        pid, output = self._warm[node.name].start(order)
+        node.agent = Program(f"agent of {node.name} ({pid})", pid, output)
+        self.programs.append(node.agent)
+
+    def start_cold_agent(self, node: Node) -> None:
+        """`pmesh up` as a user starts it, imports and all."""
+        super().start_agent(node)
 
     def start_trainer(self, node: Node, **changed: Any) -> None:  # noqa: ANN401 - of Options
         """The training script; `changed` are options that differ for this one."""
         options = msgspec.structs.replace(self.options, number=node.host.number, **changed)
-        text = msgspec.json.encode(options).decode()
-        node.trainer = self._start(
-            node, Order(kind="trainer", arguments=(text,), environment=self.environment_of(node))
+        order = Order(
+            program=f"{TRAINER}:main",
+            arguments=(msgspec.json.encode(options).decode(),),
+            environment=node.environment,
         )
+        pid, output = self._warm[node.name].start(order)
+        node.trainer = Trainer(
+            f"trainer of {node.name} ({pid})",
+            pid,
+            output,
+            life=Life(node.name),
+            keeps_all=self._logs is not None,
+        )
+        self.programs.append(node.trainer)
         self.trainers.append(node.trainer)
 
     def start(self, nodes: Iterable[Node] | None = None) -> None:
@@ -348,7 +138,7 @@ class Cluster:
         """Until the node's agent says that it is up."""
 
         def is_up() -> bool:
-            agents = node.processes(["agent"])
+            agents = node.programs(["agent"])
             return any(" is up, listening" in line for agent in agents for line in agent.printed())
 
         self.wait_for(is_up, f"{node.name}'s agent")
@@ -371,18 +161,19 @@ class Cluster:
         """Kill these parts of the nodes, and wait until they have ended."""
         for node in nodes:
             node.kill(*parts)
-        ends = [process for node in nodes for process in node.processes(parts)]
+        ends = [program for node in nodes for program in node.programs(parts)]
         names = ", ".join(node.name for node in nodes)
         self.wait_for(lambda: all(end.ended for end in ends), f"the end of {names}'s processes")
 
     def leader(self) -> Node:
         """The node whose agent leads the view, as the last line about the ring has it."""
-        rings = [agent.last_ring() for node in self.nodes for agent in node.processes(["agent"])]
-        leader = max(rings, default=(0.0, ""))[1].rpartition("; leader ")[2]
+        agents = [agent for node in self.nodes for agent in node.programs(["agent"])]
+        rings = [agent.last_line("ring: ") for agent in agents]
+        leader = max(rings)[1].rpartition("; leader ")[2]
         for node in self.nodes:
             if node.name == leader:
                 return node
-        raise CampaignError("nobody leads")
+        raise LabError("nobody leads")
 
     def await_ops(
         self, count: int, nodes: Sequence[Node] | None = None, *, timeout_s: float = PATIENCE_S
@@ -423,92 +214,16 @@ class Cluster:
     def wait_for(
         self, holds: Callable[[], bool], what: str, *, timeout_s: float = PATIENCE_S
     ) -> None:
-        """Until this holds, looked at after each line that anybody prints.
-
-        Raises:
-            CampaignError: It does not in time.
-        """
-        with self._changed:
-            if not self._changed.wait_for(holds, timeout_s):
-                ended = [p.name for node in self.nodes for p in node.processes() if p.ended]
-                dead = f"; ended: {', '.join(ended)}" if ended else ""
-                raise CampaignError(f"{what} did not come within {timeout_s:g} s{dead}")
+        """Until this holds; raises LabError, which names who has ended, if it does not in time."""
+        try:
+            await_that(holds, what, within_s=timeout_s)
+        except LabError as e:
+            ended = [p.name for node in self.nodes for p in node.programs() if p.ended]
+            raise LabError(f"{e}; ended: {', '.join(ended)}" if ended else str(e)) from None
 
     def forget_ops(self, *, before: float) -> None:
         """Drop what has been checked, so that a long campaign stays quick."""
-        with self._changed:
-            for process in self._processes:
-                if process.life is not None:
-                    process.life.forget(before=before)
-            self._processes = [p for p in self._processes if not p.ended or self._logs]
-
-    def start_cold_agent(self, node: Node) -> None:
-        """`pmesh up` as a user starts it, imports and all."""
-        node.agent, _ = self.start_command(node, "up", "--name", node.name)
-
-    def start_command(self, node: Node, *arguments: str) -> tuple[Process, subprocess.Popen[str]]:
-        """A command of `pmesh` in the node's host, as a user starts it."""
-        reading, writing = os.pipe()
-        with os.fdopen(writing, "wb") as output:
-            started = node.host.popen(
-                [sys.executable, "-m", "pmesh.cli", *arguments],
-                env=self.environment_of(node),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-        self._stack.callback(started.wait)
-        self._stack.callback(started.kill)
-        name = f"pmesh {arguments[0]} of {node.name} ({started.pid})"
-        return self._follow(Process(name, started.pid), reading), started
-
-    def environment_of(self, node: Node) -> dict[str, str]:
-        own = self._environment_of(node.host.number)
-        return self._environment | own | {"PMESH_HOME": str(node.home)}
-
-    def _start(self, node: Node, order: Order) -> Process:
-        reading, writing = os.pipe()
-        try:
-            pid = node.warm.start(order, writing)
-        finally:
-            os.close(writing)
-        process = Process(f"{order.kind} of {node.name} ({pid})", pid)
-        if order.kind == "trainer":
-            process.life = Life(node.name)
-        return self._follow(process, reading)
-
-    def _follow(self, process: Process, reading: int) -> Process:
-        self._processes.append(process)
-        threading.Thread(target=self._read, args=(process, reading), daemon=True).start()
-        return process
-
-    def _read(self, process: Process, reading: int) -> None:
-        with os.fdopen(reading, encoding="utf-8", errors="replace") as stream:
-            for line in stream:
-                with self._changed:
-                    self._hear(process, line.rstrip("\n"))
-                    self._changed.notify_all()
-        with self._changed:
-            process.ended = True
-            self._changed.notify_all()
-
-    def _hear(self, process: Process, line: str) -> None:
-        report: Report | None = None
-        if process.life is not None:
-            report = decode_report(line)
-            if report is not None:
-                process.life.hear(report)
-        if self._logs or report is None or report.what not in {"called", "done"}:
-            process.lines.append((time.monotonic(), line))
-
-    def _write_logs(self) -> None:
-        if self._logs is not None:
-            self._logs.mkdir(parents=True, exist_ok=True)
-            for process in self._processes:
-                text = "\n".join(f"{at:.3f} {line}" for at, line in process.lines)
-                (self._logs / f"{process.name}.log").write_text(f"{text}\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])))
+        with NEWS:
+            for trainer in self.trainers:
+                trainer.life.forget(before=before)
+            self.forget_ended()

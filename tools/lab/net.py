@@ -91,6 +91,7 @@ class Host:
     """One machine of a lab."""
 
     lab: str
+    """Its name; empty on this machine's loopback."""
     number: int
     """From 1; it is the last part of both addresses."""
 
@@ -139,6 +140,21 @@ class Host:
     def popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:  # noqa: ANN401 - Popen's own
         """The command, started; what still runs when the lab closes is killed."""
         return subprocess.Popen(self.command(command), text=True, **options)
+
+
+class Loopback(Host):
+    """This machine itself, as one of several: it shares its address with the others."""
+
+    def ipv4_in(self, network: int) -> str:  # noqa: ARG002 - a host's
+        return "127.0.0.1"
+
+    def command(self, command: Sequence[str]) -> list[str]:
+        return [*command]
+
+
+def loopbacks(count: int) -> tuple[Host, ...]:
+    """So many hosts that are this machine."""
+    return tuple(Loopback("", number) for number in range(1, count + 1))
 
 
 class NetLab:

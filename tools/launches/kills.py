@@ -13,8 +13,10 @@ from typing import Literal, TypeAlias
 import numpy as np
 from sklearn.datasets import load_digits
 
-from tools.lab.cluster import CampaignError, Node
-from tools.launches.house import House, alive, await_that, command_of
+from tools.lab.commands import LabError
+from tools.lab.mesh import Node
+from tools.lab.program import await_that
+from tools.launches.house import House, alive, command_of, lines_of
 
 ENDS_S = 5.0
 """Within so long nothing may be left of what must end."""
@@ -151,7 +153,7 @@ def run_case(
         tally.tried += 1
         try:
             Episode(house, case, dice, data, folder / f"{case.name}-{seed}-{number}.npz").run(tally)
-        except CampaignError as e:
+        except LabError as e:
             tally.violations.append(f"episode {number}: {e}")
             for pid in house.left():
                 os.kill(pid, signal.SIGKILL)
@@ -178,25 +180,23 @@ class Episode:
 
     def run(self, tally: Tally) -> None:
         case, launch = self._case, self._launch
-        await_that(self._trains, f"step 6 of all ranks\n{launch.text}", within_s=STARTS_S)
+        await_that(self._trains, "step 6 of all ranks", within_s=STARTS_S, of=[launch])
         time.sleep(self._dice.uniform(0, 0.3))
         doomed = self._doomed()
         took_s = self._strike(doomed)
         tally.ended_s.append(took_s)
         if case.comes_back:
-            self._house.cluster.start_agent(self._victim)
+            self._house.start_agent(self._victim)
         if case.goes_on:
-            self._await_end()
+            launch.join(within_s=TRAINS_S)
             self._check_result()
         elif case.code is not None:
-            self._await_end()
+            launch.join(within_s=TRAINS_S)
         self._check_code()
         self._clear()
 
     def _trains(self) -> bool:
-        if self._launch.code is not None:
-            raise CampaignError(f"the launch has ended before\n{self._launch.text}")
-        return all(self._launch.lines_of(node, "step 6") for node in self._house.nodes)
+        return all(lines_of(self._launch, node, "step 6") for node in self._house.nodes)
 
     def _doomed(self) -> frozenset[int]:
         """What must be gone soon: of one machine, or of all."""
@@ -208,7 +208,7 @@ class Episode:
             nodes = [node for node in house.nodes if node != self._victim]
         else:
             nodes = house.nodes
-        return house.left(nodes) - {self._launch.process.pid}
+        return house.left(nodes) - {self._launch.pid}
 
     def _strike(self, doomed: frozenset[int]) -> float:
         match self._case.victim:
@@ -224,58 +224,49 @@ class Episode:
             case "machine":
                 self._house.kill_machine(self._victim)
             case "cable":
-                self._house.cluster.lab.cut(self._victim.host)
+                self._house.lab.cut(self._victim.host)
             case "starter":
-                self._launch.send(signal.SIGKILL)
+                self._launch.send_signal(signal.SIGKILL)
             case "ctrl-c":
-                self._launch.send(signal.SIGINT)
+                self._launch.send_signal(signal.SIGINT)
         began = time.monotonic()
         try:
             await_that(lambda: not alive(doomed), "the end", within_s=4 * ENDS_S)
-        except CampaignError:
+        except LabError:
             left = [" ".join(command_of(pid)) for pid in alive(doomed)]
-            raise CampaignError(f"left running: {left}\n{self._launch.text}") from None
+            raise LabError(f"left running: {left}\n{self._launch.text}") from None
         return time.monotonic() - began
-
-    def _await_end(self) -> None:
-        launch = self._launch
-        what = "the end of pmesh run"
-        try:
-            await_that(lambda: launch.code is not None, what, within_s=TRAINS_S)
-        except CampaignError as e:
-            raise CampaignError(f"{e}\n{launch.text}") from None
 
     def _check_code(self) -> None:
         if self._case.code is not None and self._launch.code != self._case.code:
-            raise CampaignError(f"exit code {self._launch.code}\n{self._launch.text}")
+            raise LabError(f"exit code {self._launch.code}\n{self._launch.text}")
 
     def _check_result(self) -> None:
         """All who are left have the same weights, and these are good."""
         case, launch = self._case, self._launch
-        await_that(lambda: launch.process.ended, "the end of the output", within_s=ENDS_S)
-        ends = [line for node in self._house.nodes for line in launch.lines_of(node, "trained")]
+        ends = [line for node in self._house.nodes for line in lines_of(launch, node, "trained")]
         results = [(steps, digest) for _, steps, digest, _ in map(str.split, ends)]
         good = all(float(line.split()[-1]) >= ACCURACY for line in ends)
         wanted = case.trained
         if len(ends) != wanted or set(results) != {(str(case.steps), results[0][1])} or not good:
-            raise CampaignError(f"wrong result {ends}\n{launch.text}")
+            raise LabError(f"wrong result {ends}\n{launch.text}")
         if case.engine != "pmesh" and "resumed at step" not in launch.text:
-            raise CampaignError(f"not resumed\n{launch.text}")
+            raise LabError(f"not resumed\n{launch.text}")
         if case.comes_back and self._entered_later() is None:
-            raise CampaignError(f"it did not enter the others' training\n{launch.text}")
+            raise LabError(f"it did not enter the others' training\n{launch.text}")
 
     def _entered_later(self) -> int | None:
-        entries = self._launch.lines_of(self._victim, "entered at step ")
+        entries = lines_of(self._launch, self._victim, "entered at step ")
         return next((step for line in entries if (step := int(line.split()[-1])) > 0), None)
 
     def _clear(self) -> None:
         """Nothing is left anywhere; what a cut machine was to run goes on there until now."""
         if self._case.victim == "cable" and self._case.of_starter:
-            self._launch.send(signal.SIGTERM)
-            self._await_end()
+            self._launch.send_signal(signal.SIGTERM)
+            self._launch.join(within_s=TRAINS_S)
         house = self._house
         try:
             await_that(lambda: not house.left(), "the end of all", within_s=ENDS_S)
-        except CampaignError:
+        except LabError:
             left = [" ".join(command_of(pid)) for pid in house.left()]
-            raise CampaignError(f"left at the end: {left}\n{self._launch.text}") from None
+            raise LabError(f"left at the end: {left}\n{self._launch.text}") from None

@@ -15,8 +15,10 @@ from typing import Final, Literal, TypeAlias
 
 import psutil
 
-from tools.lab.cluster import CampaignError, Node
-from tools.launches.house import House, await_that
+from tools.lab.commands import LabError
+from tools.lab.mesh import Node
+from tools.lab.program import await_that
+from tools.launches.house import House
 
 LINES_PER_S = 10_000
 PATIENCE_S = 120.0
@@ -116,7 +118,7 @@ def flood(house: House, *, lines_per_s: int = LINES_PER_S, seconds: int = 20) ->
     starter = house.nodes[0]
     began = time.monotonic()
     command = (sys.executable, "-c", FLOOD, str(lines_per_s), str(seconds))
-    with _start(house, starter, command, subprocess.PIPE) as run:
+    with _start(starter, command, subprocess.PIPE) as run:
         pids = _agents(house) | {"starter": run.pid}
         with _watched(pids) as memory:
             found = _read(run, house, lines_per_s * seconds)
@@ -175,14 +177,14 @@ def steps_per_s(house: House, terminal: Terminal, *, seconds: float, folder: Pat
     command = (sys.executable, "-c", STEPS.format(seconds=seconds), str(result))
     ours, theirs = pty.openpty()
     try:
-        with _start(house, house.nodes[0], command, theirs) as run:
+        with _start(house.nodes[0], command, theirs) as run:
             os.close(theirs)
             begun, over = threading.Event(), threading.Event()
             reader = threading.Thread(target=_read_terminal, args=(ours, terminal, begun, over))
             reader.start()
             try:
                 if not begun.wait(PATIENCE_S):
-                    raise CampaignError("the ranks have printed nothing")
+                    raise LabError("the ranks have printed nothing")
                 if terminal == "stopped":
                     run.send_signal(signal.SIGSTOP)
                 await_that(result.exists, "the end of the training", within_s=seconds + PATIENCE_S)
@@ -212,13 +214,13 @@ def _read_terminal(
 
 @contextmanager
 def _start(
-    house: House, starter: Node, command: Sequence[str], output: int
+    starter: Node, command: Sequence[str], output: int
 ) -> Iterator["subprocess.Popen[bytes]"]:
     run = subprocess.Popen(
         starter.host.command(
             [sys.executable, "-m", "pmesh.cli", "run", "--on", "all", "--", *command]
         ),
-        env=house.cluster.environment_of(starter),
+        env=starter.environment,
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output if output >= 0 else subprocess.STDOUT,

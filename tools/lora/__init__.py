@@ -1,1 +1,1 @@
-"""Fine-tuning with `pmesh mlx -- mlx_lm.lora --train` while ranks are killed and come back."""
+"""A tiny random model, and data, to fine-tune by mlx-lm."""

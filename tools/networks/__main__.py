@@ -9,31 +9,30 @@ Linux, root, a C compiler, torch. Each profile is in `tools.networks.lab`.
 """
 
 import contextlib
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from msgspec.json import decode
 
-from tools.bench.systems import ROOT, Place, Process
+from tools.bench.systems import start_ranks
 from tools.chaos.episodes import Run
-from tools.lab.agents import await_status, new_key, status_of
-from tools.lab.commands import Flag, LabError, new_app, run_app
+from tools.lab.commands import Flag, new_app, run_app
+from tools.lab.mesh import Mesh, Node
+from tools.lab.net import Host
+from tools.lab.program import await_that
 from tools.lab.report import Verdict
 from tools.networks.faults import judge_faults
 from tools.networks.lab import PROFILES, SlowLab, measure_round_trip_s
 from tools.networks.results import Line, Outcome, verdicts_of, verdicts_of_calls
 
-START_S = 60.0
 SHORT = ("wired", "crowded")
 SHORT_S = 5.0
 SYSTEMS = ("gloo", "pmesh")
-AGENT = "from pmesh.cli import main; main()"
 app = new_app("networks", __doc__)
 
 
@@ -158,7 +157,7 @@ def _take_turns(
                 folder = logs / f"{profile}-{seed}-{system}"
                 folder.mkdir(parents=True)
             lab = stack.enter_context(SlowLab(hosts, PROFILES[profile], seed=seed))
-            found[system] = measure(Place(ranks=hosts, hosts=lab.hosts), system, folder, load)
+            found[system] = measure(lab.hosts, system, folder, load)
         print(f"{profile}, seed {seed}, {system}: {found[system]}", flush=True)
     return found
 
@@ -173,75 +172,44 @@ def _show(verdicts: Iterable[Verdict]) -> int:
     return missed
 
 
-def measure(place: Place, system: str, folder: Path, load: Load) -> Outcome:
+def measure(hosts: Sequence[Host], system: str, folder: Path, load: Load) -> Outcome:
     """Let one system make steps for so long."""
     with contextlib.ExitStack() as stack:
-        environments = [{"PYTHONPATH": str(ROOT)} for _ in range(place.ranks)]
-        homes: list[Path] = []
+        nodes: Sequence[Node] = ()
+        environment = {"GLOO_SOCKET_IFNAME": "eth0", "NETWORKS_STORE": str(folder / "store")}
+        environments: list[dict[str, str]] = [environment] * len(hosts)
         if system == "pmesh":
-            homes = _start_agents(place, folder, environments, stack)
-        else:
-            for environment in environments:
-                environment["GLOO_SOCKET_IFNAME"] = place.interface
-                environment["NETWORKS_STORE"] = str(folder / "store")
-        ranks: list[list[Line]] = []
-        for rank, environment in enumerate(environments):
-            options = (system, rank, place.ranks, load.nbytes, "sync" if load.sync else "plain")
-            command = [sys.executable, "-m", "tools.networks.worker", *map(str, options)]
-            log = folder / f"{system}-{rank}.log"
-            worker = stack.enter_context(
-                Process(place, rank, command, environment=environment, log=log)
-            )
-            ranks.append([])
-            threading.Thread(target=_collect, args=(worker, ranks[-1]), daemon=True).start()
-        deadline = time.monotonic() + START_S
-        while not all(any(line.what == "step" for line in rank) for rank in ranks):
-            if time.monotonic() > deadline:
-                raise LabError(f"{system} has made no step in {START_S:.0f} s")
-            time.sleep(0.05)
-        before = _views(homes)
+            mesh = stack.enter_context(Mesh(hosts, folder=folder, logs=folder))
+            mesh.start_agents()
+            mesh.await_view()
+            nodes, environments = mesh.nodes, [node.environment for node in mesh.nodes]
+        commands = [
+            [
+                *(sys.executable, "-m", "tools.networks.worker", system, str(rank)),
+                *(str(len(hosts)), str(load.nbytes), "sync" if load.sync else "plain"),
+            ]
+            for rank, _ in enumerate(hosts)
+        ]
+        workers = start_ranks(hosts, system, commands, environments, folder=folder, stack=stack)
+        await_that(
+            lambda: all(any('"step"' in line for line in rank.printed()) for rank in workers),
+            f"a step of {system}",
+            of=workers,
+        )
+        before = _views(nodes)
         began = time.monotonic()
         time.sleep(load.seconds)
         ended = time.monotonic()
-        views = _views(homes) - before
+        views = _views(nodes) - before
+        ranks = [[decode(line, type=Line) for line in rank.printed()] for rank in workers]
         (folder / "lines.json").write_bytes(msgspec.json.encode(ranks))
-        for home in homes:
-            events = subprocess.run(
-                [sys.executable, "-c", AGENT, "events", "--home", str(home)],
-                capture_output=True,
-                check=False,
-                text=True,
-            )
-            (folder / f"{home.name}.events").write_text(events.stdout + events.stderr)
+        for node in nodes:
+            (folder / f"{node.name}.events").write_text(mesh.run_command(node, "events"))
         return Outcome.of(ranks, began=began, ended=ended, views=views)
 
 
-def _start_agents(
-    place: Place, folder: Path, environments: list[dict[str, str]], stack: contextlib.ExitStack
-) -> list[Path]:
-    homes, key = [folder / f"mac-{rank + 1}" for rank in range(place.ranks)], new_key()
-    for rank, (home, environment) in enumerate(zip(homes, environments, strict=True)):
-        home.mkdir(mode=0o700)
-        environment |= {"PMESH_HOME": str(home), "PMESH_KEY": key}
-        up = [sys.executable, "-c", AGENT, "up", "--name", home.name]
-        log = folder / f"{home.name}.log"
-        stack.enter_context(Process(place, rank, up, environment=environment, log=log))
-    for home in homes:
-        if not await_status(
-            home, lambda picture: len(picture["view"]["members"]) == len(homes), within_s=START_S
-        ):
-            raise LabError(f"{home.name} has not met the others in {START_S:.0f} s")
-    return homes
-
-
-def _views(homes: Sequence[Path]) -> int:
-    return max((status_of(home)["view"]["epoch"]["counter"] for home in homes), default=0)
-
-
-def _collect(worker: Process, into: list[Line]) -> None:
-    with contextlib.suppress(LabError):  # it was killed at the end of the measurement
-        while True:
-            into.append(msgspec.json.decode(worker.hear(timeout_s=1e6), type=Line))
+def _views(nodes: Sequence[Node]) -> int:
+    return max((node.epoch for node in nodes), default=0)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

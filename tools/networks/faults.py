@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 from tools.chaos.campaigns import check_after
 from tools.chaos.episodes import CLEAN_OPS, Cut, Fault, Kill, Run, Tally, run_episodes
-from tools.lab.cluster import BOTH, CampaignError, Cluster
+from tools.lab.cluster import Cluster
+from tools.lab.commands import LabError
+from tools.lab.mesh import BOTH
 from tools.lab.report import Verdict, at_most
 from tools.networks.lab import PROFILES, SlowLab, measure_round_trip_s
 
@@ -48,7 +50,7 @@ def judge_faults(
         try:
             with Cluster(HOSTS, run.options(HOSTS), logs=logs, lab=lab) as cluster:
                 tally = row.run(cluster, run.episodes, run.random())
-        except CampaignError as e:
+        except LabError as e:
             tally = Tally(violations=[str(e)])
         yield _judge(row, tally, timed=timed)
 

@@ -1,7 +1,7 @@
 """A lab whose network is slow, lossy or stalls, by a switch in user space: no netem is needed."""
 
+import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Literal
 
-from tools.lab.net import Host, NetLab, NetLabError, run_system
+from tools.lab.net import Host, NetLab, run_system
+from tools.lab.program import Program
 
 SOURCE = Path(__file__).with_name("switch.c")
 _ECHO = """
@@ -73,7 +74,7 @@ class SlowLab(NetLab):
         super().__init__(count)
         self._profile = profile
         self._seed = seed
-        self._running: subprocess.Popen[str] | None = None
+        self._running: Program | None = None
 
     def _build(self) -> None:
         run_system(["ip", "netns", "add", self._switch])
@@ -85,12 +86,8 @@ class SlowLab(NetLab):
             names = ",".join(host.namespace for host in self.hosts)
             numbers = [f"{number:g}" for number in (*astuple(self._profile), self._seed)]
             command = ["ip", "netns", "exec", self._switch, program, names, *numbers]
-            self._running = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-            )
-            assert self._running.stdout is not None  # noqa: S101 - it was started with a pipe
-            if self._running.stdout.readline() != "ready\n":
-                raise NetLabError(f"the switch has ended with {self._running.wait()}")
+            self._running = Program.start("switch", command, environment=os.environ, told=True)
+            self._running.hear()  # it is ready
         for host in self.hosts:
             self._set_up(host)
 
@@ -101,27 +98,23 @@ class SlowLab(NetLab):
         networks: Sequence[int],
     ) -> None:
         assert networks == [0]  # noqa: S101 - it has one
-        assert self._running is not None and self._running.stdin is not None  # noqa: S101, PT018
+        assert self._running is not None  # noqa: S101 - it was built
         order = {"add": "cut", "delete": "mend"}[verb]
-        lines = [f"{order} {one.number - 1} {other.number - 1}\n" for one, other in pairs]
-        self._running.stdin.write("".join(lines))
-        self._running.stdin.flush()
+        lines = [f"{order} {one.number - 1} {other.number - 1}" for one, other in pairs]
+        self._running.tell("\n".join(lines))
 
     def round_trip_s(self, one: Host, other: Host, *, timeout_s: float = 10.0) -> float:
         """Measure the median round trip of a byte by TCP; raises CalledProcessError if none."""
-        with other.popen([sys.executable, "-c", _ECHO], stdout=subprocess.PIPE) as echo:
-            try:
-                assert echo.stdout is not None and echo.stdout.readline()  # noqa: S101, PT018
-                ping = [sys.executable, "-c", _PING, other.ipv4, str(timeout_s)]
-                return statistics.median(map(float, one.run(ping, timeout_s=60.0).split()))
-            finally:
-                echo.kill()
+        echo = [sys.executable, "-c", _ECHO]
+        with Program.start("echo", echo, environment=os.environ, host=other) as program:
+            program.hear()  # it listens
+            ping = [sys.executable, "-c", _PING, other.ipv4, str(timeout_s)]
+            return statistics.median(map(float, one.run(ping, timeout_s=60.0).split()))
 
     def close(self) -> None:
         super().close()
         if self._running is not None:
-            with self._running:  # it was killed with all that runs in the lab
-                self._running = None
+            self._running.end()  # it was killed with all that runs in the lab
 
 
 def measure_round_trip_s(profile: str, *, seed: int) -> float:

@@ -1,13 +1,10 @@
-"""What a rank of these campaigns does: a fork of a process that has imported torch already."""
+"""What a rank of `tools.kills` does: a fork of a process that has imported torch already."""
 
 import hashlib
 import json
-import os
 import re
+import sys
 import time
-import traceback
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,69 +16,23 @@ from torch.nn.functional import cross_entropy
 
 import pmesh.torch
 
-Tell = Callable[..., None]
 RANKS, RATE = 3, 0.02
 BATCH = 400
 """Per rank. With 40 the order of the samples alone changes the loss at the end by more than 1 %."""
 
 
-class Rank:
-    """A process that can be killed, and the lines that it tells."""
-
-    def __init__(self, program: Callable[[Tell], None], home: Path, job: str) -> None:
-        reading, writing = os.pipe()
-        self.pid = os.fork()
-        if not self.pid:
-            os.close(reading)
-            os.environ |= {"PMESH_HOME": str(home), "PMESH_JOB": job, "PMESH_WAIT_FOR": "3"}
-            _run(program, writing)
-        os.close(writing)
-        os.set_blocking(reading, False)
-        self._reading = reading
-        self._rest = b""
-        self._told: list[dict[str, Any]] = []
-        self._reaped = False
-
-    @property
-    def told(self) -> list[dict[str, Any]]:
-        """All that it has told so far."""
-        while True:
-            try:
-                data = os.read(self._reading, 1 << 16)
-            except BlockingIOError:
-                break
-            if not data:
-                break
-            *lines, self._rest = (self._rest + data).split(b"\n")
-            self._told += [json.loads(line) for line in lines]
-        return self._told
-
-    def find(self, name: str) -> Any:
-        """The last thing of that name that it has told; None if there is none."""
-        return next((each[name] for each in reversed(self.told) if name in each), None)
-
-    def kill(self) -> None:
-        """End it, if it runs, and keep what it has told."""
-        if self._reaped:
-            return
-        os.kill(self.pid, 9)
-        os.waitpid(self.pid, 0)
-        self._reaped = True
-        _ = self.told
-        os.close(self._reading)
-        self._reading = os.open(os.devnull, os.O_RDONLY)
+def main() -> None:
+    """Train as the command line says, and print a line of JSON for each step and each end."""
+    kind, *numbers = sys.argv[1:]
+    torch.set_num_threads(1)
+    if kind == "elastic":
+        train_elastic(steps=int(numbers[0]))
+    else:
+        train_fixed(sharded=kind == "fsdp")
 
 
-def _run(program: Callable[[Tell], None], writing: int) -> None:
-    def tell(**facts: object) -> None:
-        os.write(writing, json.dumps(facts | {"at": time.monotonic()}).encode() + b"\n")
-
-    try:
-        program(tell)
-    except BaseException:  # noqa: BLE001 - the campaign says so
-        tell(crash=traceback.format_exc())
-    finally:
-        os._exit(0)
+def tell(**facts: object) -> None:
+    print(json.dumps(facts | {"at": time.monotonic()}), flush=True)
 
 
 def net() -> nn.Sequential:
@@ -101,7 +52,7 @@ def digest_of(model: nn.Module) -> str:
     return hashed.hexdigest()[:16]
 
 
-def train_elastic(tell: Tell, *, steps: int) -> None:
+def train_elastic(*, steps: int) -> None:
     """Train digits for so many steps, whoever is there."""
     images, labels = digits()
     mesh = pmesh.torch.init(elastic=True)
@@ -122,7 +73,7 @@ def train_elastic(tell: Tell, *, steps: int) -> None:
     mesh.close()
 
 
-def train_fixed(tell: Tell, *, sharded: bool) -> None:
+def train_fixed(*, sharded: bool) -> None:
     """Train until a rank is lost, with torch's own DDP or FSDP2; then call once more."""
     images, labels = digits()
     dist.init_process_group("pmesh")

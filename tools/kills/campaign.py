@@ -1,0 +1,159 @@
+"""Trainings of three ranks in which `kill -9` hits any of them at random times; each comes back."""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from tools.lab.mesh import Mesh, Node
+from tools.lab.program import Program, await_that
+
+RANKS = 3
+PATIENCE_S = 600.0  # of a machine on which others work, too
+KILLED_UNTIL = 0.65  # of the steps: the last one killed must have time to come back
+AGAIN = 0.25  # the share of kills that hit a rank which is coming back
+MOST_LOSS_CHANGE = 0.01
+
+
+@dataclass(slots=True)
+class Tally:
+    """What has been seen in all trainings."""
+
+    kills: int = 0
+    kills_of_rank_0: int = 0
+    kills_while_entering: int = 0
+    trainings: int = 0
+    steps: int = 0
+    """How many were compared between ranks."""
+    after_s: list[float] = field(default_factory=list[float])
+    """From each kill until the last survivor had its error, or completed its next step."""
+    back_s: list[float] = field(default_factory=list[float])
+    """From each kill until the restarted rank took part; imports count."""
+    losses: list[float] = field(default_factory=list[float])
+    """Of each training in which ranks come back; the first is undisturbed."""
+    violations: list[str] = field(default_factory=list[str])
+
+
+@dataclass(slots=True)
+class Workload:
+    """A training in which ranks come back: how one is started, and what its lines say."""
+
+    steps: int
+    pause_s: float
+    """At most, before each kill."""
+    loads_s: float
+    """A rank that is killed while it comes back is killed within this time."""
+
+    def start(self, node: Node, job: str) -> Program:
+        raise NotImplementedError
+
+    def rank_of(self, rank: Program) -> int:
+        """Its number when it was last told; -1 before."""
+        raise NotImplementedError
+
+    def step_of(self, rank: Program) -> int:
+        """The last that it has told of."""
+        raise NotImplementedError
+
+    def takes_part(self, rank: Program) -> bool:
+        """Whether it trains with all others."""
+        raise NotImplementedError
+
+    def await_progress(self, survivors: Sequence[Program], began: float) -> float | None:
+        """How long after a kill the last of them completed its next step, if it tells of each."""
+
+    def judge(self, training: "Training", tally: Tally) -> None:
+        """Count what the ranks, which have ended, have told."""
+        raise NotImplementedError
+
+
+class Training:
+    """One training on these machines."""
+
+    def __init__(self, workload: Workload, nodes: Sequence[Node], number: int) -> None:
+        self.name = f"training {number}"
+        self._workload, self._nodes, self.job = workload, nodes, f"kills-{number}"
+        self.ranks = [workload.start(node, self.job) for node in nodes]
+        self.everyone = [*self.ranks]
+        """Those that were killed, too."""
+
+    @property
+    def step(self) -> int:
+        return max(map(self._workload.step_of, self.everyone))
+
+    def await_all(self) -> None:
+        """Wait until every rank takes part."""
+        takes_part = self._workload.takes_part
+        what = f"{self.name} of all ranks"
+        await_that(
+            lambda: all(map(takes_part, self.ranks)), what, within_s=PATIENCE_S, of=self.ranks
+        )
+
+    def _restart(self, place: int, tally: Tally) -> Program:
+        """Kill one and start it again; returns the dead one."""
+        old = self.ranks[place]
+        old.end()
+        tally.kills += 1
+        self.ranks[place] = self._workload.start(self._nodes[place], self.job)
+        self.everyone.append(self.ranks[place])
+        return old
+
+    def kill_some(self, tally: Tally, kills: int, random: Random) -> None:
+        """Kill one after the other; each comes back before the next is killed."""
+        workload = self._workload
+        while tally.kills < kills and self.step < KILLED_UNTIL * workload.steps:
+            time.sleep(random.uniform(0.0, workload.pause_s))
+            place = random.randrange(len(self.ranks))
+            survivors = [rank for i, rank in enumerate(self.ranks) if i != place]
+            began = time.monotonic()
+            tally.kills_of_rank_0 += workload.rank_of(self._restart(place, tally)) == 0
+            if (after_s := workload.await_progress(survivors, began)) is not None:
+                tally.after_s.append(after_s)
+            while tally.kills < kills and random.random() < AGAIN:
+                time.sleep(random.uniform(0.0, workload.loads_s))
+                killed = self._restart(place, tally)
+                tally.kills_while_entering += not workload.takes_part(killed)
+            self.await_all()
+            tally.back_s.append(time.monotonic() - began)
+
+
+def run_kills(workload: Workload, mesh: Mesh, kills: int, seed: int) -> Tally:
+    """Train without a kill, then again and again until so many kills are done."""
+    random, tally = Random(seed), Tally()  # noqa: S311 - no secret
+    while tally.kills < kills or not tally.trainings:
+        training = Training(workload, mesh.nodes, tally.trainings)
+        try:
+            training.await_all()
+            if tally.trainings:  # the first is undisturbed
+                training.kill_some(tally, kills, random)
+            for rank in training.ranks:
+                rank.join(within_s=PATIENCE_S)
+        finally:
+            for rank in training.ranks:
+                rank.end()
+        workload.judge(training, tally)
+        tally.trainings += 1
+        print(
+            f"{tally.trainings} trainings, {tally.kills} kills, {len(tally.violations)} "
+            f"violations, loss {tally.losses[-1]:.3f}",
+            flush=True,
+        )
+    return tally
+
+
+def judge_losses(tally: Tally, where: str, losses: Sequence[float]) -> None:
+    """All ranks end with the same loss, which is the undisturbed one within 1 %."""
+    tally.losses.append(losses[0] if losses else math.nan)
+    if len(set(losses)) > 1:
+        tally.violations.append(f"{where}: the ranks end with the losses {losses}")
+    if not abs(tally.losses[-1] / tally.losses[0] - 1) <= MOST_LOSS_CHANGE:
+        tally.violations.append(f"{where}: loss {tally.losses[-1]}, undisturbed {tally.losses[0]}")
+
+
+def judge_steps(tally: Tally, where: str, digests: Mapping[int, set[str]]) -> None:
+    """After each step all ranks have the same weights, those that were killed later, too."""
+    tally.steps += len(digests)
+    for step, found in digests.items():
+        if len(found) != 1:
+            tally.violations.append(f"{where}: step {step} is torn: weights {sorted(found)}")

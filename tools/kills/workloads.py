@@ -1,0 +1,225 @@
+"""What is trained while ranks are killed: handwritten digits by torch, a tiny model by mlx-lm."""
+
+import contextlib
+import re
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from tools.kills.campaign import (
+    PATIENCE_S,
+    RANKS,
+    Tally,
+    Training,
+    Workload,
+    judge_losses,
+    judge_steps,
+    run_kills,
+)
+from tools.lab.commands import LabError
+from tools.lab.mesh import Mesh, Node
+from tools.lab.program import Program, await_that
+from tools.lab.warm import Order, Warm
+
+PROMISED_S = 2.5  # docs/explanation/reliability.md; the death of a process is noticed far sooner
+STEPS_BEFORE = 3  # DDP has laid out its buckets anew
+PAUSE_S = 0.15  # about as long as several steps of torch take
+# Ranks of torch are forks of a process that has imported it, and what DDP does when constructed.
+IMPORTED = ("torch", "torch._dynamo", "tools.torch_ranks")
+
+
+@dataclass(slots=True)
+class Elastic(Workload):
+    """DDP that goes on with whoever is there."""
+
+    warm: Warm
+
+    def start(self, node: Node, job: str) -> Program:
+        return start_torch(self.warm, node, job, "elastic", str(self.steps))
+
+    def rank_of(self, rank: Program) -> int:
+        return -1 if (number := rank.last("rank")) is None else int(number)
+
+    def step_of(self, rank: Program) -> int:
+        return rank.last("step") or 0
+
+    def takes_part(self, rank: Program) -> bool:
+        return bool(rank.last("size") == RANKS)
+
+    def await_progress(self, survivors: Sequence[Program], began: float) -> float | None:
+        done = [self.step_of(rank) for rank in survivors]
+
+        def go_on() -> bool:
+            pairs = zip(survivors, done, strict=True)
+            return all(self.step_of(rank) > step + 1 for rank, step in pairs)
+
+        await_that(go_on, "the survivors' next steps", within_s=PATIENCE_S, of=survivors)
+        ends: list[list[float]]
+        ends = [[r["at"] for r in rank.reports if "step" in r] for rank in survivors]
+        return max(next(at for at in its if at > began) for its in ends) - began
+
+    def judge(self, training: Training, tally: Tally) -> None:
+        """Everybody ends, and all that any rank has told of a step is the same."""
+        losses = [rank.last("loss") for rank in training.ranks]
+        if None in losses:
+            raise LabError("\n".join(rank.shown for rank in training.ranks))
+        judge_losses(tally, training.name, losses)
+        digests: dict[int, set[str]] = defaultdict(set)
+        for each in (report for rank in training.everyone for report in rank.reports):
+            if "step" in each:
+                digests[each["step"]].add(each["digest"])
+        judge_steps(tally, training.name, digests)
+
+
+def start_torch(warm: Warm, node: Node, job: str, *arguments: str) -> Program:
+    settings = {"PMESH_JOB": job, "PMESH_WAIT_FOR": str(RANKS)}
+    order = Order(
+        program="tools.torch_ranks:main",
+        arguments=arguments,
+        environment=node.environment | settings,
+    )
+    return Program(f"rank at {node.name}", *warm.start(order))
+
+
+@contextlib.contextmanager
+def _warm(mesh: Mesh) -> Iterator[Warm]:
+    # One thread: it forks.
+    warm = Warm(IMPORTED, mesh.nodes[0].environment | {"OMP_NUM_THREADS": "1"})
+    try:
+        yield warm
+    finally:
+        warm.close()
+
+
+def run_elastic(mesh: Mesh, kills: int, steps: int, seed: int) -> Tally:
+    with _warm(mesh) as warm:
+        workload = Elastic(steps=steps, pause_s=PAUSE_S, loads_s=PAUSE_S, warm=warm)
+        return run_kills(workload, mesh, kills, seed)
+
+
+def run_fixed(mesh: Mesh, kind: str, kills: int, seed: int) -> Tally:
+    """Trainings with torch's own DDP or FSDP2, each of which ends with a kill."""
+    tally, random = Tally(), Random(seed)  # noqa: S311 - no secret
+    with _warm(mesh) as warm:
+        while tally.kills < kills:
+            job = f"{kind}-{tally.kills}"
+            ranks = [start_torch(warm, node, job, kind) for node in mesh.nodes]
+            try:
+                _kill_one(tally, ranks, random)
+            finally:
+                for rank in ranks:
+                    rank.end()
+    return tally
+
+
+def _kill_one(tally: Tally, ranks: Sequence[Program], random: Random) -> None:
+    await_that(
+        lambda: all((rank.last("step") or 0) >= STEPS_BEFORE for rank in ranks),
+        "the first steps",
+        within_s=PATIENCE_S,
+        of=ranks,
+    )
+    time.sleep(random.uniform(0.0, PAUSE_S))
+    victim = random.choice(ranks)
+    survivors = [rank for rank in ranks if rank is not victim]
+    began = time.monotonic()
+    victim.end()
+    tally.kills += 1
+    tally.trainings += 1
+    where = f"kill {tally.kills}"
+    try:
+        for rank in survivors:
+            rank.join(within_s=PROMISED_S * 4)
+    except LabError as e:
+        tally.violations.append(f"{where}: a survivor hangs: {e}")
+        return
+    ends = [[r for r in rank.reports if "error" in r or "again" in r] for rank in survivors]
+    if not all(len(its) == 2 for its in ends):  # noqa: PLR2004 - an error of each call
+        raise LabError("\n".join(rank.shown for rank in survivors))
+    tally.after_s.append(max(error["at"] for error, _ in ends) - began)
+    expected = f"RankLost: rank {victim.last('rank')} "
+    judge_errors(tally, where, expected, [error["error"] for error, _ in ends])
+    judge_errors(tally, f"{where}, next call", expected, [again["again"] for _, again in ends])
+
+
+def judge_errors(tally: Tally, where: str, expected: str, errors: Sequence[str]) -> None:
+    """All survivors have the same error, which names the lost rank, within the promised time."""
+    if len(set(errors)) != 1 or not errors[0].startswith(expected):
+        tally.violations.append(f"{where}: {errors}, not {expected!r}")
+    if tally.after_s[-1] > PROMISED_S:
+        tally.violations.append(f"{where}: {tally.after_s[-1]:.2f} s until the last error")
+
+
+_ENTERED = re.compile(r"^Iter (\d+): (\d) ranks?, .*; this is rank (\d)")
+_AT = re.compile(r"^Iter (\d+): ")
+_VALIDATED = re.compile(r"^Iter (\d+): Val loss ([\d.]+)")
+_ENDED = re.compile(r"^Trained (\d+) iterations; .* weights (\w+)$")
+_WRONG = re.compile(r"Traceback|Error|had another state|replaces this rank's")
+
+
+@dataclass(slots=True)
+class Lora(Workload):
+    """`pmesh mlx -- mlx_lm.lora --train`."""
+
+    mesh: Mesh
+    folder: Path
+    words: Sequence[str]
+
+    def start(self, node: Node, job: str) -> Program:
+        train = ("-m", "mlx_lm", "lora", "--train", "--adapter-path", str(self.folder / job))
+        options = ("--job", job, "--wait-for", str(RANKS), "--", *train, *self.words)
+        return self.mesh.start_command(node, "mlx", *options)
+
+    def rank_of(self, rank: Program) -> int:
+        worlds = rank.found(_ENTERED)
+        return int(worlds[-1][3]) if worlds else -1
+
+    def step_of(self, rank: Program) -> int:
+        return max((int(match[1]) for match in rank.found(_AT)), default=0)
+
+    def takes_part(self, rank: Program) -> bool:
+        return any(int(match[2]) == RANKS for match in rank.found(_ENTERED))
+
+    def judge(self, training: Training, tally: Tally) -> None:
+        """Everybody ends well with the same bits, which are on the disk, and learned as much."""
+        from pmesh.mlx_lm.libraries import mx  # noqa: PLC0415 - torch's campaigns need no MLX
+        from pmesh.mlx_lm.training import digest  # noqa: PLC0415
+
+        where = training.name
+        saved = self.folder / training.job / "adapters.safetensors"
+        weights = {digest(mx.load(str(saved))) if saved.exists() else "none"}
+        losses = list[float]()
+        for rank in training.ranks:
+            ended = [match[2] for match in rank.found(_ENDED) if int(match[1]) == self.steps]
+            if rank.code or not ended:
+                tally.violations.append(f"{where}: {rank.shown}")
+            weights |= {*ended}
+            validated = [m[2] for m in rank.found(_VALIDATED) if int(m[1]) == self.steps]
+            losses += map(float, validated)
+        for rank in training.everyone:
+            wrong = [match.string for match in rank.found(_WRONG)]
+            tally.violations += [f"{where}: {rank.name}: {line}" for line in wrong]
+        judge_steps(tally, where, {self.steps: weights})
+        judge_losses(tally, where, losses[:1])
+
+
+def run_lora(mesh: Mesh, kills: int, steps: int, seed: int, options: Sequence[str] = ()) -> Tally:
+    from tools.lora.tiny import make_data, make_model  # noqa: PLC0415 - they need mlx-lm
+
+    with tempfile.TemporaryDirectory(prefix="pmesh-lora-") as name:
+        folder = Path(name)
+        words = (
+            *("--model", str(make_model(folder / "model"))),
+            *("--data", str(make_data(folder / "data")), "--iters", str(steps)),
+            *("--batch-size", "7", "--num-layers", "4", "--learning-rate", "3e-4"),
+            *("--steps-per-report", "10", "--steps-per-eval", "100", "--save-every", "20"),
+            *options,
+        )
+        workload = Lora(
+            steps=steps, pause_s=3.0, loads_s=6.0, mesh=mesh, folder=folder, words=words
+        )
+        return run_kills(workload, mesh, kills, seed)

@@ -1,1 +1,0 @@
-"""Kills of ranks in the middle of training with torch."""
