@@ -22,6 +22,10 @@ from tools.lab.net import why_not
 settings.register_profile("untimed", deadline=None, print_blob=True)
 settings.load_profile("untimed")
 
+# Else each of the hundreds of processes that the tests start compiles the whole package again.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 OF_SUBPROCESSES = "COVERAGE_PROCESS_CONFIG"  # tells new processes to measure themselves
 NEEDS_THE_MACHINE = ("tests/e2e/", "tests/tools/", "tests/docs/test_readme.py")
 
