@@ -19,7 +19,7 @@ def byte_of(content: Content) -> bytes:
     return content.sha256[:1]
 
 
-@given(SIZES, st.integers(1, 4 * PART_BYTES), st.data())
+@given(SIZES, st.integers(PART_BYTES // 20, 4 * PART_BYTES), st.data())
 def test_all_arrives_whole_and_never_more_than_a_window_waits(
     sizes: list[int], most: int, data: st.DataObject
 ) -> None:
