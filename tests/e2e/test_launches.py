@@ -450,8 +450,8 @@ def test_another_version_of_the_script_is_named_and_nothing_starts(
     for home in (here, there):
         (home / "project").mkdir(parents=True)
         (home / "project" / "train.py").write_text(f"print({home.name!r})")
-    options = ("--no-mdns", "--peer", ring[0].address)
-    other = lasting_fleet.start_agent("mac-4", *options, HOME=str(there))
+    peer = ("--no-mdns", "--peer", ring[0].address)
+    other = lasting_fleet.start_agent("mac-4", *peer, HOME=str(there))
     lasting_fleet.await_view(*ring, other)
     allow_run(other.home, (), as_root=True, no=False)
     options = ("--on", "mac-1,mac-4", "--cwd", str(here / "project"))
