@@ -19,8 +19,12 @@ from xdist.scheduler.loadscope import LoadScopeScheduling
 from tools.lab.net import why_not
 
 # A busy machine is no finding. A blob in the log replays what CI found: its database is not kept.
-settings.register_profile("untimed", deadline=None, print_blob=True)
-settings.load_profile("untimed")
+settings.register_profile("all", deadline=None, print_blob=True)
+settings.register_profile("quick", settings.get_profile("all"), max_examples=40)
+
+# Else each of the hundreds of processes that the tests start compiles the whole package again.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 OF_SUBPROCESSES = "COVERAGE_PROCESS_CONFIG"  # tells new processes to measure themselves
 NEEDS_THE_MACHINE = ("tests/e2e/", "tests/tools/", "tests/docs/test_readme.py")
@@ -35,8 +39,16 @@ class _OneMachine(LoadScopeScheduling):  # type: ignore[misc] # it has no types
     """A file's tests stay together; those with agents of their own go one after the other."""
 
     def _split_scope(self, nodeid: str) -> str:
-        path = nodeid.partition("::")[0]
-        return "the machine" if path.startswith(NEEDS_THE_MACHINE) else path
+        return "the machine" if _needs_the_machine(nodeid) else nodeid.partition("::")[0]
+
+
+def _needs_the_machine(nodeid: str) -> bool:
+    return nodeid.startswith(NEEDS_THE_MACHINE)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """`make test` tries fewer examples of a property than `make test-all`."""
+    settings.load_profile("quick" if config.option.markexpr == "not slow" else "all")
 
 
 @pytest.hookimpl(optionalhook=True)  # where xdist is not used
@@ -46,15 +58,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Run a slow test, and its programs, without measuring coverage.
+    """Run a test that is slow or needs the machine, and its programs, without measuring coverage.
 
-    Measuring takes three times as long. The quick tests reach the floors, together with a few slow
+    Measuring takes three times as long. The other tests reach the floors, together with a few slow
     ones that are marked `measured`. pytest-cov has the mark `no_cover` for this, but in a worker of
     xdist it begins two measurements, and stops one.
     """
     trace = sys.gettrace()
     slow, measured = map(item.get_closest_marker, ("slow", "measured"))
-    if slow is None or measured is not None or trace is None:
+    unmeasured = slow is not None or _needs_the_machine(item.nodeid)
+    if measured is not None or not unmeasured or trace is None:
         return (yield)
     config = os.environ.pop(OF_SUBPROCESSES, None)
     sys.settrace(None)

@@ -16,9 +16,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from pmesh.testing.simulated_mesh import agent_in_a_thread
-from tools.lab.agents import inherited
-
 from pmesh.testing import agent_in_a_thread
 from tools.lab.commands import new_app, run_app
 from tools.lab.mesh import inherited

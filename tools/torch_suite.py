@@ -25,8 +25,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from pmesh.testing.simulated_mesh import agent_in_a_thread
-
 from pmesh.testing import agent_in_a_thread
 from tools.lab.commands import LabError
 from tools.lab.program import Program, await_that

@@ -31,7 +31,7 @@ from pmesh.ids import Incarnation, JobName, Member, NodeId, TrainerId
 from pmesh.net.lanes import opening
 from pmesh.net.lanes.lane import Lane
 from tests.worlds.trainer import RefusedError, together
-from tests.worlds.village import Machine, Village, village
+from tests.worlds.village import Machine, Village, training, village
 from tests.worlds.village_ops import kinds_of_events, machine_of, ones, reduce_all
 
 ME = Member(NodeId(b"a" * 32), Incarnation(1))
@@ -289,8 +289,7 @@ async def test_an_error_in_a_trainers_session_makes_it_depart_and_the_others_go_
     where: object,
     name: str,
 ) -> None:
-    async with village(clock, 3) as here:
-        everyone = await here.job(*here.machines)
+    async with training(clock, 3) as (here, everyone):
         await reduce_all(everyone)
         lost, *others = everyone
         machine = machine_of(here, lost)
@@ -318,8 +317,7 @@ async def test_an_error_in_a_trainers_session_makes_it_depart_and_the_others_go_
 async def test_an_error_in_the_session_for_messages_leaves_the_trainer_its_ops(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with village(clock, 2) as here:
-        pair = await here.job(*here.machines)
+    async with training(clock, 2) as (here, pair):
         machine = machine_of(here, pair[0])
         envelopes = await here.trainer(machine)
         attach = Attach(SESSION_VERSION, JobName("digits"), pair[0].id)

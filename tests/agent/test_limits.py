@@ -44,7 +44,7 @@ from pmesh.errors import UsageError
 from pmesh.ids import JobName
 from pmesh.net.sessions.sessions import MAX_VISITORS, VISIT_S
 from tests.worlds.trainer import together, until
-from tests.worlds.village import Machine, village
+from tests.worlds.village import Machine, training, village
 from tests.worlds.village_ops import machine_of, ones, reduce_all
 
 
@@ -230,8 +230,7 @@ async def test_memory_comes_back_when_a_trainer_ends(clock: MockClock) -> None:
 async def test_who_reads_no_replies_to_its_messages_is_not_read_from_either(
     clock: MockClock,
 ) -> None:
-    async with village(clock, 2) as here:
-        pair = await here.job(*here.machines)
+    async with training(clock, 2) as (here, pair):
         machine = machine_of(here, pair[0])
         deaf = await here.trainer(machine)
         assert await deaf.ask(Attach(SESSION_VERSION, JobName("digits"), pair[0].id)) == Attached()
@@ -255,8 +254,7 @@ async def test_who_reads_no_replies_to_its_messages_is_not_read_from_either(
 
 async def test_a_source_named_again_and_again_is_one(clock: MockClock) -> None:
     """What a message is chosen by grows with the ranks of the job, not with the request."""
-    async with village(clock, 2) as here:
-        pair = await here.job(*here.machines)
+    async with training(clock, 2) as (here, pair):
         machine = machine_of(here, pair[0])
         envelopes = await here.trainer(machine)
         await envelopes.ask(Attach(SESSION_VERSION, JobName("digits"), pair[0].id))

@@ -31,7 +31,7 @@ from pmesh.net.links.interfaces import AddressWatch
 from pmesh.net.links.packet_filter import DiscoveryCounters
 from pmesh.net.sessions.processes import Stall
 from tests.worlds.trainer import Trainer, until
-from tests.worlds.village import MESH, village
+from tests.worlds.village import MESH, training, village
 from tests.worlds.village_ops import kinds_of_events
 
 KEY = NodeKey.from_seed(b"k" * 32)
@@ -194,8 +194,7 @@ async def test_the_longest_stall_of_the_last_ten_seconds_is_shown(clock: MockClo
 async def test_nothing_is_left_open_when_an_agent_is_killed_in_the_middle_of_an_op(
     clock: MockClock,
 ) -> None:
-    async with village(clock, 2) as here:
-        a, _ = await here.job(*here.machines)
+    async with training(clock, 2) as (here, (a, _)):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(a.barrier)
             await wait_all_tasks_blocked()

@@ -29,7 +29,7 @@ from pmesh.errors import UsageError
 from pmesh.ids import node_text
 from tests.worlds.fake_status_agent import SNAPSHOT
 from tests.worlds.trainer import Trainer, together, until
-from tests.worlds.village import Machine, village
+from tests.worlds.village import Machine, training, village
 from tests.worlds.village_ops import snapshot_of
 
 
@@ -329,8 +329,7 @@ async def test_a_stopped_trainer_is_marked(clock: MockClock) -> None:
 
 
 async def test_bytes_of_jobs_that_have_ended_stay_counted(clock: MockClock) -> None:
-    async with village(clock, 2) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 2) as (here, trainers):
         x = np.ones(100_000, np.float32)
         await together(*[partial(t.reduce, x) for t in trainers])
         before = here.machines[0].agent.jobs.traffic

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import Fleet
+from pmesh.cli.launches import allow_run
+from tests.e2e.harness import Agent, Fleet
 from tools.lab.net import NetLab, clean
 
 HERE = Path(__file__).parent
@@ -22,6 +23,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def fleet() -> Iterator[Fleet]:
     with Fleet() as fleet:
         yield fleet
+
+
+@pytest.fixture(scope="session")
+def lasting_fleet() -> Iterator[Fleet]:
+    with Fleet() as fleet:
+        yield fleet
+
+
+@pytest.fixture(scope="session")
+def three_agents(lasting_fleet: Fleet) -> list[Agent]:
+    return lasting_fleet.start_ring("mac-1", "mac-2", "mac-3")
+
+
+@pytest.fixture
+def ring(lasting_fleet: Fleet, three_agents: list[Agent]) -> list[Agent]:
+    """Three machines, the same for all tests; all allow every member to run commands."""
+    address = next(agent.address for agent in three_agents if agent.process.alive)
+    for place, agent in enumerate(three_agents):
+        if not agent.process.alive:  # the test before this one has killed it
+            three_agents[place] = lasting_fleet.start_agent(
+                agent.name, "--no-mdns", "--peer", address
+            )
+        allow_run(agent.home, (), as_root=True, no=False)  # as 'pmesh allow run --as-root' does
+    lasting_fleet.await_view(*three_agents)
+    return three_agents
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import Fleet
+from tests.e2e.harness import Agent, Fleet
 
 pytestmark = pytest.mark.slow
 
@@ -42,25 +42,24 @@ print("ended at", state["step"], digest, flush=True)
 
 
 def test_trainers_that_are_all_killed_while_they_save_go_on_from_a_whole_step(
-    fleet: Fleet, tmp_path: Path
+    fleet: Fleet, ring: list[Agent], tmp_path: Path
 ) -> None:
-    agents = fleet.start_ring("mac-1", "mac-2", "mac-3")
-    folders = [str(tmp_path / agent.name) for agent in agents]
+    folders = [str(tmp_path / agent.name) for agent in ring]
     trainers = [
         fleet.start_trainer(agent, TRAINER, folder, "0", "3")
-        for agent, folder in zip(agents, folders, strict=True)
+        for agent, folder in zip(ring, folders, strict=True)
     ]
     for trainer in trainers:
         trainer.await_line("^saved 5$")
     for trainer in trainers:
         trainer.send_signal(signal.SIGKILL)
-    for agent in agents:
+    for agent in ring:
         agent.await_status(lambda status: not status.jobs)
 
     # One machine does not come back; its part is on its neighbour's disk.
     trainers = [
         fleet.start_trainer(agent, TRAINER, folder, "3", "2")
-        for agent, folder in zip(agents[1:], folders[1:], strict=True)
+        for agent, folder in zip(ring[1:], folders[1:], strict=True)
     ]
     ends = {re.sub(r".*?(?=ended at)", "", t.await_end(), flags=re.DOTALL) for t in trainers}
     assert len(ends) == 1
@@ -71,10 +70,10 @@ def test_trainers_that_are_all_killed_while_they_save_go_on_from_a_whole_step(
     # All three, the first with an old disk.
     trainers = [
         fleet.start_trainer(agent, TRAINER, folder, "1", "3")
-        for agent, folder in zip(agents, folders, strict=True)
+        for agent, folder in zip(ring, folders, strict=True)
     ]
     (end,) = ends
     for trainer in trainers:
         assert f"began at {end.split()[2]}" in trainer.await_end()
-    shown = fleet.pmesh("checkpoint", "list", *folders, home=agents[0].home)
+    shown = fleet.pmesh("checkpoint", "list", *folders, home=ring[0].home)
     assert "3 of 3" in shown.stdout

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.docs.pages import DOCS, read, sections, table_rows
-from tests.e2e.harness import TIMEOUT_S, Fleet
+from tests.e2e.harness import TIMEOUT_S, Agent, Fleet
 
 pytest.importorskip("mlx.core")
 
@@ -38,18 +38,19 @@ def of_mlx(folder: Path) -> list[dict[str, Any]]:
     return [results_in(each) for each in printed]
 
 
-def of_pmesh() -> list[dict[str, Any]]:
+def of_pmesh(fleet: Fleet, ring: list[Agent]) -> list[dict[str, Any]]:
     command = ("mlx", "--wait-for", str(RANKS), "-m", "tests.e2e.mlx_cases")
-    with Fleet() as fleet:
-        one, other = fleet.start_ring("mac-1", "mac-2")
-        running = [fleet.start_command(*command, home=at.home) for at in (one, other, other)]
-        found = [results_in(each.await_end()) for each in running]
+    one, other, _ = ring
+    running = [fleet.start_command(*command, home=at.home) for at in (one, other, other)]
+    found = [results_in(each.await_end()) for each in running]
     return sorted(found, key=lambda results: str(results["rank and size"]))
 
 
 @pytest.mark.timeout(180)
-def test_every_function_does_what_it_does_over_mlxs_ring(tmp_path: Path) -> None:
-    expected, found = of_mlx(tmp_path), of_pmesh()
+def test_every_function_does_what_it_does_over_mlxs_ring(
+    fleet: Fleet, ring: list[Agent], tmp_path: Path
+) -> None:
+    expected, found = of_mlx(tmp_path), of_pmesh(fleet, ring)
     for native, ours in zip(expected, found, strict=True):
         assert ours.keys() == native.keys()
         differ = {name for name in native if ours[name] != native[name]}

@@ -23,15 +23,6 @@ ENDS_S = 5.0
 """Within so long nothing may be left running, whatever has happened."""
 
 
-@pytest.fixture
-def ring(fleet: Fleet) -> list[Agent]:
-    """Three machines; all allow every member to run commands."""
-    agents = fleet.start_ring("mac-1", "mac-2", "mac-3")
-    for agent in agents:
-        allow_run(agent.home, (), as_root=True, no=False)  # as 'pmesh allow run --as-root' does
-    return agents
-
-
 def await_that(condition: Callable[[], bool], *, within_s: float = TIMEOUT_S) -> None:
     deadline = time.monotonic() + within_s
     while not condition():
@@ -252,13 +243,15 @@ def test_a_rank_that_is_killed_is_started_again(fleet: Fleet, ring: list[Agent])
     assert not running(marker)
 
 
-def test_a_machine_that_comes_back_starts_its_rank_again(fleet: Fleet, ring: list[Agent]) -> None:
+def test_a_machine_that_comes_back_starts_its_rank_again(
+    fleet: Fleet, lasting_fleet: Fleet, ring: list[Agent]
+) -> None:
     marker = f"86400.{os.getpid()}{time.monotonic_ns()}"
     started = start_sleepers(fleet, ring[0], marker, "--grace", "1")
     ring[2].process.send_signal(signal.SIGKILL)
     started.await_line("mac-3 is lost")
     await_that(lambda: len(running(marker)) == 4, within_s=ENDS_S)
-    fleet.start_agent("mac-3", "--no-mdns", "--peer", ring[0].address)
+    ring[2] = lasting_fleet.start_agent("mac-3", "--no-mdns", "--peer", ring[0].address)
     started.await_line("mac-3 is back")
     started.await_line("mac-3 +[|] up")
     started.send_signal(signal.SIGTERM)
@@ -345,8 +338,7 @@ def test_machines_of_a_network_find_each_other_s_addresses(
     source: str,
 ) -> None:
     lab = make_lab(3)
-    hosts = {f"mac-{host.number}": host for host in lab.hosts}
-    agents = [fleet.start_agent(name, host=host) for name, host in hosts.items()]
+    agents = [fleet.start_agent(f"mac-{host.number}", host=host) for host in lab.hosts]
     fleet.await_view(*agents)
     for agent in agents:
         allow_run(agent.home, (), as_root=True, no=False)
@@ -451,15 +443,16 @@ def test_a_third_signal_ends_a_run_that_can_not_print(ring: list[Agent]) -> None
 
 
 def test_another_version_of_the_script_is_named_and_nothing_starts(
-    fleet: Fleet, ring: list[Agent], tmp_path: Path
+    fleet: Fleet, lasting_fleet: Fleet, ring: list[Agent], tmp_path: Path
 ) -> None:
     """All homes are on one disk: HOME tells the machines apart."""
     here, there = tmp_path / "here", tmp_path / "there"
     for home in (here, there):
         (home / "project").mkdir(parents=True)
         (home / "project" / "train.py").write_text(f"print({home.name!r})")
-    other = fleet.start_agent("mac-4", "--no-mdns", "--peer", ring[0].address, HOME=str(there))
-    fleet.await_view(*ring, other)
+    peer = ("--no-mdns", "--peer", ring[0].address)
+    other = lasting_fleet.start_agent("mac-4", *peer, HOME=str(there))
+    lasting_fleet.await_view(*ring, other)
     allow_run(other.home, (), as_root=True, no=False)
     options = ("--on", "mac-1,mac-4", "--cwd", str(here / "project"))
     started = fleet.start_command(
@@ -467,3 +460,4 @@ def test_another_version_of_the_script_is_named_and_nothing_starts(
     )
     output = started.await_end(code=1)
     assert "mac-4: train.py differs from the starter's; copy it there, or give --sync" in output
+    other.process.reap()

@@ -164,6 +164,7 @@ def test_ranks_out_of_step_all_learn_which_op_and_who_called_what(ring: Ring) ->
     assert ends == {"then [3. 3.] 3"}
 
 
+@pytest.mark.slow
 def test_the_others_go_on_without_a_killed_agent_whether_it_leads_or_follows(fleet: Fleet) -> None:
     agents = fleet.start_ring("mac-1", "mac-2", "mac-3", "mac-4")
     leads, follows, other, dies = sorted(agents, key=lambda agent: not is_leader(agent))

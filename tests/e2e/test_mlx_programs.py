@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.e2e.harness import Fleet
+from tests.e2e.harness import Agent, Fleet
 from tests.e2e.mlx_ring import run_over_mlxs_ring
 
 mx = pytest.importorskip("mlx.core")
@@ -16,7 +16,7 @@ mx = pytest.importorskip("mlx.core")
 pytestmark = pytest.mark.slow
 
 RANKS = 3
-ITERATIONS = 50
+ITERATIONS = 20
 
 PROGRAM = """
 import sys
@@ -40,24 +40,23 @@ sys.exit(3 if group.rank() == 1 else 0)
 
 
 def test_a_program_goes_on_when_its_rank_0_is_killed_and_warns_that_nobody_will_save(
-    tmp_path: Path,
+    fleet: Fleet, ring: list[Agent], tmp_path: Path
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(PROGRAM)
     command = ("mlx", "--wait-for", "3", sys.executable, "-u", str(script), "--epochs", "2")
-    with Fleet() as fleet:
-        one, other = fleet.start_ring("mac-1", "mac-2")
-        running = [fleet.start_command(*command, home=at.home) for at in (one, other, other)]
-        begun = {int(each.await_line(r"rank (\d) has begun").group(1)): each for each in running}
-        begun[0].reap()
-        second, third = begun[1].await_end(code=3), begun[2].await_end()
+    one, other, _ = ring
+    running = [fleet.start_command(*command, home=at.home) for at in (one, other, other)]
+    begun = {int(each.await_line(r"rank (\d) has begun").group(1)): each for each in running}
+    begun[0].reap()
+    second, third = begun[1].await_end(code=3), begun[2].await_end()
     for said in (second, third):
         assert "arguments ['--epochs', '2'] size 3" in said
         assert "nobody will save" in said
         assert "mean 1.5 size 3" in said
 
 
-def test_an_error_of_the_program_is_a_crash_of_its_rank(tmp_path: Path) -> None:
+def test_an_error_of_the_program_is_a_crash_of_its_rank(fleet: Fleet, tmp_path: Path) -> None:
     module = tmp_path / "steps.py"
     module.write_text(
         "import mlx.core as mx\n"
@@ -65,16 +64,14 @@ def test_an_error_of_the_program_is_a_crash_of_its_rank(tmp_path: Path) -> None:
         "print(mx.distributed.all_sum(mx.array(1.0)).item())\n"
     )
     command = ("mlx", "--wait-for", "2", "-m", "steps")
-    with Fleet() as fleet:
-        (agent,) = fleet.start_ring("mac-1")
-        running = [
-            fleet.start_command(*command, home=agent.home, PYTHONPATH=str(tmp_path))
-            for _ in range(2)
-        ]
-        for each in running:
-            each.await_line("ValueError: no data|nobody will save")
-        said = "".join(each.output for each in running)
-        agent.process.await_line("is lost")
+    (agent,) = fleet.start_ring("mac-1")
+    running = [
+        fleet.start_command(*command, home=agent.home, PYTHONPATH=str(tmp_path)) for _ in range(2)
+    ]
+    for each in running:
+        each.await_line("ValueError: no data|nobody will save")
+    said = "".join(each.output for each in running)
+    agent.process.await_line("is lost")
     assert "ValueError: no data" in said
 
 
@@ -83,7 +80,9 @@ def test_an_error_of_the_program_is_a_crash_of_its_rank(tmp_path: Path) -> None:
     importlib.util.find_spec("mlx_lm") is None and not os.environ.get("CI"),
     reason="mlx-lm is missing",
 )
-def test_mlx_lms_lora_learns_what_it_learns_over_mlxs_ring(tmp_path: Path) -> None:
+def test_mlx_lms_lora_learns_what_it_learns_over_mlxs_ring(
+    fleet: Fleet, ring: list[Agent], tmp_path: Path
+) -> None:
     """At the learning rate that it has by default: Adam makes much of rounding at higher ones."""
     from tools.lora.tiny import make_data, make_model  # noqa: PLC0415 - it needs mlx-lm
 
@@ -101,16 +100,15 @@ def test_mlx_lms_lora_learns_what_it_learns_over_mlxs_ring(tmp_path: Path) -> No
         (*program, str(folders[0]), *words), ranks=RANKS, folder=tmp_path, timeout_s=60
     )
     options = ("--no-elastic", "--wait-for", str(RANKS))
-    with Fleet() as fleet:
-        one, other = fleet.start_ring("mac-1", "mac-2")
-        running = [
-            fleet.start_command(
-                "mlx", *options, *program, str(folders[1]), *words, home=at.home, HF_HUB_OFFLINE="1"
-            )
-            for at in (one, other, other)
-        ]
-        for each in running:
-            assert "runs uncompiled" in each.await_end(timeout_s=100)
+    one, other, _ = ring
+    running = [
+        fleet.start_command(
+            "mlx", *options, *program, str(folders[1]), *words, home=at.home, HF_HUB_OFFLINE="1"
+        )
+        for at in (one, other, other)
+    ]
+    for each in running:
+        assert "runs uncompiled" in each.await_end(timeout_s=100)
     expected, *found = (
         {key: np.array(value) for key, value in mx.load(str(path)).items()}
         for path in [

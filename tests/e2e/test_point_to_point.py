@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.e2e.harness import Fleet
+from tests.e2e.harness import Agent, Fleet
 
 pytestmark = pytest.mark.slow
 
@@ -42,11 +42,12 @@ with pmesh.connect(job="messages", wait_for=3) as mesh:
 """
 
 
-def test_ranks_send_to_each_other_and_go_on_when_one_leaves() -> None:
-    with Fleet() as fleet:
-        one, other = fleet.start_ring("mac-1", "mac-2")
-        trainers = [fleet.start_trainer(at, TRAINER) for at in (one, one, other)]
-        said = sorted(json.loads(t.await_end().splitlines()[-1]) for t in trainers)
+def test_ranks_send_to_each_other_and_go_on_when_one_leaves(
+    fleet: Fleet, ring: list[Agent]
+) -> None:
+    one, other, _ = ring
+    trainers = [fleet.start_trainer(at, TRAINER) for at in (one, one, other)]
+    said = sorted(json.loads(t.await_end().splitlines()[-1]) for t in trainers)
 
     for rank, (own, got, total, after) in enumerate(said):
         others = [r for r in range(3) if r != rank]

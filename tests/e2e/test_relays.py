@@ -1,13 +1,15 @@
 """Machines of which two can't reach each other, but both reach a third."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Iterator
+from typing import TypeAlias
 
 import pytest
 
-from tests.e2e.harness import Fleet
-from tools.lab.net import NetLab
+from tests.e2e.harness import Agent, Fleet
+from tools.lab.net import NetLab, clean
 
+Chain: TypeAlias = tuple[NetLab, Fleet, list[Agent]]
 pytestmark = [pytest.mark.netns, pytest.mark.slow]
 
 TRAINER = """
@@ -29,7 +31,7 @@ LARGE = """
 import numpy as np
 import pmesh
 
-with pmesh.connect(job="relayed", wait_for=3) as mesh:
+with pmesh.connect(job="large", wait_for=3) as mesh:
     own = np.ones(4_000_000, np.float32)
     for _ in range(4):
         assert mesh.all_reduce(own)[-1] == 3
@@ -39,14 +41,20 @@ with pmesh.connect(job="relayed", wait_for=3) as mesh:
 LARGE_BYTES = 4 * 16_000_000
 
 
-def test_two_machines_that_only_a_third_reaches_train_with_it(
-    fleet: Fleet, make_lab: Callable[[int], NetLab]
-) -> None:
-    lab = make_lab(3)
-    first, _, last = lab.hosts
-    lab.cut(first, last)
-    agents = [fleet.start_agent(f"mac-{host.number}", host=host) for host in lab.hosts]
-    fleet.await_view(*agents)
+@pytest.fixture(scope="module")
+def chain() -> Iterator[Chain]:
+    """The first machine and the last one do not reach each other."""
+    clean()  # what a run that was killed has left
+    with NetLab(3) as lab, Fleet() as fleet:
+        first, _, last = lab.hosts
+        lab.cut(first, last)
+        agents = [fleet.start_agent(f"mac-{host.number}", host=host) for host in lab.hosts]
+        fleet.await_view(*agents)
+        yield lab, fleet, agents
+
+
+def test_two_machines_that_only_a_third_reaches_train_with_it(chain: Chain) -> None:
+    _, fleet, agents = chain
     trainers = [fleet.start_trainer(agent, TRAINER) for agent in agents]
     for trainer in trainers:
         results = json.loads(trainer.await_line(r"^\[.*\]$")[0])
@@ -54,14 +62,10 @@ def test_two_machines_that_only_a_third_reaches_train_with_it(
 
 
 def test_a_large_tensor_goes_along_the_two_cables_and_is_not_forwarded(
-    fleet: Fleet, make_lab: Callable[[int], NetLab]
+    chain: Chain,
 ) -> None:
     """A chain sends it once over each cable each way; a ring, a third of it more."""
-    lab = make_lab(3)
-    first, _, last = lab.hosts
-    lab.cut(first, last)
-    agents = [fleet.start_agent(f"mac-{host.number}", host=host) for host in lab.hosts]
-    fleet.await_view(*agents)
+    lab, fleet, agents = chain
     before = [lab.carried_bytes(host) for host in lab.hosts]
     trainers = [fleet.start_trainer(agent, LARGE) for agent in agents]
     for trainer in trainers:
@@ -72,15 +76,9 @@ def test_a_large_tensor_goes_along_the_two_cables_and_is_not_forwarded(
     assert 4 <= carried[1] < 4.6, carried
 
 
-def test_a_direct_path_takes_over_and_a_relayed_one_steps_in(
-    fleet: Fleet, make_lab: Callable[[int], NetLab]
-) -> None:
-    lab = make_lab(3)
+def test_a_direct_path_takes_over_and_a_relayed_one_steps_in(chain: Chain) -> None:
+    lab, _, agents = chain
     first, _, last = lab.hosts
-    lab.cut(first, last)
-    agents = [fleet.start_agent(f"mac-{host.number}", host=host) for host in lab.hosts]
-    fleet.await_view(*agents)
-
     lab.mend(first, last)
     agents[0].process.await_line(r"mac-3 is reached over eth0 \(wired\)")
     agents[2].process.await_line(r"mac-1 is reached over eth0 \(wired\)")

@@ -1,10 +1,11 @@
 """An agent that is frozen, or killed, under the trainers and commands of its machine."""
 
 import signal
+from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.harness import Fleet
+from tests.e2e.harness import Agent, Fleet
 
 pytestmark = pytest.mark.slow
 
@@ -21,9 +22,14 @@ with pmesh.connect("job") as mesh:
 """
 
 
-def test_who_meets_a_frozen_agent_reads_how_to_continue_it(fleet: Fleet) -> None:
-    agent = fleet.start_agent("mac-1", "--no-mdns")
-    agent.await_status(lambda _: True)
+@pytest.fixture(scope="module")
+def agent() -> Iterator[Agent]:
+    with Fleet() as fleet:
+        (agent,) = fleet.start_ring("mac-1")
+        yield agent
+
+
+def test_who_meets_a_frozen_agent_reads_how_to_continue_it(fleet: Fleet, agent: Agent) -> None:
     pid = agent.process.pid
     silent = f"the agent at {agent.home}/agent.sock"
     state = f"its process (pid {pid}) is stopped; run 'kill -CONT {pid}'"
@@ -39,9 +45,7 @@ def test_who_meets_a_frozen_agent_reads_how_to_continue_it(fleet: Fleet) -> None
     assert warned.string == f"{silent} does not answer: {state}"
 
 
-def test_a_call_under_way_says_that_its_agent_is_frozen(fleet: Fleet) -> None:
-    agent = fleet.start_agent("mac-1", "--no-mdns")
-    agent.await_status(lambda _: True)
+def test_a_call_under_way_says_that_its_agent_is_frozen(fleet: Fleet, agent: Agent) -> None:
     trainer = fleet.start_trainer(agent, TRAIN)
     trainer.await_line("rank 0")
 
@@ -56,9 +60,7 @@ def test_a_call_under_way_says_that_its_agent_is_frozen(fleet: Fleet) -> None:
     )
 
 
-def test_who_loses_a_killed_agent_reads_how_to_start_another(fleet: Fleet) -> None:
-    agent = fleet.start_agent("mac-1", "--no-mdns")
-    agent.await_status(lambda _: True)
+def test_who_loses_a_killed_agent_reads_how_to_start_another(fleet: Fleet, agent: Agent) -> None:
     (agent.home / "agent.log").touch()  # as --detach does
     trainer = fleet.start_trainer(agent, TRAIN)
     trainer.await_line("rank 0")

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from tests.e2e.harness import Fleet
+from tests.e2e.harness import Agent, Fleet
 
 pytestmark = pytest.mark.slow
 
@@ -33,16 +33,16 @@ with pmesh.connect(job="store", wait_for=3) as mesh:
 """
 
 
-def test_no_answered_call_is_lost_with_the_agent_that_coordinates() -> None:
-    with Fleet() as fleet:
-        agents = fleet.start_ring("mac-1", "mac-2", "mac-3")
-        trainers = {agent.name: fleet.start_trainer(agent, TRAINER) for agent in agents}
-        names = {t.await_line(r"coordinator (\S+)").group(1) for t in trainers.values()}
-        (coordinator,) = (agent for agent in agents if {agent.name} == names)
-        for trainer in trainers.values():
-            trainer.await_line("busy")
-        coordinator.process.send_signal(signal.SIGKILL)
-        printed = {name: t.await_end().splitlines() for name, t in trainers.items()}
+def test_no_answered_call_is_lost_with_the_agent_that_coordinates(
+    fleet: Fleet, ring: list[Agent]
+) -> None:
+    trainers = {agent.name: fleet.start_trainer(agent, TRAINER) for agent in ring}
+    names = {t.await_line(r"coordinator (\S+)").group(1) for t in trainers.values()}
+    (coordinator,) = (agent for agent in ring if {agent.name} == names)
+    for trainer in trainers.values():
+        trainer.await_line("busy")
+    coordinator.process.send_signal(signal.SIGKILL)
+    printed = {name: t.await_end().splitlines() for name, t in trainers.items()}
 
     stopped = [name for name, lines in printed.items() if "AgentStopped" in lines]
     assert stopped == [coordinator.name]

@@ -12,7 +12,7 @@ import pytest
 
 from pmesh.cli.launches import allow_run
 from tests.e2e.harness import TIMEOUT_S, Agent, Fleet
-from tools.lab.net import NetLab
+from tools.lab.net import NetLab, clean
 
 pytestmark = pytest.mark.slow
 
@@ -42,20 +42,32 @@ def project(tmp_path: Path) -> Path:
     return root
 
 
+def user_of(agent: Agent) -> Path:
+    """The HOME of the machine's user: all machines of a test share a disk."""
+    return agent.home.with_name(f"{agent.name}-user")
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[list[Agent]]:
+    """Machines of a network, each with a home and a user's home of its own."""
+    clean()  # what a run that was killed has left
+    with NetLab(3) as lab, Fleet() as fleet:
+        agents: list[Agent] = []
+        for host in lab.hosts:
+            name = f"mac-{host.number}"
+            own = fleet.home(f"{name}-user")
+            own.mkdir()
+            agents.append(fleet.start_agent(name, host=host, HOME=str(own)))
+        fleet.await_view(*agents)
+        yield agents
+
+
 @pytest.fixture
-def machines(fleet: Fleet, make_lab: Callable[[int], NetLab]) -> list[Agent]:
-    """Three machines of a network, each with a home and a user's home of its own."""
-    lab = make_lab(3)
-    agents: list[Agent] = []
-    for host in lab.hosts:
-        name = f"mac-{host.number}"
-        own = fleet.home(f"{name}-user")
-        own.mkdir()
-        agents.append(fleet.start_agent(name, host=host, HOME=str(own)))
-    fleet.await_view(*agents)
-    for agent in agents:
+def machines(three: list[Agent]) -> list[Agent]:
+    """All allow every member to run commands."""
+    for agent in three:
         allow_run(agent.home, (), as_root=True, no=False)  # as 'pmesh allow run --as-root' does
-    return agents
+    return three
 
 
 def run(fleet: Fleet, agent: Agent, project: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -128,6 +140,7 @@ def test_what_forbids_a_start_is_named_and_nothing_starts_or_stays(
     done = run(fleet, machines[0], project, "--", "train.py")
     assert "'data' is a link to '/mnt/data', outside of the directory" in done.stderr
     (project / "data").unlink()
+    before = copies_of(machines[2])
     allow_run(machines[2].home, (), as_root=False, no=True)
     done = run(fleet, machines[0], project, "--", "touch", str(project / "ran"))
     assert done.returncode == 1
@@ -136,15 +149,14 @@ def test_what_forbids_a_start_is_named_and_nothing_starts_or_stays(
         "if it shall, type there: pmesh allow run\n"
     )
     assert not (project / "ran").exists()
-    assert not (machines[2].home / "sync").exists()
+    assert copies_of(machines[2]) == before
 
 
 @pytest.mark.netns
 def test_without_sync_a_script_that_others_lack_is_named_with_both_cures(
     fleet: Fleet, machines: list[Agent]
 ) -> None:
-    """All machines of a test share a disk: HOME tells their directories apart."""
-    own = fleet.home("mac-1-user")
+    own = user_of(machines[0])
     (own / "project").mkdir()
     (own / "project" / "train.py").write_text("import model\n")
     (own / "project" / "model.py").write_text("x = 1\n")
@@ -154,11 +166,11 @@ def test_without_sync_a_script_that_others_lack_is_named_with_both_cures(
     assert "mac-2: there is no directory '~/project'; copy it there, or give --sync or --cwd" in (
         started.await_end(code=1)
     )
-    for name in ("mac-2", "mac-3"):
-        there = fleet.home(f"{name}-user") / "project"
+    for x, agent in enumerate(machines[1:], 1):
+        there = user_of(agent) / "project"
         there.mkdir()
         (there / "train.py").write_text("import model\n")
-        (there / "model.py").write_text(f"x = {1 if name == 'mac-2' else 2}\n")
+        (there / "model.py").write_text(f"x = {x}\n")
     started = fleet.start_command(*command, home=machines[0].home, HOME=str(own))
     assert "mac-3: model.py differs from the starter's; copy it there, or give --sync" in (
         started.await_end(code=1)
@@ -299,6 +311,7 @@ def test_mpirun_gets_a_host_file_and_nothing_is_started(
     assert "UsageError: no machine is called 'mac-9'; there are" in done.stderr
 
 
+@pytest.mark.netns
 def test_what_ranks_have_written_is_named_and_comes_back(
     fleet: Fleet, machines: list[Agent], project: Path, tmp_path: Path
 ) -> None:

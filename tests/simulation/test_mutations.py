@@ -13,31 +13,31 @@ from tests.simulation.mutations import MUTATIONS
 pytestmark = pytest.mark.timeout(600)
 
 SEEDS = 150
-"""Twice what the rarest of RANDOM took when it was measured."""
+"""Twice what the rarest of RANDOM took, one after the other."""
 
 RANDOM = {
-    "no_refusal": 7,
-    "same_counter": 1,
-    "commit_any": 4,
-    "same_incarnation": 1,
-    "no_lineage": 21,
-    "no_fence": 75,
-    "highest_op_only": 6,
-    "old_evidence": 1,
-    "no_flush_deadline": 17,
-    "no_quorum": 4,
-    "no_retention": 20,
-    "one_sided": 3,
-    "prefer_verdict": 6,
-    "always_rerun": 3,
-    "see_at_install": 7,
-    "name_survivors": 6,
-    "enter_at_any_op": 2,
-    "enter_without_sync": 2,
-    "nobody_let_in": 2,
-    "no_announcement": 1,
+    "no_refusal": 6,
+    "same_counter": 0,
+    "commit_any": 3,
+    "same_incarnation": 0,
+    "no_lineage": 20,
+    "no_fence": 74,
+    "highest_op_only": 5,
+    "old_evidence": 0,
+    "no_flush_deadline": 16,
+    "no_quorum": 3,
+    "no_retention": 19,
+    "one_sided": 2,
+    "prefer_verdict": 5,
+    "always_rerun": 2,
+    "see_at_install": 6,
+    "name_survivors": 5,
+    "enter_at_any_op": 1,
+    "enter_without_sync": 1,
+    "nobody_let_in": 1,
+    "no_announcement": 0,
 }
-"""With the seeds that each took when it was measured; any change of the code gives others."""
+"""With a seed that noticed; any change of the code may ask for another, and then all are tried."""
 
 AIMED = {
     "own_view_base": histories.a_half_sent_commit_is_what_the_next_leader_builds_on,
@@ -107,7 +107,7 @@ def marks_of(history: Callable[[], None]) -> list[pytest.MarkDecorator]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RANDOM)
 def test_random_histories_notice_that_a_rule_is_missing(name: str) -> None:
-    verdicts = judge_many(range(SEEDS), mutation=name)
+    verdicts = judge_many([RANDOM[name], *range(SEEDS)], mutation=name)
     assert any(verdict.outcome is None for verdict in verdicts), MUTATIONS[name].rule
 
 

@@ -1,5 +1,6 @@
-import contextlib
+import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -11,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pmesh.testing.simulated_mesh import agent_in_a_thread
-from tools.lab.agents import inherited
 
 from pmesh.testing import agent_in_a_thread
 from tools.lab.mesh import inherited
@@ -32,35 +31,39 @@ class Programs:
 
     home: Path
     folder: Path
+    starter: "subprocess.Popen[str]"
 
     def run(
         self, module: str, function: str, *arguments: str, ranks: int = 3, **environment: str
-    ) -> int:
-        """Call a function of a module as each of so many ranks; returns 0 if all end well."""
-        settings = inherited() | {
-            "PMESH_HOME": str(self.home),
-            "PMESH_WAIT_FOR": str(ranks),
-            "OMP_NUM_THREADS": "1",
-            **environment,
-        }
-        command = [sys.executable, "-W", "ignore", "-m", "tests.torch.start", module, function]
-        with subprocess.Popen(
-            [*command, str(ranks), *arguments], env=settings, start_new_session=True
-        ) as started:
-            try:
-                return started.wait(PATIENCE_S)
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(started.pid, signal.SIGKILL)  # with its ranks
+    ) -> list[int]:
+        """Call a function of a module as each of so many ranks; returns their exit codes."""
+        settings = {"PMESH_HOME": str(self.home), "PMESH_WAIT_FOR": str(ranks), **environment}
+        called = {"module": module, "function": function, "arguments": arguments, "ranks": ranks}
+        assert self.starter.stdin is not None
+        assert self.starter.stdout is not None
+        print(json.dumps(called | {"environment": settings}), file=self.starter.stdin, flush=True)
+        if not select.select([self.starter.stdout], [], [], PATIENCE_S)[0]:
+            os.killpg(self.starter.pid, signal.SIGKILL)  # with its ranks
+        codes: list[int] = json.loads(self.starter.stdout.readline())
+        return codes
 
 
 @pytest.fixture(scope="session")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
+    command = [sys.executable, "-W", "ignore", "-m", "tests.torch.start"]
     with (
         tempfile.TemporaryDirectory(prefix="pmesh-") as home,  # short, for a socket's path
         agent_in_a_thread(Path(home)),
+        subprocess.Popen(
+            command,
+            env=inherited() | {"OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        ) as starter,
     ):
-        yield Programs(Path(home), tmp_path_factory.mktemp("ranks"))
+        yield Programs(Path(home), tmp_path_factory.mktemp("ranks"), starter)
 
 
 @pytest.fixture(scope="session")
@@ -70,12 +73,11 @@ def both(programs: Programs) -> dict[str, list[dict[str, Any]]]:
 
     found: dict[str, list[dict[str, Any]]] = {}
     for backend in ("gloo", "pmesh"):
-        of_backend = Programs(programs.home, programs.folder / backend)
-        of_backend.folder.mkdir()
-        folder = str(of_backend.folder)
-        assert of_backend.run("tests.torch.scenarios", "run_all", folder, backend) == 0, backend
+        folder = programs.folder / backend
+        folder.mkdir()
+        codes = programs.run("tests.torch.scenarios", "run_all", str(folder), backend)
+        assert codes == [0, 0, 0], backend
         found[backend] = [
-            torch.load(of_backend.folder / f"rank-{rank}.pt", weights_only=False)
-            for rank in range(3)
+            torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(3)
         ]
     return found

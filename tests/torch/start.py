@@ -1,10 +1,14 @@
-"""Ranks as processes, forked by one that has imported torch: `start MODULE FUNCTION RANKS ...`."""
+"""Ranks as processes, forked by one that has imported torch, which takes seconds, for all tests.
+
+Each line that it reads asks for a run of some ranks, and it answers with their exit codes.
+"""
 
 import importlib
+import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch._dynamo  # what DDP imports when it is constructed: here once for all ranks
@@ -26,14 +30,30 @@ def fork(rank: int, call: Callable[[int], None]) -> int:
     return child
 
 
-def main() -> None:
-    module, function, ranks, *arguments = sys.argv[1:]
-    torch.set_num_threads(1)  # no thread may run when this forks
+def run(
+    module: str,
+    function: str,
+    arguments: Sequence[str],
+    ranks: int,
+    environment: Mapping[str, str],
+) -> list[int]:
     program = getattr(importlib.import_module(module), function)
-    children = [fork(rank, lambda rank: program(rank, *arguments)) for rank in range(int(ranks))]
+
+    def call(rank: int) -> None:
+        os.dup2(2, 1)  # what a rank prints is no answer
+        os.environ |= environment
+        program(rank, *arguments)
+
+    children = [fork(rank, call) for rank in range(ranks)]
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     print(f"{function}: the ranks have ended with {codes}", file=sys.stderr)
-    sys.exit(any(codes))
+    return codes
+
+
+def main() -> None:
+    torch.set_num_threads(1)  # no thread may run when this forks
+    for line in sys.stdin:
+        print(json.dumps(run(**json.loads(line))), flush=True)
 
 
 if __name__ == "__main__":

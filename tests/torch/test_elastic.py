@@ -84,7 +84,7 @@ def test_a_training_in_which_a_rank_is_killed_and_comes_back_learns_as_much(
         folder = programs.folder / kills
         folder.mkdir()
         arguments = ("tests.torch.elastic", "comes_back", str(folder), kills)
-        assert programs.run(*arguments, PMESH_JOB=kills) == 0
+        assert programs.run(*arguments, PMESH_JOB=kills) == [0, 0, 0]
         found = [torch.load(folder / f"{rank}.pt") for rank in range(3)]
         assert [each["size"] for each in found] == [3] * 3
         assert len({each["loss"] for each in found}) == 1
@@ -102,16 +102,20 @@ def test_a_newcomer_gets_everything_however_its_buckets_lie(programs: Programs) 
     for way in WAYS:
         os.mkfifo(folder / f"{way} begun")
 
-    assert programs.run("tests.torch.elastic", "enters_late", str(folder)) == 0
+    assert programs.run("tests.torch.elastic", "enters_late", str(folder)) == [0, 0, 0]
 
 
 @pytest.mark.parametrize("program", ["adds_up", "disagree"])
 def test_gradients_are_those_of_all_or_an_error_at_all(programs: Programs, program: str) -> None:
-    assert programs.run("tests.torch.elastic", program, PMESH_JOB=program) == 0
+    assert programs.run("tests.torch.elastic", program, PMESH_JOB=program) == [0, 0, 0]
 
 
 def test_what_can_t_be_elastic_is_refused(programs: Programs) -> None:
     folder = programs.folder / "refused"
     folder.mkdir()
 
-    assert programs.run("tests.torch.elastic", "refuses", str(folder), PMESH_JOB="refuses") == 0
+    assert programs.run("tests.torch.elastic", "refuses", str(folder), PMESH_JOB="refuses") == [
+        0,
+        0,
+        0,
+    ]

@@ -228,3 +228,10 @@ async def village(clock: MockClock, count: int) -> AsyncGenerator[Village]:
                 for machine in made.machines:
                     with contextlib.suppress(AttributeError):  # it was never started
                         machine._scope.cancel()  # noqa: SLF001 - its shield keeps it from ours
+
+
+@asynccontextmanager
+async def training(clock: MockClock, count: int) -> AsyncGenerator[tuple[Village, list[Trainer]]]:
+    """A village with a job that has a trainer on each machine."""
+    async with village(clock, count) as here:
+        yield here, await here.job(*here.machines)

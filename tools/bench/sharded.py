@@ -22,7 +22,6 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn, optimizers
 from mlx.utils import tree_flatten
-from pmesh.testing.simulated_mesh import agent_in_a_thread
 
 import pmesh
 from pmesh.mlx import ShardedOptimizer, fully_shard

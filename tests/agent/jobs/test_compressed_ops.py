@@ -21,7 +21,7 @@ from pmesh.net.lanes.ring import RingPosition, Tensors, all_reduce_coded
 from tests.agent.jobs.buckets import Bucket, buckets_of, reduce_buckets
 from tests.worlds.coded_rings import Coded, reduce_coded
 from tests.worlds.trainer import together, until
-from tests.worlds.village import village
+from tests.worlds.village import training, village
 from tests.worlds.village_ops import RAISE, ranks_of, reduce_all, verdicts_of_all
 
 COUNT = 3000
@@ -78,8 +78,7 @@ async def test_every_rank_gets_the_same_bits_and_keeps_what_it_rounded_away(
 
 
 async def test_it_works_without_residuals_and_the_arenas_are_free_again(clock: MockClock) -> None:
-    async with village(clock, 2) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 2) as (here, trainers):
         xs = noise(2, seed=1)
         bare = [Bucket(trainer, COUNT) for trainer in trainers]
         results = await reduce_buckets(bare, xs)
@@ -154,8 +153,7 @@ async def test_an_op_that_loses_a_rank_runs_again_from_the_same_residual(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch, *, complete: bool
 ) -> None:
     """O9: what the first attempt has kept is forgotten, however far it came."""
-    async with village(clock, 3) as here:
-        *left, lost = await here.job(*here.machines)
+    async with training(clock, 3) as (_, (*left, lost)):
         buckets, model = await buckets_of([*left, lost], COUNT), Model(3)
         xs = noise(3, seed=1)
         check(buckets, await reduce_buckets(buckets, xs), model, model.reduce(xs, 0))
@@ -181,8 +179,7 @@ async def test_an_op_that_loses_a_rank_runs_again_from_the_same_residual(
 async def test_the_last_rank_goes_on_alone_with_its_residual_and_keeps_none(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with village(clock, 2) as here:
-        one, other = await here.job(*here.machines)
+    async with training(clock, 2) as (_, (one, other)):
         buckets, model = await buckets_of([one, other], COUNT), Model(2)
         xs = noise(2, seed=1)
         check(buckets, await reduce_buckets(buckets, xs), model, model.reduce(xs, 0))
@@ -250,8 +247,7 @@ async def test_a_failed_op_leaves_the_residual_as_it_was(
 
 @pytest.mark.parametrize("other", ["bf16", "int8-stochastic", "", "randomk(0.1)"])
 async def test_ranks_that_compress_differently_are_told_so(clock: MockClock, other: str) -> None:
-    async with village(clock, 2) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 2) as (_, trainers):
         buckets = [Bucket(trainer, COUNT) for trainer in trainers]
         xs = noise(2, seed=1)
         calls = [buckets[0].reduce(xs[0], "int8"), buckets[1].reduce(xs[1], other)]
@@ -262,8 +258,7 @@ async def test_ranks_that_compress_differently_are_told_so(clock: MockClock, oth
 
 
 async def test_a_name_with_parentheses_is_the_trainers_matter(clock: MockClock) -> None:
-    async with village(clock, 2) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 2) as (_, trainers):
         xs = noise(2, seed=1)
         buckets = [Bucket(trainer, COUNT) for trainer in trainers]
         for result in await reduce_buckets(buckets, xs, "randomk(0.1)", "sum"):
@@ -320,8 +315,7 @@ async def test_a_call_that_no_client_makes_ends_that_trainer_alone(
 
 
 async def test_there_is_room_for_the_residuals_of_a_hundred_buckets(clock: MockClock) -> None:
-    async with village(clock, 2) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 2) as (_, trainers):
         models = [await buckets_of(trainers, 64) for _ in range(100)]
         x = np.ones(64, np.float32)
         for buckets in models:

@@ -24,7 +24,7 @@ from pmesh.errors import LaneBroken
 from pmesh.ids import OpNumber, TrainerId
 from pmesh.net.lanes.lane import CallsDiffer
 from tests.worlds.trainer import together, until
-from tests.worlds.village import village
+from tests.worlds.village import training, village
 from tests.worlds.village_ops import (
     RAISE,
     events_of,
@@ -40,8 +40,7 @@ from tests.worlds.village_ops import (
 
 
 async def test_a_broken_lane_is_replaced_and_the_op_goes_on(clock: MockClock) -> None:
-    async with village(clock, 3) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 3) as (here, trainers):
         await reduce_all(trainers)
         for _ in range(2):
             here.machines[1].lanes()[0].close()
@@ -51,8 +50,7 @@ async def test_a_broken_lane_is_replaced_and_the_op_goes_on(clock: MockClock) ->
 async def test_a_lane_that_swallows_what_it_is_given_is_replaced_while_heartbeats_flow(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with village(clock, 2) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 2) as (here, trainers):
         await reduce_all(trainers)
         (rank,) = here.machines[0].agent.jobs.ranks
         sending = rank.lanes.all_open()[0]  # to a router that has forgotten the connection
@@ -64,8 +62,7 @@ async def test_a_lane_that_swallows_what_it_is_given_is_replaced_while_heartbeat
 
 
 async def test_who_computes_for_long_costs_no_lane(clock: MockClock) -> None:
-    async with village(clock, 2) as here:
-        a, b = await here.job(*here.machines)
+    async with training(clock, 2) as (here, (a, b)):
         (rank,) = here.machines[0].agent.jobs.ranks
         number = rank.roster.number
 
@@ -113,8 +110,7 @@ async def test_what_breaks_because_a_view_has_come_is_no_news(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     """The view closes the lanes while the op is about to read from them."""
-    async with village(clock, 3) as here:
-        a, b, c = await here.job(*here.machines)
+    async with training(clock, 3) as (here, (a, b, c)):
         real = op_task.run_on_lanes
 
         async def break_with_the_view(
@@ -195,8 +191,7 @@ async def test_a_root_whose_broadcast_was_interrupted_has_its_result_already(
         if op.call.kind == "broadcast" and rank.rank == 0 and next(breaks, False):
             raise LaneBroken("it ended")
 
-    async with village(clock, 2) as here:
-        a, b = await here.job(*here.machines)
+    async with training(clock, 2) as (_, (a, b)):
         monkeypatch.setattr(op_task, "run_on_lanes", break_at_the_end)
         x = np.arange(9, dtype=np.float32)
         results = await together(lambda: a.broadcast(x), lambda: b.broadcast(x))
@@ -204,8 +199,7 @@ async def test_a_root_whose_broadcast_was_interrupted_has_its_result_already(
 
 
 async def test_nobody_is_served_what_is_not_retained(clock: MockClock) -> None:
-    async with village(clock, 2) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 2) as (here, trainers):
         await reduce_all(trainers)
         jobs = here.machines[0].agent.jobs
         (rank,) = jobs.ranks

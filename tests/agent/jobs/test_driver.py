@@ -15,7 +15,7 @@ from pmesh.ids import OpNumber
 from pmesh.net.sessions.processes import Stall
 from simulation.wire import AnyMessage
 from tests.worlds.trainer import Trainer, together
-from tests.worlds.village import village
+from tests.worlds.village import training, village
 from tests.worlds.village_ops import cut, enter, mend
 
 
@@ -126,8 +126,7 @@ async def test_a_fetch_that_breaks_on_its_way_ends_nobody(
         raise LaneBroken("the data connection to mac-1 ended")
 
     monkeypatch.setattr(retained, "serve_result", breaks)
-    async with village(clock, 2) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 2) as (here, trainers):
         jobs = here.machines[0].agent.jobs
         (rank,) = jobs.ranks
         r = rank.roster

@@ -13,7 +13,7 @@ from pmesh.core.wire.calls import Call
 from pmesh.core.wire.session import ENTERS, SYNC_VALUES, OpFailed, StartOp
 from pmesh.ids import OpNumber
 from tests.worlds.trainer import Trainer, together, until
-from tests.worlds.village import Machine, Village, village
+from tests.worlds.village import Machine, Village, training, village
 from tests.worlds.village_ops import (
     enter,
     hold_all_reduces,
@@ -38,8 +38,7 @@ async def newcomer(here: Village, machine: Machine) -> Trainer:
 
 
 async def test_a_sync_gives_each_rank_what_all_have_given(clock: MockClock) -> None:
-    async with village(clock, 3) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 3) as (_, trainers):
         for _ in range(3):
             results = await together(*[partial(t.sync, 7 + t.rank) for t in trainers])
             assert results == [[7, 8, 9]] * 3

@@ -20,7 +20,7 @@ from pmesh.errors import LaneBroken, ProtocolError
 from pmesh.ids import OpNumber, TrainerId
 from pmesh.net.lanes import executor
 from tests.worlds.trainer import OpError, Trainer, together, until
-from tests.worlds.village import village
+from tests.worlds.village import training, village
 from tests.worlds.village_ops import ones, ranks_of, reduce_all, run, swallow
 
 
@@ -96,8 +96,7 @@ async def test_what_is_bound_to_its_ranks_fails_for_all_who_are_left_and_they_go
     parts_in: tuple[int, ...],
 ) -> None:
     """O4; also for who had its part already, and is told at its next call."""
-    async with village(clock, 3) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 3) as (here, trainers):
         *left, lost = trainers
 
         async def call_and_call_again(trainer: Trainer) -> None:
@@ -123,8 +122,7 @@ def collecting(count: int) -> Call:
 async def test_a_collect_that_loses_a_rank_runs_again_among_the_rest(
     clock: MockClock, count: int
 ) -> None:
-    async with village(clock, 3) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 3) as (here, trainers):
         first, lost, last = trainers
         dice = np.random.default_rng(1)
         rows = {t.id: dice.integers(0, 256, count).astype(np.uint8) for t in trainers}
@@ -190,8 +188,7 @@ async def die(trainer: Trainer) -> str:
 async def test_a_reduce_runs_again_among_the_rest_unless_its_root_is_lost(
     clock: MockClock, *, loses_root: bool
 ) -> None:
-    async with village(clock, 3) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 3) as (_, trainers):
         lost = trainers[2]
         left = trainers[:2]
         call = Call("reduce", "float32", (5,), "sum", 2 if loses_root else 0)

@@ -15,7 +15,7 @@ from pmesh.core.values import View
 from pmesh.core.wire.calls import Call
 from pmesh.ids import TrainerId
 from tests.worlds.trainer import Trainer, together, until
-from tests.worlds.village import Village, village
+from tests.worlds.village import Village, training, village
 from tests.worlds.village_ops import (
     RAISE,
     hold_all_reduces,
@@ -47,8 +47,7 @@ def inputs_of(trainers: list[Trainer], count: int) -> list[Values]:
 async def test_the_survivors_complete_the_op_with_their_own_values(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch, how: str, count: int
 ) -> None:
-    async with village(clock, 3) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 3) as (here, trainers):
         a, b, c = trainers
         await reduce_all(trainers)
         held = hold_all_reduces(monkeypatch, size=3, ranks=[2], complete=False)
@@ -85,8 +84,7 @@ async def test_the_lanes_between_those_that_stay_are_kept_with_what_was_under_wa
     clock: MockClock, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """V4: what the attempt before has left in them is dropped; and none is opened."""
-    async with village(clock, 3) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 3) as (here, trainers):
         a, b, c = trainers
         call, values = reducing("direct", 300_000), inputs_of(trainers, 300_000)
         run = {t: partial(t.run, call, x) for t, x in zip(trainers, values, strict=True)}
@@ -114,8 +112,7 @@ async def test_the_lanes_between_those_that_stay_are_kept_with_what_was_under_wa
 
 
 async def test_no_lane_is_kept_where_one_broke(clock: MockClock) -> None:
-    async with village(clock, 3) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 3) as (here, trainers):
         await reduce_all(trainers)
         before = {lane for machine in here.machines for lane in machine.lanes()}
         here.machines[1].lanes()[0].close()
@@ -124,8 +121,7 @@ async def test_no_lane_is_kept_where_one_broke(clock: MockClock) -> None:
 
 
 async def test_a_kept_lane_that_breaks_is_replaced(clock: MockClock) -> None:
-    async with village(clock, 3) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 3) as (here, trainers):
         await reduce_all(trainers)
         *others, lost = trainers
         before = machine_of(here, others[0]).lanes()
@@ -142,8 +138,7 @@ async def test_a_kept_lane_that_breaks_is_replaced(clock: MockClock) -> None:
 async def test_what_a_survivor_completed_the_others_fetch_with_the_lost_ranks_values(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with village(clock, 3) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 3) as (here, trainers):
         a, b, c = trainers
         held = hold_all_reduces(monkeypatch, size=3, ranks=[1, 2], complete=True)
         values = inputs_of(trainers, 1000)
@@ -167,8 +162,7 @@ async def test_what_a_survivor_completed_the_others_fetch_with_the_lost_ranks_va
 async def test_what_only_a_lost_rank_completed_is_fetched_from_its_agent(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with village(clock, 3) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 3) as (here, trainers):
         a, b, c = trainers
         held = hold_all_reduces(monkeypatch, size=3, ranks=[0, 1], complete=True)
         values = inputs_of(trainers, 1000)
@@ -191,8 +185,7 @@ async def test_what_only_a_lost_rank_completed_is_fetched_from_its_agent(
 async def test_an_op_that_was_interrupted_is_noted_with_how_long_the_ring_stood_still(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with village(clock, 3) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 3) as (here, trainers):
         held = hold_all_reduces(monkeypatch, size=3, ranks=[2], complete=False)
 
         async def lose_one() -> None:
@@ -220,8 +213,7 @@ async def test_a_root_keeps_its_broadcast_when_ranks_before_it_are_lost(
     clock: MockClock,
 ) -> None:
     """O5: it is a trainer, whatever its rank becomes."""
-    async with village(clock, 3) as here:
-        a, b, c = await here.job(*here.machines)
+    async with training(clock, 3) as (here, (a, b, c)):
         x = np.arange(9, dtype=np.float32)
 
         async def lose_the_first() -> None:
@@ -275,8 +267,7 @@ async def test_where_a_loss_is_to_raise_the_op_fails_alike_and_the_job_goes_on(
 async def test_who_leaves_waits_a_moment_for_the_others_to_end_its_last_op(
     clock: MockClock,
 ) -> None:
-    async with village(clock, 2) as here:
-        a, b = await here.job(*here.machines)
+    async with training(clock, 2) as (here, (a, b)):
         await a.broadcast(ones(9))
         (other,) = [r for r in ranks_of(here) if r.id == b.id]
         began = clock.current_time()
@@ -289,8 +280,7 @@ async def test_who_leaves_waits_a_moment_for_the_others_to_end_its_last_op(
 async def test_a_rank_that_has_given_its_part_of_a_gather_may_leave_long_before_the_root_has_it(
     clock: MockClock,
 ) -> None:
-    async with village(clock, 2) as here:
-        root, giver = await here.job(*here.machines)
+    async with training(clock, 2) as (here, (root, giver)):
         gather = Call("gather", "float32", (), root=0)
         await run(giver, gather, ones(3), (3, 3))
         await giver.leave()
@@ -303,8 +293,7 @@ async def test_one_lost_while_another_loss_is_being_agreed_on_is_told_with_the_n
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A view request names a roster, and the one that replaces it may not know of it."""
-    async with village(clock, 3) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 3) as (here, trainers):
         a, b, c = trainers
         await reduce_all(trainers)
         real = Jobs.install

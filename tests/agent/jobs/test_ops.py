@@ -15,7 +15,7 @@ from pmesh.core.wire.views import ViewRequest
 from pmesh.net.sessions.arena_pools import OutputArenas
 from pmesh.net.sessions.arenas import Arena, arena_bytes
 from tests.worlds.trainer import Trainer, together, until
-from tests.worlds.village import village
+from tests.worlds.village import training, village
 from tests.worlds.village_ops import ones, reduce_all, verdicts_of_all
 
 # --- what works
@@ -23,8 +23,7 @@ from tests.worlds.village_ops import ones, reduce_all, verdicts_of_all
 
 @pytest.mark.parametrize("count", [0, 1, 1000, 600_000])
 async def test_every_machine_gets_the_same_bits(clock: MockClock, count: int) -> None:
-    async with village(clock, 3) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 3) as (_, trainers):
         dice = np.random.default_rng(1)
         inputs = [dice.random(count, np.float32) for _ in trainers]
 
@@ -78,8 +77,7 @@ async def test_two_jobs_that_begin_at_once_do_not_meet(clock: MockClock) -> None
 
 
 async def test_a_root_may_run_ahead_of_the_others_but_not_for_ever(clock: MockClock) -> None:
-    async with village(clock, 2) as here:
-        root, other = await here.job(*here.machines)
+    async with training(clock, 2) as (_, (root, other)):
         ahead = 0
 
         async def send_all() -> None:
@@ -101,8 +99,7 @@ async def test_a_root_may_run_ahead_of_the_others_but_not_for_ever(clock: MockCl
 
 
 async def test_different_calls_fail_at_every_rank_and_each_call_is_named(clock: MockClock) -> None:
-    async with village(clock, 3) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 3) as (_, trainers):
         a, b, c = trainers
         verdicts = await verdicts_of_all(
             (a, a.reduce(ones(10))), (b, b.reduce(ones(11))), (c, c.reduce(ones(10)))
@@ -120,8 +117,7 @@ async def test_different_calls_fail_at_every_rank_and_each_call_is_named(clock: 
 
 
 async def test_two_roots_of_one_broadcast_hear_of_it_at_their_next_call(clock: MockClock) -> None:
-    async with village(clock, 2) as here:
-        a, b = await here.job(*here.machines)
+    async with training(clock, 2) as (here, (a, b)):
         await a.broadcast(ones(9), 0)
         await b.broadcast(ones(9), 1)
         await until(lambda: all(m.agent.jobs.ranks[0].late_failure for m in here.machines))
@@ -136,8 +132,7 @@ async def test_two_roots_of_one_broadcast_hear_of_it_at_their_next_call(clock: M
 async def test_a_call_that_is_under_way_when_an_earlier_one_fails_is_taken_back(
     clock: MockClock,
 ) -> None:
-    async with village(clock, 2) as here:
-        a, b = await here.job(*here.machines)
+    async with training(clock, 2) as (here, (a, b)):
         await a.broadcast(ones(9), 0)
         (mine,) = [r for m in here.machines for r in m.agent.jobs.ranks if r.rank == 0]
 
@@ -156,8 +151,7 @@ async def test_a_call_that_is_under_way_when_an_earlier_one_fails_is_taken_back(
 
 
 async def test_a_timeout_names_who_is_late_and_holds_for_all(clock: MockClock) -> None:
-    async with village(clock, 3) as here:
-        a, b, c = await here.job(*here.machines)
+    async with training(clock, 3) as (_, (a, b, c)):
         x = ones(10)
         verdicts = await verdicts_of_all(
             (a, a.reduce(x, timeout_s=3.0)), (b, b.reduce(x, timeout_s=1000.0))
@@ -184,8 +178,7 @@ async def test_a_timeout_that_another_view_overtakes_is_told_to_the_leader_again
             tell(rank, verdict, op)
 
     monkeypatch.setattr(LocalRank, "request_view", tell_in_vain_once)
-    async with village(clock, 2) as here:
-        a, b = await here.job(*here.machines)
+    async with training(clock, 2) as (here, (a, b)):
         agent = next(m.agent for m in here.machines if m.agent.jobs.ranks[0].rank == 1)
 
         async def bring_another_view() -> None:
@@ -207,8 +200,7 @@ async def test_no_room_in_shared_memory_fails_the_op_at_all_ranks(
     clock: MockClock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with village(clock, 2) as here:
-        a, b = await here.job(*here.machines)
+    async with training(clock, 2) as (here, (a, b)):
         pool = here.machines[0].agent.jobs.ranks[0].arenas.outputs
 
         acquire = OutputArenas.acquire
@@ -229,8 +221,7 @@ async def test_no_room_in_shared_memory_fails_the_op_at_all_ranks(
 
 async def test_a_result_takes_no_more_shared_memory_than_its_values(clock: MockClock) -> None:
     count = 100_000
-    async with village(clock, 3) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 3) as (here, trainers):
         await reduce_all(trainers, ones(count))
         pools = [m.agent.jobs.ranks[0].arenas.outputs for m in here.machines]
         assert {pool.nbytes for pool in pools} == {arena_bytes(4 * count)}

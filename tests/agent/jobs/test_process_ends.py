@@ -13,7 +13,7 @@ from pmesh.core.wire.session import Leave
 from pmesh.net.sessions import processes, sessions
 from pmesh.net.sessions.sessions import PeerCredentials
 from tests.worlds.trainer import until
-from tests.worlds.village import Village, village
+from tests.worlds.village import Village, training
 from tests.worlds.village_ops import machine_of, ones, ranks_of, reduce_all, swallow
 
 
@@ -49,8 +49,7 @@ async def all_have(here: Village, size: int) -> None:
 async def test_in_the_middle_of_an_op_the_others_hear_of_it_at_once(
     clock: MockClock, ends: Ends
 ) -> None:
-    async with village(clock, 3) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 3) as (here, trainers):
         *others, lost = trainers
         await reduce_all(trainers)
         async with trio.open_nursery() as nursery:
@@ -66,8 +65,7 @@ async def test_in_the_middle_of_an_op_the_others_hear_of_it_at_once(
 
 
 async def test_the_others_are_told_with_which_op_they_go_on(clock: MockClock, ends: Ends) -> None:
-    async with village(clock, 3) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 3) as (here, trainers):
         await reduce_all(trainers)
         *others, lost = trainers
         async with trio.open_nursery() as nursery:
@@ -84,8 +82,7 @@ async def test_the_others_are_told_with_which_op_they_go_on(clock: MockClock, en
 
 
 async def test_between_two_ops_its_last_words_are_read_first(clock: MockClock, ends: Ends) -> None:
-    async with village(clock, 2) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 2) as (here, trainers):
         await reduce_all(trainers)
         stays, leaves = trainers
         ends[machine_of(here, leaves).settings.name].set()
@@ -98,8 +95,7 @@ async def test_between_two_ops_its_last_words_are_read_first(clock: MockClock, e
 async def test_whose_child_keeps_its_connection_is_lost_all_the_same(
     clock: MockClock, ends: Ends
 ) -> None:
-    async with village(clock, 2) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 2) as (here, trainers):
         await reduce_all(trainers)
         stays, lost = trainers
         began = clock.current_time()

@@ -20,7 +20,7 @@ from pmesh.core.wire.calls import Call
 from pmesh.core.wire.records import OVERHEAD_BYTES
 from pmesh.ids import OpNumber
 from tests.worlds.trainer import OpError, Trainer, together, until
-from tests.worlds.village import Village, village
+from tests.worlds.village import Village, training, village
 from tests.worlds.village_ops import (
     hold_ops,
     machine_of,
@@ -99,8 +99,7 @@ def note_fetches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, OpOutcome]]
 async def test_the_receivers_get_it_and_those_between_and_nobody_else(
     clock: MockClock, root: int, receivers: list[int], reached: list[int]
 ) -> None:
-    async with village(clock, 4) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 4) as (here, trainers):
         got = await together(*[partial(send_to, receivers, t, root) for t in trainers])
         assert [rank for rank in range(4) if has_state(got[rank])] == reached
         assert who_holds(here) == reached
@@ -113,8 +112,7 @@ async def test_the_receivers_get_it_and_those_between_and_nobody_else(
 async def test_the_edges_beyond_carry_an_empty_record_and_the_last_one_nothing(
     clock: MockClock, receivers: list[int], edges: int
 ) -> None:
-    async with village(clock, 4) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 4) as (here, trainers):
         await reduce_all(trainers)  # the lanes are open, and greeted
         before = [rank.lanes.traffic[0] for rank in ranks_of(here)]
         await together(*[partial(send_to, receivers, t) for t in trainers])
@@ -125,8 +123,7 @@ async def test_the_edges_beyond_carry_an_empty_record_and_the_last_one_nothing(
 
 
 async def test_a_state_without_values_ends_everywhere(clock: MockClock) -> None:
-    async with village(clock, 3) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 3) as (_, trainers):
         call = Call("broadcast", "float32", (0,), root=0, receivers=(1,))
         assert await together(*[partial(t.run, call, None) for t in trainers]) == [None] * 3
 
@@ -145,8 +142,7 @@ async def test_several_of_one_machine_and_some_beyond(clock: MockClock) -> None:
 async def test_those_beyond_complete_only_after_the_last_receiver_has_got_it(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with village(clock, 4) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 4) as (here, trainers):
         go_on, real, waiting = trio.Event(), op_task.run_on_lanes, list[int]()
 
         async def late(rank: LocalRank, op: Op, plan: RankPlan, rendezvous: LaneRendezvous) -> None:
@@ -190,8 +186,7 @@ async def test_it_runs_again_for_those_of_its_trainers_who_are_left(
     reached: list[int],
 ) -> None:
     """O5: root and receivers are trainers, whatever their ranks become."""
-    async with village(clock, 6) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 6) as (here, trainers):
         held = hold_ops(monkeypatch, reduces=False, size=6, ranks=range(6), complete=False)
         left = [t for t in trainers if t.rank != lost]
 
@@ -213,8 +208,7 @@ async def test_it_runs_again_for_those_of_its_trainers_who_are_left(
 async def test_a_receiver_that_missed_the_end_fetches_from_another_when_the_root_is_gone(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    async with village(clock, 4) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 4) as (here, trainers):
         held = hold_ops(monkeypatch, reduces=False, size=4, ranks=[2], complete=True)
         fetches = note_fetches(monkeypatch)
         root, *left = trainers
@@ -241,8 +235,7 @@ async def test_all_who_missed_the_end_fetch_from_the_root_when_it_alone_holds_it
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also a rank beyond that has not heard of the end: from then on it can serve it too."""
-    async with village(clock, 5) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 5) as (here, trainers):
         held = hold_ops(monkeypatch, reduces=False, size=5, ranks=[1, 2], complete=True)
         fetches = note_fetches(monkeypatch)
         left = trainers[:4]
@@ -265,8 +258,7 @@ async def test_a_root_that_missed_its_own_end_serves_where_only_ranks_beyond_hav
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """I4: it can't run again without those whose call has returned, though they hold nothing."""
-    async with village(clock, 5) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 5) as (here, trainers):
         held = hold_ops(monkeypatch, reduces=False, size=5, ranks=[0, 1, 3], complete=True)
         fetches = note_fetches(monkeypatch)
         left = trainers[:4]
@@ -290,8 +282,7 @@ async def test_a_root_that_missed_its_own_end_serves_where_only_ranks_beyond_hav
 async def test_with_the_root_lost_and_nobody_holding_it_fails_and_those_beyond_are_told_late(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with village(clock, 4) as here:
-        root, a, b, beyond = await here.job(*here.machines)
+    async with training(clock, 4) as (here, (root, a, b, beyond)):
         held = hold_ops(monkeypatch, reduces=False, size=4, ranks=[0, 1, 2], complete=True)
 
         async def lose_the_root() -> None:
@@ -318,8 +309,7 @@ async def test_with_the_root_lost_and_nobody_holding_it_fails_and_those_beyond_a
 async def test_a_rank_beyond_that_has_completed_needs_no_result_when_the_root_is_lost_then(
     clock: MockClock,
 ) -> None:
-    async with village(clock, 2) as here:
-        root, beyond = await here.job(*here.machines)
+    async with training(clock, 2) as (_, (root, beyond)):
         await together(partial(send_to, [0], root), partial(send_to, [0], beyond))
         await root.die()
         assert [r[0] for r in await reduce_all([beyond])] == [1.0]

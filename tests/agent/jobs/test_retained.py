@@ -20,7 +20,7 @@ from pmesh.ids import Member, OpNumber, TrainerId
 from pmesh.net.lanes import ring
 from pmesh.net.lanes.ring import RingPosition
 from tests.worlds.trainer import Trainer, together, until
-from tests.worlds.village import Village, village
+from tests.worlds.village import Village, training, village
 from tests.worlds.village_ops import hold_all_reduces, machine_of, ranks_of, reduce_all, swallow
 
 
@@ -44,8 +44,7 @@ class Missed:
 async def a_missed_end(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch, *, ranks: int, count: int
 ) -> AsyncGenerator[Missed]:
-    async with village(clock, ranks) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, ranks) as (here, trainers):
         others = range(1, ranks)
         held = hold_all_reduces(monkeypatch, size=ranks, ranks=others, complete=True)
         dice = np.random.default_rng(5)
@@ -141,8 +140,7 @@ async def test_a_view_that_comes_while_a_result_is_served_ends_that_before_its_m
 async def test_several_who_missed_the_end_each_fetch_it(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with village(clock, 4) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 4) as (_, trainers):
         held = hold_all_reduces(monkeypatch, size=4, ranks=[1, 2, 3], complete=True)
         x = np.random.default_rng(6).random(200_000, np.float32)
 
@@ -189,8 +187,7 @@ async def test_a_holder_that_is_asked_before_its_view_comes_answers_as_soon_as_i
         jobs.install(jobs.membership.view)
 
     monkeypatch.setattr(ResultServer, "answer", answer_early)
-    async with village(clock, 3) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 3) as (here, trainers):
         held = hold_all_reduces(monkeypatch, size=3, ranks=[1, 2], complete=True)
         jobs = machine_of(here, trainers[0]).agent.jobs
         x = np.ones(9, np.float32)
@@ -218,8 +215,7 @@ async def test_a_second_holder_is_asked_when_the_first_does_not_answer(
             real(server, member, ask)
 
     monkeypatch.setattr(ResultServer, "answer", answer)
-    async with village(clock, 4) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 4) as (here, trainers):
         held = hold_all_reduces(monkeypatch, size=4, ranks=[2, 3], complete=True)
         x = np.ones(9, np.float32)
 
@@ -251,8 +247,7 @@ async def test_a_result_that_is_nowhere_is_computed_after_all(
 
 
 async def test_what_is_stable_is_let_go_of_everywhere(clock: MockClock) -> None:
-    async with village(clock, 3) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 3) as (here, trainers):
         for _ in range(5):
             await reduce_all(trainers)
         await trio.sleep(1)

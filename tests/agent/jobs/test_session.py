@@ -25,7 +25,7 @@ from pmesh.ids import JobName, OpNumber, Slot
 from pmesh.net.sessions import arena_pools
 from pmesh.net.sessions.arenas import Arena
 from tests.worlds.trainer import ANY, RefusedError, Trainer, together, until
-from tests.worlds.village import Village, village
+from tests.worlds.village import Village, training, village
 from tests.worlds.village_ops import RAISE, machine_of, ranks_of
 
 
@@ -147,8 +147,7 @@ async def test_trainers_wait_for_peers_where_the_user_wants_some(clock: MockCloc
 
 
 async def test_a_job_that_never_syncs_refuses_who_comes_late(clock: MockClock) -> None:
-    async with village(clock, 2) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 2) as (here, trainers):
         await together(*[t.barrier for t in trainers])
         began = trio.current_time()
         verdict = await refusal_of(await here.trainer(here.machines[1]), "digits", 1, 30.0)
@@ -178,8 +177,7 @@ async def test_a_group_one_of_whose_ranks_is_lost_never_begins(
     clock: MockClock, *, ends: bool
 ) -> None:
     """Nor does it wait for its timeout; also if nothing is left of the job that it is of."""
-    async with village(clock, 3) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 3) as (here, trainers):
         group = GroupOf(JobName("digits"), tuple(t.id for t in trainers[:2]), trainers[0].id)
         verdicts: list[Verdict] = []
 
@@ -207,8 +205,7 @@ async def test_a_group_never_begins_whose_ranks_did_not_all_end_the_call_before(
     clock: MockClock,
 ) -> None:
     """I5: the others have been told that it failed, and don't come; this one is about to be."""
-    async with village(clock, 2) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 2) as (here, trainers):
         (rank,) = machine_of(here, trainers[0]).agent.jobs.ranks
         group = GroupOf(JobName("digits"), rank.roster.ids, rank.id)
         verdict = Verdict("RosterChanged", "op 3 of job 'digits' did not end at all")
@@ -241,8 +238,7 @@ async def test_the_name_of_a_job_that_has_ended_can_be_used_again(clock: MockClo
 async def test_a_run_goes_on_when_one_of_its_scripts_dies_and_is_in_the_way_of_the_next(
     clock: MockClock,
 ) -> None:
-    async with village(clock, 2) as here:
-        a, b = await here.job(*here.machines)
+    async with training(clock, 2) as (here, (a, b)):
         await b.die()
         await a.barrier()
         assert len(a.names) == 1
@@ -313,8 +309,7 @@ async def test_another_version_of_the_client_is_refused_with_both(clock: MockClo
 
 
 async def test_a_waiting_call_says_every_ten_seconds_on_whom_it_waits(clock: MockClock) -> None:
-    async with village(clock, 2) as here:
-        a, _ = await here.job(*here.machines)
+    async with training(clock, 2) as (_, (a, _)):
         await a.verdict_of(a.barrier(timeout_s=35.0))
         assert [round(w.waited_s) for w in a.waits] == [10, 20, 30]
         assert {(w.op, w.on) for w in a.waits} == {(0, (f"missing: rank 1 ({a.names[1]})",))}
@@ -323,8 +318,7 @@ async def test_a_waiting_call_says_every_ten_seconds_on_whom_it_waits(clock: Moc
 async def test_each_of_two_calls_in_a_row_says_so_from_its_own_beginning(
     clock: MockClock,
 ) -> None:
-    async with village(clock, 2) as here:
-        a, b = await here.job(*here.machines)
+    async with training(clock, 2) as (_, (a, b)):
 
         async def call_late() -> None:
             for _ in range(2):
@@ -401,8 +395,7 @@ async def test_results_outlive_their_trainer_for_those_who_missed_the_end(
     clock: MockClock, end: str
 ) -> None:
     """O2: a node whose trainer is gone still serves."""
-    async with village(clock, 2) as here:
-        a, b = await here.job(*here.machines)
+    async with training(clock, 2) as (here, (a, b)):
         x = np.arange(9, dtype=np.float32)
         await a.run(Call("broadcast", "float32", (9,), root=0), x)
         if end == "leaves":

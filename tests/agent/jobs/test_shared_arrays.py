@@ -14,7 +14,7 @@ from pmesh.core.wire.session import DropArena, StartOp
 from pmesh.ids import OpNumber
 from pmesh.net.sessions.arena_pools import MAX_LENT
 from tests.worlds.trainer import Trainer, together, until
-from tests.worlds.village import village
+from tests.worlds.village import training, village
 from tests.worlds.village_ops import hold_all_reduces, kinds_of_events, machine_of, ones, reduce_all
 
 COUNT = 20_000
@@ -39,8 +39,7 @@ def kept(trainer: Trainer, number: int) -> Values:
 
 @pytest.mark.parametrize("offset", [4, 400, 65_536])
 async def test_an_op_reads_its_values_where_they_begin(clock: MockClock, offset: int) -> None:
-    async with village(clock, 2) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 2) as (_, trainers):
         results = await together(
             *[partial(t.run, SUM, numbered(t.rank), offset=offset) for t in trainers]
         )
@@ -51,8 +50,7 @@ async def test_an_op_reads_its_values_where_they_begin(clock: MockClock, offset:
 
 @pytest.mark.parametrize("offset", [2, 65_536])
 async def test_values_that_can_not_lie_there_end_the_session(clock: MockClock, offset: int) -> None:
-    async with village(clock, 1) as here:
-        (trainer,) = await here.job(*here.machines)
+    async with training(clock, 1) as (_, (trainer,)):
         arena = await trainer.input_arena(4 * COUNT)
         await trainer.send(StartOp(OpNumber(0), SUM, "float32", COUNT, arena, 10.0, offset=offset))
         with pytest.raises(trio.EndOfChannel):
@@ -61,8 +59,7 @@ async def test_values_that_can_not_lie_there_end_the_session(clock: MockClock, o
 
 @pytest.mark.parametrize("ranks", [1, 2])
 async def test_a_result_that_is_kept_stays_as_it_is(clock: MockClock, ranks: int) -> None:
-    async with village(clock, ranks) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, ranks) as (_, trainers):
         results = await borrow(trainers, numbered(5))
         for value in range(4):
             await reduce_all(trainers, np.full(COUNT, value, np.float32))
@@ -75,8 +72,7 @@ async def test_a_result_that_is_kept_stays_as_it_is(clock: MockClock, ranks: int
 
 
 async def test_one_that_comes_back_is_written_again(clock: MockClock) -> None:
-    async with village(clock, 1) as here:
-        (trainer,) = await here.job(*here.machines)
+    async with training(clock, 1) as (_, (trainer,)):
         await borrow([trainer], numbered(5))
         (number,) = trainer.lent
         await trainer.send(DropArena(number))
@@ -89,8 +85,7 @@ async def test_one_that_comes_back_is_written_again(clock: MockClock) -> None:
 
 
 async def test_who_keeps_everything_is_lent_no_more(clock: MockClock) -> None:
-    async with village(clock, 2) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 2) as (_, trainers):
         for value in range(MAX_LENT + 3):
             await borrow(trainers, np.full(COUNT, value, np.float32))
         for trainer in trainers:

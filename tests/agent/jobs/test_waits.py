@@ -12,7 +12,7 @@ from pmesh.core.values import Terms
 from pmesh.net.sessions import processes, sessions
 from pmesh.net.sessions.sessions import PeerCredentials
 from tests.worlds.trainer import together, until
-from tests.worlds.village import village
+from tests.worlds.village import training, village
 from tests.worlds.village_ops import (
     cut,
     enter,
@@ -188,8 +188,7 @@ async def test_a_trainer_that_was_stopped_for_a_while_is_neither_lost_nor_forgot
 async def test_who_waits_is_told_soon_that_another_is_stopped_in_each_op_anew(
     clock: MockClock, stopped: set[str]
 ) -> None:
-    async with village(clock, 2) as here:
-        a, b = await here.job(*here.machines)
+    async with training(clock, 2) as (here, (a, b)):
         machine = machine_of(here, b)
         for times in (1, 2):
             async with trio.open_nursery() as nursery:

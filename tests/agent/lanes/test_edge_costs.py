@@ -13,7 +13,7 @@ from pmesh.core.wire.calls import Call
 from pmesh.core.wire.records import RecordHeader
 from pmesh.net.lanes.ring import RingPosition
 from tests.worlds.trainer import Trainer, together
-from tests.worlds.village import Village, village
+from tests.worlds.village import Village, training, village
 from tests.worlds.village_ops import ones, ranks_of, reduce_all
 
 
@@ -41,8 +41,7 @@ def check_alike(here: Village, count: int) -> None:
 async def test_the_first_sum_measures_each_edge_once_and_all_ranks_have_one_table(
     clock: MockClock, probes: list[bool]
 ) -> None:
-    async with village(clock, 4) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 4) as (here, trainers):
         await reduce_all(trainers)
         assert probes == [True] * 4
         check_alike(here, 4)
@@ -77,8 +76,7 @@ async def test_a_large_sum_does_without_the_one_slow_edge(
 
     monkeypatch.setattr(edge_costs, "_probe", probe)
     count = 1_000_000
-    async with village(clock, 4) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 4) as (here, trainers):
         await reduce_all(trainers, ones(count))
         for rank in ranks_of(here):
             names = [trainer.name for trainer in rank.roster.trainers]
@@ -94,8 +92,7 @@ async def test_nothing_large_goes_over_an_edge_that_another_machine_forwards(
 ) -> None:
     """V5: it would seem as fast as the others, since nothing else is on its way during a probe."""
     count = 1_000_000
-    async with village(clock, 3) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 3) as (here, trainers):
         first, _, last = (machine.agent.membership for machine in here.machines)
         for one, other in ((first, last), (last, first)):
             one.path_changed(other.state.me.node, WIRED, 0.0, relayed=True)
@@ -113,8 +110,7 @@ async def test_nothing_large_goes_over_an_edge_that_another_machine_forwards(
 async def test_what_is_known_is_not_measured_again_when_a_rank_has_gone(
     clock: MockClock, probes: list[bool]
 ) -> None:
-    async with village(clock, 4) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 4) as (here, trainers):
         await reduce_all(trainers)
         probes.clear()
         await trio.sleep(60.0)  # heartbeats report what the edges bring
@@ -127,8 +123,7 @@ async def test_what_is_known_is_not_measured_again_when_a_rank_has_gone(
 async def test_two_ranks_and_a_strategy_that_is_named_ask_for_nothing(
     clock: MockClock, probes: list[bool]
 ) -> None:
-    async with village(clock, 3) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 3) as (here, trainers):
         call = Call("all_reduce", "float32", (1000,), "sum", strategy="ring")
 
         async def run(trainer: Trainer) -> None:
@@ -140,11 +135,11 @@ async def test_two_ranks_and_a_strategy_that_is_named_ask_for_nothing(
     assert probes == []
 
 
+@pytest.mark.slow
 async def test_the_table_is_made_again_ever_more_seldom_from_what_is_known_by_then(
     clock: MockClock, probes: list[bool]
 ) -> None:
-    async with village(clock, 3) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 3) as (here, trainers):
         agreements: list[int] = []
         for op in range(1, 100):
             probes.clear()

@@ -5,7 +5,7 @@ import socket
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 import pytest
 import trio
@@ -134,6 +134,22 @@ def close(*lanes: Lane) -> None:
         lane.close()
 
 
+Joined: TypeAlias = tuple[Cabled, Cabled, tuple[Lane, Lane]]
+
+
+@pytest.fixture
+async def joined(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> AsyncGenerator[Joined]:
+    """Two machines with two cables, and the ends of a lane that has a connection on each."""
+    async with two_machines(monkeypatch, "cable", "wifi") as (ada, bob):
+        lanes = await both_ends(ada, bob)
+        await trio.sleep(1)
+        yield ada, bob, lanes
+        close(*lanes)
+    assert autojump_clock.current_time() < 10
+
+
 async def test_one_path_gets_the_plain_lane(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,53 +195,41 @@ async def test_results_and_messages_go_over_one_path(
 
 
 async def test_a_new_path_is_joined_and_a_lost_one_left_while_the_lane_goes_on(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    autojump_clock: MockClock, joined: Joined
 ) -> None:
-    async with two_machines(monkeypatch, "cable", "wifi") as (ada, bob):
-        lanes = await both_ends(ada, bob)
-        await trio.sleep(1)
-        for side in (ada, bob):
-            side.lose("cable")
-        assert used(ada, lanes[0]) == used(bob, lanes[1]) == {"wifi"}
-        await say(lanes, b"over one")
-        for side in (ada, bob):
-            side.cables.append("new")
-        began = autojump_clock.current_time()
-        await until(lambda: used(bob, lanes[1]) == {"wifi", "new"})
-        assert autojump_clock.current_time() - began < 5
-        await say(lanes, b"over both", segment=1)
-        close(*lanes)
+    ada, bob, lanes = joined
+    for side in (ada, bob):
+        side.lose("cable")
+    assert used(ada, lanes[0]) == used(bob, lanes[1]) == {"wifi"}
+    await say(lanes, b"over one")
+    for side in (ada, bob):
+        side.cables.append("new")
+    began = autojump_clock.current_time()
+    await until(lambda: used(bob, lanes[1]) == {"wifi", "new"})
+    assert autojump_clock.current_time() - began < 5
+    await say(lanes, b"over both", segment=1)
 
 
 async def test_the_last_path_of_a_lane_is_replaced_by_one_that_would_not_be_worth_it_else(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    joined: Joined,
 ) -> None:
-    async with two_machines(monkeypatch, "cable", "wifi") as (ada, bob):
-        lanes = await both_ends(ada, bob)
-        await trio.sleep(1)
-        for side in (ada, bob):
-            side.cables.append("new")
-            side.lose("cable")
-            side.lose("wifi")
-        await say(lanes, b"over the last")
-        assert used(ada, lanes[0]) == {"new"}
-        close(*lanes)
-    assert autojump_clock.current_time() < 5
+    ada, bob, lanes = joined
+    for side in (ada, bob):
+        side.cables.append("new")
+        side.lose("cable")
+        side.lose("wifi")
+    await say(lanes, b"over the last")
+    assert used(ada, lanes[0]) == {"new"}
 
 
-async def test_a_lane_whose_paths_are_all_lost_has_lost_its_path(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with two_machines(monkeypatch, "cable", "wifi") as (ada, bob):
-        lanes = await both_ends(ada, bob)
-        await trio.sleep(1)
-        for side in (ada, bob):
-            side.lose("cable")
-            side.lose("wifi")
-        for lane in lanes:
-            with pytest.raises(PathLost), trio.fail_after(5):
-                await lane.wait_for(lane_module.Wait.CLOSED)
-    assert autojump_clock.current_time() < 5
+async def test_a_lane_whose_paths_are_all_lost_has_lost_its_path(joined: Joined) -> None:
+    ada, bob, lanes = joined
+    for side in (ada, bob):
+        side.lose("cable")
+        side.lose("wifi")
+    for lane in lanes:
+        with pytest.raises(PathLost), trio.fail_after(5):
+            await lane.wait_for(lane_module.Wait.CLOSED)
 
 
 async def test_a_lane_of_one_connection_is_broken_once_for_a_second_path(
@@ -253,17 +257,15 @@ async def test_a_lane_of_one_connection_is_broken_once_for_a_second_path(
 
 
 async def test_a_better_path_breaks_a_plain_lane_but_no_lane_that_has_several(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    joined: Joined,
 ) -> None:
-    async with two_machines(monkeypatch, "cable", "wifi") as (ada, bob):
-        several = await both_ends(ada, bob)
-        plain = await both_ends(ada, bob, of=edge(op=-2))
-        await trio.sleep(1)
-        ada.lose("cable", outranked=True)
-        assert [lane.is_closed for lane in (several[0], plain[0])] == [False, True]
-        assert used(ada, several[0]) == {"cable", "wifi"}
-        close(*several, plain[1])
-    assert autojump_clock.current_time() < 5
+    ada, bob, several = joined
+    plain = await both_ends(ada, bob, of=edge(op=-2))
+    await trio.sleep(1)
+    ada.lose("cable", outranked=True)
+    assert [lane.is_closed for lane in (several[0], plain[0])] == [False, True]
+    assert used(ada, several[0]) == {"cable", "wifi"}
+    plain[1].close()
 
 
 @pytest.mark.parametrize("how", ["broken", "strays"])
@@ -284,26 +286,19 @@ async def test_a_path_that_takes_no_connection_is_tried_again_and_the_lane_runs_
     assert autojump_clock.current_time() < 20
 
 
-async def test_an_index_that_was_used_is_refused(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_index_that_was_used_is_refused(joined: Joined) -> None:
     """Its keys would seal something else: whoever recorded the greeting must not get it."""
-    async with two_machines(monkeypatch, "cable", "wifi") as (ada, bob):
-        lanes = await both_ends(ada, bob)
-        await trio.sleep(1)
-        for first in list(bob.preambles):
-            stranger, door = (
-                trio.SocketStream(trio.socket.from_stdlib_socket(end))
-                for end in socket.socketpair()
-            )
-            await bob.answer(door, first)
-            assert await stranger.receive_some(1) == b""
-            await stranger.aclose()
-        assert len(bob.complaints) == 2
-        assert all("a lane that" in str(error) for error in bob.complaints)
-        assert used(bob, lanes[1]) == {"cable", "wifi"}
-        close(*lanes)
-    assert autojump_clock.current_time() < 10
+    _, bob, lanes = joined
+    for first in list(bob.preambles):
+        stranger, door = (
+            trio.SocketStream(trio.socket.from_stdlib_socket(end)) for end in socket.socketpair()
+        )
+        await bob.answer(door, first)
+        assert await stranger.receive_some(1) == b""
+        await stranger.aclose()
+    assert len(bob.complaints) == 2
+    assert all("a lane that" in str(error) for error in bob.complaints)
+    assert used(bob, lanes[1]) == {"cable", "wifi"}
 
 
 async def test_a_connection_of_a_lane_that_has_one_is_refused(
@@ -342,22 +337,17 @@ async def test_a_connection_that_is_let_in_too_late_is_not_joined(
     assert autojump_clock.current_time() < 5
 
 
-async def test_nothing_is_kept_of_a_lane_that_is_closed(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with two_machines(monkeypatch, "cable", "wifi") as (ada, bob):
-        lanes = await both_ends(ada, bob)
-        await trio.sleep(1)
-        assert isinstance(lanes[0], MultipathLane)
-        [offer] = ada.offers
-        assert isinstance(offer, OfferLane)
-        assert offer.lane in ada.rendezvous.paths
-        close(*lanes)
-        await trio.sleep(5)
-        assert offer.lane not in ada.rendezvous.paths
-        assert offer.lane not in bob.rendezvous.paths
-        await opened(*await reopened(ada, bob))
-    assert autojump_clock.current_time() < 10
+async def test_nothing_is_kept_of_a_lane_that_is_closed(joined: Joined) -> None:
+    ada, bob, lanes = joined
+    assert isinstance(lanes[0], MultipathLane)
+    [offer] = ada.offers
+    assert isinstance(offer, OfferLane)
+    assert offer.lane in ada.rendezvous.paths
+    close(*lanes)
+    await trio.sleep(5)
+    assert offer.lane not in ada.rendezvous.paths
+    assert offer.lane not in bob.rendezvous.paths
+    await opened(*await reopened(ada, bob))
 
 
 async def reopened(ada: Cabled, bob: Cabled) -> tuple[Cabled, Cabled]:

@@ -25,7 +25,7 @@ from tests.worlds.builders import make_heartbeat, make_roster, make_view, unsign
 from tests.worlds.lanes import descriptors
 from tests.worlds.nodes import signed
 from tests.worlds.trainer import until
-from tests.worlds.village import village
+from tests.worlds.village import Machine, Village, village
 from tests.worlds.village_ops import reduce_all
 
 
@@ -112,14 +112,18 @@ async def test_a_counter_that_no_honest_member_reaches_leaves_the_others_togethe
         await here.settle(one, two)
 
 
+def by_seniority(here: Village) -> list[Machine]:
+    """Its leader first."""
+    members = here.machines[0].agent.membership.view.by_seniority
+    return sorted(here.machines, key=lambda machine: members.index(of(machine)))
+
+
 async def test_a_leader_that_never_commits_is_left_out_and_gets_no_link_for_a_while(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     send = Link.send
     async with village(clock, 3) as here:
-        leader = here.machines[0].agent.membership.view.by_seniority[0]
-        (liar,) = (m for m in here.machines if of(m) == leader)
-        honest = [m for m in here.machines if m is not liar]
+        liar, *honest = by_seniority(here)
 
         def withhold(link: Link, message: AnyMessage) -> None:
             if not (
@@ -147,9 +151,7 @@ async def test_a_leader_that_swaps_the_names_of_two_seats_is_refused_and_nobody_
 ) -> None:
     send = Link.send
     async with village(clock, 3) as here:
-        leader = here.machines[0].agent.membership.view.by_seniority[0]
-        (liar,) = (m for m in here.machines if of(m) == leader)
-        honest = [m for m in here.machines if m is not liar]
+        liar, *honest = by_seniority(here)
 
         def lie(link: Link, message: AnyMessage) -> None:
             if link in liar.agent.peers.links.values() and isinstance(message, Commit):

@@ -34,7 +34,7 @@ from pmesh.core.wire.session import (
 from pmesh.ids import JobName, Member, TrainerId
 from tests.worlds.control import change_received
 from tests.worlds.trainer import Trainer, until
-from tests.worlds.village import Machine, Village, village
+from tests.worlds.village import Machine, Village, training
 from tests.worlds.village_ops import machine_of
 
 
@@ -188,8 +188,7 @@ class Some:
 
 @asynccontextmanager
 async def some(clock: MockClock, count: int = 2) -> AsyncGenerator[Some]:
-    async with village(clock, count) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, count) as (here, trainers):
         yield Some(here, trainers, [await attach(here, machine_of(here, t), t) for t in trainers])
 
 

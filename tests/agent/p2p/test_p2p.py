@@ -28,7 +28,7 @@ from pmesh.net.sessions.arena_pools import MAX_ARENAS, SessionArenas
 from tests.agent.p2p.p2p import MessageError, P2PConnection, attach, lose_first, told
 from tests.worlds.lanes import share_of_one
 from tests.worlds.trainer import Trainer, together, until
-from tests.worlds.village import Village, village
+from tests.worlds.village import Village, training, village
 from tests.worlds.village_ops import (
     hold_all_reduces,
     machine_of,
@@ -56,8 +56,7 @@ class Pair:
 
 @asynccontextmanager
 async def a_pair(clock: MockClock) -> AsyncGenerator[Pair]:
-    async with village(clock, 2) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 2) as (here, trainers):
         one, other = [await attach(here, machine_of(here, t), t) for t in trainers]
         yield Pair(here, trainers, one, other)
 
@@ -191,8 +190,7 @@ async def test_messages_go_both_ways_beside_each_other_and_beside_ops(
 
 
 async def test_any_takes_whoever_comes_first_and_is_told_who_it_was(clock: MockClock) -> None:
-    async with village(clock, 3) as here:
-        trainers = await here.job(*here.machines)
+    async with training(clock, 3) as (here, trainers):
         a, b, c = [await attach(here, machine_of(here, t), t) for t in trainers]
         call = await a.begin_receive(b.id, c.id)
         await c.send(a.id, X)

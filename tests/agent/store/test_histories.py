@@ -68,8 +68,8 @@ async def cut_off_and_back(there: Sharing, rank: int, *, for_s: float) -> None:
 @pytest.mark.parametrize(
     "seed",
     [
-        *range(2),
-        *(pytest.param(i, marks=[pytest.mark.slow, pytest.mark.measured]) for i in (2, 3)),
+        0,
+        *(pytest.param(i, marks=[pytest.mark.slow, pytest.mark.measured]) for i in (1, 2, 3)),
         *(pytest.param(i, marks=pytest.mark.slow) for i in range(4, 8)),
     ],
 )

@@ -27,10 +27,6 @@ REDUCED = {library: [d for d in dtypes if "8_" not in d] for library, dtypes in 
 REDUCED["numpy"].remove("longdouble")
 
 
-def each(dtypes: dict[str, list[str]]) -> list[tuple[str, str]]:
-    return [(library, dtype) for library in dtypes for dtype in dtypes[library]]
-
-
 def array_of(library: str, dtype: str, values: Any) -> Any:
     """These small numbers in that dtype."""
     if library == "mlx":
@@ -51,15 +47,13 @@ def bits(x: Any) -> tuple[str, str, tuple[int, ...], bytes]:
     return raw.library, raw.dtype, raw.shape, raw.data.tobytes()
 
 
-@pytest.mark.parametrize(("library", "dtype"), each(MOVED))
-def test_calls_that_only_move_bytes_take_every_dtype(
-    agent: WatchedAgent, library: str, dtype: str
-) -> None:
-    def of_rank(rank: int) -> Any:
+@pytest.mark.parametrize("library", MOVED)
+def test_calls_that_only_move_bytes_take_every_dtype(agent: WatchedAgent, library: str) -> None:
+    def of_rank(rank: int, dtype: str) -> Any:
         return array_of(library, dtype, np.arange(4.0).reshape(2, 2) + 2 * rank)
 
-    def program(mesh: pmesh.Mesh) -> list[Any]:
-        mine = of_rank(mesh.rank)
+    def calls(mesh: pmesh.Mesh, dtype: str) -> list[Any]:
+        mine = of_rank(mesh.rank, dtype)
         sent = mesh.sendrecv(mine, 1 - mesh.rank, 1 - mesh.rank)
         return [
             bits(mesh.broadcast(mine, root=1)),
@@ -70,28 +64,33 @@ def test_calls_that_only_move_bytes_take_every_dtype(
             bits(sent if mesh.rank == 0 else mine),
         ]
 
-    of_one = of_rank(1)
-    expected = [bits(of_one), bits(of_one[:, 1]), *[bits(of_one)] * 4]
-    assert run_ranks(agent.home, RANKS, program) == [expected] * RANKS
+    expected: dict[str, list[Any]] = {}
+    for dtype in MOVED[library]:
+        of_one = of_rank(1, dtype)
+        expected[dtype] = [bits(of_one), bits(of_one[:, 1]), *[bits(of_one)] * 4]
+    found = run_ranks(agent.home, RANKS, lambda mesh: {d: calls(mesh, d) for d in MOVED[library]})
+    assert found == [expected] * RANKS
 
 
-@pytest.mark.parametrize(("library", "dtype"), each(REDUCED))
-def test_every_dtype_is_reduced_as_its_library_adds_it(
-    agent: WatchedAgent, library: str, dtype: str
-) -> None:
+@pytest.mark.parametrize("library", REDUCED)
+def test_every_dtype_is_reduced_as_its_library_adds_it(agent: WatchedAgent, library: str) -> None:
     values = [np.array([[0, 1, 3], [1, 1, 2]]), np.array([[0, 0, 5], [1, 2, 100]])]
 
-    def program(mesh: pmesh.Mesh) -> list[Any]:
+    def calls(mesh: pmesh.Mesh, dtype: str) -> list[Any]:
         mine = array_of(library, dtype, values[mesh.rank])
-        calls = mesh.all_reduce(mine), mesh.all_reduce([mine], "prod")[0], mesh.reduce_scatter(mine)
-        return [bits(x) for x in calls]
+        done = mesh.all_reduce(mine), mesh.all_reduce([mine], "prod")[0], mesh.reduce_scatter(mine)
+        return [bits(x) for x in done]
 
-    one, other = (array_of("numpy", dtype, x) for x in values)
-    total, product = (
-        array_of(library, dtype, np.real(x).astype(np.float64)) for x in (one + other, one * other)
-    )
-    expected = [[bits(total), bits(product), bits(total[rank : rank + 1])] for rank in range(RANKS)]
-    assert run_ranks(agent.home, RANKS, program) == expected
+    def sums(rank: int, dtype: str) -> list[Any]:
+        one, other = (array_of("numpy", dtype, x) for x in values)
+        total, product = (
+            array_of(library, dtype, np.real(x).astype(np.float64))
+            for x in (one + other, one * other)
+        )
+        return [bits(total), bits(product), bits(total[rank : rank + 1])]
+
+    found = run_ranks(agent.home, RANKS, lambda mesh: {d: calls(mesh, d) for d in REDUCED[library]})
+    assert found == [{d: sums(rank, d) for d in REDUCED[library]} for rank in range(RANKS)]
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ class ThreeAgents(RuleBasedStateMachine):
 
 
 TestThreeAgents = ThreeAgents.TestCase
-TestThreeAgents.settings = settings(max_examples=120, stateful_step_count=50)
+TestThreeAgents.settings = settings(max_examples=60, stateful_step_count=50)
 
 
 class TestTogether:

@@ -354,7 +354,7 @@ def beats_of(view: View) -> st.SearchStrategy[Heartbeat]:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     beats=beats_of(BOTH),
     jobs=reports_on(BOTH),
