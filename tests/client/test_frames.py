@@ -49,7 +49,7 @@ def counting_the_agent() -> Iterator[Entries]:
     try:
         yield entries
     finally:
-        threading.setprofile(None)  # type: ignore[arg-type] # typeshed does not know that it may
+        threading.setprofile(None)
 
 
 def reduce_often(mesh: pmesh.Mesh, together: threading.Barrier) -> list[Entries]:
@@ -69,7 +69,7 @@ def reduce_often(mesh: pmesh.Mesh, together: threading.Barrier) -> list[Entries]
     return calls
 
 
-def ops_of(entries: Entries) -> list[Sequence[CodeType]]:
+def ops_of(entries: Entries) -> list[list[CodeType]]:
     """Cut the agent's frames where it has read the first request of each op."""
     decodes = [i for i, code in enumerate(entries) if code is decode_request_untrusted.__code__]
     return [entries[begin:end] for begin, end in pairwise(decodes[::SIZE])][-OPS:]
