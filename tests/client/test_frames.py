@@ -69,7 +69,7 @@ def reduce_often(mesh: pmesh.Mesh, together: threading.Barrier) -> list[Entries]
     return calls
 
 
-def ops_of(entries: Entries) -> Sequence[Sequence[CodeType]]:
+def ops_of(entries: Entries) -> list[list[CodeType]]:
     """Cut the agent's frames where it has read the first request of each op."""
     decodes = [i for i, code in enumerate(entries) if code is decode_request_untrusted.__code__]
     return [entries[begin:end] for begin, end in pairwise(decodes[::SIZE])][-OPS:]

@@ -100,7 +100,6 @@ async def run_op(rank: LocalRank, request: StartOp, jobs: Jobs) -> OpReply:
         let_go(rank, op, keep=None)
         return _failed(request.op, attempts.report_late(rank))
     attempts.start(rank, op, trio.current_time())
-    rank.halted_since = None
     while True:
         attempts.begin_attempt(rank, op, trio.current_time())
         with rank.attempt():

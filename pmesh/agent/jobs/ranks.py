@@ -11,8 +11,9 @@ from pmesh.core.jobs.jobs import LEFT
 from pmesh.core.jobs.rank import Fence, RankState
 from pmesh.core.jobs.speed import OwnTime
 from pmesh.core.values import Roster, Trainer, Verdict
+from pmesh.core.wire.calls import Call
 from pmesh.core.wire.views import KnownPrimary
-from pmesh.ids import TrainerId
+from pmesh.ids import OpNumber, TrainerId
 from pmesh.net.lanes.lane import Lane, Pace
 from pmesh.net.lanes.ring import RingPosition
 from pmesh.net.sessions.arena_pools import SessionArenas
@@ -144,6 +145,11 @@ class LocalRank(RankState[Result]):
         self._release(released)
         self.released.set()
         return released
+
+    def start(self, op: OpNumber, call: Call) -> None:
+        """Also note that nothing has interrupted the op yet."""
+        super().start(op, call)
+        self.halted_since = None
 
     def stabilize(self, mark: int) -> tuple[Result, ...]:
         """Also free the memory of the results, and wake the task that waits for room."""

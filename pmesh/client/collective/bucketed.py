@@ -7,6 +7,7 @@ from itertools import zip_longest
 from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pmesh.client.collective.buckets import Backward, Bucket, plan_buckets
 from pmesh.client.session.arenas import Region
@@ -192,7 +193,7 @@ def take_apart(
     if only_moves:
         leaves = tuple(describe_bits(tree))
     elif isinstance(x, np.ndarray):
-        leaves, lazily = (numpy_leaf(x),), False
+        leaves, lazily = (numpy_leaf(cast("NDArray[Any]", x)),), False
     else:
         leaves = tuple(describe(tree, lazily=lazily))
     for path, leaf in zip(tree.paths, leaves, strict=True):

@@ -35,6 +35,9 @@ class Tree:
     """True if it is one leaf, without a container."""
 
 
+_CONTAINERS: tuple[type, ...] = (dict, list, tuple, NoneType)
+
+
 def flatten(x: object, *, with_none: bool = False) -> Tree:
     """Take a tree apart. Anything that is not a container, such as an array, is a leaf.
 
@@ -48,7 +51,7 @@ def flatten(x: object, *, with_none: bool = False) -> Tree:
     >>> tree.rebuild([30, 10, 20])
     {'b': [10, 20], 'a': (30,)}
     """
-    if not isinstance(x, dict | list | tuple | NoneType):
+    if not isinstance(x, _CONTAINERS):
         return Tree(paths=("",), leaves=(x,), rebuild=itemgetter(0), source=x, is_bare=True)
     found = tuple(_walk(x, "", with_none=with_none))
 
