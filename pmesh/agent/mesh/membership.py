@@ -220,7 +220,8 @@ class Membership:
             before = lost.health if lost is not None and lost.member == member else None
             contact = _Contact(member, thresholds, trio.current_time(), before)
             self._contacts[member.node] = contact
-            _prepare_graphs()
+            if len(self._contacts) > 1:  # two machines have one ring, and nobody forwards
+                _prepare_graphs()
         contact.relayed = relayed
         self._measure(contact)
         self.send(member, TellView(self.state.view))
