@@ -1,20 +1,32 @@
-"""All control messages between agents at once, for what sends or reads any of them.
+"""All messages at once, for what sends or reads any of them: tests, fuzzers, fake agents.
 
-An agent needs no such list: each part registers its channel (`pmesh.core.wire.channels`).
+An agent needs no such list: each part registers its channel (`pmesh.core.wire.channels`), and each
+session reads its own messages (`pmesh.core.wire.session`).
 """
 
 from typing import Any, TypeAlias
 
 import msgspec
 
+from pmesh.core.wire.attached import AttachedReply, AttachedRequest
 from pmesh.core.wire.channels import Channel, Message
+from pmesh.core.wire.control import ControlReply, ControlRequest
 from pmesh.core.wire.lanes import LANES, LaneMessage
-from pmesh.core.wire.launches import LAUNCHES, AnyLaunchMessage
+from pmesh.core.wire.launches import (
+    LAUNCHES,
+    AnyLaunchMessage,
+    LaunchInput,
+    LaunchQuestion,
+    LaunchReply,
+    SignalLaunch,
+)
 from pmesh.core.wire.link import LINK, LinkMessage
 from pmesh.core.wire.p2p import P2P, P2PMessage
 from pmesh.core.wire.probes import PATHS, PathMessage
 from pmesh.core.wire.relays import RELAYS, Relay
+from pmesh.core.wire.session import SessionDecoder
 from pmesh.core.wire.store import STORES, StorePart
+from pmesh.core.wire.trainer import TrainerReply, TrainerRequest
 from pmesh.core.wire.views import VIEWS, AgreementMessage
 from pmesh.errors import ProtocolError
 
@@ -45,3 +57,14 @@ def decode_untrusted(data: bytes) -> AnyPathMessage:
         raise ProtocolError(f"a control message on no channel: {data[:1].hex()!r}")
     message: AnyPathMessage = channel.decode_untrusted(data)
     return message
+
+
+AnyRequest: TypeAlias = (
+    TrainerRequest | AttachedRequest | ControlRequest | LaunchQuestion | SignalLaunch | LaunchInput
+)
+AnyReply: TypeAlias = TrainerReply | AttachedReply | ControlReply | LaunchReply
+
+ANY_REQUESTS: SessionDecoder[AnyRequest] = SessionDecoder("request", AnyRequest)
+ANY_REPLIES: SessionDecoder[AnyReply] = SessionDecoder("reply", AnyReply)
+decode_request_untrusted = ANY_REQUESTS.decode_untrusted
+decode_reply_untrusted = ANY_REPLIES.decode_untrusted

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from datetime import datetime
 from importlib.metadata import version
+from typing import TypeAlias, assert_never
 
 import psutil
 import structlog
@@ -55,7 +56,21 @@ from pmesh.core.identity.keys import AdvertisementKey, MeshKey, NodeKey
 from pmesh.core.identity.names import sign_name
 from pmesh.core.links.addresses import announced_addresses, announced_interfaces
 from pmesh.core.values import View
+from pmesh.core.wire.attached import Attach
 from pmesh.core.wire.channels import Channels
+from pmesh.core.wire.control import (
+    AskEvents,
+    AskMachines,
+    AskPing,
+    AskStatus,
+    ControlRequest,
+    Events,
+    ForgetName,
+    Machines,
+    StatusReply,
+    StopAgent,
+    Stopping,
+)
 from pmesh.core.wire.lanes import LANES
 from pmesh.core.wire.launches import (
     LAUNCHES,
@@ -65,26 +80,15 @@ from pmesh.core.wire.launches import (
     FetchFiles,
     FollowLaunch,
     Launch,
+    LaunchQuestion,
 )
 from pmesh.core.wire.link import PROTOCOL_VERSION, Hello
 from pmesh.core.wire.p2p import P2P
-from pmesh.core.wire.session import (
-    AskEvents,
-    AskMachines,
-    AskPing,
-    AskStatus,
-    Attach,
-    Connect,
-    Events,
-    ForgetName,
-    Machines,
-    StatusReply,
-    StopAgent,
-    Stopping,
-)
+from pmesh.core.wire.session import SessionDecoder
 from pmesh.core.wire.store import STORES
+from pmesh.core.wire.trainer import Connect
 from pmesh.core.wire.views import VIEWS
-from pmesh.errors import ConfigError, PmeshError, PortTaken, ProtocolError, UsageError
+from pmesh.errors import ConfigError, PmeshError, PortTaken, UsageError
 from pmesh.home_paths import socket_path
 from pmesh.ids import Incarnation, Member, node_text, path_name
 from pmesh.net.links.acceptor import Acceptor, listen_at_interfaces
@@ -112,6 +116,10 @@ LAG_WINDOW_S = 10.0
 FOUND_AHEAD = 16  # findings that mDNS may queue for us; it keeps the rest itself
 
 _log = structlog.get_logger()
+
+_Opening: TypeAlias = Connect | Attach | ControlRequest | LaunchQuestion
+_OPENINGS: SessionDecoder[_Opening] = SessionDecoder("request", _Opening)
+"""The first requests of sessions."""
 
 
 async def run_agent(
@@ -446,7 +454,7 @@ class Agent:
         await report_errors(session, errors)
 
     async def _answer(self, session: Session) -> None:
-        match request := await session.receive():
+        match request := await session.receive(_OPENINGS):
             case Connect() | Attach():
                 await self._serve_trainer(session, request)
             case AskStatus():
@@ -467,7 +475,7 @@ class Agent:
                 self.stopped.set()
                 await trio.sleep_forever()  # closed last: its end shows that the agent has ended
             case _:
-                raise ProtocolError(f"a session can't begin with {type(request).__name__}")
+                assert_never(request)
 
     async def _serve_follower(
         self, session: Session, request: Launch | FollowLaunch | FetchFiles

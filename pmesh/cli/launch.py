@@ -38,6 +38,7 @@ from pmesh.core.launches.lines import (
 from pmesh.core.values import MAX_TRAINERS
 from pmesh.core.wire.framing import FrameReader, frame
 from pmesh.core.wire.launches import (
+    LAUNCH_REPLIES,
     MAX_COMMAND_TEXT,
     MAX_COMMAND_WORDS,
     MAX_JOB_NAME,
@@ -53,6 +54,7 @@ from pmesh.core.wire.launches import (
     LaunchInputTaken,
     LaunchLines,
     LaunchOver,
+    LaunchReply,
     LaunchSends,
     LaunchTerms,
     SignalLaunch,
@@ -63,9 +65,7 @@ from pmesh.core.wire.session import (
     MAX_REQUEST_BYTES,
     MAX_SESSION_MESSAGE_BYTES,
     Refused,
-    Reply,
-    Request,
-    decode_reply_untrusted,
+    SessionMessage,
     encode,
 )
 from pmesh.core.wire.stream import PART_BYTES
@@ -283,14 +283,14 @@ class AgentStream:
         self._reader = FrameReader(max_bytes=MAX_SESSION_MESSAGE_BYTES)
         self._sending = trio.Lock()
 
-    async def send(self, request: Request) -> None:
+    async def send(self, request: SessionMessage) -> None:
         async with self._sending:
             try:
                 await self._stream.send_all(frame(encode(request)))
             except trio.BrokenResourceError as e:
                 raise _agent_is_gone() from e
 
-    async def receive(self) -> Reply:
+    async def receive(self) -> LaunchReply:
         """Return the next reply. Raises the PmeshError with which the agent refuses."""
         while (message := self._reader.next_message_untrusted()) is None:
             try:
@@ -300,7 +300,7 @@ class AgentStream:
             if not data:
                 raise _agent_is_gone()
             self._reader.receive_data(data)
-        reply = decode_reply_untrusted(message)
+        reply = LAUNCH_REPLIES.decode_untrusted(message)
         if isinstance(reply, Refused):
             raise error_of(reply.verdict)
         return reply
@@ -415,7 +415,7 @@ async def _show(agent: AgentStream, screen: "Screen", taken: trio.MemorySendChan
                 raise _out_of_turn(reply)
 
 
-def _out_of_turn(reply: Reply) -> ProtocolError:
+def _out_of_turn(reply: LaunchReply) -> ProtocolError:
     return ProtocolError(f"the agent sent {type(reply).__name__} during a launch")
 
 

@@ -7,7 +7,7 @@ import msgspec
 from pmesh.cli.status_all import path_text
 from pmesh.cli.terminal import say, say_json
 from pmesh.client.control import ping
-from pmesh.core.wire.session import WayTried
+from pmesh.core.wire.control import WayTried
 from pmesh.home_paths import home_directory
 
 

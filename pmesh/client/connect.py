@@ -11,7 +11,8 @@ from pmesh.client.calls.traceback import public
 from pmesh.client.elastic.place import OnSuperseded, Place
 from pmesh.client.mesh import Mesh
 from pmesh.core.values import MAX_JOB_BYTES, Terms
-from pmesh.core.wire.session import SESSION_VERSION, Connect
+from pmesh.core.wire.session import SESSION_VERSION
+from pmesh.core.wire.trainer import Connect
 from pmesh.errors import UsageError
 from pmesh.home_paths import home_directory
 from pmesh.ids import PRINTABLE, JobName

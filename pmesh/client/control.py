@@ -6,7 +6,23 @@ from pathlib import Path
 from typing import TypeVar
 
 from pmesh.client.session.connection import AgentConnection, error_of
+from pmesh.core.wire.control import (
+    CONTROL_REPLIES,
+    AskEvents,
+    AskMachines,
+    AskPing,
+    AskStatus,
+    Events,
+    ForgetName,
+    Machines,
+    Pinged,
+    StatusReply,
+    StopAgent,
+    Stopping,
+    WayTried,
+)
 from pmesh.core.wire.launches import (
+    LAUNCH_REPLIES,
     AskHosts,
     AskLaunches,
     EndLaunch,
@@ -18,26 +34,10 @@ from pmesh.core.wire.launches import (
     LaunchRow,
     LaunchRows,
 )
-from pmesh.core.wire.session import (
-    AskEvents,
-    AskMachines,
-    AskPing,
-    AskStatus,
-    Events,
-    ForgetName,
-    Machines,
-    Pinged,
-    Refused,
-    Reply,
-    Request,
-    StatusReply,
-    StopAgent,
-    Stopping,
-    WayTried,
-)
+from pmesh.core.wire.session import Refused, SessionMessage
 from pmesh.errors import ProtocolError
 
-ReplyT = TypeVar("ReplyT", bound=Reply)
+ReplyT = TypeVar("ReplyT", bound=SessionMessage)
 
 
 def ask_status(home: Path, *, timeout_s: float = 5.0) -> bytes:
@@ -47,7 +47,7 @@ def ask_status(home: Path, *, timeout_s: float = 5.0) -> bytes:
         AgentNotRunning: Nobody listens at its socket.
         AgentStopped: The agent ended, or stayed silent for `timeout_s`.
     """
-    with closing(AgentConnection(home, silence_s=timeout_s)) as connection:
+    with closing(AgentConnection(home, CONTROL_REPLIES, silence_s=timeout_s)) as connection:
         return _ask(connection, AskStatus(), StatusReply).json
 
 
@@ -63,7 +63,7 @@ def ask_events(home: Path, after: int = -1, *, timeout_s: float = 5.0) -> bytes:
         AgentNotRunning: Nobody listens at its socket.
         AgentStopped: The agent ended, or stayed silent for `timeout_s`.
     """
-    with closing(AgentConnection(home, silence_s=timeout_s)) as connection:
+    with closing(AgentConnection(home, CONTROL_REPLIES, silence_s=timeout_s)) as connection:
         return _ask(connection, AskEvents(after), Events).json
 
 
@@ -76,7 +76,7 @@ def ping(home: Path, name: str, *, timeout_s: float = 10.0) -> Iterator[WayTried
         UsageError: No other machine has this name.
         PeerUnreachable: There is no link to it now.
     """
-    with closing(AgentConnection(home, silence_s=timeout_s)) as connection:
+    with closing(AgentConnection(home, CONTROL_REPLIES, silence_s=timeout_s)) as connection:
         connection.send(AskPing(name))
         while True:
             reply = connection.receive()
@@ -97,7 +97,7 @@ def ask_machines(home: Path, names: tuple[str, ...], *, timeout_s: float = 5.0) 
         AgentStopped: The agent ended, or stayed silent for `timeout_s`.
         UsageError: The agent knows no such machine.
     """
-    with closing(AgentConnection(home, silence_s=timeout_s)) as connection:
+    with closing(AgentConnection(home, CONTROL_REPLIES, silence_s=timeout_s)) as connection:
         return _ask(connection, AskMachines(names), Machines).ids
 
 
@@ -109,7 +109,7 @@ def forget_name(home: Path, name: str, *, timeout_s: float = 5.0) -> str:
         AgentStopped: The agent ended, or stayed silent for `timeout_s`.
         UsageError: The agent knows no such name.
     """
-    with closing(AgentConnection(home, silence_s=timeout_s)) as connection:
+    with closing(AgentConnection(home, CONTROL_REPLIES, silence_s=timeout_s)) as connection:
         (node,) = _ask(connection, ForgetName(name), Machines).ids
         return node
 
@@ -122,7 +122,7 @@ def ask_launches(home: Path, *, timeout_s: float = 5.0) -> tuple[LaunchRow, ...]
         AgentStopped: The agent ended, or stayed silent for `timeout_s`.
     """
     rows: list[LaunchRow] = []
-    with closing(AgentConnection(home, silence_s=timeout_s)) as connection:
+    with closing(AgentConnection(home, LAUNCH_REPLIES, silence_s=timeout_s)) as connection:
         some = _ask(connection, AskLaunches(), LaunchRows).rows
         while some:
             rows += some
@@ -138,7 +138,7 @@ def ask_hosts(home: Path, request: AskHosts, *, timeout_s: float = 5.0) -> tuple
         AgentStopped: The agent ended, or stayed silent for `timeout_s`.
         UsageError: A machine is not there, or has no IPv4 address.
     """
-    with closing(AgentConnection(home, silence_s=timeout_s)) as connection:
+    with closing(AgentConnection(home, LAUNCH_REPLIES, silence_s=timeout_s)) as connection:
         return _ask(connection, request, Hosts).hosts
 
 
@@ -150,7 +150,7 @@ def end_launch(home: Path, launch: str, *, timeout_s: float = 5.0) -> str:
         AgentStopped: The agent ended, or stayed silent for `timeout_s`.
         UsageError: The agent knows no such launch.
     """
-    with closing(AgentConnection(home, silence_s=timeout_s)) as connection:
+    with closing(AgentConnection(home, LAUNCH_REPLIES, silence_s=timeout_s)) as connection:
         return _ask(connection, EndLaunch(launch), LaunchEnding).launch
 
 
@@ -162,7 +162,7 @@ def fetch_files(home: Path, request: FetchFiles, *, timeout_s: float = 86400.0) 
         AgentStopped: The agent ended, or did not answer in time.
         UsageError: The launch has no copies, or was not started here.
     """
-    with closing(AgentConnection(home, silence_s=timeout_s)) as connection:
+    with closing(AgentConnection(home, LAUNCH_REPLIES, silence_s=timeout_s)) as connection:
         return _ask(connection, request, Fetched)
 
 
@@ -173,18 +173,20 @@ def stop_agent(home: Path, *, timeout_s: float = 10.0) -> int:
         AgentNotRunning: Nobody listens at its socket.
         AgentStopped: The agent did not answer, or did not leave, within `timeout_s`.
     """
-    with closing(AgentConnection(home, silence_s=timeout_s)) as connection:
+    with closing(AgentConnection(home, CONTROL_REPLIES, silence_s=timeout_s)) as connection:
         stopping = _ask(connection, StopAgent(), Stopping)
         connection.await_end()  # closing it is the last thing that the agent does
     return stopping.pid
 
 
-def _ask(connection: AgentConnection, request: Request, wanted: type[ReplyT]) -> ReplyT:
+def _ask(
+    connection: AgentConnection[SessionMessage], request: SessionMessage, wanted: type[ReplyT]
+) -> ReplyT:
     connection.send(request)
     return _await(connection, wanted)
 
 
-def _await(connection: AgentConnection, wanted: type[ReplyT]) -> ReplyT:
+def _await(connection: AgentConnection[SessionMessage], wanted: type[ReplyT]) -> ReplyT:
     reply = connection.receive()
     if isinstance(reply, Refused):
         raise error_of(reply.verdict)

@@ -11,9 +11,9 @@ links       addresses (which to dial first), dialing (when), health (what a sile
 wire        framing (lengths, first bytes), channels (who receives which message between agents),
             stream (bytes with a window, in parts of messages), link, probes, views, lanes, p2p,
             store, relays and launches (the messages of each), calls (what an op is called with),
-            session (messages between trainer and agent), tree (directories that are sent),
-            records (sealed lane records), subflows (one lane over
-            several connections)
+            session (between a program and its agent), trainer, attached and control (the messages
+            of each kind of session), tree (directories that are sent), records (sealed lane
+            records), subflows (one lane over several connections)
 values      views, rosters, trainers, verdicts: the values that agents agree on
 topology    graph (the machines, and what was measured of each edge), ring (the best order), ranks
             (which of them are near to each other)

@@ -16,16 +16,10 @@ from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.lanes import rendezvous
 from pmesh.agent.p2p import router
 from pmesh.agent.run import Agent
+from pmesh.core.wire.attached import Attach, Attached, ReceiveMessage
+from pmesh.core.wire.control import AskStatus, StatusReply
 from pmesh.core.wire.lanes import OfferLane
-from pmesh.core.wire.session import (
-    SESSION_VERSION,
-    AskStatus,
-    Attach,
-    Attached,
-    ReceiveMessage,
-    Refused,
-    StatusReply,
-)
+from pmesh.core.wire.session import SESSION_VERSION, Refused
 from pmesh.errors import ProtocolError
 from pmesh.ids import Incarnation, JobName, Member, NodeId, TrainerId
 from pmesh.net.lanes import opening

@@ -31,7 +31,8 @@ from pmesh.agent.schema import json_schema
 from pmesh.core.jobs.jobs import LEFT
 from pmesh.core.topology.graph import Graph, measured_graph
 from pmesh.core.values import OpOutcome, Primary, Roster, Seat, Terms, Trainer, Verdict, View
-from pmesh.core.wire.session import MAX_SESSION_MESSAGE_BYTES, Events, encode
+from pmesh.core.wire.control import Events
+from pmesh.core.wire.session import MAX_SESSION_MESSAGE_BYTES, encode
 from pmesh.core.wire.views import RELAYED, MeasuredEdge
 from pmesh.errors import UsageError
 from pmesh.ids import (

@@ -23,23 +23,11 @@ from pmesh.agent.limits import (
     raise_open_files,
 )
 from pmesh.agent.mesh.peers import Peers
+from pmesh.core.wire.attached import Attach, Attached, ReceiveMessage
+from pmesh.core.wire.control import AskEvents, AskStatus, StatusReply, StopAgent, Stopping
 from pmesh.core.wire.framing import frame
-from pmesh.core.wire.session import (
-    SESSION_VERSION,
-    ArenaGranted,
-    AskEvents,
-    AskStatus,
-    Attach,
-    Attached,
-    Connect,
-    ReceiveMessage,
-    Refused,
-    StatusReply,
-    StopAgent,
-    Stopping,
-    WantArena,
-    encode,
-)
+from pmesh.core.wire.session import SESSION_VERSION, ArenaGranted, Refused, WantArena, encode
+from pmesh.core.wire.trainer import Connect
 from pmesh.errors import UsageError
 from pmesh.ids import JobName
 from pmesh.net.sessions.sessions import MAX_VISITORS, VISIT_S

@@ -22,7 +22,8 @@ from pmesh.core.identity.advertisement import Advertisement
 from pmesh.core.identity.keys import AdvertisementKey, NodeKey
 from pmesh.core.values import View
 from pmesh.core.views.limits import SOUND
-from pmesh.core.wire.session import AskEvents, Events, Leave, StopAgent, Stopping
+from pmesh.core.wire.control import AskEvents, Events, StopAgent, Stopping
+from pmesh.core.wire.trainer import Leave
 from pmesh.errors import AgentAlreadyRunning, ConfigError, PmeshError, PortTaken
 from pmesh.home_paths import socket_path
 from pmesh.ids import Epoch, Incarnation

@@ -9,10 +9,12 @@ from trio.testing import MockClock
 
 from pmesh.agent.mesh.names import load_names
 from pmesh.core.values import Terms
+from pmesh.core.wire.control import AskMachines, ForgetName, Machines
 from pmesh.core.wire.launches import Command, Launch, LaunchTerms
-from pmesh.core.wire.session import AskMachines, ForgetName, Machines, Refused, Reply, Request
+from pmesh.core.wire.session import Refused
 from pmesh.errors import UsageError
 from pmesh.ids import node_text
+from simulation.wire import AnyReply, AnyRequest
 from tests.worlds.trainer import RefusedError, together, until
 from tests.worlds.village import Machine, Village, village
 from tests.worlds.village_ops import events_of
@@ -109,7 +111,7 @@ async def test_who_takes_the_name_of_a_machine_that_is_away_trains_and_is_not_ta
         await again.start()
         await until(lambda: set(one.names) == {"mac-0", longer})
 
-        async def ask(request: Request) -> Reply:
+        async def ask(request: AnyRequest) -> AnyReply:
             return await (await here.trainer(one)).ask(request)
 
         assert await ask(ForgetName("mac-1")) == Machines((node_text(two.key.node),))

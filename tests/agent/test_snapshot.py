@@ -24,7 +24,8 @@ from pmesh.agent.schema import (
 from pmesh.core.links import health
 from pmesh.core.links.paths import PathKey
 from pmesh.core.values import Terms
-from pmesh.core.wire.session import AskStatus, Compresses, StatusReply
+from pmesh.core.wire.control import AskStatus, StatusReply
+from pmesh.core.wire.trainer import Compresses
 from pmesh.errors import UsageError
 from pmesh.ids import node_text
 from tests.worlds.fake_status_agent import SNAPSHOT

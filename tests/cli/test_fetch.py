@@ -10,9 +10,10 @@ from pmesh.agent.launches.files import FileStore
 from pmesh.cli.app import run
 from pmesh.core.wire.framing import FrameReader, frame
 from pmesh.core.wire.launches import Fetched, FetchedFiles, FetchFiles, NewFile, TreeName
-from pmesh.core.wire.session import decode_request_untrusted, encode
+from pmesh.core.wire.session import encode
 from pmesh.core.wire.tree import Entry, FileEntry, LinkEntry, encode_tree
 from pmesh.home_paths import home_directory, socket_path
+from simulation.wire import decode_request_untrusted
 from tests.worlds.fake_status_agent import agent_at
 
 ONE, TWO = "a" * 52, "b" * 52

@@ -16,6 +16,15 @@ from pmesh.cli.app import run
 from pmesh.cli.rows import output
 from pmesh.core.launches.lines import STARTER
 from pmesh.core.values import Verdict
+from pmesh.core.wire.control import (
+    AskEvents,
+    AskPing,
+    AskStatus,
+    Events,
+    Pinged,
+    StatusReply,
+    WayTried,
+)
 from pmesh.core.wire.framing import FrameReader, frame
 from pmesh.core.wire.launches import (
     AskLaunches,
@@ -33,20 +42,9 @@ from pmesh.core.wire.launches import (
     LaunchSends,
     NewFile,
 )
-from pmesh.core.wire.session import (
-    AskEvents,
-    AskPing,
-    AskStatus,
-    Events,
-    Pinged,
-    Refused,
-    Reply,
-    StatusReply,
-    WayTried,
-    decode_request_untrusted,
-    encode,
-)
+from pmesh.core.wire.session import Refused, encode
 from pmesh.home_paths import home_directory, socket_path
+from simulation.wire import AnyReply, decode_request_untrusted
 from tests.worlds.fake_status_agent import SNAPSHOT, agent_at, make_chronicle
 
 EVIL = "[/bold] m\x1b]0;you\x07\x9b2J\npmesh: \u202e:boom:"
@@ -64,7 +62,7 @@ def status() -> bytes:
     return text
 
 
-def replies_to(request: object) -> list[Reply]:  # noqa: PLR0911 - one for each request
+def replies_to(request: object) -> list[AnyReply]:  # noqa: PLR0911 - one for each request
     events = make_chronicle()
     events.note("peer lost", f"{EVIL} is gone")
     row = LaunchRow(EVIL, EVIL, EVIL, EVIL, False, (EVIL,), EVIL, 1.0, None)  # noqa: FBT003

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from pmesh.cli.app import run
+from pmesh.core.wire.control import Pinged, Stopping
 from pmesh.core.wire.framing import frame
-from pmesh.core.wire.session import Pinged, Stopping, encode
+from pmesh.core.wire.session import encode
 from tests.worlds.fake_status_agent import WAYS, agent_at, answer_well
 
 

@@ -14,7 +14,8 @@ import pytest
 import pmesh
 from pmesh.client.session.connection import AgentConnection
 from pmesh.core.values import Terms, Verdict
-from pmesh.core.wire.session import SESSION_VERSION, Connect, Refused
+from pmesh.core.wire.session import SESSION_VERSION, Refused
+from pmesh.core.wire.trainer import TRAINER_REPLIES, Connect
 from pmesh.ids import JobName
 from tests.worlds.scripted_agent import ScriptedAgent, Trainer, joins, replies
 from tests.worlds.watched_agent import WatchedAgent
@@ -56,12 +57,12 @@ class TestAnAgentWithACrowdAtItsDoor:
             crowd.accept()[0].close()
 
         monkeypatch.setattr(time, "sleep", meanwhile)
-        AgentConnection(tmp_path).close()
+        AgentConnection(tmp_path, TRAINER_REPLIES).close()
 
     @pytest.mark.usefixtures("crowd")
     def test_is_not_waited_for_longer_than_for_any_answer(self, tmp_path: Path) -> None:
         with pytest.raises(pmesh.AgentStopped, match=r"has not answered for 0\.02 s"):
-            AgentConnection(tmp_path, silence_s=0.02)
+            AgentConnection(tmp_path, TRAINER_REPLIES, silence_s=0.02)
 
 
 def test_the_home_comes_from_the_environment(

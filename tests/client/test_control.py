@@ -10,8 +10,10 @@ from pmesh.agent.events import decode_events
 from pmesh.agent.schema import decode_status
 from pmesh.client.connect import connect
 from pmesh.client.control import ask_events, ask_status, stop_agent
+from pmesh.core.wire.control import StatusReply, Stopping
 from pmesh.core.wire.framing import frame
-from pmesh.core.wire.session import Leave, StatusReply, Stopping, encode
+from pmesh.core.wire.session import encode
+from pmesh.core.wire.trainer import Leave
 from pmesh.errors import AgentNotRunning, AgentStopped, ProtocolError
 from pmesh.testing import agent_in_a_thread
 from tests.worlds.fake_status_agent import agent_at, answer_well, answer_with, make_chronicle

@@ -18,8 +18,8 @@ from types import CodeType, FrameType
 import numpy as np
 
 import pmesh
-from pmesh.core.wire.session import decode_request_untrusted
 from pmesh.testing import SimulatedMesh
+from simulation.wire import decode_request_untrusted
 
 WARM_UP, OPS, SIZE = 5, 20, 2
 MOST_IN_CLIENT = 60

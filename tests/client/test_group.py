@@ -14,7 +14,7 @@ import pytest
 import trio
 
 import pmesh
-from pmesh.core.wire.session import StartOp
+from pmesh.core.wire.trainer import StartOp
 from tests.worlds.watched_agent import WatchedAgent, WatchedSession, run_ranks
 
 RANKS = 3

@@ -7,7 +7,7 @@ import pytest
 
 import pmesh
 from pmesh.core.ops.reductions import Values
-from pmesh.core.wire.session import SYNC_VALUES
+from pmesh.core.wire.trainer import SYNC_VALUES
 from pmesh.testing import SimulatedMesh
 from tests.worlds.watched_agent import WatchedAgent, run_ranks
 

@@ -16,8 +16,8 @@ import pytest
 import pmesh
 from pmesh.client.control import ask_status, stop_agent
 from pmesh.client.session import connection, session
-from pmesh.core.wire.session import Request
 from pmesh.home_paths import LOCK_NAME, LOG_NAME
+from simulation.wire import AnyRequest
 from tests.worlds.fake_status_agent import agent_at
 from tests.worlds.scripted_agent import ScriptedAgent, Step, Trainer, joins, op_done, replies
 
@@ -83,7 +83,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
 def after_more(looks: threading.Semaphore, then: Step) -> Step:
     """A step that is taken once the call has looked and logged what it finds, perhaps again."""
 
-    def step(trainer: Trainer, request: Request | None) -> None:
+    def step(trainer: Trainer, request: AnyRequest | None) -> None:
         while looks.acquire(blocking=False):
             pass  # one that has begun before may have come too early
         for _ in range(4):
@@ -127,7 +127,7 @@ def test_a_call_that_waits_for_others_warns_only_once_the_agent_is_stopped(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def stops_late(trainer: Trainer, request: Request | None) -> None:
+    def stops_late(trainer: Trainer, request: AnyRequest | None) -> None:
         assert caplog.messages == []
         stops(process)
         after_more(looks, replies(op_done(0)))(trainer, request)

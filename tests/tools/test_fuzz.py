@@ -16,13 +16,12 @@ from msgspec import inspect
 from pmesh.core.links.delivery import PREFIX_BYTES
 from pmesh.core.wire.channels import MAX_MESSAGE_BYTES, encode
 from pmesh.core.wire.link import Address, Hello, KnownPeers
-from pmesh.core.wire.session import decode_request_untrusted
 from pmesh.core.wire.session import encode as encode_request
 from pmesh.core.wire.store import Answer, Answered, decode_message_untrusted
 from pmesh.core.wire.store import encode as encode_of_a_store
 from pmesh.core.wire.views import Commit
 from pmesh.ids import Member, TrainerId
-from simulation.wire import AnyMessage, decode_untrusted
+from simulation.wire import AnyMessage, decode_request_untrusted, decode_untrusted
 from tests.worlds.builders import ANNA, BERT, make_roster, make_view, unsigned
 from tools.fuzz.agent import accepts, new_liar
 from tools.fuzz.corpus import Case, Recorder, keep, load, recorded

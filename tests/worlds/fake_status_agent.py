@@ -38,8 +38,7 @@ from pmesh.agent.schema import (
     encode_status,
 )
 from pmesh.core.values import Verdict
-from pmesh.core.wire.framing import FrameReader, frame
-from pmesh.core.wire.session import (
+from pmesh.core.wire.control import (
     AskEvents,
     AskMachines,
     AskPing,
@@ -48,14 +47,14 @@ from pmesh.core.wire.session import (
     ForgetName,
     Machines,
     Pinged,
-    Refused,
     StatusReply,
     Stopping,
     WayTried,
-    decode_request_untrusted,
-    encode,
 )
+from pmesh.core.wire.framing import FrameReader, frame
+from pmesh.core.wire.session import Refused, encode
 from pmesh.ids import Incarnation, Member, NodeId
+from simulation.wire import decode_request_untrusted
 
 IDS = ["a" * 52, "b" * 52, "c" * 52]
 NAMES = ["mac-1", "mac-2", "studio"]

@@ -11,21 +11,11 @@ from typing import Self
 
 from pmesh.core.values import SignedName, View
 from pmesh.core.wire.framing import FrameReader, frame
-from pmesh.core.wire.session import (
-    MAX_SESSION_MESSAGE_BYTES,
-    ArenaGranted,
-    ArenaKind,
-    Connect,
-    Joined,
-    OpDone,
-    Reply,
-    Request,
-    World,
-    decode_request_untrusted,
-    encode,
-)
+from pmesh.core.wire.session import MAX_SESSION_MESSAGE_BYTES, ArenaGranted, ArenaKind, encode
+from pmesh.core.wire.trainer import Connect, Joined, OpDone, World
 from pmesh.ids import Epoch, Incarnation, Member, NodeId, OpNumber, TrainerId
 from pmesh.net.sessions.arenas import Arena, arena_bytes, create_arena
+from simulation.wire import AnyReply, AnyRequest, decode_request_untrusted
 
 PATIENCE_S = 20.0
 NODE = NodeId(bytes(32))
@@ -48,7 +38,7 @@ class Trainer:
         self.outputs: list[Arena] = []
         self.lent: dict[int, Arena] = {}
 
-    def receive(self) -> Request | None:
+    def receive(self) -> AnyRequest | None:
         while (message := self.reader.next_message_untrusted()) is None:
             try:
                 data = self.connection.recv(65536)
@@ -59,7 +49,7 @@ class Trainer:
             self.reader.receive_data(data)
         return decode_request_untrusted(message)
 
-    def send(self, reply: Reply, *descriptors: int) -> None:
+    def send(self, reply: AnyReply, *descriptors: int) -> None:
         data = frame(encode(reply))
         if descriptors:
             self.connection.sendall(data[:-1])
@@ -138,7 +128,7 @@ class Listening:
             raise self._errors[0]
 
 
-Step = Callable[[Trainer, Request | None], None]
+Step = Callable[[Trainer, AnyRequest | None], None]
 
 
 class ScriptedAgent(Listening):
@@ -160,7 +150,7 @@ class ScriptedAgent(Listening):
     def grants(self, kind: ArenaKind, nbytes: int, *, claim: int | None = None) -> Step:
         """A step that grants an arena, perhaps claiming another size."""
 
-        def step(trainer: Trainer, request: Request | None) -> None:
+        def step(trainer: Trainer, request: AnyRequest | None) -> None:
             del request
             made = self.arena(kind, nbytes)
             said = made.nbytes if claim is None else claim
@@ -169,16 +159,16 @@ class ScriptedAgent(Listening):
         return step
 
 
-def joins(trainer: Trainer, request: Request | None) -> None:
+def joins(trainer: Trainer, request: AnyRequest | None) -> None:
     """A step: the job begins, with this rank alone."""
     assert isinstance(request, Connect)
     trainer.send(Joined(ALONE, VIEW))
 
 
-def replies(*answers: Reply) -> Step:
+def replies(*answers: AnyReply) -> Step:
     """A step that sends these."""
 
-    def step(trainer: Trainer, request: Request | None) -> None:
+    def step(trainer: Trainer, request: AnyRequest | None) -> None:
         del request
         for answer in answers:
             trainer.send(answer)
@@ -189,7 +179,7 @@ def replies(*answers: Reply) -> Step:
 def says(data: bytes) -> Step:
     """A step that sends raw bytes."""
 
-    def step(trainer: Trainer, request: Request | None) -> None:
+    def step(trainer: Trainer, request: AnyRequest | None) -> None:
         del request
         trainer.connection.sendall(data)
 

@@ -9,9 +9,8 @@ import trio
 from trio.testing import MockClock
 
 from pmesh.core.values import Terms, Verdict
-from pmesh.core.wire.session import (
+from pmesh.core.wire.attached import (
     MAX_STORE_DATA_BYTES,
-    SESSION_VERSION,
     Attach,
     Attached,
     MessageFailed,
@@ -19,6 +18,7 @@ from pmesh.core.wire.session import (
     StoreCall,
     StoreWaits,
 )
+from pmesh.core.wire.session import SESSION_VERSION
 from pmesh.core.wire.store import Answer, Command, decode_answer_untrusted, encode
 from pmesh.ids import JobName
 from tests.worlds.trainer import ANY, Trainer, until

@@ -19,32 +19,32 @@ from pmesh.core.values import Terms, Verdict
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.framing import FrameReader, frame
 from pmesh.core.wire.session import (
-    ENTERS,
     MAX_SESSION_MESSAGE_BYTES,
     SESSION_VERSION,
-    SYNC_VALUES,
     ArenaGone,
     ArenaGranted,
-    Connect,
     DropArena,
+    Refused,
+    WantArena,
+    encode,
+)
+from pmesh.core.wire.trainer import (
+    ENTERS,
+    SYNC_VALUES,
+    Connect,
     GroupOf,
     Joined,
     Leave,
     OpDone,
     OpFailed,
     RanksLost,
-    Refused,
-    Reply,
-    Request,
     StartOp,
     StillWaiting,
-    WantArena,
     World,
-    decode_reply_untrusted,
-    encode,
 )
 from pmesh.home_paths import socket_path
 from pmesh.ids import JobName, OpNumber, TrainerId
+from simulation.wire import AnyReply, AnyRequest, decode_reply_untrusted
 
 PATIENCE_S = 60.0  # beyond every deadline of ours, on the clock that jumps
 
@@ -125,10 +125,10 @@ class Trainer:
     def names(self) -> tuple[str, ...]:
         return self.world.names
 
-    async def send(self, request: Request) -> None:
+    async def send(self, request: AnyRequest) -> None:
         await self.stream.send_all(frame(encode(request)))
 
-    async def receive(self) -> Reply:
+    async def receive(self) -> AnyReply:
         """The next reply that is no news; raises trio.EndOfChannel at the end."""
         while True:
             reply = await self._next()
@@ -150,7 +150,7 @@ class Trainer:
                 case _:
                     return reply
 
-    async def _next(self) -> Reply:
+    async def _next(self) -> AnyReply:
         while (message := self._reader.next_message_untrusted()) is None:
             data, ancillary, _, _ = await self.stream.socket.recvmsg(
                 65536, socket.CMSG_SPACE(4 * 16)
@@ -164,7 +164,7 @@ class Trainer:
             self._reader.receive_data(data)
         return decode_reply_untrusted(message)
 
-    async def ask(self, request: Request) -> Reply:
+    async def ask(self, request: AnyRequest) -> AnyReply:
         await self.send(request)
         return await self.receive()
 
@@ -191,7 +191,7 @@ class Trainer:
         )
         return self.has_joined(await self.ask(connect))
 
-    def has_joined(self, reply: Reply) -> Joined:
+    def has_joined(self, reply: AnyReply) -> Joined:
         if isinstance(reply, Refused):
             raise RefusedError(reply.verdict)
         assert isinstance(reply, Joined)

@@ -19,7 +19,7 @@ from pmesh.core.ops.plan import RankPlan
 from pmesh.core.ops.reductions import WIRE_DTYPES, Values
 from pmesh.core.values import Terms, Verdict
 from pmesh.core.wire.calls import Call
-from pmesh.core.wire.session import OpDone, OpFailed, StartOp
+from pmesh.core.wire.trainer import OpDone, OpFailed, StartOp
 from pmesh.ids import OpNumber
 from tests.worlds.trainer import OpError, Trainer, together, until
 from tests.worlds.village import Machine, Village

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from unittest import mock
 
 import msgspec
@@ -21,37 +21,37 @@ from pmesh.agent.containment import Contain
 from pmesh.agent.jobs.driver import Jobs
 from pmesh.agent.jobs.session import serve_trainer
 from pmesh.core.values import Verdict
+from pmesh.core.wire.attached import (
+    Attach,
+    MessageFailed,
+    MessageWaits,
+    ReceiveMessage,
+    SendMessage,
+)
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.framing import frame
 from pmesh.core.wire.session import (
-    ENTERS,
     ArenaGranted,
-    Attach,
-    Compresses,
-    Connect,
     DropArena,
-    Joined,
-    Leave,
-    MessageFailed,
-    MessageWaits,
-    OpDone,
-    ReceiveMessage,
     Refused,
-    Reply,
-    Request,
-    SendMessage,
-    StartOp,
+    SessionDecoder,
+    SessionMessage,
     WantArena,
     encode,
 )
+from pmesh.core.wire.trainer import ENTERS, Compresses, Connect, Joined, Leave, OpDone, StartOp
 from pmesh.ids import TrainerId
 from pmesh.net.sessions.arena_pools import ArenaShare
 from pmesh.net.sessions.sessions import PeerCredentials, Session
 from pmesh.testing import agent_in_a_thread
+from simulation.wire import AnyReply
 from tests.worlds.scripted_agent import PATIENCE_S
 
 T = TypeVar("T")
 LOST = Verdict("RankLost", "rank 1 (mac-1) is lost")
+
+
+_Request = TypeVar("_Request", bound=SessionMessage)
 
 
 class WatchedSession(Session):
@@ -70,15 +70,15 @@ class WatchedSession(Session):
         self.lent: set[int] = set()
         """Arenas with results that the program has kept."""
 
-    async def receive(self) -> Request:
+    async def receive(self, requests: SessionDecoder[_Request]) -> _Request:
         while True:
             try:
-                request = await super().receive()
+                request = await super().receive(requests)
             except trio.EndOfChannel:
                 self._agent.note(lambda: self._agent.crashed.append(self.me))
                 raise
             if isinstance(request, StartOp):
-                return await self._agent.start_op(self, request)
+                return cast("_Request", await self._agent.start_op(self, request))
             answers = self._agent.answers(self, request)
             if answers is None:
                 return request
@@ -87,7 +87,7 @@ class WatchedSession(Session):
             if isinstance(request, Attach):
                 raise trio.EndOfChannel
 
-    async def send(self, reply: Reply, descriptors: tuple[int, ...] = ()) -> None:
+    async def send(self, reply: SessionMessage, descriptors: tuple[int, ...] = ()) -> None:
         match reply:
             case ArenaGranted(number, "input", nbytes):
                 self.inputs[number] = mmap.mmap(descriptors[0], nbytes)
@@ -100,7 +100,7 @@ class WatchedSession(Session):
                 pass
         await super().send(reply, descriptors)
 
-    def say(self, data: bytes | Reply) -> None:
+    def say(self, data: bytes | AnyReply) -> None:
         """Send what the agent would not."""
         os.write(
             self._stream.socket.fileno(), data if isinstance(data, bytes) else frame(encode(data))
@@ -179,7 +179,9 @@ class WatchedAgent:
         with self._changed:
             assert self._changed.wait_for(happened, PATIENCE_S)
 
-    def answers(self, session: WatchedSession, request: Request) -> Sequence[Reply] | None:
+    def answers(
+        self, session: WatchedSession, request: SessionMessage
+    ) -> Sequence[AnyReply] | None:
         """What a request gets in place of the agent's own answer; None: that."""
         match request:
             case Connect(job=job):
@@ -202,8 +204,8 @@ class WatchedAgent:
         return None
 
     def _answers_to_messages(
-        self, session: WatchedSession, request: Request
-    ) -> Sequence[Reply] | None:
+        self, session: WatchedSession, request: SessionMessage
+    ) -> Sequence[AnyReply] | None:
         match request:
             case Attach() if self.refuses is not None:
                 return [Refused(self.refuses)]

@@ -17,39 +17,27 @@ import msgspec
 import trio
 
 from pmesh.core.wire import store
+from pmesh.core.wire.attached import Attach, ReceiveMessage, SendMessage, StoreCall
 from pmesh.core.wire.calls import Call, Envelope
+from pmesh.core.wire.control import AskEvents, AskPing, AskStatus, StopAgent
 from pmesh.core.wire.framing import FrameReader, frame
 from pmesh.core.wire.launches import AskLaunches
 from pmesh.core.wire.session import (
-    ENTERS,
     MAX_REQUEST_BYTES,
     MAX_SESSION_MESSAGE_BYTES,
     SESSION_VERSION,
-    AskEvents,
-    AskPing,
-    AskStatus,
-    Attach,
-    Compresses,
-    Connect,
     DropArena,
-    Leave,
-    ReceiveMessage,
-    Request,
-    SendMessage,
-    StartOp,
-    StopAgent,
-    StoreCall,
     WantArena,
-    decode_reply_untrusted,
-    decode_request_untrusted,
     encode,
 )
 from pmesh.core.wire.store import Add, Get, Keys, Set, Wait
+from pmesh.core.wire.trainer import ENTERS, Compresses, Connect, Leave, StartOp
 from pmesh.ids import JobName, OpNumber, TrainerId
+from simulation.wire import AnyRequest, decode_reply_untrusted, decode_request_untrusted
 from tools.fuzz.corpus import Case, Recorder, load
 from tools.fuzz.liar import Liar
 
-REQUESTS = tuple(kind for kind in get_args(Request) if kind is not StopAgent)  # which is obeyed
+REQUESTS = tuple(kind for kind in get_args(AnyRequest) if kind is not StopAgent)  # which is obeyed
 PAUSE_S = 0.05
 Tell = Callable[[tuple[int, Any]], None]
 """Called with each request before it is sent, and the number of its session."""
@@ -65,7 +53,7 @@ def new_liar(seed: int) -> Liar:
     return Liar(seed, REQUESTS, lambda r: decode_request_untrusted(encode(r)), room=room)
 
 
-def honest_sessions() -> Iterator[tuple[Request, ...]]:
+def honest_sessions() -> Iterator[tuple[AnyRequest, ...]]:
     """What programs say, by session; a job of one rank runs while its messages travel."""
     me, sync = TrainerId(0), Call("sync", "int64", (8,))
     ops = [

@@ -24,7 +24,7 @@ from pmesh.core.links.health import WIRED
 from pmesh.core.values import Roster, Trainer, View
 from pmesh.core.views.state import Facts
 from pmesh.core.wire.lanes import AskResult, LaneMessage, OfferLane, RestLane, Splice
-from pmesh.core.wire.session import Connect
+from pmesh.core.wire.trainer import Connect
 from pmesh.core.wire.views import Heartbeat, RankProgress
 from pmesh.ids import Epoch, JobName, Member, TrainerId
 from pmesh.net.sessions.arena_pools import SessionArenas

@@ -35,7 +35,7 @@ from pmesh.core.ops.plan import RankPlan
 from pmesh.core.ops.reductions import WIRE_DTYPES, check_reduction
 from pmesh.core.values import OpOutcome, Verdict
 from pmesh.core.wire.records import RecordHeader
-from pmesh.core.wire.session import OpDone, OpFailed, StartOp
+from pmesh.core.wire.trainer import OpDone, OpFailed, StartOp
 from pmesh.errors import LaneBroken, ProtocolError, UsageError
 from pmesh.ids import OpNumber, Rank
 from pmesh.net.lanes.executor import run_plan

@@ -22,22 +22,19 @@ from pmesh.core.jobs.jobs import LEFT
 from pmesh.core.jobs.rank import COME_BACK
 from pmesh.core.ops.kinds import ring_codec_name
 from pmesh.core.values import MAX_JOB_BYTES, Verdict
-from pmesh.core.wire.session import (
+from pmesh.core.wire.session import SESSION_VERSION, ArenaGone, DropArena, Refused, WantArena
+from pmesh.core.wire.trainer import (
     ENTERS,
-    SESSION_VERSION,
-    ArenaGone,
+    TRAINER_REQUESTS,
     Compresses,
     Connect,
-    DropArena,
     Joined,
     Leave,
     OpDone,
     OpFailed,
     RanksLost,
-    Refused,
     StartOp,
     StillWaiting,
-    WantArena,
     World,
 )
 from pmesh.core.wire.views import Waiting
@@ -337,7 +334,7 @@ class _TrainerSession:
         compiler = Compiler(nursery, self._contain)
         while not self._has_left:
             self._serves = False
-            request = await self._session.receive()
+            request = await self._session.receive(TRAINER_REQUESTS)
             self._serves = True
             match request:
                 case StartOp(arena=arena) if self._arenas.inputs.was_taken_back(arena):

@@ -9,6 +9,7 @@ from pmesh.agent.launches.router import Launches
 from pmesh.agent.launches.started import StartedHere
 from pmesh.core.launches.lines import STARTER, note, seated
 from pmesh.core.wire.launches import (
+    LAUNCH_REQUESTS,
     AskHosts,
     AskLaunches,
     EndLaunch,
@@ -29,7 +30,7 @@ from pmesh.core.wire.launches import (
     SignalLaunch,
     SignalNumber,
 )
-from pmesh.errors import ProtocolError, UsageError
+from pmesh.errors import UsageError
 from pmesh.ids import NodeId, PathName, node_text
 from pmesh.net.sessions.sessions import Session, refuse
 
@@ -127,14 +128,12 @@ async def _show_files_sent(session: Session, launch: StartedHere, launches: Laun
 
 async def _take_requests(session: Session, launch: StartedHere, nursery: trio.Nursery) -> None:
     while True:
-        match request := await session.receive():
+        match await session.receive(LAUNCH_REQUESTS):
             case SignalLaunch(number):
                 launch.interrupt(number)
             case LaunchInput(data):
                 launch.send_input(data)
                 nursery.start_soon(_tell_taken, session, launch.input_taken)
-            case _:
-                raise ProtocolError(f"{type(request).__name__} during a launch")
 
 
 async def _tell_taken(session: Session, taken: trio.Event) -> None:

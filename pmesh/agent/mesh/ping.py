@@ -11,7 +11,7 @@ from pmesh.agent.mesh.peers import Peers
 from pmesh.core.links.addresses import LocalAddress
 from pmesh.core.links.paths import PathKey, Way
 from pmesh.core.links.reasons import why_used
-from pmesh.core.wire.session import Pinged, WayTried
+from pmesh.core.wire.control import Pinged, WayTried
 from pmesh.errors import PeerUnreachable, PmeshError, UsageError
 from pmesh.ids import NodeId
 

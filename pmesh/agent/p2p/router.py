@@ -18,13 +18,11 @@ from pmesh.agent.store.serving import StoreCalls
 from pmesh.agent.store.stores import Stores
 from pmesh.core.jobs.rank import COME_BACK
 from pmesh.core.values import Verdict
-from pmesh.core.wire.p2p import AnnounceMessage, MessageWithdrawn, P2PMessage
-from pmesh.core.wire.session import (
+from pmesh.core.wire.attached import (
+    ATTACHED_REQUESTS,
     MAX_MESSAGES,
-    SESSION_VERSION,
     Attach,
     Attached,
-    DropArena,
     MessageFailed,
     MessageReceived,
     MessageSent,
@@ -32,8 +30,9 @@ from pmesh.core.wire.session import (
     ReceiveMessage,
     SendMessage,
     StoreCall,
-    WantArena,
 )
+from pmesh.core.wire.p2p import AnnounceMessage, MessageWithdrawn, P2PMessage
+from pmesh.core.wire.session import SESSION_VERSION, DropArena, WantArena
 from pmesh.errors import ProtocolError
 from pmesh.ids import JobName, Member, TrainerId
 from pmesh.net.sessions.arena_pools import ArenaShare, SessionArenas
@@ -179,7 +178,7 @@ class _Connection:
         """Serve requests in order, which decides the order of messages."""
         while True:
             await self._session.all_sent()  # else unread replies would pile up without limit
-            match request := await self._session.receive():
+            match request := await self._session.receive(ATTACHED_REQUESTS):
                 case SendMessage() | ReceiveMessage():
                     await self._begin(request)
                 case StoreCall():

@@ -9,7 +9,7 @@ from pmesh.agent.grants import SAY_EVERY_S
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.store.stores import StoreFailed, Stores, describe
 from pmesh.core.values import Verdict
-from pmesh.core.wire.session import (
+from pmesh.core.wire.attached import (
     MAX_STORE_DATA_BYTES,
     MessageFailed,
     StoreAnswered,

@@ -30,7 +30,7 @@ from pmesh.client.feedback.call import Compression, chosen_for_gradients
 from pmesh.client.session.session import TrainerSession
 from pmesh.compression.schemes import Scheme
 from pmesh.core.ops.reductions import Values
-from pmesh.core.wire.session import World
+from pmesh.core.wire.trainer import World
 from pmesh.errors import UsageError
 
 T = TypeVar("T")

@@ -27,7 +27,7 @@ from pmesh.client.session.session import TrainerSession
 from pmesh.client.trees.arrays import evaluate_mlx
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.calls import Call
-from pmesh.core.wire.session import World
+from pmesh.core.wire.trainer import World
 from pmesh.errors import RosterChanged, RunError, UsageError
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from pmesh.client.session.session import Done, TrainerSession
 from pmesh.client.trees.arrays import Leaf, digest, evaluate_mlx
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.calls import Call
-from pmesh.core.wire.session import World
+from pmesh.core.wire.trainer import World
 from pmesh.errors import OpMismatch, RosterChanged, UnsupportedArray, UsageError
 from pmesh.ids import TrainerId
 

@@ -17,7 +17,7 @@ from pmesh.client.calls.traceback import make_public, public
 from pmesh.client.collective.bucketed import LastOp
 from pmesh.client.elastic.place import Place
 from pmesh.client.session.session import TrainerSession
-from pmesh.core.wire.session import World
+from pmesh.core.wire.trainer import World
 from pmesh.errors import MeshClosed, OpTimedOut, PmeshError, UsageError
 from pmesh.ids import Rank, TrainerId
 

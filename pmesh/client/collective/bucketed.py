@@ -27,7 +27,7 @@ from pmesh.client.trees.raw import describe_bits
 from pmesh.core.ops.plan import chunk_bounds
 from pmesh.core.ops.reductions import WIRE_DTYPES, Values, check_reduction
 from pmesh.core.wire.calls import Call
-from pmesh.core.wire.session import World
+from pmesh.core.wire.trainer import World
 from pmesh.errors import RankLost, UnsupportedArray, UsageError
 from pmesh.ids import OpNumber, Rank, TrainerId
 

@@ -17,7 +17,7 @@ from pmesh.client.trees.arrays import digest, no_array
 from pmesh.client.trees.raw import from_raw, to_raw
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.calls import Call
-from pmesh.core.wire.session import World
+from pmesh.core.wire.trainer import World
 from pmesh.errors import OpMismatch, RosterChanged, UnsupportedArray, UsageError
 from pmesh.ids import TrainerId
 

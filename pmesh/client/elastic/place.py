@@ -17,7 +17,9 @@ from pmesh.client.session.p2p_session import P2PSession
 from pmesh.client.session.session import TrainerSession
 from pmesh.client.trees.state import Packed
 from pmesh.core.ops.reductions import Values
-from pmesh.core.wire.session import SESSION_VERSION, Attach, Connect, GroupOf, Refused, World
+from pmesh.core.wire.attached import ATTACHED_REPLIES, Attach
+from pmesh.core.wire.session import SESSION_VERSION, Refused
+from pmesh.core.wire.trainer import TRAINER_REPLIES, Connect, GroupOf, World
 from pmesh.errors import (
     AgentNotRunning,
     AgentStopped,
@@ -55,7 +57,7 @@ class Place:
         self._on_superseded = on_superseded
         self._closing = threading.Event()
         self._messages: P2PSession | None = None
-        self._session = TrainerSession(AgentConnection(home))
+        self._session = TrainerSession(AgentConnection(home, TRAINER_REPLIES))
         try:
             joined = self._session.join(request)
         except BaseException:
@@ -200,7 +202,7 @@ class Place:
             AgentNotRunning: there is no agent.
         """
         me = self.world.trainers[self.world.rank]
-        connection = AgentConnection(self._home)
+        connection = AgentConnection(self._home, ATTACHED_REPLIES)
         try:
             connection.send(Attach(SESSION_VERSION, self._request.job, me))
             reply = connection.receive()
@@ -277,7 +279,9 @@ class Place:
         """
         while True:
             try:
-                session = self._session = TrainerSession(AgentConnection(self._home))
+                session = self._session = TrainerSession(
+                    AgentConnection(self._home, TRAINER_REPLIES)
+                )
                 self._join_again(session, deadline)
             except (AgentNotRunning, AgentStopped):
                 if self._pause(deadline):

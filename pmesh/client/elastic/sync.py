@@ -24,7 +24,7 @@ from pmesh.client.session.session import Done, TrainerSession, exchange_rows
 from pmesh.client.trees.state import Packed, digest_of
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.calls import Call
-from pmesh.core.wire.session import SYNC_VALUES, World
+from pmesh.core.wire.trainer import SYNC_VALUES, World
 from pmesh.errors import RankLost, RunError
 from pmesh.ids import Rank, TrainerId
 

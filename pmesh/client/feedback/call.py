@@ -49,7 +49,7 @@ from pmesh.compression.schemes import (
     spec,
 )
 from pmesh.core.wire.calls import Call
-from pmesh.core.wire.session import World
+from pmesh.core.wire.trainer import World
 from pmesh.errors import UnsupportedCompression
 from pmesh.ids import TrainerId
 

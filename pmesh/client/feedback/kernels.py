@@ -27,7 +27,7 @@ from pmesh.compression.power_sgd import PowerSGDPlan, plan_matrices
 from pmesh.compression.schemes import PowerSGD, RandomK, TopK
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.calls import Call
-from pmesh.core.wire.session import World
+from pmesh.core.wire.trainer import World
 from pmesh.errors import RunError
 
 

@@ -9,6 +9,7 @@ import socket
 import time
 from collections import deque
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from pmesh import errors
 from pmesh.client.session.arenas import Mapped, map_arena
@@ -18,9 +19,8 @@ from pmesh.core.wire.framing import FrameReader, frame
 from pmesh.core.wire.session import (
     MAX_SESSION_MESSAGE_BYTES,
     ArenaGranted,
-    Reply,
-    Request,
-    decode_reply_untrusted,
+    SessionDecoder,
+    SessionMessage,
     encode,
 )
 from pmesh.errors import (
@@ -44,7 +44,10 @@ _CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # macOS has no such fla
 _logger = logging.getLogger("pmesh")
 
 
-class AgentConnection:
+_Reply_co = TypeVar("_Reply_co", bound=SessionMessage, covariant=True)
+
+
+class AgentConnection(Generic[_Reply_co]):
     """A connection to the agent of this home. It ends if the agent is silent for `silence_s` (60).
 
     Raises:
@@ -52,9 +55,12 @@ class AgentConnection:
         AgentStopped: a process listens, but does not answer for that long.
     """
 
-    def __init__(self, home: Path, *, silence_s: float | None = None) -> None:
+    def __init__(
+        self, home: Path, replies: SessionDecoder[_Reply_co], *, silence_s: float | None = None
+    ) -> None:
         self.path = socket_path(home)
         self._home = home
+        self._replies = replies
         self._silence_s = SILENCE_S if silence_s is None else silence_s
         self._reader = FrameReader(max_bytes=MAX_SESSION_MESSAGE_BYTES)
         self._descriptors: deque[int] = deque()
@@ -83,20 +89,20 @@ class AgentConnection:
             else:
                 return
 
-    def send(self, *requests: Request) -> None:
+    def send(self, *requests: SessionMessage) -> None:
         """Send requests in one write; raise AgentStopped if the agent has ended."""
         try:
             self._socket.sendall(b"".join(map(frame, map(encode, requests))))
         except OSError as e:
             raise self._stopped(e) from e
 
-    def send_last(self, request: Request) -> None:
+    def send_last(self, request: SessionMessage) -> None:
         """Send a request before `close`, without waiting: the agent may be gone or frozen."""
         with contextlib.suppress(OSError):
             self._socket.setblocking(False)  # noqa: FBT003 - it takes no names
             self._socket.sendall(frame(encode(request)))
 
-    def receive(self, *, due_s: float | None = None) -> Reply:
+    def receive(self, *, due_s: float | None = None) -> _Reply_co:
         """Return the next reply.
 
         Args:
@@ -112,13 +118,13 @@ class AgentConnection:
             if due_s is not None and not self._has_sent(FIRST_ANSWER_S):
                 self._warn_of_silence(due_s, began)
             self._reader.receive_data(self._receive_data())
-        return decode_reply_untrusted(message)
+        return self._replies.decode_untrusted(message)
 
-    def receive_within(self, timeout_s: float | None) -> Reply | None:
+    def receive_within(self, timeout_s: float | None) -> _Reply_co | None:
         """Return the next reply; None if none arrives within `timeout_s`. Raises as `receive`."""
         message = self._reader.next_message_untrusted()
         if message is not None:
-            return decode_reply_untrusted(message)
+            return self._replies.decode_untrusted(message)
         if timeout_s is not None and not self._has_sent(timeout_s):
             return None
         return self.receive(due_s=ANSWER_S)

@@ -21,27 +21,23 @@ from pmesh.client.session.interrupts import postponed, wait
 from pmesh.client.session.sends import Send, Sends
 from pmesh.core.ops.reductions import Values
 from pmesh.core.values import Verdict
-from pmesh.core.wire.calls import Envelope
-from pmesh.core.wire.session import (
+from pmesh.core.wire.attached import (
     MAX_MESSAGES,
     MAX_STORE_DATA_BYTES,
-    ArenaGone,
-    ArenaGranted,
-    DropArena,
+    AttachedReply,
+    AttachedRequest,
     MessageFailed,
     MessageReceived,
     MessageSent,
     MessageWaits,
     ReceiveMessage,
-    Refused,
-    Reply,
-    Request,
     SendMessage,
     StoreAnswered,
     StoreCall,
     StoreWaits,
-    WantArena,
 )
+from pmesh.core.wire.calls import Envelope
+from pmesh.core.wire.session import ArenaGone, ArenaGranted, DropArena, Refused, WantArena
 from pmesh.core.wire.store import Answer, Command, decode_answer_untrusted, encode
 from pmesh.errors import AgentStopped, MeshClosed, PmeshError, ProtocolError, UsageError
 from pmesh.ids import TrainerId
@@ -69,11 +65,11 @@ class Arrived:
 class P2PSession:
     """Sends, receives and store calls over one attached connection."""
 
-    def __init__(self, connection: AgentConnection) -> None:
+    def __init__(self, connection: AgentConnection[AttachedReply]) -> None:
         self._connection = connection
         self._news = threading.Condition()
         self._reading = False
-        self._answers: dict[int, Reply | Arrived] = {}
+        self._answers: dict[int, AttachedReply | Arrived] = {}
         self._under_way: set[int] = set()
         self._forgotten: deque[int] = deque()
         """Calls whose handles are gone. The garbage collector appends, in any thread."""
@@ -340,7 +336,7 @@ class P2PSession:
                         self._forgotten.append(call)  # once it has ended
         self._start_queued()
 
-    def _send(self, *requests: Request) -> None:
+    def _send(self, *requests: AttachedRequest) -> None:
         """Send requests, and the numbers of free arenas."""
         self._check_open()
         dropped = [DropArena(self._dropped.popleft()) for _ in range(len(self._dropped))]
@@ -352,7 +348,7 @@ class P2PSession:
                 self._check_open()
             raise
 
-    def _await(self, call: int, timeout_s: float | None) -> Reply | Arrived:
+    def _await(self, call: int, timeout_s: float | None) -> AttachedReply | Arrived:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             with self._news:
@@ -378,7 +374,7 @@ class P2PSession:
             if self._reading:
                 return wait(lambda: self._news.wait(timeout_s), otherwise=True)
             self._reading = True
-        reply: Reply | None = None
+        reply: AttachedReply | None = None
         try:
             reply = self._connection.receive_within(timeout_s)
             if reply is not None:
@@ -399,7 +395,7 @@ class P2PSession:
         self._report_dropped()
         return reply is not None
 
-    def _sort(self, reply: Reply) -> None:
+    def _sort(self, reply: AttachedReply) -> None:
         match reply:
             case ArenaGranted(kind=kind):
                 self._maps[reply.arena] = self._connection.map_arena(reply)

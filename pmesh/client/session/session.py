@@ -34,25 +34,21 @@ from pmesh.core.jobs.call_count import CallCount
 from pmesh.core.ops.kinds import KINDS, extent_of
 from pmesh.core.ops.reductions import WIRE_DTYPES, Values
 from pmesh.core.wire.calls import Call
-from pmesh.core.wire.session import (
+from pmesh.core.wire.session import ArenaGone, ArenaGranted, DropArena, Refused, WantArena
+from pmesh.core.wire.trainer import (
     ENTERS,
     MAX_COMPRESSION_TEXT,
-    ArenaGone,
-    ArenaGranted,
     Compresses,
     Connect,
-    DropArena,
     Joined,
     Leave,
     OpDone,
     OpFailed,
     RanksLost,
-    Refused,
-    Reply,
-    Request,
     StartOp,
     StillWaiting,
-    WantArena,
+    TrainerReply,
+    TrainerRequest,
     WireDtype,
     World,
 )
@@ -87,7 +83,7 @@ class Done:
 class TrainerSession:
     """A blocking session for one thread at a time; only `interrupt` may come from another."""
 
-    def __init__(self, connection: AgentConnection) -> None:
+    def __init__(self, connection: AgentConnection[TrainerReply]) -> None:
         self._connection = connection
         self.world = World(-1, (), ())
         """The ranks in the order of the agents' ring, as in `Call.root` and in tables."""
@@ -387,12 +383,14 @@ class TrainerSession:
         self.ended = self.ended or reason
         self._connection.interrupt()
 
-    def _exchange(self, request: Request) -> Reply:
+    def _exchange(self, request: TrainerRequest) -> TrainerReply:
         self.check_open()
         with self._end_on_error():
             return self._converse(request)
 
-    def _converse(self, request: Request, meanwhile: Callable[[], None] | None = None) -> Reply:
+    def _converse(
+        self, request: TrainerRequest, meanwhile: Callable[[], None] | None = None
+    ) -> TrainerReply:
         """Send a request; return the reply that ends it, and handle all replies before."""
         due_s = FIRST_ANSWER_S if isinstance(request, Connect) else ANSWER_S
         self._connection.send(*map(DropArena, self._users.take_dropped()), request)
@@ -437,7 +435,7 @@ class TrainerSession:
                 raise self._connection.nonsense(str(e)) from e
             raise
 
-    def _answer_error(self, reply: Reply) -> PmeshError:
+    def _answer_error(self, reply: TrainerReply) -> PmeshError:
         if isinstance(reply, Refused):
             return error_of(reply.verdict)
         self.end(f"the agent answered with {type(reply).__name__}")

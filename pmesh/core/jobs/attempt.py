@@ -13,7 +13,7 @@ from pmesh.core.jobs.rank import RankState
 from pmesh.core.ops.kinds import KINDS
 from pmesh.core.values import OpOutcome, Verdict
 from pmesh.core.wire.calls import Call
-from pmesh.core.wire.session import World
+from pmesh.core.wire.trainer import World
 from pmesh.ids import OpNumber, TrainerId
 
 MAX_UNSTABLE_OPS = 32  # half of the arenas of a session; with more, the next op waits (O2)

@@ -19,7 +19,7 @@ from pmesh.core.views.op_log import Ledger
 from pmesh.core.views.quorum import is_in_force
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.records import fingerprint
-from pmesh.core.wire.session import World
+from pmesh.core.wire.trainer import World
 from pmesh.core.wire.views import JobReport, KnownPrimary, RankProgress, ViewRequest
 from pmesh.ids import OpNumber, Rank, TrainerId
 

@@ -31,7 +31,7 @@ from pmesh.core.ops.reducing import (
     plan_tree,
 )
 from pmesh.core.ops.reductions import WIRE_DTYPES
-from pmesh.core.wire.session import MAX_ROW_VALUES, SYNC_VALUES, StartOp, WireDtype
+from pmesh.core.wire.trainer import MAX_ROW_VALUES, SYNC_VALUES, StartOp, WireDtype
 
 
 class Extent(NamedTuple):

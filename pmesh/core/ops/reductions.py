@@ -6,7 +6,7 @@ from typing import Any, TypeAlias, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from pmesh.core.wire.session import WireDtype
+from pmesh.core.wire.trainer import WireDtype
 
 Values: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[Any]]"
 

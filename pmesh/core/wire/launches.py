@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from pmesh.core.values import MAX_MEMBERS, MAX_TRAINERS, Job, Name
 from pmesh.core.wire.channels import Channel, Message
+from pmesh.core.wire.session import Refused, SessionDecoder, SessionMessage
 from pmesh.core.wire.stream import PART_BYTES, Part
 from pmesh.core.wire.tree import MAX_ENTRIES, MAX_PATH, MAX_TREE_BYTES, Sha256
 from pmesh.ids import MAX_NAME, PRINTABLE, NodeId, PathName
@@ -312,17 +313,13 @@ LAUNCHES: Channel[AnyLaunchMessage] = Channel(LaunchMessage.channel, AnyLaunchMe
 # --- between a local program and its agent
 
 
-class _SessionMessage(msgspec.Struct, frozen=True):
-    pass
-
-
 LaunchText: TypeAlias = Annotated[
     str, Meta(max_length=MAX_JOB_NAME + 1 + MAX_NAME, pattern=PRINTABLE)
 ]
 """How a launch is named: ID, or ID@MACHINE for that of one starter, or the latest of a JOB."""
 
 
-class Launch(_SessionMessage, frozen=True, tag="launch"):
+class Launch(SessionMessage, frozen=True, tag="launch"):
     """Starts a command; answered by Refused, or LaunchBegan and then as FollowLaunch."""
 
     job: Annotated[str, Meta(max_length=MAX_JOB_NAME, pattern=PRINTABLE)]
@@ -337,30 +334,30 @@ class Launch(_SessionMessage, frozen=True, tag="launch"):
     per_node: Annotated[int, Meta(ge=1, le=MAX_PORTS)] = 1
 
 
-class SignalLaunch(_SessionMessage, frozen=True, tag="signal_launch"):
+class SignalLaunch(SessionMessage, frozen=True, tag="signal_launch"):
     """Passes a signal on to all ranks; they are killed after the grace, or by a second one."""
 
     number: SignalNumber
 
 
-class LaunchInput(_SessionMessage, frozen=True, tag="launch_input"):
+class LaunchInput(SessionMessage, frozen=True, tag="launch_input"):
     """Standard input for rank 0; answered by LaunchInputTaken."""
 
     data: Annotated[bytes, Meta(max_length=PART_BYTES)]
 
 
-class FollowLaunch(_SessionMessage, frozen=True, tag="follow_launch"):
+class FollowLaunch(SessionMessage, frozen=True, tag="follow_launch"):
     """Asks for the output of a launch; answered by LaunchBegan, LaunchLines and LaunchOver."""
 
     launch: LaunchText
     follow: bool = False
 
 
-class AskLaunches(_SessionMessage, frozen=True, tag="ask_launches"):
+class AskLaunches(SessionMessage, frozen=True, tag="ask_launches"):
     """Requests what this agent has started or runs; answered by Launches, again and again."""
 
 
-class AskHosts(_SessionMessage, frozen=True, tag="ask_hosts"):
+class AskHosts(SessionMessage, frozen=True, tag="ask_hosts"):
     """Asks where ranks would run, as `Launch` has it; answered by Refused or Hosts."""
 
     on: Annotated[tuple[Name, ...], Meta(max_length=MAX_MEMBERS)] = ()
@@ -368,7 +365,7 @@ class AskHosts(_SessionMessage, frozen=True, tag="ask_hosts"):
     per_node: Annotated[int, Meta(ge=1, le=MAX_PORTS)] = 1
 
 
-class EndLaunch(_SessionMessage, frozen=True, tag="end_launch"):
+class EndLaunch(SessionMessage, frozen=True, tag="end_launch"):
     """Ends a launch everywhere; answered by Refused or LaunchEnding."""
 
     launch: LaunchText
@@ -382,13 +379,13 @@ class FilesSent(msgspec.Struct, frozen=True):
     total: int
 
 
-class LaunchSends(_SessionMessage, frozen=True, tag="launch_sends"):
+class LaunchSends(SessionMessage, frozen=True, tag="launch_sends"):
     """Repeated before LaunchBegan, while files are sent."""
 
     machines: tuple[FilesSent, ...]
 
 
-class LaunchBegan(_SessionMessage, frozen=True, tag="launch_began"):
+class LaunchBegan(SessionMessage, frozen=True, tag="launch_began"):
     """Every machine has agreed."""
 
     launch: str
@@ -401,17 +398,17 @@ class LaunchBegan(_SessionMessage, frozen=True, tag="launch_began"):
     """Their node ids, as text."""
 
 
-class LaunchLines(_SessionMessage, frozen=True, tag="launch_lines"):
+class LaunchLines(SessionMessage, frozen=True, tag="launch_lines"):
     """Output, as `pmesh.core.launches.lines` writes it."""
 
     data: bytes
 
 
-class LaunchInputTaken(_SessionMessage, frozen=True, tag="launch_input_taken"):
+class LaunchInputTaken(SessionMessage, frozen=True, tag="launch_input_taken"):
     """More input may be sent."""
 
 
-class LaunchOver(_SessionMessage, frozen=True, tag="launch_over"):
+class LaunchOver(SessionMessage, frozen=True, tag="launch_over"):
     """All output has been sent."""
 
     code: int
@@ -435,7 +432,7 @@ class LaunchRow(msgspec.Struct, frozen=True):
     code: int | None
 
 
-class LaunchRows(_SessionMessage, frozen=True, tag="launches"):
+class LaunchRows(SessionMessage, frozen=True, tag="launches"):
     """Some of them, the latest first; a message without rows is the last one."""
 
     rows: tuple[LaunchRow, ...]
@@ -450,13 +447,13 @@ class LaunchHost(msgspec.Struct, frozen=True):
     ranks: int
 
 
-class Hosts(_SessionMessage, frozen=True, tag="hosts"):
+class Hosts(SessionMessage, frozen=True, tag="hosts"):
     """In the order of the ring."""
 
     hosts: tuple[LaunchHost, ...]
 
 
-class FetchFiles(_SessionMessage, frozen=True, tag="fetch_files"):
+class FetchFiles(SessionMessage, frozen=True, tag="fetch_files"):
     """Asks for what ranks have written into their copies; answered by Refused or Fetched."""
 
     launch: LaunchText
@@ -479,31 +476,23 @@ class FetchedFiles(msgspec.Struct, frozen=True):
     tree: TreeName | None = None
 
 
-class Fetched(_SessionMessage, frozen=True, tag="fetched"):
+class Fetched(SessionMessage, frozen=True, tag="fetched"):
     """Of all machines that have a copy, or should have."""
 
     launch: str
     machines: tuple[FetchedFiles, ...]
 
 
-class LaunchEnding(_SessionMessage, frozen=True, tag="launch_ending"):
+class LaunchEnding(SessionMessage, frozen=True, tag="launch_ending"):
     """The ranks are being ended."""
 
     launch: str
 
 
-LaunchRequest: TypeAlias = (
-    Launch
-    | SignalLaunch
-    | LaunchInput
-    | FollowLaunch
-    | FetchFiles
-    | AskLaunches
-    | AskHosts
-    | EndLaunch
-)
+LaunchQuestion: TypeAlias = Launch | FollowLaunch | FetchFiles | AskLaunches | AskHosts | EndLaunch
 LaunchReply: TypeAlias = (
-    LaunchSends
+    Refused
+    | LaunchSends
     | LaunchBegan
     | LaunchLines
     | LaunchInputTaken
@@ -513,3 +502,7 @@ LaunchReply: TypeAlias = (
     | Fetched
     | LaunchEnding
 )
+LAUNCH_REQUESTS: SessionDecoder[SignalLaunch | LaunchInput] = SessionDecoder(
+    "request", SignalLaunch | LaunchInput
+)
+LAUNCH_REPLIES: SessionDecoder[LaunchReply] = SessionDecoder("reply", LaunchReply)

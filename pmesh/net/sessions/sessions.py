@@ -17,7 +17,7 @@ import sys
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, NoReturn, Protocol, TypeAlias
+from typing import NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar
 
 import trio
 
@@ -26,9 +26,8 @@ from pmesh.core.wire.framing import FrameReader, frame
 from pmesh.core.wire.session import (
     MAX_REQUEST_BYTES,
     Refused,
-    Reply,
-    Request,
-    decode_request_untrusted,
+    SessionDecoder,
+    SessionMessage,
     encode,
 )
 from pmesh.errors import AgentAlreadyRunning, ConfigError, ProtocolError
@@ -93,6 +92,20 @@ MAX_REFUSAL = 16 * 1024  # characters: other machines may have written some of t
 _RECEIVE_BYTES = 64 * 1024
 
 
+_Request = TypeVar("_Request", bound=SessionMessage)
+
+
+class _NoRequests(SessionDecoder[SessionMessage]):
+    def __init__(self) -> None:
+        super().__init__("request", SessionMessage)
+
+    def decode_untrusted(self, data: bytes) -> NoReturn:
+        raise ProtocolError(f"a request of {len(data)} bytes while another one was answered")
+
+
+_NO_REQUESTS = _NoRequests()
+
+
 class Session:
     """One program's connection to this agent. One task may receive while others send."""
 
@@ -109,8 +122,8 @@ class Session:
         """End the visitor's limits: from now on only the handler ends the session."""
         self.on_stay()
 
-    async def receive(self) -> Request:
-        """Return the next request.
+    async def receive(self, requests: SessionDecoder[_Request]) -> _Request:
+        """Return the next request, of those that this session takes.
 
         Raises:
             ProtocolError: Something else arrived; the session can't be used any more.
@@ -124,7 +137,7 @@ class Session:
             if not data:
                 raise trio.EndOfChannel
             self._reader.receive_data(data)
-        return decode_request_untrusted(message)
+        return requests.decode_untrusted(message)
 
     async def await_end(self) -> NoReturn:
         """Wait until the program is gone. Run it beside whatever answers for long.
@@ -133,10 +146,10 @@ class Session:
             trio.EndOfChannel: It is gone.
             ProtocolError: It has sent something, though its request is being answered.
         """
-        request = await self.receive()
-        raise ProtocolError(f"{type(request).__name__} while another request was answered")
+        await self.receive(_NO_REQUESTS)
+        raise AssertionError("it takes no request")
 
-    async def send(self, reply: Reply, descriptors: tuple[int, ...] = ()) -> None:
+    async def send(self, reply: SessionMessage, descriptors: tuple[int, ...] = ()) -> None:
         """Send a whole reply; a caller that cancels this must close the session.
 
         The descriptors travel with the last byte: they have arrived when the message is complete,

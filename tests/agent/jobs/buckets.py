@@ -6,7 +6,8 @@ import numpy as np
 
 from pmesh.compression.blocks import Float32s
 from pmesh.core.wire.calls import Call
-from pmesh.core.wire.session import ArenaGranted, OpDone, OpFailed, StartOp, WantArena
+from pmesh.core.wire.session import ArenaGranted, WantArena
+from pmesh.core.wire.trainer import OpDone, OpFailed, StartOp
 from pmesh.ids import OpNumber
 from tests.worlds.trainer import OpError, Trainer, together
 

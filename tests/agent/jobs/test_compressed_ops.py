@@ -14,7 +14,8 @@ from pmesh.agent.jobs.session import Compiler
 from pmesh.compression.blocks import Float32s
 from pmesh.compression.codecs import codec_of
 from pmesh.core.wire.calls import Call
-from pmesh.core.wire.session import ArenaGranted, StartOp, WantArena
+from pmesh.core.wire.session import ArenaGranted, WantArena
+from pmesh.core.wire.trainer import StartOp
 from pmesh.errors import LaneBroken
 from pmesh.ids import OpNumber
 from pmesh.net.lanes.ring import RingPosition, Tensors, all_reduce_coded

@@ -19,7 +19,7 @@ from pmesh.core.ops.reductions import Values
 from pmesh.core.values import OpOutcome
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.lanes import AskResult
-from pmesh.core.wire.session import StartOp
+from pmesh.core.wire.trainer import StartOp
 from pmesh.errors import LaneBroken
 from pmesh.ids import OpNumber, TrainerId
 from pmesh.net.lanes.lane import CallsDiffer

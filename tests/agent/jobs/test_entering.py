@@ -10,7 +10,7 @@ from trio.testing import MockClock
 
 from pmesh.agent.jobs import session as sessions_module
 from pmesh.core.wire.calls import Call
-from pmesh.core.wire.session import ENTERS, SYNC_VALUES, OpFailed, StartOp
+from pmesh.core.wire.trainer import ENTERS, SYNC_VALUES, OpFailed, StartOp
 from pmesh.ids import OpNumber
 from tests.worlds.trainer import Trainer, together, until
 from tests.worlds.village import Machine, Village, training, village

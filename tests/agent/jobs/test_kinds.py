@@ -15,7 +15,7 @@ from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.core.ops.plan import RankPlan
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.calls import Call
-from pmesh.core.wire.session import StartOp
+from pmesh.core.wire.trainer import StartOp
 from pmesh.errors import LaneBroken, ProtocolError
 from pmesh.ids import OpNumber, TrainerId
 from pmesh.net.lanes import executor

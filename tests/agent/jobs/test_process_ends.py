@@ -9,7 +9,7 @@ import trio
 from trio.testing import MockClock
 
 from pmesh.agent.jobs.session import WATCH_S
-from pmesh.core.wire.session import Leave
+from pmesh.core.wire.trainer import Leave
 from pmesh.net.sessions import processes, sessions
 from pmesh.net.sessions.sessions import PeerCredentials
 from tests.worlds.trainer import until

@@ -11,7 +11,7 @@ from trio.testing import MockClock
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.lanes import RestLane
-from pmesh.core.wire.session import GroupOf, StartOp
+from pmesh.core.wire.trainer import GroupOf, StartOp
 from pmesh.ids import JobName, OpNumber
 from pmesh.net.sessions.arena_pools import IDLE_S
 from tests.worlds.trainer import Trainer, together

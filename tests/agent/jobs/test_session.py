@@ -10,17 +10,10 @@ from trio.testing import MockClock
 from pmesh.agent.jobs.session import MOST_WISHES, PREDECESSOR_S
 from pmesh.core.values import OpOutcome, Terms, Verdict
 from pmesh.core.wire.calls import Call
+from pmesh.core.wire.control import AskStatus, StatusReply
 from pmesh.core.wire.link import Address
-from pmesh.core.wire.session import (
-    SESSION_VERSION,
-    AskStatus,
-    Connect,
-    GroupOf,
-    Leave,
-    Refused,
-    StatusReply,
-    WantArena,
-)
+from pmesh.core.wire.session import SESSION_VERSION, Refused, WantArena
+from pmesh.core.wire.trainer import Connect, GroupOf, Leave
 from pmesh.ids import JobName, OpNumber, Slot
 from pmesh.net.sessions import arena_pools
 from pmesh.net.sessions.arenas import Arena

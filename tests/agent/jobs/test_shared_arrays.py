@@ -10,7 +10,8 @@ from trio.testing import MockClock
 from pmesh.core.ops.reductions import Values
 from pmesh.core.values import Terms
 from pmesh.core.wire.calls import Call
-from pmesh.core.wire.session import DropArena, StartOp
+from pmesh.core.wire.session import DropArena
+from pmesh.core.wire.trainer import StartOp
 from pmesh.ids import OpNumber
 from pmesh.net.sessions.arena_pools import MAX_LENT
 from tests.worlds.trainer import Trainer, together, until

@@ -13,6 +13,7 @@ from trio.testing import MockClock
 from pmesh.agent.launches.sessions import serve_launch
 from pmesh.agent.limits import Admission, plan_files
 from pmesh.core.launches.lines import NOTE, OUT, STARTER, read_lines
+from pmesh.core.wire.control import AskStatus, StatusReply
 from pmesh.core.wire.launches import (
     MAX_COMMAND_WORDS,
     AskLaunches,
@@ -28,17 +29,11 @@ from pmesh.core.wire.launches import (
     LaunchRows,
     LaunchTerms,
 )
-from pmesh.core.wire.session import (
-    MAX_SESSION_MESSAGE_BYTES,
-    AskStatus,
-    Refused,
-    Reply,
-    StatusReply,
-    encode,
-)
+from pmesh.core.wire.session import MAX_SESSION_MESSAGE_BYTES, Refused, encode
 from pmesh.ids import path_name
 from pmesh.net.sessions.sessions import Session
 from pmesh.net.sessions.spool import Spool
+from simulation.wire import AnyReply
 from tests.agent.launches.here import launches_in
 from tests.worlds.trainer import Trainer, until
 from tests.worlds.village import Machine, Village, village
@@ -46,9 +41,9 @@ from tests.worlds.village import Machine, Village, village
 
 class FakeSession:
     def __init__(self) -> None:
-        self.sent: list[Reply] = []
+        self.sent: list[AnyReply] = []
 
-    async def send(self, reply: Reply) -> None:
+    async def send(self, reply: AnyReply) -> None:
         self.sent.append(reply)
 
     async def await_end(self) -> None:

@@ -10,7 +10,8 @@ from pmesh.agent.mesh.links import Link
 from pmesh.agent.mesh.ping import TRY_S
 from pmesh.core.links.addresses import LocalAddress
 from pmesh.core.links.paths import RELAYED, PathKey, Way
-from pmesh.core.wire.session import AskPing, Pinged, Refused, WayTried
+from pmesh.core.wire.control import AskPing, Pinged, WayTried
+from pmesh.core.wire.session import Refused
 from pmesh.errors import PeerUnreachable
 from tests.agent.mesh.paths import build_wall, link_to, reached_over
 from tests.worlds.trainer import Trainer, until

@@ -12,26 +12,22 @@ from trio.testing import MockClock
 
 from pmesh.core.ops.reductions import Values
 from pmesh.core.values import Verdict
-from pmesh.core.wire.calls import Envelope
-from pmesh.core.wire.channels import Channels, Message
-from pmesh.core.wire.p2p import P2PMessage
-from pmesh.core.wire.session import (
-    SESSION_VERSION,
-    ArenaGranted,
+from pmesh.core.wire.attached import (
     Attach,
     Attached,
-    DropArena,
     MessageFailed,
     MessageReceived,
     MessageSent,
     MessageWaits,
     ReceiveMessage,
-    Refused,
-    Reply,
     SendMessage,
-    WantArena,
 )
+from pmesh.core.wire.calls import Envelope
+from pmesh.core.wire.channels import Channels, Message
+from pmesh.core.wire.p2p import P2PMessage
+from pmesh.core.wire.session import SESSION_VERSION, ArenaGranted, DropArena, Refused, WantArena
 from pmesh.ids import JobName, Member, TrainerId
+from simulation.wire import AnyReply
 from tests.worlds.control import change_received
 from tests.worlds.trainer import Trainer, until
 from tests.worlds.village import Machine, Village, training
@@ -62,7 +58,7 @@ class P2PConnection:
     trainer: Trainer
     """Its socket, and no rank."""
     id: TrainerId
-    answers: dict[int, Reply] = field(default_factory=dict)
+    answers: dict[int, AnyReply] = field(default_factory=dict)
     waits: list[MessageWaits] = field(default_factory=list)
     granted: list[ArenaGranted | Refused] = field(default_factory=list)
     calls: "itertools.count[int]" = field(default_factory=itertools.count)

@@ -12,19 +12,14 @@ from trio.testing import MockClock
 from pmesh.agent.grants import SAY_EVERY_S
 from pmesh.agent.p2p import router
 from pmesh.core.p2p import MAX_KEPT
+from pmesh.core.wire.attached import Attach, SendMessage
 from pmesh.core.wire.calls import Envelope
 from pmesh.core.wire.p2p import AnnounceMessage, MessageAddress, MessageDelivered, RequestMessage
-from pmesh.core.wire.session import (
-    SESSION_VERSION,
-    Attach,
-    DropArena,
-    Leave,
-    Refused,
-    Request,
-    SendMessage,
-)
+from pmesh.core.wire.session import SESSION_VERSION, DropArena, Refused
+from pmesh.core.wire.trainer import Leave
 from pmesh.ids import JobName, TrainerId
 from pmesh.net.sessions.arena_pools import MAX_ARENAS, SessionArenas
+from simulation.wire import AnyRequest
 from tests.agent.p2p.p2p import MessageError, P2PConnection, attach, lose_first, told
 from tests.worlds.lanes import share_of_one
 from tests.worlds.trainer import Trainer, together, until
@@ -316,7 +311,7 @@ async def test_only_the_trainer_itself_attaches_and_only_while_it_is_in_the_job(
     ],
 )
 async def test_garbage_ends_the_connection_and_nothing_else(
-    clock: MockClock, request_: Request
+    clock: MockClock, request_: AnyRequest
 ) -> None:
     async with a_pair(clock) as pair:
         await pair.one.trainer.send(request_)

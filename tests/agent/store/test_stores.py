@@ -8,14 +8,9 @@ from trio.testing import MockClock
 
 from pmesh.agent.store.serving import MAX_CALLS
 from pmesh.core.values import Terms
+from pmesh.core.wire.attached import MAX_STORE_DATA_BYTES, Attach, Attached, StoreCall
 from pmesh.core.wire.channels import Channels, Message
-from pmesh.core.wire.session import (
-    MAX_STORE_DATA_BYTES,
-    SESSION_VERSION,
-    Attach,
-    Attached,
-    StoreCall,
-)
+from pmesh.core.wire.session import SESSION_VERSION
 from pmesh.core.wire.store import (
     MAX_KEYS,
     MAX_VALUE_BYTES,

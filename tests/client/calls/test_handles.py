@@ -9,7 +9,7 @@ import pytest
 
 import pmesh
 from pmesh.client.calls.queue import Handle, Line
-from pmesh.core.wire.session import StartOp
+from pmesh.core.wire.trainer import StartOp
 from tests.worlds.every_array import make, seen
 from tests.worlds.watched_agent import WatchedAgent, WatchedSession, run_ranks
 

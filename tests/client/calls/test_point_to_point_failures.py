@@ -13,7 +13,7 @@ import pmesh
 from pmesh.client.calls.point_to_point import ANY, MAX_TAG, PointToPoint
 from pmesh.client.session.p2p_session import P2PSession
 from pmesh.core.values import Verdict
-from pmesh.core.wire.session import MessageSent, ReceiveMessage, SendMessage
+from pmesh.core.wire.attached import MessageSent, ReceiveMessage, SendMessage
 from pmesh.errors import (
     HistorySuperseded,
     MeshClosed,

@@ -8,7 +8,7 @@ from pmesh.client.session.arenas import Region
 from pmesh.client.session.session import Done
 from pmesh.core.ops.reductions import WIRE_DTYPES, Values
 from pmesh.core.wire.calls import Call
-from pmesh.core.wire.session import World
+from pmesh.core.wire.trainer import World
 from pmesh.ids import OpNumber, TrainerId
 
 

@@ -8,7 +8,7 @@ import pytest
 import trio
 
 import pmesh
-from pmesh.core.wire.session import StartOp
+from pmesh.core.wire.trainer import StartOp
 from pmesh.testing import SimulatedMesh
 from tests.worlds.watched_agent import WatchedAgent, WatchedSession, run_ranks
 

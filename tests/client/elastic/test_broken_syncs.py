@@ -11,7 +11,7 @@ from pmesh.client.session.session import Done, TrainerSession
 from pmesh.client.trees.state import Packed, pack
 from pmesh.core.ops.reductions import WIRE_DTYPES, Values
 from pmesh.core.wire.calls import Call
-from pmesh.core.wire.session import World
+from pmesh.core.wire.trainer import World
 from pmesh.errors import RankLost
 from pmesh.ids import OpNumber, TrainerId
 

@@ -8,8 +8,9 @@ import pytest
 import pmesh
 from pmesh.client.elastic import place
 from pmesh.core.values import Verdict
-from pmesh.core.wire.session import ENTERS, Connect, Joined, OpFailed, Request, World
+from pmesh.core.wire.trainer import ENTERS, Connect, Joined, OpFailed, World
 from pmesh.ids import OpNumber, TrainerId
+from simulation.wire import AnyRequest
 from tests.worlds.scripted_agent import VIEW, ScriptedAgent, Trainer, op_done, replies
 
 SUPERSEDED = Verdict("HistorySuperseded", "the job went on elsewhere")
@@ -20,7 +21,7 @@ def _try_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(place, "_TRY_AGAIN_S", 0.001)
 
 
-def newcomer(trainer: Trainer, request: Request | None) -> None:
+def newcomer(trainer: Trainer, request: AnyRequest | None) -> None:
     """A step: the job runs already."""
     assert isinstance(request, Connect)
     trainer.send(Joined(World(-1, (TrainerId(0), TrainerId(3)), ("a", "b")), VIEW))

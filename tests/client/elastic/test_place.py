@@ -14,8 +14,10 @@ import pmesh
 from pmesh.client.elastic import place
 from pmesh.client.session.connection import AgentConnection
 from pmesh.core.values import Verdict
-from pmesh.core.wire.session import ENTERS, Connect, Refused, Request, StartOp
+from pmesh.core.wire.session import Refused, SessionDecoder, SessionMessage
+from pmesh.core.wire.trainer import ENTERS, Connect, StartOp
 from pmesh.ids import OpNumber, TrainerId
+from simulation.wire import AnyRequest
 from tests.worlds.scripted_agent import PATIENCE_S, ScriptedAgent, Trainer, joins, replies
 from tests.worlds.watched_agent import WatchedAgent, WatchedSession, watched_agent
 
@@ -300,9 +302,9 @@ def test_an_agent_that_refuses_is_believed_and_asked_again_by_the_next_sync(
 
 
 def test_a_reconnection_asks_for_the_same_job_on_the_same_terms(tmp_path: Path) -> None:
-    seen: list[Request | None] = []
+    seen: list[AnyRequest | None] = []
 
-    def look(trainer: Trainer, request: Request | None) -> None:
+    def look(trainer: Trainer, request: AnyRequest | None) -> None:
         seen.append(request)
         joins(trainer, request)
 
@@ -326,9 +328,9 @@ def test_closing_ends_the_wait_for_an_agent(
 ) -> None:
     tried = threading.Event()
 
-    def try_in_vain(home: Path) -> object:
+    def try_in_vain(home: Path, replies: SessionDecoder[SessionMessage]) -> object:
         tried.set()
-        return AgentConnection(home)
+        return AgentConnection(home, replies)
 
     with ScriptedAgent(tmp_path, joins) as scripted:
         mesh = pmesh.connect("job", home=tmp_path)
@@ -355,8 +357,8 @@ def test_closing_ends_a_reconnection_that_has_just_been_made(
         with pytest.raises(pmesh.AgentStopped):
             mesh.barrier()
 
-        def closed_meanwhile(home: Path) -> object:
-            connection = AgentConnection(home)
+        def closed_meanwhile(home: Path, replies: SessionDecoder[SessionMessage]) -> object:
+            connection = AgentConnection(home, replies)
             mesh.close()  # the lock is held, so it only interrupts
             return connection
 

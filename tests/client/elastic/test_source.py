@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pmesh.client.elastic.sync import Offer, elect
-from pmesh.core.wire.session import SYNC_VALUES
+from pmesh.core.wire.trainer import SYNC_VALUES
 from pmesh.ids import TrainerId
 
 INT64 = st.integers(-(2**63), 2**63 - 1)

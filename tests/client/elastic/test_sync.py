@@ -15,7 +15,7 @@ from pmesh.client.elastic import sync
 from pmesh.client.trees.state import Packed
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.calls import Call
-from pmesh.core.wire.session import StartOp
+from pmesh.core.wire.trainer import StartOp
 from pmesh.errors import ProtocolError
 from pmesh.ids import Rank
 from tests.worlds.watched_agent import WatchedAgent, WatchedSession, run_ranks

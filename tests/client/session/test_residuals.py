@@ -14,19 +14,14 @@ from pmesh.core.wire.calls import Call
 from pmesh.core.wire.session import (
     SESSION_VERSION,
     ArenaGranted,
-    Connect,
     DropArena,
-    OpDone,
-    OpFailed,
     Refused,
-    Reply,
-    Request,
-    StartOp,
-    World,
 )
+from pmesh.core.wire.trainer import TRAINER_REPLIES, Connect, OpDone, OpFailed, StartOp, World
 from pmesh.errors import AgentStopped, RankLost, UsageError
 from pmesh.ids import JobName, OpNumber, TrainerId
 from pmesh.net.sessions.arenas import Arena
+from simulation.wire import AnyReply, AnyRequest
 from tests.worlds.scripted_agent import ScriptedAgent, Step, Trainer, joins, replies
 
 COUNT = 100
@@ -39,19 +34,19 @@ class Scripted:
 
     def __init__(self, agent: ScriptedAgent) -> None:
         self.agent = agent
-        self.asked: list[Request | None] = []
+        self.asked: list[AnyRequest | None] = []
         self.arenas: list[Arena] = []
 
     def join(self, *steps: Step) -> TrainerSession:
         self.agent.steps += steps
-        session = TrainerSession(AgentConnection(self.agent.home))
+        session = TrainerSession(AgentConnection(self.agent.home, TRAINER_REPLIES))
         session.join(Connect(SESSION_VERSION, JobName("job"), 1, 30.0, "test.py"))
         return session
 
     def used(self) -> Step:
         """A step that grants an arena in which another op has left values."""
 
-        def step(trainer: Trainer, request: Request | None) -> None:
+        def step(trainer: Trainer, request: AnyRequest | None) -> None:
             self.asked.append(request)
             arena = self.agent.arena("input", 4 * COUNT)
             arena.memory[:] = b"\x40" * arena.nbytes
@@ -60,10 +55,10 @@ class Scripted:
 
         return step
 
-    def sees(self, *answers: Reply) -> Step:
+    def sees(self, *answers: AnyReply) -> Step:
         """A step that notes the request and sends these."""
 
-        def step(trainer: Trainer, request: Request | None) -> None:
+        def step(trainer: Trainer, request: AnyRequest | None) -> None:
             self.asked.append(request)
             replies(*answers)(trainer, request)
 
@@ -72,7 +67,7 @@ class Scripted:
     def ends(self, op: int, *, clipped: int = 0, world: World | None = None) -> Step:
         """A step in which the agent has written a residual and says that the op is done."""
 
-        def step(trainer: Trainer, request: Request | None) -> None:
+        def step(trainer: Trainer, request: AnyRequest | None) -> None:
             self.asked.append(request)
             assert isinstance(request, StartOp)
             kept = next(a for a in self.arenas if a.number == request.residual_out)

@@ -14,21 +14,12 @@ import pytest
 import pmesh
 from pmesh.client.session import connection
 from pmesh.core.values import Verdict
+from pmesh.core.wire.control import StatusReply
 from pmesh.core.wire.framing import frame
-from pmesh.core.wire.session import (
-    ArenaGone,
-    ArenaGranted,
-    Joined,
-    Leave,
-    OpFailed,
-    Refused,
-    Request,
-    StartOp,
-    StatusReply,
-    StillWaiting,
-    encode,
-)
+from pmesh.core.wire.session import ArenaGone, ArenaGranted, Refused, SessionMessage, encode
+from pmesh.core.wire.trainer import Joined, Leave, OpFailed, StartOp, StillWaiting
 from pmesh.ids import OpNumber
+from simulation.wire import AnyRequest
 from tests.worlds.scripted_agent import (
     ALONE,
     VIEW,
@@ -109,7 +100,7 @@ def test_an_input_arena_that_is_too_small_is_not_overrun(scripted: ScriptedAgent
 
 
 def test_a_result_larger_than_its_arena_is_not_read(scripted: ScriptedAgent) -> None:
-    def answer(trainer: Trainer, request: Request | None) -> None:
+    def answer(trainer: Trainer, request: AnyRequest | None) -> None:
         assert isinstance(request, StartOp)
         arena = scripted.grant(trainer, "output", 8)
         trainer.send(op_done(0, arena.number))
@@ -124,7 +115,7 @@ def test_a_result_larger_than_its_arena_is_not_read(scripted: ScriptedAgent) -> 
 def test_nothing_is_left_open_by_a_mesh_that_ends_badly(scripted: ScriptedAgent) -> None:
     arena = scripted.arena("input", 8)
 
-    def too_many(trainer: Trainer, request: Request | None) -> None:
+    def too_many(trainer: Trainer, request: AnyRequest | None) -> None:
         del request
         granted = ArenaGranted(arena.number, "input", arena.nbytes)
         trainer.send(granted, *[arena.descriptor] * 3)
@@ -169,7 +160,7 @@ def test_a_silent_agent_is_not_waited_for_forever(
     monkeypatch.setattr(connection, "SILENCE_S", 0.05)
     silent_until = threading.Event()
 
-    def stay_silent(trainer: Trainer, request: Request | None) -> None:
+    def stay_silent(trainer: Trainer, request: AnyRequest | None) -> None:
         del trainer, request
         silent_until.wait(20)
 
@@ -219,7 +210,7 @@ def test_an_error_does_not_stand_in_the_line_that_counts_the_seconds(
     assert terminal.getvalue().endswith("\r2 s \r3 s \n")
 
 
-def numbers_of(requests: list[Request | None]) -> list[int]:
+def numbers_of(requests: list[AnyRequest | None]) -> list[int]:
     return [request.op for request in requests if isinstance(request, StartOp)]
 
 
@@ -228,13 +219,13 @@ def test_a_failed_op_keeps_its_number_unless_it_was_an_earlier_ones_failure(
     scripted: ScriptedAgent,
     numbers: list[int],
 ) -> None:
-    seen: list[Request | None] = []
+    seen: list[AnyRequest | None] = []
 
-    def fails(trainer: Trainer, request: Request | None) -> None:
+    def fails(trainer: Trainer, request: AnyRequest | None) -> None:
         seen.append(request)
         trainer.send(OpFailed(OpNumber(0), LOST, consumed=numbers == [0, 1]))
 
-    def succeeds(trainer: Trainer, request: Request | None) -> None:
+    def succeeds(trainer: Trainer, request: AnyRequest | None) -> None:
         seen.append(request)
         trainer.send(op_done(numbers[1]))
 
@@ -248,7 +239,7 @@ def test_a_failed_op_keeps_its_number_unless_it_was_an_earlier_ones_failure(
 
 
 def test_an_output_arena_that_the_agent_takes_back_is_used_no_more(scripted: ScriptedAgent) -> None:
-    def answers(trainer: Trainer, request: Request | None) -> None:
+    def answers(trainer: Trainer, request: AnyRequest | None) -> None:
         assert isinstance(request, StartOp)
         for gone in trainer.outputs:
             trainer.send(ArenaGone(gone.number))
@@ -280,7 +271,7 @@ def test_an_interrupt_in_mid_op_ends_the_mesh_because_the_reply_would_be_taken_f
     receive = connection.AgentConnection.receive
     calls = itertools.count()
 
-    def interrupted(self: connection.AgentConnection, *, due_s: float) -> object:
+    def interrupted(self: connection.AgentConnection[SessionMessage], *, due_s: float) -> object:
         if next(calls) == 1:  # after the arena
             raise KeyboardInterrupt
         return receive(self, due_s=due_s)
@@ -326,7 +317,7 @@ def test_a_closed_mesh_says_so(agent: WatchedAgent, call: Callable[[pmesh.Mesh],
 def test_closing_from_another_thread_ends_a_call_that_waits(scripted: ScriptedAgent) -> None:
     started, closed = threading.Event(), threading.Event()
 
-    def never_answers(trainer: Trainer, request: Request | None) -> None:
+    def never_answers(trainer: Trainer, request: AnyRequest | None) -> None:
         del trainer
         assert isinstance(request, StartOp)
         started.set()

@@ -9,7 +9,7 @@ from pmesh.core.ops.cost import EdgeCost
 from pmesh.core.ops.kinds import KINDS, Extent, Setting, extent_of
 from pmesh.core.topology.ranks import join_ranks
 from pmesh.core.wire.calls import Call
-from pmesh.core.wire.session import StartOp
+from pmesh.core.wire.trainer import StartOp
 from pmesh.ids import OpNumber
 
 

@@ -13,7 +13,7 @@ from pmesh.core.ops.reductions import (
     is_exact,
     make_nan_equal,
 )
-from pmesh.core.wire.session import WireDtype
+from pmesh.core.wire.trainer import WireDtype
 
 REDUCTIONS = ("sum", "mean", "max", "min", "prod")
 ORACLE: dict[str, Any] = {

@@ -10,54 +10,37 @@ from msgspec import inspect
 from msgspec.structs import replace
 
 from pmesh.core.values import Terms, Verdict
+from pmesh.core.wire.attached import ReceiveMessage
 from pmesh.core.wire.calls import Call
-from pmesh.core.wire.session import (
-    MAX_REQUEST_BYTES,
-    SESSION_VERSION,
-    AskEvents,
-    AskStatus,
-    Compresses,
-    Connect,
-    GroupOf,
-    Joined,
-    Leave,
-    ReceiveMessage,
-    Refused,
-    Reply,
-    Request,
-    StartOp,
-    StopAgent,
-    Stopping,
-    WantArena,
-    decode_reply_untrusted,
-    decode_request_untrusted,
-    encode,
-)
+from pmesh.core.wire.control import AskEvents, AskStatus, StopAgent, Stopping
+from pmesh.core.wire.session import MAX_REQUEST_BYTES, SESSION_VERSION, Refused, WantArena, encode
+from pmesh.core.wire.trainer import Compresses, Connect, GroupOf, Joined, Leave, StartOp
 from pmesh.errors import ProtocolError
 from pmesh.ids import JobName, OpNumber, TrainerId
+from simulation.wire import AnyReply, AnyRequest, decode_reply_untrusted, decode_request_untrusted
 from tests.worlds.strategies import garbled, values_of
 
-REQUESTS: tuple[type[msgspec.Struct], ...] = typing.get_args(Request)
-REPLIES: tuple[type[msgspec.Struct], ...] = typing.get_args(Reply)
+REQUESTS: tuple[type[msgspec.Struct], ...] = typing.get_args(AnyRequest)
+REPLIES: tuple[type[msgspec.Struct], ...] = typing.get_args(AnyReply)
 ENCODED = st.sampled_from(REQUESTS + REPLIES).flatmap(values_of).map(encode)
 HOSTILE = st.binary(max_size=200) | ENCODED | garbled(ENCODED)
 
 
 @pytest.mark.parametrize("kind", REQUESTS)
-def test_every_request_comes_back_from_its_bytes(kind: type[Request]) -> None:
+def test_every_request_comes_back_from_its_bytes(kind: type[AnyRequest]) -> None:
     @settings(max_examples=25)  # 17 kinds
     @given(values_of(kind))
-    def comes_back(request: Request) -> None:
+    def comes_back(request: AnyRequest) -> None:
         assert decode_request_untrusted(encode(request)) == request
 
     comes_back()
 
 
 @pytest.mark.parametrize("kind", REPLIES)
-def test_every_reply_comes_back_from_its_bytes(kind: type[Reply]) -> None:
+def test_every_reply_comes_back_from_its_bytes(kind: type[AnyReply]) -> None:
     @settings(max_examples=25)  # 17 kinds
     @given(values_of(kind))
-    def comes_back(reply: Reply) -> None:
+    def comes_back(reply: AnyReply) -> None:
         assert decode_reply_untrusted(encode(reply)) == reply
 
     comes_back()
@@ -150,18 +133,18 @@ def start_op(timeout_s: float = 1.0, count: int = 1, **of_the_call: object) -> S
         pytest.param(start_op(count=-1), id="-1 values"),
     ],
 )
-def test_values_beyond_their_limits_are_refused(request_: Request) -> None:
+def test_values_beyond_their_limits_are_refused(request_: AnyRequest) -> None:
     with pytest.raises(ProtocolError):
         decode_request_untrusted(encode(request_))
 
 
 @pytest.mark.parametrize("request_", [connect(timeout_s=math.inf), start_op(timeout_s=math.inf)])
-def test_a_program_may_wait_for_ever(request_: Request) -> None:
+def test_a_program_may_wait_for_ever(request_: AnyRequest) -> None:
     assert decode_request_untrusted(encode(request_)) == request_
 
 
 @pytest.mark.parametrize("kind", REQUESTS)
-def test_nothing_in_a_request_is_without_bounds(kind: type[Request]) -> None:
+def test_nothing_in_a_request_is_without_bounds(kind: type[AnyRequest]) -> None:
     assert list(unbounded(inspect.type_info(kind), kind.__name__)) == []
 
 

@@ -12,19 +12,10 @@ import pytest
 import trio
 import trio.testing
 
+from pmesh.core.wire.control import AskStatus, StatusReply, StopAgent, Stopping
 from pmesh.core.wire.framing import FrameReader, frame
-from pmesh.core.wire.session import (
-    ArenaGranted,
-    AskStatus,
-    DropArena,
-    Leave,
-    Reply,
-    StatusReply,
-    StopAgent,
-    Stopping,
-    decode_reply_untrusted,
-    encode,
-)
+from pmesh.core.wire.session import ArenaGranted, DropArena, encode
+from pmesh.core.wire.trainer import Leave
 from pmesh.errors import AgentAlreadyRunning, ConfigError, ProtocolError
 from pmesh.net.sessions import sessions
 from pmesh.net.sessions.arenas import create_arena
@@ -35,6 +26,7 @@ from pmesh.net.sessions.sessions import (
     SessionCounters,
     serve_sessions,
 )
+from simulation.wire import ANY_REQUESTS, AnyReply, decode_reply_untrusted
 
 # ruff: noqa: ASYNC240 - looking at a temporary directory blocks for microseconds
 
@@ -44,12 +36,12 @@ ASK = frame(encode(AskStatus()))
 
 async def echo(session: Session) -> None:
     """Answers each AskStatus with a StatusReply, until the program leaves."""
-    first = await session.receive()
+    first = await session.receive(ANY_REQUESTS)
     session.stay()
     if isinstance(first, Leave):
         return
     await session.send(StatusReply(json=b"{}"))
-    while not isinstance(await session.receive(), Leave):
+    while not isinstance(await session.receive(ANY_REQUESTS), Leave):
         await session.send(StatusReply(json=b"{}"))
 
 
@@ -73,7 +65,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "agent.sock"
 
 
-async def reply_on(stream: trio.SocketStream) -> Reply:
+async def reply_on(stream: trio.SocketStream) -> AnyReply:
     reader = FrameReader(max_bytes=1 << 20)
     while (message := reader.next_message_untrusted()) is None:
         data = await stream.receive_some()
@@ -94,7 +86,7 @@ async def test_requests_arrive_whole_however_they_are_cut(path: Path) -> None:
     done = trio.Event()
 
     async def collect(session: Session) -> None:
-        received.extend([await session.receive() for _ in range(3)])
+        received.extend([await session.receive(ANY_REQUESTS) for _ in range(3)])
         done.set()
 
     async with serving(path, collect), await trio.open_unix_socket(path) as stream:
@@ -277,7 +269,7 @@ async def test_who_does_not_read_its_answer_is_closed_after_a_while(
     path: Path, autojump_clock: trio.testing.MockClock
 ) -> None:
     async def answer_at_length(session: Session) -> None:
-        await session.receive()
+        await session.receive(ANY_REQUESTS)
         await session.send(StatusReply(json=bytes(2**20 - 100)))
 
     del autojump_clock
@@ -295,7 +287,7 @@ async def test_who_is_pushed_out_while_it_decides_to_stay_is_gone(path: Path) ->
     async def stay_late(session: Session) -> None:
         try:
             with trio.CancelScope(shield=True):
-                await session.receive()
+                await session.receive(ANY_REQUESTS)
             session.stay()
             await trio.sleep_forever()
         finally:
@@ -432,7 +424,7 @@ async def test_replies_of_several_tasks_are_not_mixed() -> None:
     arena = create_arena("output", 0, 65536)
     grant = ArenaGranted(arena=0, kind="output", nbytes=65536)
     long = StatusReply(json=b"x" * 500_000)
-    received: list[Reply] = []
+    received: list[AnyReply] = []
 
     def read() -> None:
         reader = FrameReader(max_bytes=1 << 20)
@@ -472,7 +464,7 @@ async def test_a_program_that_goes_away_ends_the_channel() -> None:
     program.sendall(ASK[:-1])
     program.close()
     with pytest.raises(trio.EndOfChannel):
-        await session.receive()
+        await session.receive(ANY_REQUESTS)
     await session.aclose()
 
 
@@ -481,7 +473,7 @@ async def test_a_reset_ends_the_channel_too() -> None:
     await session.send(StatusReply(json=b"unread"))
     program.close()  # with data unread: Linux reports a reset
     with pytest.raises(trio.EndOfChannel):
-        await session.receive()
+        await session.receive(ANY_REQUESTS)
     await session.aclose()
 
 
@@ -492,7 +484,7 @@ async def test_trainer_gone_sees_the_end_behind_an_unread_message() -> None:
     assert not session.trainer_gone()
     program.close()
     assert session.trainer_gone()
-    assert await session.receive() == AskStatus()
+    assert await session.receive(ANY_REQUESTS) == AskStatus()
     await session.aclose()
     assert session.trainer_gone()
 
@@ -501,7 +493,7 @@ async def test_garbage_raises_exactly_protocol_error() -> None:
     session, program = await connected()
     program.sendall(frame(b"\x00garbage"))
     with pytest.raises(ProtocolError):
-        await session.receive()
+        await session.receive(ANY_REQUESTS)
     program.close()
     await session.aclose()
 
