@@ -237,7 +237,7 @@ def run_sync(session: TrainerSession, packed: Packed, offer: Offer, *, timeout_s
                 break
             if not {*plan.holders} & {*session.world.trainers}:
                 _logger.warning(
-                    "all who had the newest state are lost; the best of what is left is taken"
+                    "all ranks with the newest state are lost; the newest one left is taken"
                 )
     return Synced(
         step=plan.best.step,

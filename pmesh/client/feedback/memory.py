@@ -249,7 +249,7 @@ def _load_into(memory: Memory, what: str, value: Values) -> None:
         return
     values = cast("Float32s", value.astype(np.float32))
     if values.ndim != 1 or not np.isfinite(values).all():
-        raise ValueError(f"{what} is to be finite numbers in one dimension")
+        raise ValueError(f"{what} must be finite numbers in one dimension")
     if what == _RESIDUAL:
         if values.size != memory.count:
             raise ValueError(f"{values.size} residuals of {memory.count} values")

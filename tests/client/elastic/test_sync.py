@@ -231,7 +231,7 @@ def test_when_all_sources_die_the_rest_agrees_on_the_best_that_is_left(
         assert step == 1
     tables = [call for call in agent.sessions[1].calls if call.kind == "sync"]
     assert len(tables) == 2
-    assert "all who had the newest state are lost" in caplog.text
+    assert "all ranks with the newest state are lost" in caplog.text
 
 
 def test_when_nobody_is_left_who_lacks_the_state_no_more_is_sent(agent: WatchedAgent) -> None:
