@@ -332,8 +332,9 @@ async def test_an_error_of_ours_ends_one_link_and_the_agent_goes_on(
     async with village(clock, 3) as here:
         one, two, three = here.machines
 
-        def stumble(channels: Channels, _: Member, message: Message) -> Message:
-            if channels is one.agent.channels and isinstance(message, AskView):
+        def stumble(channels: Channels, member: Member, message: Message) -> Message:
+            is_ours = channels is one.agent.channels and member == two.agent.membership.state.me
+            if is_ours and isinstance(message, AskView):
                 raise ZeroDivisionError("of ours")
             return message
 
