@@ -17,7 +17,7 @@ from pmesh.errors import UsageError
 from pmesh.home_paths import home_directory
 from pmesh.ids import PRINTABLE, JobName
 
-_MAX_RANKS = 1024  # what `pmesh.core.wire.session.Connect` allows
+_MAX_RANKS = 1024  # what `pmesh.core.wire.trainer.Connect` allows
 _MAX_PLACE = 2**31
 
 OnLoss = Literal["continue", "raise"]

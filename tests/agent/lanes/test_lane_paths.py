@@ -348,6 +348,7 @@ async def test_nothing_is_kept_of_a_lane_that_is_closed(joined: Joined) -> None:
     assert offer.lane not in ada.rendezvous.paths
     assert offer.lane not in bob.rendezvous.paths
     await opened(*await reopened(ada, bob))
+    await trio.sleep(1)  # what carries the lane ends
 
 
 async def reopened(ada: Cabled, bob: Cabled) -> tuple[Cabled, Cabled]:

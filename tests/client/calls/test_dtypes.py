@@ -44,7 +44,10 @@ def array_of(library: str, dtype: str, values: Any) -> Any:
 def bits(x: Any) -> tuple[str, str, tuple[int, ...], bytes]:
     raw = to_raw(x, "")
     assert raw is not None
-    return raw.library, raw.dtype, raw.shape, raw.data.tobytes()
+    data = raw.data.tobytes()
+    if isinstance(x, np.ndarray) and x.dtype == np.longdouble:
+        data = x.astype(np.float64).tobytes()  # six of its 16 bytes say nothing
+    return raw.library, raw.dtype, raw.shape, data
 
 
 @pytest.mark.parametrize("library", MOVED)
