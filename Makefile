@@ -23,7 +23,7 @@ demo: .venv/.for-demo
 	@$(BIN)/python tools/demo.py
 
 # Doctests count as tests; client/trees/torch.py can't be imported where torch, which is optional, is not.
-PYTEST := $(BIN)/pytest -n logical --dist loadscope --doctest-modules --doctest-ignore-import-errors
+PYTEST := $(BIN)/pytest -n logical --dist loadscope --max-worker-restart 0 --doctest-modules --doctest-ignore-import-errors
 TESTED := pmesh simulation tests
 
 test: .venv/.for-work

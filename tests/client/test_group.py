@@ -314,7 +314,7 @@ def test_a_rank_that_drops_its_group_early_spoils_nothing_for_the_others(
     agent: WatchedAgent, caplog: pytest.LogCaptureFixture
 ) -> None:
     def before_op(session: WatchedSession, request: StartOp) -> None:
-        if "/" in session.job and request.call.kind == "broadcast" and session.me != 0:
+        if "/" in session.job and request.call.kind == "broadcast" and request.arena < 0:
             agent.wait_until(lambda: len(agent.left) == 1)
 
     agent.before_op = before_op

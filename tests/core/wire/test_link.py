@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pmesh.core.values import View
 from pmesh.core.wire import link
 from pmesh.core.wire.calls import Call, Envelope
-from pmesh.core.wire.channels import CHANNEL_BYTES, MAX_MESSAGE_BYTES, Message, encode
+from pmesh.core.wire.channels import CHANNEL_BYTES, MAX_MESSAGE_BYTES, Channels, Message, encode
 from pmesh.core.wire.framing import encode_hello
 from pmesh.core.wire.lanes import LaneMessage, OfferLane
 from pmesh.core.wire.launches import AnyLaunchMessage
@@ -19,6 +19,7 @@ from pmesh.core.wire.probes import PathMessage
 from pmesh.core.wire.relays import Relay
 from pmesh.core.wire.store import StorePart
 from pmesh.core.wire.views import (
+    VIEWS,
     AskToJoin,
     Commit,
     Flushed,
@@ -298,3 +299,22 @@ def test_an_address_reads_as_a_person_would_type_it(address: Address, text: str)
 )
 def test_a_call_reads_as_the_user_wrote_it(call: Call, text: str) -> None:
     assert str(call) == text
+
+
+def test_two_parts_of_an_agent_can_not_have_one_channel() -> None:
+    channels = Channels()
+    channels.register(VIEWS, lambda _, __: None)
+    with pytest.raises(ValueError, match="two parts of the agent have channel 2"):
+        channels.register(VIEWS, lambda _, __: None)
+
+
+def test_a_message_reaches_the_receiver_of_its_channel_and_no_other() -> None:
+    heard = list[tuple[Member, object]]()
+    channels = Channels()
+    channels.register(VIEWS, lambda member, message: heard.append((member, message)))
+    refuse = Refuse(make_epoch(2), make_epoch(1))
+    channels.receive_untrusted(ANNA, encode(refuse))
+    assert heard == [(ANNA, refuse)]
+    for data in (b"", encode(knows(Hello(1, ANNA, unsigned("mac-a"))))):
+        with pytest.raises(ProtocolError, match="on no channel"):
+            channels.receive_untrusted(ANNA, data)
