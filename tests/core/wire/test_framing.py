@@ -199,3 +199,9 @@ def test_anything_but_a_hello_is_refused(data: bytes) -> None:
 def test_garbage_raises_protocol_error_only(data: bytes) -> None:
     with contextlib.suppress(ProtocolError):
         read_hello_untrusted(data, proven=ADA)
+
+
+def test_a_hello_larger_than_any_peer_takes_is_not_made() -> None:
+    addresses = (Address("h" * 255, 1),) * 64
+    with pytest.raises(ValueError, match=r"a Hello of 16.* bytes, 16384 are allowed"):
+        encode_hello(msgspec.structs.replace(HELLO, addresses=addresses))
