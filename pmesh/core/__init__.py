@@ -12,8 +12,8 @@ wire        framing (lengths, first bytes), channels (who receives which message
             stream (bytes with a window, in parts of messages), link, probes, views, lanes, p2p,
             store, relays and launches (the messages of each), calls (what an op is called with),
             session (between a program and its agent), trainer, attached and control (the messages
-            of each kind of session), tree (directories that are sent), records (sealed lane
-            records), subflows (one lane over several connections)
+            of each kind of session), tree (directories that are sent), aead (the cipher of
+            lanes), records (sealed by it), subflows (one lane over several connections)
 values      views, rosters, trainers, verdicts: the values that agents agree on
 topology    graph (the machines, and what was measured of each edge), ring (the best order), ranks
             (which of them are near to each other)
