@@ -28,7 +28,6 @@ from pmesh.errors import (
 if TYPE_CHECKING:
     __version__: str
 
-    from pmesh.client.calls.point_to_point import ANY
     from pmesh.client.calls.queue import Handle
     from pmesh.client.calls.store import Store
     from pmesh.client.checkpoints.checkpoints import Checkpoints
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
         RandomK,
         TopK,
     )
+    from pmesh.p2p.client.calls import ANY
 
 __all__ = [
     "ANY",
@@ -91,7 +91,7 @@ __all__ = [
 
 _LATER = MappingProxyType(
     {
-        "ANY": "pmesh.client.calls.point_to_point",
+        "ANY": "pmesh.p2p.client.calls",
         **dict.fromkeys(
             ("Auto", "BF16", "FP16", "INT8", "OneBit", "PowerSGD", "RandomK", "TopK"),
             "pmesh.compression.schemes",

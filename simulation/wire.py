@@ -8,7 +8,6 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from pmesh.core.wire.attached import AttachedReply, AttachedRequest
 from pmesh.core.wire.channels import Channel, Message
 from pmesh.core.wire.control import ControlReply, ControlRequest
 from pmesh.core.wire.lanes import LANES, LaneMessage
@@ -21,7 +20,6 @@ from pmesh.core.wire.launches import (
     SignalLaunch,
 )
 from pmesh.core.wire.link import LINK, LinkMessage
-from pmesh.core.wire.p2p import P2P, P2PMessage
 from pmesh.core.wire.probes import PATHS, PathMessage
 from pmesh.core.wire.relays import RELAYS, Relay
 from pmesh.core.wire.session import SessionDecoder
@@ -29,6 +27,8 @@ from pmesh.core.wire.store import STORES, StorePart
 from pmesh.core.wire.trainer import TrainerReply, TrainerRequest
 from pmesh.core.wire.views import VIEWS, AgreementMessage
 from pmesh.errors import ProtocolError
+from pmesh.p2p.attached import AttachedReply, AttachedRequest
+from pmesh.p2p.wire import P2P, P2PMessage
 
 AnyMessage: TypeAlias = (
     LinkMessage | AgreementMessage | LaneMessage | P2PMessage | StorePart | Relay | AnyLaunchMessage

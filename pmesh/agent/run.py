@@ -40,7 +40,6 @@ from pmesh.agent.mesh.ping import ping
 from pmesh.agent.mesh.probing import Probing
 from pmesh.agent.mesh.storms import count_packets, watch_storms
 from pmesh.agent.mesh.turned_away import watch as watch_turned_away
-from pmesh.agent.p2p.router import P2PRouter, serve_p2p
 from pmesh.agent.schema import (
     OTHER_MESH,
     Status,
@@ -56,7 +55,6 @@ from pmesh.core.identity.keys import AdvertisementKey, MeshKey, NodeKey
 from pmesh.core.identity.names import sign_name
 from pmesh.core.links.addresses import announced_addresses, announced_interfaces
 from pmesh.core.values import View
-from pmesh.core.wire.attached import Attach
 from pmesh.core.wire.channels import Channels
 from pmesh.core.wire.control import (
     AskEvents,
@@ -83,7 +81,6 @@ from pmesh.core.wire.launches import (
     LaunchQuestion,
 )
 from pmesh.core.wire.link import PROTOCOL_VERSION, Hello
-from pmesh.core.wire.p2p import P2P
 from pmesh.core.wire.session import SessionDecoder
 from pmesh.core.wire.store import STORES
 from pmesh.core.wire.trainer import Connect
@@ -105,6 +102,9 @@ from pmesh.net.sessions.sessions import (
     report_errors,
     serve_sessions,
 )
+from pmesh.p2p.agent.router import P2PRouter, serve_p2p
+from pmesh.p2p.attached import Attach
+from pmesh.p2p.wire import P2P
 
 MOST_FALLS = 3  # within ten minutes; after these the agent is not restarted
 FALLS_WINDOW_S = 600.0

@@ -16,7 +16,6 @@ from pmesh.agent.mesh.findings import Findings
 from pmesh.agent.mesh.links import Link
 from pmesh.agent.mesh.membership import Membership
 from pmesh.agent.mesh.peers import Peers
-from pmesh.agent.p2p.router import P2PRouter
 from pmesh.agent.schema import OTHER_MESH, Status, name_peer
 from pmesh.core.links.reasons import USUAL_MBIT_S, why_slow
 from pmesh.core.values import Roster, Seat
@@ -33,6 +32,7 @@ from pmesh.ids import JobName, Member, NodeId, Slot, node_text
 from pmesh.net.links.acceptor import DoorCounters
 from pmesh.net.links.discovery import AgentFound
 from pmesh.net.links.hardware import able_mbit_s
+from pmesh.p2p.agent.router import P2PRouter
 
 
 class _Waiter(NamedTuple):

@@ -16,12 +16,12 @@ from pmesh.client.collective.differences import state_differences
 from pmesh.client.elastic.place import Place
 from pmesh.client.elastic.sync import Synced
 from pmesh.client.group import Collectives, Group, Groups, check_ranks, ranks_by_color
-from pmesh.client.session.p2p_session import P2PSession
 from pmesh.client.trees.state import pack, unpack_untrusted
 from pmesh.compression.blocks import Indices
 from pmesh.core.ops.reductions import Values
 from pmesh.core.values import View
 from pmesh.errors import ProtocolError, RunError, UsageError
+from pmesh.p2p.client.session import P2PSession
 
 _logger = logging.getLogger("pmesh")
 

@@ -17,7 +17,6 @@ import msgspec
 import trio
 
 from pmesh.core.wire import store
-from pmesh.core.wire.attached import Attach, ReceiveMessage, SendMessage, StoreCall
 from pmesh.core.wire.calls import Call, Envelope
 from pmesh.core.wire.control import AskEvents, AskPing, AskStatus, StopAgent
 from pmesh.core.wire.framing import FrameReader, frame
@@ -33,6 +32,7 @@ from pmesh.core.wire.session import (
 from pmesh.core.wire.store import Add, Get, Keys, Set, Wait
 from pmesh.core.wire.trainer import ENTERS, Compresses, Connect, Leave, StartOp
 from pmesh.ids import JobName, OpNumber, TrainerId
+from pmesh.p2p.attached import Attach, ReceiveMessage, SendMessage, StoreCall
 from simulation.wire import AnyRequest, decode_reply_untrusted, decode_request_untrusted
 from tools.fuzz.corpus import Case, Recorder, load
 from tools.fuzz.liar import Liar

@@ -9,13 +9,6 @@ from pmesh.agent.grants import SAY_EVERY_S
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.store.stores import StoreFailed, Stores, describe
 from pmesh.core.values import Verdict
-from pmesh.core.wire.attached import (
-    MAX_STORE_DATA_BYTES,
-    MessageFailed,
-    StoreAnswered,
-    StoreCall,
-    StoreWaits,
-)
 from pmesh.core.wire.store import (
     MAX_COMMAND_BYTES,
     Command,
@@ -24,6 +17,13 @@ from pmesh.core.wire.store import (
 )
 from pmesh.errors import ProtocolError
 from pmesh.net.sessions.sessions import Session
+from pmesh.p2p.attached import (
+    MAX_STORE_DATA_BYTES,
+    MessageFailed,
+    StoreAnswered,
+    StoreCall,
+    StoreWaits,
+)
 
 MAX_CALLS = 256  # at a time
 _LONGEST_S = 1e9

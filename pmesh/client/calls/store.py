@@ -6,7 +6,6 @@ from typing import cast
 from pmesh.client.calls.queue import check_timeout
 from pmesh.client.calls.reducing import DEFAULT_TIMEOUT_S
 from pmesh.client.calls.traceback import make_public
-from pmesh.client.session.p2p_session import P2PSession
 from pmesh.core.wire.store import (
     MAX_KEY_BYTES,
     MAX_KEYS,
@@ -24,6 +23,7 @@ from pmesh.core.wire.store import (
     Wait,
 )
 from pmesh.errors import UsageError
+from pmesh.p2p.client.session import P2PSession
 
 _INT64 = range(-(2**63), 2**63)
 

@@ -13,11 +13,9 @@ import numpy as np
 from pmesh.client.elastic.sync import Offer, Synced, run_sync
 from pmesh.client.session.connection import AgentConnection, error_of, mesh_ended
 from pmesh.client.session.in_step import in_step
-from pmesh.client.session.p2p_session import P2PSession
 from pmesh.client.session.session import TrainerSession
 from pmesh.client.trees.state import Packed
 from pmesh.core.ops.reductions import Values
-from pmesh.core.wire.attached import ATTACHED_REPLIES, Attach
 from pmesh.core.wire.session import SESSION_VERSION, Refused
 from pmesh.core.wire.trainer import TRAINER_REPLIES, Connect, GroupOf, World
 from pmesh.errors import (
@@ -27,6 +25,8 @@ from pmesh.errors import (
     UsageError,
 )
 from pmesh.ids import JobName, TrainerId
+from pmesh.p2p.attached import ATTACHED_REPLIES, Attach
+from pmesh.p2p.client.session import P2PSession
 
 R = TypeVar("R")
 

@@ -8,7 +8,6 @@ from trio.testing import MockClock
 
 from pmesh.agent.store.serving import MAX_CALLS
 from pmesh.core.values import Terms
-from pmesh.core.wire.attached import MAX_STORE_DATA_BYTES, Attach, Attached, StoreCall
 from pmesh.core.wire.channels import Channels, Message
 from pmesh.core.wire.session import SESSION_VERSION
 from pmesh.core.wire.store import (
@@ -26,6 +25,7 @@ from pmesh.core.wire.store import (
 )
 from pmesh.core.wire.stream import AGAIN_S
 from pmesh.ids import JobName, Member
+from pmesh.p2p.attached import MAX_STORE_DATA_BYTES, Attach, Attached, StoreCall
 from tests.worlds.control import change_received
 from tests.worlds.store_connection import Sharing, StoreConnection, sharing
 from tests.worlds.trainer import together, until

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from pmesh.client.session import sends as module
-from pmesh.client.session.sends import Send, Sends
 from pmesh.core.wire.calls import Envelope
 from pmesh.ids import TrainerId
+from pmesh.p2p.client import sends as module
+from pmesh.p2p.client.sends import Send, Sends
 
 A, B = TrainerId(1), TrainerId(2)
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
 from pmesh.core.wire.calls import Envelope
-from pmesh.core.wire.p2p import EAGER_BYTES
 from pmesh.ids import TrainerId
+from pmesh.p2p.wire import EAGER_BYTES
 
 MAX_KEPT = 256  # messages of a pair not yet received; a receiver notes as many
 EAGER_ROOM_BYTES = 64 * 1024  # of a pair, in the link's queue before a heartbeat

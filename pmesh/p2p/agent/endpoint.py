@@ -1,6 +1,6 @@
 """The point-to-point messages of one local rank, and their lanes (O4).
 
-`pmesh.core.p2p` decides which messages are delivered, and in which order. Each send and each
+`pmesh.p2p.rules` decides which messages are delivered, and in which order. Each send and each
 receive runs in its own task, which messages from the other side wake up.
 """
 
@@ -15,12 +15,18 @@ import xxhash
 
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.lanes.rendezvous import LaneEnd, LaneKey, LaneRendezvous
-from pmesh.core import p2p
 from pmesh.core.ops.plan import SEGMENT_BYTES
-from pmesh.core.p2p import Inbox, Outbox, Transfer, Wanted
 from pmesh.core.values import Roster, Verdict
 from pmesh.core.wire.calls import Envelope
-from pmesh.core.wire.p2p import (
+from pmesh.core.wire.records import RecordHeader
+from pmesh.errors import LaneBroken, PmeshError, UsageError
+from pmesh.ids import TrainerId
+from pmesh.net.lanes.lane import CallsDiffer, Lane
+from pmesh.net.sessions.arena_pools import OutputArenas
+from pmesh.net.sessions.arenas import Arena
+from pmesh.p2p import rules as p2p
+from pmesh.p2p.rules import Inbox, Outbox, Transfer, Wanted
+from pmesh.p2p.wire import (
     AnnounceMessage,
     MessageAddress,
     MessageDelivered,
@@ -28,12 +34,6 @@ from pmesh.core.wire.p2p import (
     P2PMessage,
     RequestMessage,
 )
-from pmesh.core.wire.records import RecordHeader
-from pmesh.errors import LaneBroken, PmeshError, UsageError
-from pmesh.ids import TrainerId
-from pmesh.net.lanes.lane import CallsDiffer, Lane
-from pmesh.net.sessions.arena_pools import OutputArenas
-from pmesh.net.sessions.arenas import Arena
 
 ASK_AGAIN_S = 0.2  # a request may have been lost, or have arrived before its view
 STALL_S = 5.0  # a lane that is silent this long is broken; Wi-Fi may be silent just as long

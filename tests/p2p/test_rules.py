@@ -8,11 +8,11 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from pmesh.core import p2p
-from pmesh.core.p2p import EAGER_ROOM_BYTES, MAX_KEPT, Inbox, Outbox, Transfer, Wanted
 from pmesh.core.wire.calls import Envelope
-from pmesh.core.wire.p2p import EAGER_BYTES, AnnounceMessage, MessageAddress
 from pmesh.ids import JobName, TrainerId
+from pmesh.p2p import rules as p2p
+from pmesh.p2p.rules import EAGER_ROOM_BYTES, MAX_KEPT, Inbox, Outbox, Transfer, Wanted
+from pmesh.p2p.wire import EAGER_BYTES, AnnounceMessage, MessageAddress
 from tests.worlds.builders import make_epoch
 
 ANNA, BERT, CARL = SENDERS = TrainerId(0), TrainerId(1), TrainerId(2)

@@ -11,12 +11,12 @@ from pmesh.client.calls.queue import Caller, Handle, check_timeout
 from pmesh.client.calls.reducing import DEFAULT_TIMEOUT_S
 from pmesh.client.collective.gather_ops import Head, block_of, build
 from pmesh.client.elastic.place import Place
-from pmesh.client.session.p2p_session import Arrived, P2PSession
 from pmesh.client.trees.arrays import evaluate_mlx
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.calls import Envelope
 from pmesh.errors import MeshClosed, PmeshError, ProtocolError, UsageError
 from pmesh.ids import Rank, TrainerId
+from pmesh.p2p.client.session import Arrived, P2PSession
 
 ANY = -1
 """The source of a `recv` that takes a message from any rank."""

@@ -10,17 +10,17 @@ import trio
 from trio.testing import MockClock
 
 from pmesh.agent.grants import SAY_EVERY_S
-from pmesh.agent.p2p import router
-from pmesh.core.p2p import MAX_KEPT
-from pmesh.core.wire.attached import Attach, SendMessage
 from pmesh.core.wire.calls import Envelope
-from pmesh.core.wire.p2p import AnnounceMessage, MessageAddress, MessageDelivered, RequestMessage
 from pmesh.core.wire.session import SESSION_VERSION, DropArena, Refused
 from pmesh.core.wire.trainer import Leave
 from pmesh.ids import JobName, TrainerId
 from pmesh.net.sessions.arena_pools import MAX_ARENAS, SessionArenas
+from pmesh.p2p.agent import router
+from pmesh.p2p.attached import Attach, SendMessage
+from pmesh.p2p.rules import MAX_KEPT
+from pmesh.p2p.wire import AnnounceMessage, MessageAddress, MessageDelivered, RequestMessage
 from simulation.wire import AnyRequest
-from tests.agent.p2p.p2p import MessageError, P2PConnection, attach, lose_first, told
+from tests.p2p.p2p import MessageError, P2PConnection, attach, lose_first, told
 from tests.worlds.lanes import share_of_one
 from tests.worlds.trainer import Trainer, together, until
 from tests.worlds.village import Village, training, village

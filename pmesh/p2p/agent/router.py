@@ -13,12 +13,17 @@ from pmesh.agent.grants import SAY_EVERY_S, Grants
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.jobs.session import other_version
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
-from pmesh.agent.p2p.endpoint import MessageLost, P2PEndpoint, Received
 from pmesh.agent.store.serving import StoreCalls
 from pmesh.agent.store.stores import Stores
 from pmesh.core.jobs.rank import COME_BACK
 from pmesh.core.values import Verdict
-from pmesh.core.wire.attached import (
+from pmesh.core.wire.session import SESSION_VERSION, DropArena, WantArena
+from pmesh.errors import ProtocolError
+from pmesh.ids import JobName, Member, TrainerId
+from pmesh.net.sessions.arena_pools import ArenaShare, SessionArenas
+from pmesh.net.sessions.sessions import Session, refuse
+from pmesh.p2p.agent.endpoint import MessageLost, P2PEndpoint, Received
+from pmesh.p2p.attached import (
     ATTACHED_REQUESTS,
     MAX_MESSAGES,
     Attach,
@@ -31,12 +36,7 @@ from pmesh.core.wire.attached import (
     SendMessage,
     StoreCall,
 )
-from pmesh.core.wire.p2p import AnnounceMessage, MessageWithdrawn, P2PMessage
-from pmesh.core.wire.session import SESSION_VERSION, DropArena, WantArena
-from pmesh.errors import ProtocolError
-from pmesh.ids import JobName, Member, TrainerId
-from pmesh.net.sessions.arena_pools import ArenaShare, SessionArenas
-from pmesh.net.sessions.sessions import Session, refuse
+from pmesh.p2p.wire import AnnounceMessage, MessageWithdrawn, P2PMessage
 
 
 class P2PRouter:

@@ -8,18 +8,18 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from pmesh.agent.p2p import endpoint
-from pmesh.agent.p2p.endpoint import LanesIn
-from pmesh.core.wire.p2p import (
+from pmesh.core.wire.records import RecordHeader
+from pmesh.net.lanes.lane import Lane
+from pmesh.p2p.agent import endpoint
+from pmesh.p2p.agent.endpoint import LanesIn
+from pmesh.p2p.wire import (
     AnnounceMessage,
     MessageDelivered,
     MessageWithdrawn,
     P2PMessage,
     RequestMessage,
 )
-from pmesh.core.wire.records import RecordHeader
-from pmesh.net.lanes.lane import Lane
-from tests.agent.p2p.p2p import X, attach, lose_first, some, told
+from tests.p2p.p2p import X, attach, lose_first, some, told
 from tests.worlds.trainer import until
 from tests.worlds.village_ops import machine_of, ranks_of, reduce_all
 

@@ -12,7 +12,11 @@ from trio.testing import MockClock
 
 from pmesh.core.ops.reductions import Values
 from pmesh.core.values import Verdict
-from pmesh.core.wire.attached import (
+from pmesh.core.wire.calls import Envelope
+from pmesh.core.wire.channels import Channels, Message
+from pmesh.core.wire.session import SESSION_VERSION, ArenaGranted, DropArena, Refused, WantArena
+from pmesh.ids import JobName, Member, TrainerId
+from pmesh.p2p.attached import (
     Attach,
     Attached,
     MessageFailed,
@@ -22,11 +26,7 @@ from pmesh.core.wire.attached import (
     ReceiveMessage,
     SendMessage,
 )
-from pmesh.core.wire.calls import Envelope
-from pmesh.core.wire.channels import Channels, Message
-from pmesh.core.wire.p2p import P2PMessage
-from pmesh.core.wire.session import SESSION_VERSION, ArenaGranted, DropArena, Refused, WantArena
-from pmesh.ids import JobName, Member, TrainerId
+from pmesh.p2p.wire import P2PMessage
 from simulation.wire import AnyReply
 from tests.worlds.control import change_received
 from tests.worlds.trainer import Trainer, until

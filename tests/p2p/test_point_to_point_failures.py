@@ -10,10 +10,7 @@ import numpy as np
 import pytest
 
 import pmesh
-from pmesh.client.calls.point_to_point import ANY, MAX_TAG, PointToPoint
-from pmesh.client.session.p2p_session import P2PSession
 from pmesh.core.values import Verdict
-from pmesh.core.wire.attached import MessageSent, ReceiveMessage, SendMessage
 from pmesh.errors import (
     HistorySuperseded,
     MeshClosed,
@@ -22,6 +19,9 @@ from pmesh.errors import (
     UnsupportedArray,
     UsageError,
 )
+from pmesh.p2p.attached import MessageSent, ReceiveMessage, SendMessage
+from pmesh.p2p.client.calls import ANY, MAX_TAG, PointToPoint
+from pmesh.p2p.client.session import P2PSession
 from tests.worlds.scripted_agent import PATIENCE_S
 from tests.worlds.watched_agent import LOST, WatchedAgent, pair, run
 

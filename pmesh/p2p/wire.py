@@ -1,4 +1,4 @@
-"""Messages about what one rank sends to another (`pmesh.agent.p2p`)."""
+"""Messages about what one rank sends to another (`pmesh.p2p.agent`)."""
 
 from typing import Annotated, TypeAlias
 

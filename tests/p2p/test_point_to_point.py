@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import pmesh
-from pmesh.client.calls.point_to_point import ANY, PointToPoint
+from pmesh.p2p.client.calls import ANY, PointToPoint
 from tests.worlds.scripted_agent import PATIENCE_S
 from tests.worlds.watched_agent import WatchedAgent, pair, run, run_ranks
 
@@ -219,7 +219,7 @@ def test_both_ranks_may_send_many_messages_before_they_receive(
 ) -> None:
     """More than a session has arenas for what comes; with little room, others wait their turn."""
     if room is not None:
-        monkeypatch.setattr("pmesh.client.session.sends.MAX_SENDS", room)
+        monkeypatch.setattr("pmesh.p2p.client.sends.MAX_SENDS", room)
 
     def exchange(m: PointToPoint) -> list[float]:
         other = 1 - m.rank
@@ -235,7 +235,7 @@ def test_both_ranks_may_send_many_messages_before_they_receive(
 def test_a_rank_that_receives_nothing_stops_no_message_to_another(
     agent: WatchedAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pmesh.client.session.sends.MAX_SENDS", 6)
+    monkeypatch.setattr("pmesh.p2p.client.sends.MAX_SENDS", 6)
     late = threading.Event()
 
     def program(m: pmesh.Mesh) -> list[float]:
@@ -258,7 +258,7 @@ def test_a_rank_that_receives_nothing_stops_no_message_to_another(
 def test_beyond_so_many_calls_the_next_one_says_so_and_those_that_nobody_waits_for_do_not_count(
     agent: WatchedAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pmesh.client.session.p2p_session.MAX_MESSAGES", 8)
+    monkeypatch.setattr("pmesh.p2p.client.session.MAX_MESSAGES", 8)
     refused = threading.Event()
 
     def send(m: PointToPoint) -> None:

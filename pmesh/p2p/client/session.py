@@ -18,10 +18,14 @@ import numpy as np
 from pmesh.client.session.arenas import Mapped
 from pmesh.client.session.connection import AgentConnection, error_of, mesh_ended
 from pmesh.client.session.interrupts import postponed, wait
-from pmesh.client.session.sends import Send, Sends
 from pmesh.core.ops.reductions import Values
 from pmesh.core.values import Verdict
-from pmesh.core.wire.attached import (
+from pmesh.core.wire.calls import Envelope
+from pmesh.core.wire.session import ArenaGone, ArenaGranted, DropArena, Refused, WantArena
+from pmesh.core.wire.store import Answer, Command, decode_answer_untrusted, encode
+from pmesh.errors import AgentStopped, MeshClosed, PmeshError, ProtocolError, UsageError
+from pmesh.ids import TrainerId
+from pmesh.p2p.attached import (
     MAX_MESSAGES,
     MAX_STORE_DATA_BYTES,
     AttachedReply,
@@ -36,11 +40,7 @@ from pmesh.core.wire.attached import (
     StoreCall,
     StoreWaits,
 )
-from pmesh.core.wire.calls import Envelope
-from pmesh.core.wire.session import ArenaGone, ArenaGranted, DropArena, Refused, WantArena
-from pmesh.core.wire.store import Answer, Command, decode_answer_untrusted, encode
-from pmesh.errors import AgentStopped, MeshClosed, PmeshError, ProtocolError, UsageError
-from pmesh.ids import TrainerId
+from pmesh.p2p.client.sends import Send, Sends
 
 KEPT_INPUTS = 4  # arenas kept for later sends: faulting in fresh memory costs more than a copy
 _ARENA = -1
