@@ -27,8 +27,7 @@ from pmesh.core.wire.store import STORES, StorePart
 from pmesh.core.wire.trainer import TrainerReply, TrainerRequest
 from pmesh.core.wire.views import VIEWS, AgreementMessage
 from pmesh.errors import ProtocolError
-from pmesh.p2p.attached import AttachedReply, AttachedRequest
-from pmesh.p2p.wire import P2P, P2PMessage
+from pmesh.p2p.wire import P2P, AttachedReply, AttachedRequest, P2PMessage
 
 AnyMessage: TypeAlias = (
     LinkMessage | AgreementMessage | LaneMessage | P2PMessage | StorePart | Relay | AnyLaunchMessage

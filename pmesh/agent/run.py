@@ -103,8 +103,7 @@ from pmesh.net.sessions.sessions import (
     serve_sessions,
 )
 from pmesh.p2p.agent.router import P2PRouter, serve_p2p
-from pmesh.p2p.attached import Attach
-from pmesh.p2p.wire import P2P
+from pmesh.p2p.wire import P2P, Attach
 
 MOST_FALLS = 3  # within ten minutes; after these the agent is not restarted
 FALLS_WINDOW_S = 600.0
@@ -558,7 +557,7 @@ class Agent:
                 membership=self.membership,
                 peers=self.peers,
                 jobs=self.jobs,
-                p2p=self.p2p,
+                p2p_bytes=self.p2p.traffic,
                 findings=self._findings,
                 door=self._acceptor.counters,
                 turned_away=self._count_turned_away(),

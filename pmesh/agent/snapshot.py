@@ -32,7 +32,6 @@ from pmesh.ids import JobName, Member, NodeId, Slot, node_text
 from pmesh.net.links.acceptor import DoorCounters
 from pmesh.net.links.discovery import AgentFound
 from pmesh.net.links.hardware import able_mbit_s
-from pmesh.p2p.agent.router import P2PRouter
 
 
 class _Waiter(NamedTuple):
@@ -154,7 +153,8 @@ class Sources:
     membership: Membership
     peers: Peers
     jobs: Jobs
-    p2p: P2PRouter
+    p2p_bytes: tuple[int, int]
+    """Of messages between ranks, sent and received at the sockets."""
     findings: Findings
     door: DoorCounters
     turned_away: schema.TurnedAwayStatus
@@ -440,7 +440,7 @@ def _state_of(error: PmeshError) -> schema.PeerState:
 
 
 def _traffic(sources: Sources) -> schema.TrafficStatus:
-    control, envelopes = sources.peers.control_bytes, sources.p2p.traffic
+    control, envelopes = sources.peers.control_bytes, sources.p2p_bytes
     ops = sources.jobs.traffic
     return schema.TrafficStatus(
         control_sent_bytes=control[0],

@@ -23,7 +23,7 @@ from pmesh.ids import Incarnation, JobName, Member, NodeId, TrainerId
 from pmesh.net.lanes import opening
 from pmesh.net.lanes.lane import Lane
 from pmesh.p2p.agent import router
-from pmesh.p2p.attached import Attach, Attached, ReceiveMessage
+from pmesh.p2p.wire import Attach, Attached, ReceiveMessage
 from tests.worlds.trainer import RefusedError, together
 from tests.worlds.village import Machine, Village, training, village
 from tests.worlds.village_ops import kinds_of_events, machine_of, ones, reduce_all

@@ -30,7 +30,7 @@ from pmesh.core.wire.trainer import Connect
 from pmesh.errors import UsageError
 from pmesh.ids import JobName
 from pmesh.net.sessions.sessions import MAX_VISITORS, VISIT_S
-from pmesh.p2p.attached import Attach, Attached, ReceiveMessage
+from pmesh.p2p.wire import Attach, Attached, ReceiveMessage
 from tests.worlds.trainer import together, until
 from tests.worlds.village import Machine, training, village
 from tests.worlds.village_ops import machine_of, ones, reduce_all

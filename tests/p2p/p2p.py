@@ -14,19 +14,25 @@ from pmesh.core.ops.reductions import Values
 from pmesh.core.values import Verdict
 from pmesh.core.wire.calls import Envelope
 from pmesh.core.wire.channels import Channels, Message
-from pmesh.core.wire.session import SESSION_VERSION, ArenaGranted, DropArena, Refused, WantArena
+from pmesh.core.wire.session import (
+    SESSION_VERSION,
+    ArenaGranted,
+    DropArena,
+    MessageFailed,
+    Refused,
+    WantArena,
+)
 from pmesh.ids import JobName, Member, TrainerId
-from pmesh.p2p.attached import (
+from pmesh.p2p.wire import (
     Attach,
     Attached,
-    MessageFailed,
     MessageReceived,
     MessageSent,
     MessageWaits,
+    P2PMessage,
     ReceiveMessage,
     SendMessage,
 )
-from pmesh.p2p.wire import P2PMessage
 from simulation.wire import AnyReply
 from tests.worlds.control import change_received
 from tests.worlds.trainer import Trainer, until

@@ -16,9 +16,15 @@ from pmesh.core.wire.trainer import Leave
 from pmesh.ids import JobName, TrainerId
 from pmesh.net.sessions.arena_pools import MAX_ARENAS, SessionArenas
 from pmesh.p2p.agent import router
-from pmesh.p2p.attached import Attach, SendMessage
 from pmesh.p2p.rules import MAX_KEPT
-from pmesh.p2p.wire import AnnounceMessage, MessageAddress, MessageDelivered, RequestMessage
+from pmesh.p2p.wire import (
+    AnnounceMessage,
+    Attach,
+    MessageAddress,
+    MessageDelivered,
+    RequestMessage,
+    SendMessage,
+)
 from simulation.wire import AnyRequest
 from tests.p2p.p2p import MessageError, P2PConnection, attach, lose_first, told
 from tests.worlds.lanes import share_of_one

@@ -26,6 +26,7 @@ from pmesh.core.wire.framing import frame
 from pmesh.core.wire.session import (
     ArenaGranted,
     DropArena,
+    MessageFailed,
     Refused,
     SessionDecoder,
     SessionMessage,
@@ -36,13 +37,7 @@ from pmesh.core.wire.trainer import ENTERS, Compresses, Connect, Joined, Leave, 
 from pmesh.ids import TrainerId
 from pmesh.net.sessions.arena_pools import ArenaShare
 from pmesh.net.sessions.sessions import PeerCredentials, Session
-from pmesh.p2p.attached import (
-    Attach,
-    MessageFailed,
-    MessageWaits,
-    ReceiveMessage,
-    SendMessage,
-)
+from pmesh.p2p.wire import Attach, MessageWaits, ReceiveMessage, SendMessage
 from pmesh.testing import agent_in_a_thread
 from simulation.wire import AnyReply
 from tests.worlds.scripted_agent import PATIENCE_S

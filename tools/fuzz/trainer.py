@@ -29,10 +29,10 @@ from pmesh.core.wire.session import (
     WantArena,
     encode,
 )
-from pmesh.core.wire.store import Add, Get, Keys, Set, Wait
+from pmesh.core.wire.store import Add, Get, Keys, Set, StoreCall, Wait
 from pmesh.core.wire.trainer import ENTERS, Compresses, Connect, Leave, StartOp
 from pmesh.ids import JobName, OpNumber, TrainerId
-from pmesh.p2p.attached import Attach, ReceiveMessage, SendMessage, StoreCall
+from pmesh.p2p.wire import Attach, ReceiveMessage, SendMessage
 from simulation.wire import AnyRequest, decode_reply_untrusted, decode_request_untrusted
 from tools.fuzz.corpus import Case, Recorder, load
 from tools.fuzz.liar import Liar

@@ -9,21 +9,19 @@ from pmesh.agent.grants import SAY_EVERY_S
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.store.stores import StoreFailed, Stores, describe
 from pmesh.core.values import Verdict
+from pmesh.core.wire.session import MessageFailed
 from pmesh.core.wire.store import (
     MAX_COMMAND_BYTES,
+    MAX_STORE_DATA_BYTES,
     Command,
+    StoreAnswered,
+    StoreCall,
+    StoreWaits,
     decode_command_untrusted,
     encode,
 )
 from pmesh.errors import ProtocolError
 from pmesh.net.sessions.sessions import Session
-from pmesh.p2p.attached import (
-    MAX_STORE_DATA_BYTES,
-    MessageFailed,
-    StoreAnswered,
-    StoreCall,
-    StoreWaits,
-)
 
 MAX_CALLS = 256  # at a time
 _LONGEST_S = 1e9

@@ -1,7 +1,7 @@
 """`mesh.store`: keys and values that the ranks of a job share."""
 
 from collections.abc import Callable, Iterable
-from typing import cast
+from typing import Protocol, cast
 
 from pmesh.client.calls.queue import check_timeout
 from pmesh.client.calls.reducing import DEFAULT_TIMEOUT_S
@@ -23,7 +23,15 @@ from pmesh.core.wire.store import (
     Wait,
 )
 from pmesh.errors import UsageError
-from pmesh.p2p.client.session import P2PSession
+
+
+class StoreSession(Protocol):
+    """Carries commands to the agent."""
+
+    def ask_store(self, command: Command, timeout_s: float) -> Answer:
+        """Run a command in the job's store and return its answer; raise PmeshError if it fails."""
+        ...
+
 
 _INT64 = range(-(2**63), 2**63)
 
@@ -51,7 +59,7 @@ class Store:
       agent; the next `mesh.sync` brings the rank back to the job.
     """
 
-    def __init__(self, attached: Callable[[], P2PSession]) -> None:
+    def __init__(self, attached: Callable[[], StoreSession]) -> None:
         """`attached` returns the trainer's second connection to its agent."""
         self._attached = attached
 

@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from pmesh.core.values import MAX_TRAINERS, Id, Job
 from pmesh.core.wire.channels import Channel, Message
+from pmesh.core.wire.session import Count, Seconds, SessionMessage
 from pmesh.core.wire.stream import PART_BYTES
 from pmesh.errors import ProtocolError
 from pmesh.ids import PRINTABLE
@@ -18,6 +19,7 @@ MAX_KEY_BYTES = 1024
 MAX_VALUE_BYTES = 1024 * 1024
 MAX_KEYS = MAX_TRAINERS  # of one call: ranks mostly wait for a key of each
 MAX_COMMAND_BYTES = 2 * MAX_VALUE_BYTES + 64 * 1024  # a compare_set has two values
+MAX_STORE_DATA_BYTES = 32 * 1024  # of a command, in one request: half of it
 MAX_STORE_BYTES = 64 * 1024 * 1024
 KEY_OVERHEAD_BYTES = 128  # what Python needs for a key and its value beside their bytes
 MAX_REFUSAL = 16 * 1024  # characters; a key that is quoted in it may have ten for each of its own
@@ -229,6 +231,39 @@ StoreMessage: TypeAlias = (
     | CopyAnswer
     | CopyEnds
 )
+
+
+# --- how commands and answers travel between a trainer and its agent
+
+
+class StoreCall(SessionMessage, frozen=True, tag="store"):
+    """A part of a command for the job's store; the last one is answered by StoreAnswered."""
+
+    call: Count
+    """The trainer's number for this call, repeated in the answer."""
+    data: Annotated[bytes, Meta(max_length=MAX_STORE_DATA_BYTES)]
+    """Of the command."""
+    more: bool
+    """True if other parts of the command follow."""
+    timeout_s: Seconds
+
+
+class StoreAnswered(SessionMessage, frozen=True, tag="store_answered"):
+    """A part of the answer to a command."""
+
+    call: int
+    data: bytes
+    more: bool
+    """True if other parts of the answer follow."""
+
+
+class StoreWaits(SessionMessage, frozen=True, tag="store_waits"):
+    """Sent every 10 s while a command waits, with the time, and for what it waits (I6)."""
+
+    call: int
+    waited_s: float
+    on: str
+
 
 _T = TypeVar("_T")
 

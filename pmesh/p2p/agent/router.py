@@ -17,26 +17,27 @@ from pmesh.agent.store.serving import StoreCalls
 from pmesh.agent.store.stores import Stores
 from pmesh.core.jobs.rank import COME_BACK
 from pmesh.core.values import Verdict
-from pmesh.core.wire.session import SESSION_VERSION, DropArena, WantArena
+from pmesh.core.wire.session import SESSION_VERSION, DropArena, MessageFailed, WantArena
+from pmesh.core.wire.store import StoreCall
 from pmesh.errors import ProtocolError
 from pmesh.ids import JobName, Member, TrainerId
 from pmesh.net.sessions.arena_pools import ArenaShare, SessionArenas
 from pmesh.net.sessions.sessions import Session, refuse
 from pmesh.p2p.agent.endpoint import MessageLost, P2PEndpoint, Received
-from pmesh.p2p.attached import (
+from pmesh.p2p.wire import (
     ATTACHED_REQUESTS,
     MAX_MESSAGES,
+    AnnounceMessage,
     Attach,
     Attached,
-    MessageFailed,
     MessageReceived,
     MessageSent,
     MessageWaits,
+    MessageWithdrawn,
+    P2PMessage,
     ReceiveMessage,
     SendMessage,
-    StoreCall,
 )
-from pmesh.p2p.wire import AnnounceMessage, MessageWithdrawn, P2PMessage
 
 
 class P2PRouter:

@@ -16,7 +16,7 @@ from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.calls import Envelope
 from pmesh.errors import MeshClosed, PmeshError, ProtocolError, UsageError
 from pmesh.ids import Rank, TrainerId
-from pmesh.p2p.client.session import Arrived, P2PSession
+from pmesh.p2p.client.session import Arrived, P2PSession, attach
 
 ANY = -1
 """The source of a `recv` that takes a message from any rank."""
@@ -342,7 +342,7 @@ class PointToPoint(Caller):
                 self._p2p[1].close("this trainer has entered its job anew")
                 self._p2p = None
             if self._p2p is None:
-                self._p2p = me, self._place.attach()
+                self._p2p = me, self._place.attach(attach)
             return self._p2p[1]
 
     def _stop(self, *, crashed: BaseException | None) -> None:

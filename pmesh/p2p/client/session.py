@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Generator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -21,26 +22,40 @@ from pmesh.client.session.interrupts import postponed, wait
 from pmesh.core.ops.reductions import Values
 from pmesh.core.values import Verdict
 from pmesh.core.wire.calls import Envelope
-from pmesh.core.wire.session import ArenaGone, ArenaGranted, DropArena, Refused, WantArena
-from pmesh.core.wire.store import Answer, Command, decode_answer_untrusted, encode
-from pmesh.errors import AgentStopped, MeshClosed, PmeshError, ProtocolError, UsageError
-from pmesh.ids import TrainerId
-from pmesh.p2p.attached import (
-    MAX_MESSAGES,
+from pmesh.core.wire.session import (
+    SESSION_VERSION,
+    ArenaGone,
+    ArenaGranted,
+    DropArena,
+    MessageFailed,
+    Refused,
+    WantArena,
+)
+from pmesh.core.wire.store import (
     MAX_STORE_DATA_BYTES,
+    Answer,
+    Command,
+    StoreAnswered,
+    StoreCall,
+    StoreWaits,
+    decode_answer_untrusted,
+    encode,
+)
+from pmesh.errors import AgentStopped, MeshClosed, PmeshError, ProtocolError, UsageError
+from pmesh.ids import JobName, TrainerId
+from pmesh.p2p.client.sends import Send, Sends
+from pmesh.p2p.wire import (
+    ATTACHED_REPLIES,
+    MAX_MESSAGES,
+    Attach,
     AttachedReply,
     AttachedRequest,
-    MessageFailed,
     MessageReceived,
     MessageSent,
     MessageWaits,
     ReceiveMessage,
     SendMessage,
-    StoreAnswered,
-    StoreCall,
-    StoreWaits,
 )
-from pmesh.p2p.client.sends import Send, Sends
 
 KEPT_INPUTS = 4  # arenas kept for later sends: faulting in fresh memory costs more than a copy
 _ARENA = -1
@@ -60,6 +75,26 @@ class Arrived:
     envelope: Envelope
     data: Values
     """Flat uint8; the caller may keep it."""
+
+
+def attach(home: Path, job: JobName, trainer: TrainerId) -> "P2PSession":
+    """Open the trainer's second connection to the agent; the caller closes it.
+
+    Raises:
+        HistorySuperseded: the agent does not know this trainer any more.
+        AgentNotRunning: there is no agent.
+    """
+    connection = AgentConnection(home, ATTACHED_REPLIES)
+    try:
+        connection.send(Attach(SESSION_VERSION, job, trainer))
+        reply = connection.receive()
+    except BaseException:
+        connection.close()
+        raise
+    if isinstance(reply, Refused):
+        connection.close()
+        raise error_of(reply.verdict)
+    return P2PSession(connection)
 
 
 class P2PSession:

@@ -12,6 +12,7 @@ from pmesh.core.wire.channels import Channels, Message
 from pmesh.core.wire.session import SESSION_VERSION
 from pmesh.core.wire.store import (
     MAX_KEYS,
+    MAX_STORE_DATA_BYTES,
     MAX_VALUE_BYTES,
     Add,
     Check,
@@ -19,13 +20,14 @@ from pmesh.core.wire.store import (
     Get,
     Keys,
     Set,
+    StoreCall,
     StorePart,
     Wait,
     encode,
 )
 from pmesh.core.wire.stream import AGAIN_S
 from pmesh.ids import JobName, Member
-from pmesh.p2p.attached import MAX_STORE_DATA_BYTES, Attach, Attached, StoreCall
+from pmesh.p2p.wire import Attach, Attached
 from tests.worlds.control import change_received
 from tests.worlds.store_connection import Sharing, StoreConnection, sharing
 from tests.worlds.trainer import together, until

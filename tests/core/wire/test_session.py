@@ -16,7 +16,7 @@ from pmesh.core.wire.session import MAX_REQUEST_BYTES, SESSION_VERSION, Refused,
 from pmesh.core.wire.trainer import Compresses, Connect, GroupOf, Joined, Leave, StartOp
 from pmesh.errors import ProtocolError
 from pmesh.ids import JobName, OpNumber, TrainerId
-from pmesh.p2p.attached import ReceiveMessage
+from pmesh.p2p.wire import ReceiveMessage
 from simulation.wire import AnyReply, AnyRequest, decode_reply_untrusted, decode_request_untrusted
 from tests.worlds.strategies import garbled, values_of
 
