@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     __version__: str
 
     from pmesh.client.calls.queue import Handle
-    from pmesh.client.calls.store import Store
     from pmesh.client.checkpoints.checkpoints import Checkpoints
     from pmesh.client.collective.bucketed import LastOp
     from pmesh.client.connect import connect
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
         TopK,
     )
     from pmesh.p2p.client.calls import ANY
+    from pmesh.store.client import Store
 
 __all__ = [
     "ANY",
@@ -103,7 +103,7 @@ _LATER = MappingProxyType(
         "LastOp": "pmesh.client.collective.bucketed",
         **dict.fromkeys(("LocalUpdates", "Nesterov"), "pmesh.client.local_updates"),
         "Mesh": "pmesh.client.mesh",
-        "Store": "pmesh.client.calls.store",
+        "Store": "pmesh.store.client",
         "connect": "pmesh.client.connect",
     }
 )

@@ -23,11 +23,11 @@ from pmesh.core.wire.link import LINK, LinkMessage
 from pmesh.core.wire.probes import PATHS, PathMessage
 from pmesh.core.wire.relays import RELAYS, Relay
 from pmesh.core.wire.session import SessionDecoder
-from pmesh.core.wire.store import STORES, StorePart
 from pmesh.core.wire.trainer import TrainerReply, TrainerRequest
 from pmesh.core.wire.views import VIEWS, AgreementMessage
 from pmesh.errors import ProtocolError
 from pmesh.p2p.wire import P2P, AttachedReply, AttachedRequest, P2PMessage
+from pmesh.store.wire import STORES, StorePart
 
 AnyMessage: TypeAlias = (
     LinkMessage | AgreementMessage | LaneMessage | P2PMessage | StorePart | Relay | AnyLaunchMessage

@@ -48,7 +48,6 @@ from pmesh.agent.schema import (
     encode_status,
 )
 from pmesh.agent.snapshot import Sources, describe_peers, describe_unlinked, take_snapshot
-from pmesh.agent.store.stores import Stores
 from pmesh.core.identity.advertisement import Advertisement
 from pmesh.core.identity.certificates import issue_credentials
 from pmesh.core.identity.keys import AdvertisementKey, MeshKey, NodeKey
@@ -82,7 +81,6 @@ from pmesh.core.wire.launches import (
 )
 from pmesh.core.wire.link import PROTOCOL_VERSION, Hello
 from pmesh.core.wire.session import SessionDecoder
-from pmesh.core.wire.store import STORES
 from pmesh.core.wire.trainer import Connect
 from pmesh.core.wire.views import VIEWS
 from pmesh.errors import ConfigError, PmeshError, PortTaken, UsageError
@@ -104,6 +102,8 @@ from pmesh.net.sessions.sessions import (
 )
 from pmesh.p2p.agent.router import P2PRouter, serve_p2p
 from pmesh.p2p.wire import P2P, Attach
+from pmesh.store.agent.stores import Stores
+from pmesh.store.wire import STORES
 
 MOST_FALLS = 3  # within ten minutes; after these the agent is not restarted
 FALLS_WINDOW_S = 600.0

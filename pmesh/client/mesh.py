@@ -10,7 +10,6 @@ import numpy as np
 
 from pmesh.client.calls.queue import check_timeout
 from pmesh.client.calls.reducing import DEFAULT_TIMEOUT_S
-from pmesh.client.calls.store import Store, StoreSession
 from pmesh.client.collective.bucketed import LastOp
 from pmesh.client.collective.differences import state_differences
 from pmesh.client.elastic.place import Place
@@ -21,6 +20,7 @@ from pmesh.compression.blocks import Indices
 from pmesh.core.ops.reductions import Values
 from pmesh.core.values import View
 from pmesh.errors import ProtocolError, RunError, UsageError
+from pmesh.store.client import Store, StoreSession
 
 _logger = logging.getLogger("pmesh")
 

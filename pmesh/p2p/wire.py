@@ -25,8 +25,8 @@ from pmesh.core.wire.session import (
     TrainerNumbers,
     WantArena,
 )
-from pmesh.core.wire.store import StoreAnswered, StoreCall, StoreWaits
 from pmesh.ids import Epoch, TrainerId
+from pmesh.store.wire import StoreAnswered, StoreCall, StoreWaits
 
 MAX_MESSAGES = 4096  # sends and receives of a trainer at a time; each is a task in the agent
 EAGER_BYTES = 16 * 1024  # a token's activations of the largest open models

@@ -10,7 +10,9 @@ from trio.testing import MockClock
 
 from pmesh.core.values import Terms, Verdict
 from pmesh.core.wire.session import SESSION_VERSION, MessageFailed
-from pmesh.core.wire.store import (
+from pmesh.ids import JobName
+from pmesh.p2p.wire import Attach, Attached
+from pmesh.store.wire import (
     MAX_STORE_DATA_BYTES,
     Answer,
     Command,
@@ -20,8 +22,6 @@ from pmesh.core.wire.store import (
     decode_answer_untrusted,
     encode,
 )
-from pmesh.ids import JobName
-from pmesh.p2p.wire import Attach, Attached
 from tests.worlds.trainer import ANY, Trainer, until
 from tests.worlds.village import Machine, Village, village
 from tests.worlds.village_ops import machine_of

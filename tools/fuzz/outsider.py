@@ -47,7 +47,6 @@ from pmesh.core.wire.link import (
 )
 from pmesh.core.wire.records import Preamble, encode_preamble
 from pmesh.core.wire.relays import Relay
-from pmesh.core.wire.store import StorePart
 from pmesh.core.wire.stream import PART_BYTES
 from pmesh.core.wire.views import Heartbeat
 from pmesh.errors import PmeshError, ProtocolError
@@ -55,6 +54,7 @@ from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, TrainerId, pa
 from pmesh.net.lanes.opening import dial_lane
 from pmesh.net.links.path import Path, shake_hands
 from pmesh.net.links.tls import TlsContexts
+from pmesh.store.wire import StorePart
 from simulation.wire import decode_untrusted, encode_unbounded
 from tools.fuzz.agent import ROOM, accepts, new_liar
 from tools.fuzz.corpus import Recorder

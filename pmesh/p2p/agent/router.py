@@ -13,12 +13,9 @@ from pmesh.agent.grants import SAY_EVERY_S, Grants
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.jobs.session import other_version
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
-from pmesh.agent.store.serving import StoreCalls
-from pmesh.agent.store.stores import Stores
 from pmesh.core.jobs.rank import COME_BACK
 from pmesh.core.values import Verdict
 from pmesh.core.wire.session import SESSION_VERSION, DropArena, MessageFailed, WantArena
-from pmesh.core.wire.store import StoreCall
 from pmesh.errors import ProtocolError
 from pmesh.ids import JobName, Member, TrainerId
 from pmesh.net.sessions.arena_pools import ArenaShare, SessionArenas
@@ -38,6 +35,9 @@ from pmesh.p2p.wire import (
     ReceiveMessage,
     SendMessage,
 )
+from pmesh.store.agent.serving import StoreCalls
+from pmesh.store.agent.stores import Stores
+from pmesh.store.wire import StoreCall
 
 
 class P2PRouter:

@@ -31,16 +31,6 @@ from pmesh.core.wire.session import (
     Refused,
     WantArena,
 )
-from pmesh.core.wire.store import (
-    MAX_STORE_DATA_BYTES,
-    Answer,
-    Command,
-    StoreAnswered,
-    StoreCall,
-    StoreWaits,
-    decode_answer_untrusted,
-    encode,
-)
 from pmesh.errors import AgentStopped, MeshClosed, PmeshError, ProtocolError, UsageError
 from pmesh.ids import JobName, TrainerId
 from pmesh.p2p.client.sends import Send, Sends
@@ -55,6 +45,16 @@ from pmesh.p2p.wire import (
     MessageWaits,
     ReceiveMessage,
     SendMessage,
+)
+from pmesh.store.wire import (
+    MAX_STORE_DATA_BYTES,
+    Answer,
+    Command,
+    StoreAnswered,
+    StoreCall,
+    StoreWaits,
+    decode_answer_untrusted,
+    encode,
 )
 
 KEPT_INPUTS = 4  # arenas kept for later sends: faulting in fresh memory costs more than a copy

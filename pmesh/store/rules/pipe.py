@@ -7,12 +7,12 @@ messages to a slow machine take no memory here.
 from collections.abc import Callable, Iterator
 
 from pmesh.core.wire.framing import FrameReader, frame
-from pmesh.core.wire.store import (
+from pmesh.core.wire.stream import Part, Stream
+from pmesh.store.wire import (
     MAX_COMMAND_BYTES,
     StoreMessage,
     decode_message_untrusted,
 )
-from pmesh.core.wire.stream import Part, Stream
 
 MAX_FRAME_BYTES = 2 * MAX_COMMAND_BYTES  # a command with its keys and their lengths fits
 MESSAGES_AT_ONCE = 256  # in one turn of the event loop, and in a part: about 1 ms at each end

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pmesh.core.store import pipe as pipe_
-from pmesh.core.store.pipe import MESSAGES_AT_ONCE
-from pmesh.core.wire.store import Entry, Have, Set, StoreMessage, encode
 from pmesh.core.wire.stream import PART_BYTES, SELDOM_S, WINDOW_BYTES, Part
 from pmesh.errors import ProtocolError
 from pmesh.ids import TrainerId
+from pmesh.store.rules import pipe as pipe_
+from pmesh.store.rules.pipe import MESSAGES_AT_ONCE
+from pmesh.store.wire import Entry, Have, Set, StoreMessage, encode
 
 
 class Pipe(pipe_.Pipe):

@@ -1,6 +1,6 @@
 """What is said about a job's store: commands, their answers, and what its copies tell each other.
 
-`pmesh.core.store.table` carries commands out, `pmesh.core.store.replica` exchanges the rest.
+`pmesh.store.rules.table` carries commands out, `pmesh.store.rules.replica` exchanges the rest.
 """
 
 from typing import Annotated, TypeAlias, TypeVar
@@ -119,7 +119,7 @@ class Answer(_Message, frozen=True):
 
 
 class StorePart(Message, frozen=True, tag=1):
-    """A part of what two copies of a job's store say to each other (`pmesh.core.store.pipe`)."""
+    """A part of what two copies of a job's store say to each other (`pmesh.store.rules.pipe`)."""
 
     channel = 5
     job: Job

@@ -8,9 +8,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pmesh.core.store.copy import REMEMBERED
-from pmesh.core.store.replica import MOST_ASKED_BYTES, MOST_UNDER_WAY_BYTES
-from pmesh.core.wire.store import (
+from pmesh.errors import ProtocolError
+from pmesh.ids import Member, TrainerId
+from pmesh.store.rules.copy import REMEMBERED
+from pmesh.store.rules.replica import MOST_ASKED_BYTES, MOST_UNDER_WAY_BYTES
+from pmesh.store.wire import (
     Add,
     Answer,
     Answered,
@@ -32,9 +34,7 @@ from pmesh.core.wire.store import (
     StoreMessage,
     Wait,
 )
-from pmesh.errors import ProtocolError
-from pmesh.ids import Member, TrainerId
-from tests.core.store.stores import ID_OF, Post, make_keepers
+from tests.store.stores import ID_OF, Post, make_keepers
 from tests.worlds.builders import ANNA, BERT, CARA, DORA
 from tests.worlds.strategies import values_of
 

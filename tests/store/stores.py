@@ -10,9 +10,11 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from random import Random
 
-from pmesh.core.store.pipe import Pipe
-from pmesh.core.store.replica import Finished, Keepers, Replica
-from pmesh.core.wire.store import (
+from pmesh.core.wire.stream import Part
+from pmesh.ids import Member, TrainerId
+from pmesh.store.rules.pipe import Pipe
+from pmesh.store.rules.replica import Finished, Keepers, Replica
+from pmesh.store.wire import (
     Add,
     Append,
     Check,
@@ -25,8 +27,6 @@ from pmesh.core.wire.store import (
     Wait,
     decode_message_untrusted,
 )
-from pmesh.core.wire.stream import Part
-from pmesh.ids import Member, TrainerId
 from tests.worlds.builders import ANNA, BERT, CARA, DORA, make_member
 from tests.worlds.linearizable import Call
 

@@ -1,4 +1,4 @@
-"""The stores of all jobs of one agent: runs `pmesh.core.store` over the links (S1)."""
+"""The stores of all jobs of one agent: runs `pmesh.store.rules` over the links (S1)."""
 
 import functools
 import itertools
@@ -13,13 +13,13 @@ import trio
 import xxhash
 
 from pmesh.agent.jobs.ranks import LocalRank
-from pmesh.core.store.pipe import Pipe
-from pmesh.core.store.replica import MOST_ASKED_BYTES, Finished, Keepers, Replica
 from pmesh.core.values import MAX_MEMBERS, Roster, Verdict
-from pmesh.core.wire.store import Answer, Command, Get, StorePart, Wait
 from pmesh.core.wire.stream import PART_BYTES, WINDOW_BYTES, Part
 from pmesh.errors import PmeshError
 from pmesh.ids import Epoch, JobName, Member, TrainerId
+from pmesh.store.rules.pipe import Pipe
+from pmesh.store.rules.replica import MOST_ASKED_BYTES, Finished, Keepers, Replica
+from pmesh.store.wire import Answer, Command, Get, StorePart, Wait
 
 MAX_EARLY = WINDOW_BYTES // PART_BYTES  # an honest peer sends no more unacknowledged
 EARLY_S = 2.0  # until our view follows that of the sender; later the sender repeats it

@@ -6,11 +6,14 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from pmesh.agent.store.serving import MAX_CALLS
 from pmesh.core.values import Terms
 from pmesh.core.wire.channels import Channels, Message
 from pmesh.core.wire.session import SESSION_VERSION
-from pmesh.core.wire.store import (
+from pmesh.core.wire.stream import AGAIN_S
+from pmesh.ids import JobName, Member
+from pmesh.p2p.wire import Attach, Attached
+from pmesh.store.agent.serving import MAX_CALLS
+from pmesh.store.wire import (
     MAX_KEYS,
     MAX_STORE_DATA_BYTES,
     MAX_VALUE_BYTES,
@@ -25,9 +28,6 @@ from pmesh.core.wire.store import (
     Wait,
     encode,
 )
-from pmesh.core.wire.stream import AGAIN_S
-from pmesh.ids import JobName, Member
-from pmesh.p2p.wire import Attach, Attached
 from tests.worlds.control import change_received
 from tests.worlds.store_connection import Sharing, StoreConnection, sharing
 from tests.worlds.trainer import together, until

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pmesh.core.wire.store import (
+from pmesh.errors import ProtocolError
+from pmesh.store.wire import (
     MAX_COMMAND_BYTES,
     MAX_KEY_BYTES,
     MAX_KEYS,
@@ -24,7 +25,6 @@ from pmesh.core.wire.store import (
     decode_message_untrusted,
     encode,
 )
-from pmesh.errors import ProtocolError
 from tests.worlds.strategies import garbled, values_of
 
 DECODERS: dict[Any, Any] = {

@@ -6,7 +6,8 @@ from typing import Protocol, cast
 from pmesh.client.calls.queue import check_timeout
 from pmesh.client.calls.reducing import DEFAULT_TIMEOUT_S
 from pmesh.client.calls.traceback import make_public
-from pmesh.core.wire.store import (
+from pmesh.errors import UsageError
+from pmesh.store.wire import (
     MAX_KEY_BYTES,
     MAX_KEYS,
     MAX_VALUE_BYTES,
@@ -22,7 +23,6 @@ from pmesh.core.wire.store import (
     Set,
     Wait,
 )
-from pmesh.errors import UsageError
 
 
 class StoreSession(Protocol):

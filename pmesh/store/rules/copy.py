@@ -2,8 +2,10 @@
 
 from collections.abc import Collection, Iterator
 
-from pmesh.core.store.table import Table
-from pmesh.core.wire.store import (
+from pmesh.errors import ProtocolError
+from pmesh.ids import TrainerId
+from pmesh.store.rules.table import Table
+from pmesh.store.wire import (
     MAX_STORE_BYTES,
     Answer,
     CopyAnswer,
@@ -13,8 +15,6 @@ from pmesh.core.wire.store import (
     Entry,
     StoreMessage,
 )
-from pmesh.errors import ProtocolError
-from pmesh.ids import TrainerId
 
 REMEMBERED = 64
 """S3: how many answers to writes are kept for each trainer. From the oldest write without an answer

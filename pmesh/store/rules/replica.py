@@ -15,10 +15,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, assert_never
 
-from pmesh.core.store.copy import REMEMBERED, Copy
-from pmesh.core.store.waiting import CallId, Waiting, awaited
 from pmesh.core.values import Roster
-from pmesh.core.wire.store import (
+from pmesh.errors import ProtocolError
+from pmesh.ids import Member, TrainerId
+from pmesh.store.rules.copy import REMEMBERED, Copy
+from pmesh.store.rules.waiting import CallId, Waiting, awaited
+from pmesh.store.wire import (
     NO_COPY,
     Add,
     Answer,
@@ -42,8 +44,6 @@ from pmesh.core.wire.store import (
     StoreMessage,
     encode,
 )
-from pmesh.errors import ProtocolError
-from pmesh.ids import Member, TrainerId
 
 MOST_UNDER_WAY_BYTES = 4 * 1024 * 1024
 """The coordinator orders no more while so many bytes of entries and answers are not at every copy,

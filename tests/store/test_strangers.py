@@ -2,11 +2,11 @@
 
 from trio.testing import MockClock
 
-from pmesh.agent.store.stores import EARLY_S, MAX_EARLY
 from pmesh.core.values import MAX_MEMBERS
 from pmesh.core.wire.framing import frame
-from pmesh.core.wire.store import Add, Report, StorePart, encode
 from pmesh.ids import Incarnation, JobName, Member, NodeId
+from pmesh.store.agent.stores import EARLY_S, MAX_EARLY
+from pmesh.store.wire import Add, Report, StorePart, encode
 from tests.worlds.builders import ANNA
 from tests.worlds.store_connection import sharing
 

@@ -5,8 +5,8 @@ On every machine the same commands in the same order give the same table and the
 
 from typing import assert_never
 
-from pmesh.core.store.names import Names
-from pmesh.core.wire.store import (
+from pmesh.store.rules.names import Names
+from pmesh.store.wire import (
     KEY_OVERHEAD_BYTES,
     MAX_STORE_BYTES,
     MAX_VALUE_BYTES,

@@ -4,8 +4,10 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from pmesh.core.store.copy import REMEMBERED, Copy
-from pmesh.core.store.replica import (
+from pmesh.errors import ProtocolError
+from pmesh.ids import Member
+from pmesh.store.rules.copy import REMEMBERED, Copy
+from pmesh.store.rules.replica import (
     AT_ONCE,
     MOST_ASKED_BYTES,
     MOST_UNDER_WAY_BYTES,
@@ -13,7 +15,7 @@ from pmesh.core.store.replica import (
     Keepers,
     Replica,
 )
-from pmesh.core.wire.store import (
+from pmesh.store.wire import (
     NO_COPY,
     Add,
     Answer,
@@ -37,10 +39,8 @@ from pmesh.core.wire.store import (
     decode_message_untrusted,
     encode,
 )
-from pmesh.errors import ProtocolError
-from pmesh.ids import Member
-from tests.core.store.stores import ID_OF, Post, World
-from tests.core.store.stores import make_keepers as keepers
+from tests.store.stores import ID_OF, Post, World
+from tests.store.stores import make_keepers as keepers
 from tests.worlds.builders import ANNA, BERT, CARA, make_roster
 from tests.worlds.linearizable import is_linearizable
 

@@ -7,10 +7,12 @@ import trio
 
 from pmesh.agent.grants import SAY_EVERY_S
 from pmesh.agent.jobs.ranks import LocalRank
-from pmesh.agent.store.stores import StoreFailed, Stores, describe
 from pmesh.core.values import Verdict
 from pmesh.core.wire.session import MessageFailed
-from pmesh.core.wire.store import (
+from pmesh.errors import ProtocolError
+from pmesh.net.sessions.sessions import Session
+from pmesh.store.agent.stores import StoreFailed, Stores, describe
+from pmesh.store.wire import (
     MAX_COMMAND_BYTES,
     MAX_STORE_DATA_BYTES,
     Command,
@@ -20,8 +22,6 @@ from pmesh.core.wire.store import (
     decode_command_untrusted,
     encode,
 )
-from pmesh.errors import ProtocolError
-from pmesh.net.sessions.sessions import Session
 
 MAX_CALLS = 256  # at a time
 _LONGEST_S = 1e9

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pmesh.core.store.table import Table
-from pmesh.core.wire.store import (
+from pmesh.store.rules.table import Table
+from pmesh.store.wire import (
     KEY_OVERHEAD_BYTES,
     MAX_VALUE_BYTES,
     Add,

@@ -4,8 +4,8 @@ from collections import OrderedDict
 from collections.abc import Container
 from typing import TypeAlias
 
-from pmesh.core.wire.store import Ask, Command, Get, Wait
 from pmesh.ids import TrainerId
+from pmesh.store.wire import Ask, Command, Get, Wait
 
 CallId: TypeAlias = tuple[TrainerId, int]
 

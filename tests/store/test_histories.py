@@ -8,7 +8,7 @@ import trio
 from trio.testing import MockClock
 
 from pmesh.core.values import Terms
-from pmesh.core.wire.store import Add, Answer, Append, Check, Command, CompareSet, Get, Keys, Set
+from pmesh.store.wire import Add, Answer, Append, Check, Command, CompareSet, Get, Keys, Set
 from tests.worlds.linearizable import Call, is_linearizable
 from tests.worlds.store_connection import Sharing, StoreConnection, sharing
 from tests.worlds.trainer import until
