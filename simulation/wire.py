@@ -11,14 +11,6 @@ import msgspec
 from pmesh.core.wire.channels import Channel, Message
 from pmesh.core.wire.control import ControlReply, ControlRequest
 from pmesh.core.wire.lanes import LANES, LaneMessage
-from pmesh.core.wire.launches import (
-    LAUNCHES,
-    AnyLaunchMessage,
-    LaunchInput,
-    LaunchQuestion,
-    LaunchReply,
-    SignalLaunch,
-)
 from pmesh.core.wire.link import LINK, LinkMessage
 from pmesh.core.wire.probes import PATHS, PathMessage
 from pmesh.core.wire.relays import RELAYS, Relay
@@ -26,6 +18,14 @@ from pmesh.core.wire.session import SessionDecoder
 from pmesh.core.wire.trainer import TrainerReply, TrainerRequest
 from pmesh.core.wire.views import VIEWS, AgreementMessage
 from pmesh.errors import ProtocolError
+from pmesh.launches.wire.messages import (
+    LAUNCHES,
+    AnyLaunchMessage,
+    LaunchInput,
+    LaunchQuestion,
+    LaunchReply,
+    SignalLaunch,
+)
 from pmesh.p2p.wire import P2P, AttachedReply, AttachedRequest, P2PMessage
 from pmesh.store.wire import STORES, StorePart
 

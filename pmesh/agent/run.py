@@ -29,8 +29,6 @@ from pmesh.agent.events import (
 from pmesh.agent.jobs.driver import Jobs
 from pmesh.agent.jobs.session import serve_trainer
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
-from pmesh.agent.launches.router import Launches
-from pmesh.agent.launches.sessions import serve_launch
 from pmesh.agent.limits import Admission, open_files_limit, plan_files
 from pmesh.agent.mesh.findings import Findings
 from pmesh.agent.mesh.membership import DOUBT_S, Membership
@@ -69,7 +67,16 @@ from pmesh.core.wire.control import (
     Stopping,
 )
 from pmesh.core.wire.lanes import LANES
-from pmesh.core.wire.launches import (
+from pmesh.core.wire.link import PROTOCOL_VERSION, Hello
+from pmesh.core.wire.session import SessionDecoder
+from pmesh.core.wire.trainer import Connect
+from pmesh.core.wire.views import VIEWS
+from pmesh.errors import ConfigError, PmeshError, PortTaken, UsageError
+from pmesh.home_paths import socket_path
+from pmesh.ids import Incarnation, Member, node_text, path_name
+from pmesh.launches.agent.router import Launches
+from pmesh.launches.agent.sessions import serve_launch
+from pmesh.launches.wire.messages import (
     LAUNCHES,
     AskHosts,
     AskLaunches,
@@ -79,13 +86,6 @@ from pmesh.core.wire.launches import (
     Launch,
     LaunchQuestion,
 )
-from pmesh.core.wire.link import PROTOCOL_VERSION, Hello
-from pmesh.core.wire.session import SessionDecoder
-from pmesh.core.wire.trainer import Connect
-from pmesh.core.wire.views import VIEWS
-from pmesh.errors import ConfigError, PmeshError, PortTaken, UsageError
-from pmesh.home_paths import socket_path
-from pmesh.ids import Incarnation, Member, node_text, path_name
 from pmesh.net.links.acceptor import Acceptor, listen_at_interfaces
 from pmesh.net.links.dialer import error_numbers
 from pmesh.net.links.discovery import Discovered, discover, minute_of_now

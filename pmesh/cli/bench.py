@@ -22,14 +22,14 @@ from rich.text import Text
 
 from pmesh.agent.schema import decode_status
 from pmesh.cli.bench_calls import COLLECTIVES, STRATEGIES, Benchmark, Trial
-from pmesh.cli.rows import Rows, output
-from pmesh.cli.sizes import parse_size
-from pmesh.cli.terminal import complain, say_json
 from pmesh.client.connect import connect
 from pmesh.client.control import ask_status
 from pmesh.client.mesh import Mesh
 from pmesh.errors import ConfigError, RankLost, RunError, UsageError
 from pmesh.home_paths import home_directory
+from pmesh.terminal.lines import complain, say_json
+from pmesh.terminal.rows import Rows, output
+from pmesh.terminal.sizes import parse_size
 from pmesh.texts import printable
 
 VALUE_BYTES = 4  # float32

@@ -21,7 +21,9 @@ from pmesh.core.wire.control import (
     Stopping,
     WayTried,
 )
-from pmesh.core.wire.launches import (
+from pmesh.core.wire.session import Refused, SessionMessage
+from pmesh.errors import ProtocolError
+from pmesh.launches.wire.messages import (
     LAUNCH_REPLIES,
     AskHosts,
     AskLaunches,
@@ -34,8 +36,6 @@ from pmesh.core.wire.launches import (
     LaunchRow,
     LaunchRows,
 )
-from pmesh.core.wire.session import Refused, SessionMessage
-from pmesh.errors import ProtocolError
 
 ReplyT = TypeVar("ReplyT", bound=SessionMessage)
 

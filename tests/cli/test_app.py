@@ -99,7 +99,7 @@ def test_a_reader_that_stops_early_sees_no_traceback() -> None:
 
 
 def test_a_terminal_without_utf_8_gets_question_marks() -> None:
-    program = "import sys; from pmesh.cli.app import run; from pmesh.cli.terminal import say; "
+    program = "import sys; from pmesh.cli.app import run; from pmesh.terminal.lines import say; "
     done = subprocess.run(
         [sys.executable, "-c", program + "run(['version']); say('★')"],
         env=dict(os.environ, PYTHONIOENCODING="ascii:strict"),

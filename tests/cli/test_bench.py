@@ -24,10 +24,10 @@ from pmesh.cli.bench import (
     measure_row,
 )
 from pmesh.cli.bench_calls import COLLECTIVES, Benchmark
-from pmesh.cli.sizes import parse_size
 from pmesh.client.connect import connect
 from pmesh.client.mesh import Mesh
 from pmesh.errors import UsageError
+from pmesh.terminal.sizes import parse_size
 from pmesh.testing import SimulatedMesh, agent_in_a_thread
 from tests.worlds.fake_status_agent import agent_at, answer_well
 

@@ -30,9 +30,9 @@ from pmesh.agent.schema import (
 )
 from pmesh.cli.app import run
 from pmesh.cli.ring import RingNode, draw_ring
-from pmesh.cli.sizes import bytes_text
 from pmesh.cli.status import Cropped, render_status, speed_text
 from pmesh.cli.status_all import render_all
+from pmesh.terminal.sizes import bytes_text
 from tests.worlds.fake_status_agent import IDS, MINIMAL, NAMES, SNAPSHOT, agent_at, answer_well
 
 

@@ -19,7 +19,6 @@ import trio
 from pmesh.core.wire.calls import Call, Envelope
 from pmesh.core.wire.control import AskEvents, AskPing, AskStatus, StopAgent
 from pmesh.core.wire.framing import FrameReader, frame
-from pmesh.core.wire.launches import AskLaunches
 from pmesh.core.wire.session import (
     MAX_REQUEST_BYTES,
     MAX_SESSION_MESSAGE_BYTES,
@@ -30,6 +29,7 @@ from pmesh.core.wire.session import (
 )
 from pmesh.core.wire.trainer import ENTERS, Compresses, Connect, Leave, StartOp
 from pmesh.ids import JobName, OpNumber, TrainerId
+from pmesh.launches.wire.messages import AskLaunches
 from pmesh.p2p.wire import Attach, ReceiveMessage, SendMessage
 from pmesh.store import wire as store
 from pmesh.store.wire import Add, Get, Keys, Set, StoreCall, Wait

@@ -12,7 +12,6 @@ from pmesh.core.wire.calls import Call, Envelope
 from pmesh.core.wire.channels import CHANNEL_BYTES, MAX_MESSAGE_BYTES, Channels, Message, encode
 from pmesh.core.wire.framing import encode_hello
 from pmesh.core.wire.lanes import LaneMessage, OfferLane
-from pmesh.core.wire.launches import AnyLaunchMessage
 from pmesh.core.wire.link import Address, Hello, KnownPeers, LinkMessage
 from pmesh.core.wire.probes import PathMessage
 from pmesh.core.wire.relays import Relay
@@ -29,6 +28,7 @@ from pmesh.core.wire.views import (
 )
 from pmesh.errors import ProtocolError
 from pmesh.ids import Incarnation, JobName, Member, NodeId, TrainerId
+from pmesh.launches.wire.messages import AnyLaunchMessage
 from pmesh.p2p.wire import AnnounceMessage, MessageAddress, P2PMessage
 from pmesh.store.wire import StorePart
 from simulation.wire import AnyPathMessage, decode_untrusted, encode_unbounded
