@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from pmesh.client.control import fetch_files
 from pmesh.errors import ConfigError, PmeshError, UsageError
 from pmesh.home_paths import home_directory
 from pmesh.ids import SHORT_ID, PathName, path_name
 from pmesh.launches.agent.copies import Copies
 from pmesh.launches.agent.files import FileStore
+from pmesh.launches.client.control import fetch_files
 from pmesh.launches.wire.messages import FetchedFiles, FetchFiles
 from pmesh.launches.wire.tree import Content, FileEntry, decode_tree_untrusted
 from pmesh.terminal.lines import complain, say

@@ -16,7 +16,6 @@ from typing import Final, TextIO
 
 import trio
 
-from pmesh.client.control import ask_launches
 from pmesh.client.session.connection import error_of
 from pmesh.core.values import MAX_TRAINERS
 from pmesh.core.wire.framing import FrameReader, frame
@@ -36,6 +35,7 @@ from pmesh.launches.agent.copies import copy_path
 from pmesh.launches.cli.fetch import DEFAULT_LIMIT, check_target, show_fetch, tell_new_files
 from pmesh.launches.cli.same_code import digests_of
 from pmesh.launches.cli.sync import SendingShown, with_tree
+from pmesh.launches.client.control import ask_launches
 from pmesh.launches.rules.engines import why_not_set
 from pmesh.launches.rules.lines import (
     ERROR,

@@ -11,11 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from pmesh.agent.home import open_home
-from pmesh.client.control import ask_hosts, ask_launches, ask_machines, end_launch, forget_name
+from pmesh.client.control import ask_machines, forget_name
 from pmesh.errors import ConfigError
 from pmesh.home_paths import home_directory
 from pmesh.ids import node_from_text
 from pmesh.launches.agent.permission import Permission, load_permission, store_permission
+from pmesh.launches.client.control import ask_hosts, ask_launches, end_launch
 from pmesh.launches.wire.messages import AskHosts, LaunchRow
 from pmesh.terminal.lines import complain, say
 from pmesh.terminal.rows import Rows, output
