@@ -15,7 +15,6 @@ from pmesh.core.ops.plan import (
     SHORT_SEGMENT_BYTES,
 )
 from pmesh.core.topology.ring import EXACT_UP_TO
-from pmesh.core.wire.records import KEY_BYTES
 from pmesh.net.links.acceptor import MAX_PENDING, MAX_PENDING_PER_ADDRESS, PENDING_TIMEOUT_S
 from tests.docs.pages import DOCS, flat, read, sections, table_rows
 
@@ -60,8 +59,6 @@ def test_the_numbers_in_the_design_are_those_of_the_code() -> None:
     assert f"segments of at most {small}, or {large} in {chunks}" in whole
     far = f"an edge of {LONG_WAY_NS // 1_000_000} ms or more one way"
     assert f"have {SHORT_SEGMENT_BYTES // 1024} KiB where a ring has {far}" in whole
-    assert "2³⁸ bytes" in whole
-    assert KEY_BYTES == 2**38
 
 
 def test_the_limits_before_authentication_are_those_of_the_door() -> None:

@@ -1,11 +1,11 @@
-"""Lane records: a header in clear, a body sealed with AES-256-GCM; buffers in, buffers out.
+"""Lane records: a header in clear, a body sealed with AEGIS-128L; buffers in, buffers out.
 
-    bytes   0        4        12      20       24            32          40      40+body      +16
+    bytes   0        4        12      20       24            32          40      40+body      +32
             │ body   │ roster │ op    │ segment│ fingerprint │ completed │ sealed body │ tag │
             └────────────────── header, authenticated ───────────────────┘
 
-Each direction of a lane has its own random key, so the record's number can serve as the nonce
-(NIST SP 800-38D, 8.2.1). A lost, repeated or reordered record fails authentication.
+Each direction of a lane has its own random key, so the record's number can serve as the nonce. A
+lost, repeated or reordered record fails authentication.
 """
 
 import hashlib
@@ -14,23 +14,20 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import msgspec
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
+from pmesh.core.wire import aead
 from pmesh.core.wire.calls import Call
 from pmesh.errors import ProtocolError
 
 _HEADER = struct.Struct(">IQQIQq")
 HEADER_BYTES = _HEADER.size
-TAG_BYTES = 16
-OVERHEAD_BYTES = HEADER_BYTES + TAG_BYTES
+OVERHEAD_BYTES = HEADER_BYTES + aead.TAG_BYTES
 
 MAX_BODY_BYTES = 1024 * 1024  # sealing one takes 0.1 ms, which the event loop can spare
-KEY_BYTES = 2**38  # 2^34 blocks under one key: a forger's advantage stays below 2^-60
 
-PREAMBLE_MAGIC = b"PMLN\x02"  # no TLS record begins with it: the acceptor distinguishes lanes by it
+PREAMBLE_MAGIC = b"PMLN\x03"  # no TLS record begins with it: the acceptor distinguishes lanes by it
 LANE_ID_BYTES = 16
 _INDEX = struct.Struct(">I")
 PREAMBLE_BYTES = len(PREAMBLE_MAGIC) + LANE_ID_BYTES + _INDEX.size
@@ -100,42 +97,25 @@ def fingerprint(call: Call) -> int:
 
 def subflow_key(key: bytes, index: int) -> bytes:
     """Return the key of one direction of a lane's connection, of several (`subflows`)."""
-    info = b"pmesh lane: subflow %d" % index
-    return HKDFExpand(SHA256(), length=32, info=info).derive(key)
+    return _derived(key, b"pmesh lane: subflow %d" % index, nbytes=len(key))
 
 
-class _Keys:
-    """The cipher and the nonce for each record of one direction, in order.
-
-    After `key_bytes` a key derived from it replaces it (as in TLS 1.3, RFC 8446 7.2). Both ends
-    count the same records, so both replace it at the same record and no op is disturbed.
-    """
-
-    def __init__(self, key: bytes, *, key_bytes: int) -> None:
-        self._limit = key_bytes
-        self._records = 0
-        self._replace(key)
-
-    def _replace(self, key: bytes) -> None:
-        self._key = key
-        self._cipher = AESGCM(key)
-        self._left = self._limit
-
-    def for_record(self, body_bytes: int) -> tuple[AESGCM, bytes]:
-        self._left -= body_bytes + OVERHEAD_BYTES
-        if self._left < 0:
-            info = b"pmesh lane: next key"
-            self._replace(HKDFExpand(SHA256(), length=32, info=info).derive(self._key))
-            self._left -= body_bytes + OVERHEAD_BYTES
-        self._records += 1
-        return self._cipher, self._records.to_bytes(12, "big")
+def _derived(key: bytes, info: bytes, *, nbytes: int) -> bytes:
+    return HKDFExpand(SHA256(), length=nbytes, info=info).derive(key)
 
 
-class Sealer:
-    """Writes the records of one direction of one connection, with a key used nowhere else."""
+class _Direction:
+    """One direction of one connection. Its lane key is used for no other."""
 
-    def __init__(self, key: bytes, *, key_bytes: int = KEY_BYTES) -> None:
-        self._keys = _Keys(key, key_bytes=key_bytes)
+    def __init__(self, lane_key: bytes) -> None:
+        self.key = _derived(lane_key, b"pmesh lane: records", nbytes=aead.KEY_BYTES)
+        """The key of all its records."""
+        self.records = 0
+        """How many records have been sealed or opened. The nonce of each is its number, from 1."""
+
+
+class Sealer(_Direction):
+    """Writes the records of a direction."""
 
     def seal(self, header: RecordHeader, body: bytes | memoryview, into: memoryview) -> int:
         """Seal `body` directly into the caller's buffer and return the record's length in bytes.
@@ -145,34 +125,21 @@ class Sealer:
             body: at most MAX_BODY_BYTES; only read.
             into: at least body_bytes + OVERHEAD_BYTES.
         """
-        cipher, nonce = self._keys.for_record(header.body_bytes)
+        self.records += 1
         _HEADER.pack_into(into, 0, *header)
         end = OVERHEAD_BYTES + header.body_bytes
-        cipher.encrypt_into(nonce, body, into[:HEADER_BYTES], into[HEADER_BYTES:end])
+        aead.seal(self.key, self.records, into[:end], HEADER_BYTES, body)
         return end
 
 
-class Opener:
-    """Reads the records of one direction, in the order in which they were sealed."""
-
-    def __init__(self, key: bytes, *, key_bytes: int = KEY_BYTES) -> None:
-        self._keys = _Keys(key, key_bytes=key_bytes)
+class Opener(_Direction):
+    """Reads the records of a direction, in the order in which they were sealed."""
 
     def open_untrusted(self, record: memoryview, into: bytearray | memoryview) -> None:
         """Open a whole record directly into `into`, which has exactly the size of its body.
 
         Raises ProtocolError if it was not sealed with this key as the next record. `into` then
-        holds garbage, and the connection is unusable.
+        holds zeros, and the connection is unusable.
         """
-        if len(record) != len(into) + OVERHEAD_BYTES:
-            raise ProtocolError(f"a record of {len(record)} bytes for a body of {len(into)}")
-        cipher, nonce = self._keys.for_record(len(into))
-        try:
-            cipher.decrypt_into(
-                nonce,
-                record[HEADER_BYTES:],
-                record[:HEADER_BYTES],
-                into or bytearray(),  # an empty buffer, as for a barrier, may be read-only
-            )
-        except InvalidTag as e:
-            raise ProtocolError("a record fails authentication") from e
+        self.records += 1
+        aead.open_untrusted(self.key, self.records, record, HEADER_BYTES, into)

@@ -24,7 +24,6 @@ from pmesh.core.wire.records import (
     HEADER_BYTES,
     MAX_BODY_BYTES,
     OVERHEAD_BYTES,
-    TAG_BYTES,
     read_header_untrusted,
 )
 from pmesh.errors import ProtocolError
@@ -461,7 +460,7 @@ class ReceiveWindow:
 def frame_bytes(body_bytes: int) -> int:
     """How long a record is on a subflow.
 
-    >>> frame_bytes(100) == 8 + 40 + 100 + 16
+    >>> frame_bytes(100) == 8 + 40 + 100 + 32
     True
     """
-    return FRAME_HEADER_BYTES + body_bytes + TAG_BYTES
+    return NUMBER_BYTES + OVERHEAD_BYTES + body_bytes

@@ -54,7 +54,7 @@ def test_a_header_is_read_as_it_was_written(header: RecordHeader) -> None:
 
 
 def test_the_layout_is_the_documented_one() -> None:
-    assert (HEADER_BYTES, OVERHEAD_BYTES, PREAMBLE_BYTES) == (40, 56, 25)
+    assert (HEADER_BYTES, OVERHEAD_BYTES, PREAMBLE_BYTES) == (40, 72, 25)
     buffer = memoryview(bytearray(OVERHEAD_BYTES))
     Sealer(KEY).seal(RecordHeader(0, 1, 2, 3, 4, -1), b"", buffer)
     expected = (
@@ -88,17 +88,42 @@ def test_a_repeated_a_lost_and_a_foreign_record_are_refused() -> None:
             opened(opener_, record)
 
 
-def test_the_key_is_replaced_before_its_limit_at_the_same_record_on_both_sides() -> None:
-    body = bytes(48)
-    limit = 2 * (len(body) + OVERHEAD_BYTES)
-    replacing, opener = Sealer(KEY, key_bytes=limit), Opener(KEY, key_bytes=limit)
-    lasting = Sealer(KEY)
-    records = [sealed(replacing, body) for _ in range(7)]
-    under_first_key = [sealed(lasting, body) for _ in range(7)]
-    assert records[:2] == under_first_key[:2]
-    assert not set(records[2:]) & set(under_first_key)
-    assert len(set(records)) == 7  # the third key is not the second
-    assert [opened(opener, record) for record in records] == [body] * 7
+def test_the_bytes_of_a_record_do_not_change_unnoticed() -> None:
+    sealer = Sealer(KEY)
+    assert sealed(sealer, b"first")[HEADER_BYTES:].hex() == (
+        "86f197ca9a4e0043de9e2603b915878666fe5e518c01a2765121ddb724f106568d6b915b34"
+    )
+    assert sealed(sealer, b"second")[HEADER_BYTES:].hex() == (
+        "1e87f9f3dc7aec51c9e5f8a3f40cb366658615ae789331320b8267c3cef7fa49018ae740ad0e"
+    )
+
+
+def test_the_key_and_the_count_are_all_that_a_direction_remembers() -> None:
+    sealer, opener = Sealer(KEY), Opener(KEY)
+    opened(opener, sealed(sealer, b"first"))
+    other_sealer, other_opener = Sealer(bytes(32)), Opener(bytes(32))
+    other_sealer.key, other_sealer.records = sealer.key, sealer.records
+    other_opener.key, other_opener.records = opener.key, opener.records
+
+    assert (len(sealer.key), sealer.records, opener.records) == (16, 1, 1)
+    assert sealed(other_sealer, b"second") == (second := sealed(sealer, b"second"))
+    assert opened(other_opener, second) == opened(opener, second) == b"second"
+
+
+@given(st.lists(st.binary(max_size=40), min_size=2, max_size=6), st.data())
+def test_records_in_another_order_are_refused_from_the_first_wrong_one_on(
+    bodies: list[bytes], data: st.DataObject
+) -> None:
+    sealer, opener = Sealer(KEY), Opener(KEY)
+    records = [sealed(sealer, body) for body in bodies]
+    arriving = data.draw(st.lists(st.sampled_from(range(len(records))), min_size=1, max_size=8))
+    for place, index in enumerate(arriving):
+        if place == index:
+            assert opened(opener, records[index]) == bodies[index]
+        else:
+            with pytest.raises(ProtocolError, match="fails authentication"):
+                opened(opener, records[index])
+            break
 
 
 @given(st.binary(max_size=200), st.integers(0, 200))

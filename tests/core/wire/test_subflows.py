@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pmesh.core.wire.records import TAG_BYTES
+from pmesh.core.wire.aead import TAG_BYTES
 from pmesh.core.wire.subflows import (
     ACK_BODY_BYTES,
     ACK_BYTES,
