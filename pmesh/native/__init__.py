@@ -23,6 +23,17 @@ def why_missing() -> str:
     return _load()[1]
 
 
+def describe(missing: str) -> str:
+    """Return how a process works for which `why_missing` returns this.
+
+    >>> describe("")
+    'with its native library (without it: PMESH_NATIVE=0)'
+    """
+    if missing:
+        return f"without its native library, which is faster: {missing}"
+    return "with its native library (without it: PMESH_NATIVE=0)"
+
+
 def forget() -> None:
     """Load it anew at the next use, after a test has changed what is there."""
     _load.cache_clear()

@@ -37,7 +37,7 @@ def test_the_sources_compile_without_a_warning(
 @compiled_here
 def test_only_what_begins_with_pmesh_is_exported(tmp_path: Path) -> None:
     library = build.build(tmp_path)
-    command = ["nm", "-g", "--defined-only", library]
+    command = ["nm", "-g", "--defined-only", str(library)]
     listed = subprocess.run(command, capture_output=True, text=True, check=True)
     names = [line.split()[-1].removeprefix("_") for line in listed.stdout.splitlines()]
     assert [name for name in names if not name.startswith("pmesh_")] == []
