@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import trio
 
+from pmesh import native
 from pmesh.agent import schema
 from pmesh.agent.jobs.driver import Jobs
 from pmesh.agent.mesh.dial_targets import Refusal, TargetKey
@@ -173,6 +174,7 @@ def take_snapshot(sources: Sources) -> Status:
             id=node_text(sources.me.node),
             name=sources.name,
             compression=sources.compression or None,
+            without_native=native.why_missing() or None,
             incarnation=f"{sources.me.incarnation:016x}",
             addresses=_texts(sources.hello.addresses),
         ),

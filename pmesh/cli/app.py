@@ -4,7 +4,6 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from importlib.metadata import version as installed_version
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Literal
@@ -18,7 +17,7 @@ from pmesh.cli.events import show_events
 from pmesh.cli.ping import show_ping
 from pmesh.cli.status import bring_down, show_status
 from pmesh.cli.up import bring_up
-from pmesh.core.wire.link import PROTOCOL_VERSION
+from pmesh.cli.version import version_text
 from pmesh.errors import ConfigError, PmeshError, UsageError
 from pmesh.launches.cli.launches import allow_run, forget, show_hosts, show_launches, stop_launch
 from pmesh.launches.cli.run import run_command
@@ -37,7 +36,7 @@ Home = Annotated[
 app = App(
     name="pmesh",
     help="Turns the Macs and Linux boxes at home into one training cluster.",
-    version=lambda: f"pmesh {installed_version('pmesh')}, protocol {PROTOCOL_VERSION}",
+    version=version_text,
     suppress_keyboard_interrupt=False,
 )
 key_app = App(name="key", help="The mesh key: every machine that holds it is a member of the mesh.")
@@ -516,8 +515,8 @@ def down(*, home: Home = None) -> int:
 
 @app.command
 def version() -> int:
-    """Print the version of pmesh and of its protocol."""
-    say(f"pmesh {installed_version('pmesh')}, protocol {PROTOCOL_VERSION}")
+    """Print the version of pmesh and of its protocol, and whether it has its native library."""
+    say(version_text())
     return 0
 
 

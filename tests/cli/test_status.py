@@ -279,6 +279,13 @@ def test_a_good_link_is_not_called_bad() -> None:
     assert "training waits" not in screen
 
 
+def test_an_agent_without_its_native_library_says_why() -> None:
+    node = msgspec.structs.replace(SNAPSHOT.node, without_native="no C compiler was found")
+    screen = " ".join(shown(msgspec.structs.replace(SNAPSHOT, node=node)).split())
+    assert "! this agent works without its native library, which is faster: no C" in screen
+    assert "native" not in shown(SNAPSHOT)
+
+
 def test_machines_of_one_name_are_told_apart_with_a_hint_at_what_names_them() -> None:
     one, two, three = SNAPSHOT.view.members
     alike = (msgspec.structs.replace(m, name=f"mac ({m.id[:4]})") for m in (one, two))
