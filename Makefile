@@ -6,6 +6,7 @@
 BIN := .venv/bin
 # pip's cache would lie outside the clone.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-cache-dir
+LIBRARY := pmesh/native/libpmesh.$(if $(filter Darwin,$(shell uname)),dylib,so)
 
 .PHONY: help demo test test-all check format docs venv clean
 
@@ -19,22 +20,23 @@ help:
 	@echo "make venv    only install, into .venv"
 	@echo "make clean   remove all that the above have made, .venv too"
 
-demo: .venv/.for-demo
+demo: .venv/.for-demo $(LIBRARY)
 	@$(BIN)/python tools/demo.py
 
 # Doctests count as tests; client/trees/torch.py can't be imported where torch, which is optional, is not.
 PYTEST := $(BIN)/pytest -n logical --dist loadscope --max-worker-restart 0 --doctest-modules --doctest-ignore-import-errors
 TESTED := pmesh simulation tests
 
-test: .venv/.for-work
+test: .venv/.for-work $(LIBRARY)
 	$(PYTEST) -m "not slow" $(TESTED)
 
-test-all: .venv/.for-work
+test-all: .venv/.for-work $(LIBRARY)
 	@rm -f .coverage .coverage.*   # of processes that an earlier run has killed
 	$(PYTEST) --cov --cov-report= $(TESTED)
 	@$(BIN)/python tools/check_coverage.py
 
-check: .venv/.for-work
+check: .venv/.for-work $(LIBRARY)
+	$(BIN)/clang-format --dry-run --Werror native/*.[ch]
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
@@ -44,6 +46,7 @@ check: .venv/.for-work
 	@$(MAKE) --no-print-directory docs
 
 format: .venv/.for-work
+	$(BIN)/clang-format -i native/*.[ch]
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
@@ -53,13 +56,17 @@ docs: .venv/.for-work
 venv: .venv/.for-work
 
 # A stamp for each of the two readers: who tries the demo need not wait for linters.
-.venv/.for-demo: .venv/.pip pyproject.toml
+.venv/.for-demo: .venv/.pip pyproject.toml hatch_build.py
 	$(PIP) install --quiet --editable '.[mlx]' --group demo
 	@touch $@
 
-.venv/.for-work: .venv/.pip pyproject.toml
+.venv/.for-work: .venv/.pip pyproject.toml hatch_build.py
 	$(PIP) install --quiet --editable '.[mlx]' --group demo --group test --group check --group docs
 	@touch $@
+
+# The installations above have compiled it, too; this does so after a change of its sources.
+$(LIBRARY): $(wildcard native/*.[ch]) native/build.py | $(BIN)/python
+	$(BIN)/python native/build.py
 
 .venv/.pip: $(BIN)/python
 	$(PIP) install --quiet --upgrade 'pip>=25.1'   # the first that knows --group
@@ -72,6 +79,6 @@ $(BIN)/python:
 	"$$python" -m venv --clear .venv
 
 clean:
-	rm -rf .venv .demo .hypothesis .coverage .coverage.* docs/_build
+	rm -rf $(LIBRARY) .venv .demo .hypothesis .coverage .coverage.* docs/_build
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 	find pmesh tests tools examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -28,9 +28,7 @@ from pmesh.errors import (
 if TYPE_CHECKING:
     __version__: str
 
-    from pmesh.client.calls.point_to_point import ANY
     from pmesh.client.calls.queue import Handle
-    from pmesh.client.calls.store import Store
     from pmesh.client.checkpoints.checkpoints import Checkpoints
     from pmesh.client.collective.bucketed import LastOp
     from pmesh.client.connect import connect
@@ -47,6 +45,8 @@ if TYPE_CHECKING:
         RandomK,
         TopK,
     )
+    from pmesh.p2p.client.calls import ANY
+    from pmesh.store.client import Store
 
 __all__ = [
     "ANY",
@@ -91,7 +91,7 @@ __all__ = [
 
 _LATER = MappingProxyType(
     {
-        "ANY": "pmesh.client.calls.point_to_point",
+        "ANY": "pmesh.p2p.client.calls",
         **dict.fromkeys(
             ("Auto", "BF16", "FP16", "INT8", "OneBit", "PowerSGD", "RandomK", "TopK"),
             "pmesh.compression.schemes",
@@ -103,7 +103,7 @@ _LATER = MappingProxyType(
         "LastOp": "pmesh.client.collective.bucketed",
         **dict.fromkeys(("LocalUpdates", "Nesterov"), "pmesh.client.local_updates"),
         "Mesh": "pmesh.client.mesh",
-        "Store": "pmesh.client.calls.store",
+        "Store": "pmesh.store.client",
         "connect": "pmesh.client.connect",
     }
 )

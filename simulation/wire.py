@@ -8,11 +8,17 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from pmesh.core.wire.attached import AttachedReply, AttachedRequest
 from pmesh.core.wire.channels import Channel, Message
 from pmesh.core.wire.control import ControlReply, ControlRequest
 from pmesh.core.wire.lanes import LANES, LaneMessage
-from pmesh.core.wire.launches import (
+from pmesh.core.wire.link import LINK, LinkMessage
+from pmesh.core.wire.probes import PATHS, PathMessage
+from pmesh.core.wire.relays import RELAYS, Relay
+from pmesh.core.wire.session import SessionDecoder
+from pmesh.core.wire.trainer import TrainerReply, TrainerRequest
+from pmesh.core.wire.views import VIEWS, AgreementMessage
+from pmesh.errors import ProtocolError
+from pmesh.launches.wire.messages import (
     LAUNCHES,
     AnyLaunchMessage,
     LaunchInput,
@@ -20,15 +26,8 @@ from pmesh.core.wire.launches import (
     LaunchReply,
     SignalLaunch,
 )
-from pmesh.core.wire.link import LINK, LinkMessage
-from pmesh.core.wire.p2p import P2P, P2PMessage
-from pmesh.core.wire.probes import PATHS, PathMessage
-from pmesh.core.wire.relays import RELAYS, Relay
-from pmesh.core.wire.session import SessionDecoder
-from pmesh.core.wire.store import STORES, StorePart
-from pmesh.core.wire.trainer import TrainerReply, TrainerRequest
-from pmesh.core.wire.views import VIEWS, AgreementMessage
-from pmesh.errors import ProtocolError
+from pmesh.p2p.wire import P2P, AttachedReply, AttachedRequest, P2PMessage
+from pmesh.store.wire import STORES, StorePart
 
 AnyMessage: TypeAlias = (
     LinkMessage | AgreementMessage | LaneMessage | P2PMessage | StorePart | Relay | AnyLaunchMessage

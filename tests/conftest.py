@@ -6,16 +6,22 @@ same rule.
 """
 
 import functools
+import math
 import os
 import signal
 import sys
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
+from trio.testing import MockClock
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
+import pmesh
+from pmesh.net.lanes import executor
+from tests.worlds.watched_agent import WatchedAgent, watched_agent
 from tools.lab.net import why_not
 
 # A busy machine is no finding. A blob in the log replays what CI found: its database is not kept.
@@ -100,3 +106,28 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if os.environ.get("CI"):
         pytest.fail(f"in CI these tests run: {reason}", pytrace=False)
     pytest.skip(reason)
+
+
+@pytest.fixture
+def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that jumps when no task has anything to do doesn't see that threads have."""
+    monkeypatch.setattr(executor, "THREADS_FROM_BYTES", math.inf)
+    monkeypatch.setattr(executor, "COMPUTING_THREADS_FROM_BYTES", math.inf)
+
+
+@pytest.fixture
+def clock(no_threads: None) -> MockClock:  # noqa: ARG001 - a fixture
+    """Jumps whenever no socket has anything for anybody: deadlines cost whole agents nothing."""
+    return MockClock(autojump_threshold=0)
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[WatchedAgent]:
+    with watched_agent(tmp_path / "home") as running:
+        yield running
+
+
+@pytest.fixture
+def mesh(agent: WatchedAgent) -> Iterator[pmesh.Mesh]:
+    with pmesh.connect("job", home=agent.home) as mesh:
+        yield mesh

@@ -27,7 +27,7 @@ KNOWN = {
         "Path(value if isinstance(value, Path) else _text(value))",
         "base / parsed",
     },
-    "pmesh/cli/launch.py": {
+    "pmesh/launches/cli/launch.py": {
         "Path(os.path.abspath((self.cwd or Path.cwd()).expanduser()))",
         "Path(program)",
         "Path(script)",
@@ -43,8 +43,8 @@ KNOWN = {
         "Path(self.target)",
         "Path(value)",
     },
-    "pmesh/cli/run.py": {"Path(script)"},
-    "pmesh/cli/same_code.py": {
+    "pmesh/launches/cli/run.py": {"Path(script)"},
+    "pmesh/launches/cli/same_code.py": {
         "Path(file)",
         "Path(name)",
         "cwd / f'{path}.py'",
@@ -61,7 +61,7 @@ KNOWN = {
     "pmesh/testing.py": {"Path(home)"},
     "pmesh/torch/options.py": {"Path(sys.argv[0] if sys.argv and sys.argv[0] else 'torch')"},
     # Directories as this machine lists them, and git, whose answer `flaw_of` checks.
-    "pmesh/cli/sync.py": {
+    "pmesh/launches/cli/sync.py": {
         "Path(directory)",
         "Path(name)",
         "cwd / name",
@@ -85,7 +85,7 @@ KNOWN = {
         "total / max(targets, 1)",
     },
     "pmesh/net/sessions/processes.py": {"now / period_s"},
-    "pmesh/net/sessions/spool.py": {
+    "pmesh/launches/agent/spool.py": {
         "directory / f'{start:020}.lines'",
         "remove_tree(self.directory.parent, self.directory.name)",
     },
@@ -106,9 +106,9 @@ KNOWN = {
         "path.parent / part_name(part, size)",
         "remove_tree(folder, save.name)",
     },
-    "pmesh/agent/launches/here.py": {"remove_tree(self._files.parent, self._files.name)"},
+    "pmesh/launches/agent/here.py": {"remove_tree(self._files.parent, self._files.name)"},
     # The names of a tree, which has no flaw; one at a time, below a directory that is open.
-    "pmesh/agent/launches/copies.py": {
+    "pmesh/launches/agent/copies.py": {
         "Path(tempfile.mkdtemp(dir=path.parent, prefix=_BUILDING))",
         "copy.parent.with_name(_RECORDS) / copy.name",
         "os.mkdir(name, dir_fd=here)",
@@ -119,13 +119,13 @@ KNOWN = {
         "self._store.copy_out(content, name, within=here, executable=executable)",
     },
     # The names in a copy, as this machine lists them: below a directory that is open.
-    "pmesh/agent/launches/fetching.py": {
+    "pmesh/launches/agent/fetching.py": {
         "os.open(name, _READ, dir_fd=here)",
         "os.stat(name, dir_fd=here, follow_symlinks=False)",
         "store.add_file(name, within=here)",
     },
     # The hash of a content in hexadecimal; a temporary file; and what is read, here or in a copy.
-    "pmesh/agent/launches/files.py": {
+    "pmesh/launches/agent/files.py": {
         "Path(name)",
         "os.open(path, flags, dir_fd=within)",
         "os.open(name, flags, mode, dir_fd=within)",
@@ -133,7 +133,7 @@ KNOWN = {
         "self._directory / text[:2] / text[2:]",
     },
     # What a member asks for that may run commands here: it may name any file.
-    "pmesh/agent/launches/checks.py": {
+    "pmesh/launches/agent/checks.py": {
         "Path(command.cwd)",
         "Path(path)",
         "Path(word)",

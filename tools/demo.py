@@ -25,9 +25,9 @@ from rich.table import Table
 
 from pmesh.agent.schema import Status, decode_status
 from pmesh.cli.ring import draw_ring, nodes_of
-from pmesh.cli.sizes import bytes_text
 from pmesh.client.control import ask_status
 from pmesh.errors import PmeshError
+from pmesh.terminal.sizes import bytes_text
 from tools.lab.commands import LabError
 from tools.lab.mesh import Mesh, Node
 from tools.lab.program import Program

@@ -29,8 +29,6 @@ from pmesh.agent.events import (
 from pmesh.agent.jobs.driver import Jobs
 from pmesh.agent.jobs.session import serve_trainer
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
-from pmesh.agent.launches.router import Launches
-from pmesh.agent.launches.sessions import serve_launch
 from pmesh.agent.limits import Admission, open_files_limit, plan_files
 from pmesh.agent.mesh.findings import Findings
 from pmesh.agent.mesh.membership import DOUBT_S, Membership
@@ -40,7 +38,6 @@ from pmesh.agent.mesh.ping import ping
 from pmesh.agent.mesh.probing import Probing
 from pmesh.agent.mesh.storms import count_packets, watch_storms
 from pmesh.agent.mesh.turned_away import watch as watch_turned_away
-from pmesh.agent.p2p.router import P2PRouter, serve_p2p
 from pmesh.agent.schema import (
     OTHER_MESH,
     Status,
@@ -49,14 +46,12 @@ from pmesh.agent.schema import (
     encode_status,
 )
 from pmesh.agent.snapshot import Sources, describe_peers, describe_unlinked, take_snapshot
-from pmesh.agent.store.stores import Stores
 from pmesh.core.identity.advertisement import Advertisement
 from pmesh.core.identity.certificates import issue_credentials
 from pmesh.core.identity.keys import AdvertisementKey, MeshKey, NodeKey
 from pmesh.core.identity.names import sign_name
 from pmesh.core.links.addresses import announced_addresses, announced_interfaces
 from pmesh.core.values import View
-from pmesh.core.wire.attached import Attach
 from pmesh.core.wire.channels import Channels
 from pmesh.core.wire.control import (
     AskEvents,
@@ -72,7 +67,16 @@ from pmesh.core.wire.control import (
     Stopping,
 )
 from pmesh.core.wire.lanes import LANES
-from pmesh.core.wire.launches import (
+from pmesh.core.wire.link import PROTOCOL_VERSION, Hello
+from pmesh.core.wire.session import SessionDecoder
+from pmesh.core.wire.trainer import Connect
+from pmesh.core.wire.views import VIEWS
+from pmesh.errors import ConfigError, PmeshError, PortTaken, UsageError
+from pmesh.home_paths import socket_path
+from pmesh.ids import Incarnation, Member, node_text, path_name
+from pmesh.launches.agent.router import Launches
+from pmesh.launches.agent.sessions import serve_launch
+from pmesh.launches.wire.messages import (
     LAUNCHES,
     AskHosts,
     AskLaunches,
@@ -82,15 +86,6 @@ from pmesh.core.wire.launches import (
     Launch,
     LaunchQuestion,
 )
-from pmesh.core.wire.link import PROTOCOL_VERSION, Hello
-from pmesh.core.wire.p2p import P2P
-from pmesh.core.wire.session import SessionDecoder
-from pmesh.core.wire.store import STORES
-from pmesh.core.wire.trainer import Connect
-from pmesh.core.wire.views import VIEWS
-from pmesh.errors import ConfigError, PmeshError, PortTaken, UsageError
-from pmesh.home_paths import socket_path
-from pmesh.ids import Incarnation, Member, node_text, path_name
 from pmesh.net.links.acceptor import Acceptor, listen_at_interfaces
 from pmesh.net.links.dialer import error_numbers
 from pmesh.net.links.discovery import Discovered, discover, minute_of_now
@@ -105,6 +100,10 @@ from pmesh.net.sessions.sessions import (
     report_errors,
     serve_sessions,
 )
+from pmesh.p2p.agent.router import P2PRouter, serve_p2p
+from pmesh.p2p.wire import P2P, Attach
+from pmesh.store.agent.stores import Stores
+from pmesh.store.wire import STORES
 
 MOST_FALLS = 3  # within ten minutes; after these the agent is not restarted
 FALLS_WINDOW_S = 600.0
@@ -558,7 +557,7 @@ class Agent:
                 membership=self.membership,
                 peers=self.peers,
                 jobs=self.jobs,
-                p2p=self.p2p,
+                p2p_bytes=self.p2p.traffic,
                 findings=self._findings,
                 door=self._acceptor.counters,
                 turned_away=self._count_turned_away(),

@@ -53,6 +53,10 @@ class NodeStatus(_Part, frozen=True, kw_only=True):
         str | None,
         Meta(description="Of gradients, where a trainer here does not say it; null: none."),
     ] = None
+    without_native: Annotated[
+        str | None,
+        Meta(description="Why the agent has no native library, and what to do; null: it has it."),
+    ] = None
 
 
 class EpochStatus(_Part, frozen=True, kw_only=True):

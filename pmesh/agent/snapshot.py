@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import trio
 
+from pmesh import native
 from pmesh.agent import schema
 from pmesh.agent.jobs.driver import Jobs
 from pmesh.agent.mesh.dial_targets import Refusal, TargetKey
@@ -16,7 +17,6 @@ from pmesh.agent.mesh.findings import Findings
 from pmesh.agent.mesh.links import Link
 from pmesh.agent.mesh.membership import Membership
 from pmesh.agent.mesh.peers import Peers
-from pmesh.agent.p2p.router import P2PRouter
 from pmesh.agent.schema import OTHER_MESH, Status, name_peer
 from pmesh.core.links.reasons import USUAL_MBIT_S, why_slow
 from pmesh.core.values import Roster, Seat
@@ -154,7 +154,8 @@ class Sources:
     membership: Membership
     peers: Peers
     jobs: Jobs
-    p2p: P2PRouter
+    p2p_bytes: tuple[int, int]
+    """Of messages between ranks, sent and received at the sockets."""
     findings: Findings
     door: DoorCounters
     turned_away: schema.TurnedAwayStatus
@@ -173,6 +174,7 @@ def take_snapshot(sources: Sources) -> Status:
             id=node_text(sources.me.node),
             name=sources.name,
             compression=sources.compression or None,
+            without_native=native.why_missing() or None,
             incarnation=f"{sources.me.incarnation:016x}",
             addresses=_texts(sources.hello.addresses),
         ),
@@ -440,7 +442,7 @@ def _state_of(error: PmeshError) -> schema.PeerState:
 
 
 def _traffic(sources: Sources) -> schema.TrafficStatus:
-    control, envelopes = sources.peers.control_bytes, sources.p2p.traffic
+    control, envelopes = sources.peers.control_bytes, sources.p2p_bytes
     ops = sources.jobs.traffic
     return schema.TrafficStatus(
         control_sent_bytes=control[0],

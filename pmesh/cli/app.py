@@ -4,7 +4,6 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from importlib.metadata import version as installed_version
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Literal
@@ -15,16 +14,16 @@ from pmesh.agent.config import LogLevel
 from pmesh.agent.home import is_full, reason
 from pmesh.cli import keys
 from pmesh.cli.events import show_events
-from pmesh.cli.launches import allow_run, forget, show_hosts, show_launches, stop_launch
 from pmesh.cli.ping import show_ping
-from pmesh.cli.run import run_command
-from pmesh.cli.sizes import parse_size
 from pmesh.cli.status import bring_down, show_status
-from pmesh.cli.terminal import complain, complain_of, say
 from pmesh.cli.up import bring_up
-from pmesh.core.wire.launches import AskHosts, Engine, LaunchTerms
-from pmesh.core.wire.link import PROTOCOL_VERSION
+from pmesh.cli.version import version_text
 from pmesh.errors import ConfigError, PmeshError, UsageError
+from pmesh.launches.cli.launches import allow_run, forget, show_hosts, show_launches, stop_launch
+from pmesh.launches.cli.run import run_command
+from pmesh.launches.wire.messages import AskHosts, Engine, LaunchTerms
+from pmesh.terminal.lines import complain, complain_of, say
+from pmesh.terminal.sizes import parse_size
 
 FAILED = 1
 MISUSED = 2
@@ -37,7 +36,7 @@ Home = Annotated[
 app = App(
     name="pmesh",
     help="Turns the Macs and Linux boxes at home into one training cluster.",
-    version=lambda: f"pmesh {installed_version('pmesh')}, protocol {PROTOCOL_VERSION}",
+    version=version_text,
     suppress_keyboard_interrupt=False,
 )
 key_app = App(name="key", help="The mesh key: every machine that holds it is a member of the mesh.")
@@ -310,7 +309,7 @@ def run_(
         collect: At the end, bring what the ranks have written into their copies to this directory.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
-    from pmesh.cli.launch import RunOptions, launch_of, run_launch  # noqa: PLC0415 - for speed
+    from pmesh.launches.cli.launch import RunOptions, launch_of, run_launch  # noqa: PLC0415 - for speed
 
     terms = LaunchTerms(
         "pmesh" if engine == "mpi" else engine, restarts, grace, detach, hang_timeout
@@ -439,7 +438,7 @@ def logs(
         follow: Continue until the command has ended, or Ctrl-C.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
-    from pmesh.cli.launch import show_log  # noqa: PLC0415 - for speed
+    from pmesh.launches.cli.launch import show_log  # noqa: PLC0415 - for speed
 
     return show_log(home, launch, follow=follow)
 
@@ -461,7 +460,7 @@ def fetch(
         limit: How much each machine may send, in bytes, KiB, MiB or GiB.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
-    from pmesh.cli.fetch import show_fetch  # noqa: PLC0415 - for speed
+    from pmesh.launches.cli.fetch import show_fetch  # noqa: PLC0415 - for speed
 
     return show_fetch(home, launch, to, most_bytes=parse_size("--limit", limit))
 
@@ -516,8 +515,8 @@ def down(*, home: Home = None) -> int:
 
 @app.command
 def version() -> int:
-    """Print the version of pmesh and of its protocol."""
-    say(f"pmesh {installed_version('pmesh')}, protocol {PROTOCOL_VERSION}")
+    """Print the version of pmesh and of its protocol, and whether it has its native library."""
+    say(version_text())
     return 0
 
 

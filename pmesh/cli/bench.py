@@ -20,16 +20,17 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pmesh.agent.schema import decode_status
+from pmesh import native
+from pmesh.agent.schema import Status, decode_status
 from pmesh.cli.bench_calls import COLLECTIVES, STRATEGIES, Benchmark, Trial
-from pmesh.cli.rows import Rows, output
-from pmesh.cli.sizes import parse_size
-from pmesh.cli.terminal import complain, say_json
 from pmesh.client.connect import connect
 from pmesh.client.control import ask_status
 from pmesh.client.mesh import Mesh
 from pmesh.errors import ConfigError, RankLost, RunError, UsageError
 from pmesh.home_paths import home_directory
+from pmesh.terminal.lines import complain, say_json
+from pmesh.terminal.rows import Rows, output
+from pmesh.terminal.sizes import parse_size
 from pmesh.texts import printable
 
 VALUE_BYTES = 4  # float32
@@ -63,6 +64,8 @@ class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     names: tuple[str, ...]
     """The machine of each rank."""
+    native: bool
+    """True if the agent of the machine that prints this has its native library."""
     rows: tuple[BenchRow, ...]
 
 
@@ -161,8 +164,13 @@ class BenchRows(Rows):
         return table
 
 
-def bench_table(names: Sequence[str], rows: Iterable[BenchRow]) -> BenchRows:
-    """One line for each row where 80 cells are free, else one for each value."""
+def bench_table(
+    names: Sequence[str], rows: Iterable[BenchRow], *, without_native: str = ""
+) -> BenchRows:
+    """One line for each row where 80 cells are free, else one for each value.
+
+    `without_native` says why rank 0's agent has no native library; empty if it has it.
+    """
     return BenchRows(
         ("collective", "size", "calls", "min", "median", "p99", "alg.", "bus", "ok?"),
         [
@@ -176,7 +184,8 @@ def bench_table(names: Sequence[str], rows: Iterable[BenchRow]) -> BenchRows:
             )
             for row in rows
         ],
-        title=f"{len(names)} ranks: {printable(', '.join(names))}; bandwidth in MB/s",
+        title=f"{len(names)} ranks: {printable(', '.join(names))}; bandwidth in MB/s\n"
+        f"The agent of rank 0 works {native.describe(printable(without_native))}",
     )
 
 
@@ -238,16 +247,24 @@ def run_bench(home: Path | None, options: BenchOptions) -> int:
     if options.plot is not None:
         check_plot_file(options.plot)
     directory = home_directory(home)
-    wait_for = _expected(directory) if options.wait_for is None else options.wait_for
+    status = decode_status(ask_status(directory))
+    without_native = status.node.without_native or ""
+    wait_for = _expected(status) if options.wait_for is None else options.wait_for
     with connect(JOB, wait_for, PATIENCE_S, directory) as mesh:
         check_alike(mesh, plan)
-        rows = _measure(mesh, plan, show=mesh.rank == 0 and not options.as_json)
+        show = mesh.rank == 0 and not options.as_json
+        rows = _measure(mesh, plan, show=show, without_native=without_native)
         names = mesh.names
         if mesh.rank:
             complain(f"measured; rank 0, on {names[0]}, shows the table")
     if options.as_json:
-        version = installed_version("pmesh")
-        report = BenchReport(schema=SCHEMA_VERSION, version=version, names=names, rows=tuple(rows))
+        report = BenchReport(
+            schema=SCHEMA_VERSION,
+            version=installed_version("pmesh"),
+            names=names,
+            native=not without_native,
+            rows=tuple(rows),
+        )
         say_json(msgspec.json.encode(report))
     if options.plot is not None:
         draw(options.plot, names, rows)
@@ -257,21 +274,20 @@ def run_bench(home: Path | None, options: BenchOptions) -> int:
     return 0
 
 
-def _expected(directory: Path) -> int:
+def _expected(status: Status) -> int:
     """Return the number of machines in the mesh, and print their names: the user must start each.
 
     Raises:
         UsageError: There is no other machine.
     """
-    view = decode_status(ask_status(directory)).view
-    if len(view.members) == 1:
+    if len(status.view.members) == 1:
         raise UsageError(
             "this agent has met no other machine ('pmesh status' says why); to measure two "
             "trainers on this machine, run 'pmesh bench --wait-for 2' twice"
         )
-    names = ", ".join(member.name for member in view.members)
+    names = ", ".join(member.name for member in status.view.members)
     complain(f"waiting until 'pmesh bench' runs on {names}")
-    return len(view.members)
+    return len(status.view.members)
 
 
 def plan_of(options: BenchOptions) -> BenchPlan:
@@ -304,11 +320,15 @@ def check_alike(mesh: Mesh, plan: BenchPlan) -> None:
         )
 
 
-def _measure(mesh: Mesh, plan: BenchPlan, *, show: bool) -> list[BenchRow]:
+def _measure(mesh: Mesh, plan: BenchPlan, *, show: bool, without_native: str) -> list[BenchRow]:
     rows: list[BenchRow] = []
     names = mesh.names
     console = output()
-    live = Live(bench_table(names, rows), console=console, auto_refresh=False)
+
+    def table() -> BenchRows:
+        return bench_table(names, rows, without_native=without_native)
+
+    live = Live(table(), console=console, auto_refresh=False)
     with live if show and console.is_terminal else contextlib.nullcontext():
         for collective, strategy, nbytes in plan.steps():
             row = measure_row(mesh, collective, strategy, nbytes, seconds=plan.seconds)
@@ -319,9 +339,9 @@ def _measure(mesh: Mesh, plan: BenchPlan, *, show: bool) -> list[BenchRow]:
                     "run 'pmesh bench' on all machines again"
                 )
             rows.append(row)
-            live.update(bench_table(names, rows), refresh=live.is_started)
+            live.update(table(), refresh=live.is_started)
     if show and not console.is_terminal:
-        console.print(bench_table(names, rows))
+        console.print(table())
     return rows
 
 

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pmesh.cli.rows import Rows, output
-from pmesh.cli.terminal import complain, say
 from pmesh.client.checkpoints.files import DamagedError, export_file, manifests_in, read_part
 from pmesh.client.checkpoints.layout import (
     Manifest,
@@ -18,6 +16,8 @@ from pmesh.client.checkpoints.layout import (
 )
 from pmesh.core.ops.reductions import Values
 from pmesh.errors import UsageError
+from pmesh.terminal.lines import complain, say
+from pmesh.terminal.rows import Rows, output
 
 
 def list_checkpoints(folders: Sequence[Path]) -> int:

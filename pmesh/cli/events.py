@@ -10,11 +10,11 @@ import msgspec
 from rich.text import Text
 
 from pmesh.agent.events import Event, EventKind, EventPage, decode_events, encode_events
-from pmesh.cli.rows import Rows, output
-from pmesh.cli.terminal import complain, say_json
 from pmesh.client.control import ask_events
 from pmesh.errors import AgentNotRunning, AgentStopped
 from pmesh.home_paths import home_directory
+from pmesh.terminal.lines import complain, say_json
+from pmesh.terminal.rows import Rows, output
 from pmesh.texts import printable
 
 POLL_INTERVAL_S = 0.5

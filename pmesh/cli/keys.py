@@ -9,10 +9,10 @@ from pathlib import Path
 
 from pmesh.agent.config import AgentSettings
 from pmesh.agent.home import load_mesh_key, open_home, read_mesh_key, store_mesh_key
-from pmesh.cli.terminal import complain, say
 from pmesh.core.identity.keys import MeshKey, mesh_key_from_text, mesh_key_text
 from pmesh.errors import ConfigError, KeyFileError
 from pmesh.home_paths import MESH_KEY_NAME, check_home, home_directory
+from pmesh.terminal.lines import complain, say
 
 MESH_KEY_BYTES = 32
 _PROMPT = "Paste the mesh key (it is not shown) and press Return: "

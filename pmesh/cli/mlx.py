@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Literal
 
 from pmesh.agent.schema import decode_status
-from pmesh.cli.terminal import complain
 from pmesh.client.connect import default_wait_for
 from pmesh.client.control import ask_status
-from pmesh.client.launched import MLXLaunch
 from pmesh.errors import ConfigError, UsageError
 from pmesh.home_paths import home_directory
+from pmesh.launches.client.launched import MLXLaunch
+from pmesh.terminal.lines import complain
 
 RUNNER = "pmesh.mlx.program"
 _VALUED_FLAGS = ("-W", "-X", "--check-hash-based-pycs")  # Python's own, with a word that follows

@@ -5,10 +5,10 @@ from pathlib import Path
 import msgspec
 
 from pmesh.cli.status_all import path_text
-from pmesh.cli.terminal import say, say_json
 from pmesh.client.control import ping
 from pmesh.core.wire.control import WayTried
 from pmesh.home_paths import home_directory
+from pmesh.terminal.lines import say, say_json
 
 
 class Used(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,13 +27,13 @@ from pmesh.agent.schema import (
     name_peer,
 )
 from pmesh.cli.ring import HEALTH_MARKS, draw_ring, nodes_of
-from pmesh.cli.rows import Cell, Rows, output
-from pmesh.cli.sizes import bytes_text
 from pmesh.cli.status_all import bandwidth_text, render_all, round_trip_text
-from pmesh.cli.terminal import say, say_json
 from pmesh.cli.troubles import describe_troubles
 from pmesh.client.control import ask_status, stop_agent
 from pmesh.home_paths import home_directory
+from pmesh.terminal.lines import say, say_json
+from pmesh.terminal.rows import Cell, Rows, output
+from pmesh.terminal.sizes import bytes_text
 from pmesh.texts import printable
 
 SLOWER_PERCENT: Final = 10  # less is within what steps differ by from one to the next

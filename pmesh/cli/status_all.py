@@ -16,10 +16,10 @@ from pmesh.agent.schema import (
     ViewStatus,
 )
 from pmesh.cli.ring import HEALTH_MARKS, draw_ring, nodes_of
-from pmesh.cli.rows import Rows
-from pmesh.cli.sizes import bytes_text
 from pmesh.cli.troubles import describe_troubles
 from pmesh.ids import SHORT_ID
+from pmesh.terminal.rows import Rows
+from pmesh.terminal.sizes import bytes_text
 from pmesh.texts import printable
 
 

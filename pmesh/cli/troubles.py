@@ -9,6 +9,7 @@ from rich.text import Text
 
 from pmesh.agent.schema import HeldOffStatus, MemberStatus, Status
 from pmesh.ids import shared_name
+from pmesh.native import describe
 from pmesh.texts import printable
 
 STALL_S = 0.5  # as long as a peer on a wire may be silent without being called late
@@ -16,8 +17,12 @@ BAD_LOSS_PERCENT = 1.0  # crowded Wi-Fi; a line that is well loses a hundredth o
 
 
 def describe_troubles(status: Status) -> Iterator[Text]:
-    """Yield a line for each slow path, bad link, machine that is held off, and shared name."""
+    """Yield a line for each thing that is wrong here, on a path, or with a machine."""
     members = status.view.members
+    if status.node.without_native is not None:
+        yield Text(
+            f"! this agent works {describe(printable(status.node.without_native))}", "yellow"
+        )
     yield from _shared_names(members)
     yield from _slow_paths(members)
     yield from _bad_links(members)

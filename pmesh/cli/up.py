@@ -30,11 +30,11 @@ from pmesh.agent.home import NODE_KEY_BYTES, hold_home, load_node_key, open_home
 from pmesh.agent.limits import raise_open_files
 from pmesh.agent.schema import decode_status, describe_other_mesh
 from pmesh.cli.keys import find_mesh_key, has_mesh_key
-from pmesh.cli.terminal import announce, complain, dropping_lines, ending_signals, say
 from pmesh.client.control import ask_status
 from pmesh.core.identity.keys import MeshKey, NodeKey
 from pmesh.errors import AgentNotRunning, AgentStopped, ConfigError
 from pmesh.home_paths import LOG_NAME, home_directory, socket_path
+from pmesh.terminal.lines import announce, complain, dropping_lines, ending_signals, say
 from pmesh.texts import printable
 
 START_TIMEOUT_S = 15.0  # imports on a slow, cold disk take 5 s

@@ -21,19 +21,6 @@ from pmesh.core.wire.control import (
     Stopping,
     WayTried,
 )
-from pmesh.core.wire.launches import (
-    LAUNCH_REPLIES,
-    AskHosts,
-    AskLaunches,
-    EndLaunch,
-    Fetched,
-    FetchFiles,
-    Hosts,
-    LaunchEnding,
-    LaunchHost,
-    LaunchRow,
-    LaunchRows,
-)
 from pmesh.core.wire.session import Refused, SessionMessage
 from pmesh.errors import ProtocolError
 
@@ -48,7 +35,7 @@ def ask_status(home: Path, *, timeout_s: float = 5.0) -> bytes:
         AgentStopped: The agent ended, or stayed silent for `timeout_s`.
     """
     with closing(AgentConnection(home, CONTROL_REPLIES, silence_s=timeout_s)) as connection:
-        return _ask(connection, AskStatus(), StatusReply).json
+        return ask(connection, AskStatus(), StatusReply).json
 
 
 def ask_events(home: Path, after: int = -1, *, timeout_s: float = 5.0) -> bytes:
@@ -64,7 +51,7 @@ def ask_events(home: Path, after: int = -1, *, timeout_s: float = 5.0) -> bytes:
         AgentStopped: The agent ended, or stayed silent for `timeout_s`.
     """
     with closing(AgentConnection(home, CONTROL_REPLIES, silence_s=timeout_s)) as connection:
-        return _ask(connection, AskEvents(after), Events).json
+        return ask(connection, AskEvents(after), Events).json
 
 
 def ping(home: Path, name: str, *, timeout_s: float = 10.0) -> Iterator[WayTried | Pinged]:
@@ -98,7 +85,7 @@ def ask_machines(home: Path, names: tuple[str, ...], *, timeout_s: float = 5.0) 
         UsageError: The agent knows no such machine.
     """
     with closing(AgentConnection(home, CONTROL_REPLIES, silence_s=timeout_s)) as connection:
-        return _ask(connection, AskMachines(names), Machines).ids
+        return ask(connection, AskMachines(names), Machines).ids
 
 
 def forget_name(home: Path, name: str, *, timeout_s: float = 5.0) -> str:
@@ -110,60 +97,8 @@ def forget_name(home: Path, name: str, *, timeout_s: float = 5.0) -> str:
         UsageError: The agent knows no such name.
     """
     with closing(AgentConnection(home, CONTROL_REPLIES, silence_s=timeout_s)) as connection:
-        (node,) = _ask(connection, ForgetName(name), Machines).ids
+        (node,) = ask(connection, ForgetName(name), Machines).ids
         return node
-
-
-def ask_launches(home: Path, *, timeout_s: float = 5.0) -> tuple[LaunchRow, ...]:
-    """Return the launches that the agent of this home has started or runs, the latest first.
-
-    Raises:
-        AgentNotRunning: Nobody listens at its socket.
-        AgentStopped: The agent ended, or stayed silent for `timeout_s`.
-    """
-    rows: list[LaunchRow] = []
-    with closing(AgentConnection(home, LAUNCH_REPLIES, silence_s=timeout_s)) as connection:
-        some = _ask(connection, AskLaunches(), LaunchRows).rows
-        while some:
-            rows += some
-            some = _await(connection, LaunchRows).rows
-    return tuple(rows)
-
-
-def ask_hosts(home: Path, request: AskHosts, *, timeout_s: float = 5.0) -> tuple[LaunchHost, ...]:
-    """Return the machines on which ranks would run, in the order of the ring.
-
-    Raises:
-        AgentNotRunning: Nobody listens at its socket.
-        AgentStopped: The agent ended, or stayed silent for `timeout_s`.
-        UsageError: A machine is not there, or has no IPv4 address.
-    """
-    with closing(AgentConnection(home, LAUNCH_REPLIES, silence_s=timeout_s)) as connection:
-        return _ask(connection, request, Hosts).hosts
-
-
-def end_launch(home: Path, launch: str, *, timeout_s: float = 5.0) -> str:
-    """End a launch, named by its id or its job; return its id.
-
-    Raises:
-        AgentNotRunning: Nobody listens at its socket.
-        AgentStopped: The agent ended, or stayed silent for `timeout_s`.
-        UsageError: The agent knows no such launch.
-    """
-    with closing(AgentConnection(home, LAUNCH_REPLIES, silence_s=timeout_s)) as connection:
-        return _ask(connection, EndLaunch(launch), LaunchEnding).launch
-
-
-def fetch_files(home: Path, request: FetchFiles, *, timeout_s: float = 86400.0) -> Fetched:
-    """Return what ranks have written into their copies; contents are put into the agent's store.
-
-    Raises:
-        AgentNotRunning: Nobody listens at its socket.
-        AgentStopped: The agent ended, or did not answer in time.
-        UsageError: The launch has no copies, or was not started here.
-    """
-    with closing(AgentConnection(home, LAUNCH_REPLIES, silence_s=timeout_s)) as connection:
-        return _ask(connection, request, Fetched)
 
 
 def stop_agent(home: Path, *, timeout_s: float = 10.0) -> int:
@@ -174,19 +109,21 @@ def stop_agent(home: Path, *, timeout_s: float = 10.0) -> int:
         AgentStopped: The agent did not answer, or did not leave, within `timeout_s`.
     """
     with closing(AgentConnection(home, CONTROL_REPLIES, silence_s=timeout_s)) as connection:
-        stopping = _ask(connection, StopAgent(), Stopping)
+        stopping = ask(connection, StopAgent(), Stopping)
         connection.await_end()  # closing it is the last thing that the agent does
     return stopping.pid
 
 
-def _ask(
+def ask(
     connection: AgentConnection[SessionMessage], request: SessionMessage, wanted: type[ReplyT]
 ) -> ReplyT:
+    """Send a request and return its reply; raise the error that the agent names instead."""
     connection.send(request)
-    return _await(connection, wanted)
+    return await_reply(connection, wanted)
 
 
-def _await(connection: AgentConnection[SessionMessage], wanted: type[ReplyT]) -> ReplyT:
+def await_reply(connection: AgentConnection[SessionMessage], wanted: type[ReplyT]) -> ReplyT:
+    """Return the next reply, of this type; raise the error that the agent names instead."""
     reply = connection.receive()
     if isinstance(reply, Refused):
         raise error_of(reply.verdict)

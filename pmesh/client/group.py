@@ -10,7 +10,6 @@ from weakref import WeakSet, finalize
 from pmesh.client.calls.averaging import Averaging
 from pmesh.client.calls.moving import Moving, Objects
 from pmesh.client.calls.placing import Placing
-from pmesh.client.calls.point_to_point import PointToPoint
 from pmesh.client.calls.queue import Handle, Line
 from pmesh.client.collective.bucketed import LastOp
 from pmesh.client.elastic.place import Place
@@ -26,6 +25,7 @@ from pmesh.errors import (
     UsageError,
 )
 from pmesh.ids import JobName, TrainerId
+from pmesh.p2p.client.calls import PointToPoint
 
 
 class Collectives(Averaging, Moving, Placing, Objects, PointToPoint):

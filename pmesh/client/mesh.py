@@ -10,18 +10,17 @@ import numpy as np
 
 from pmesh.client.calls.queue import check_timeout
 from pmesh.client.calls.reducing import DEFAULT_TIMEOUT_S
-from pmesh.client.calls.store import Store
 from pmesh.client.collective.bucketed import LastOp
 from pmesh.client.collective.differences import state_differences
 from pmesh.client.elastic.place import Place
 from pmesh.client.elastic.sync import Synced
 from pmesh.client.group import Collectives, Group, Groups, check_ranks, ranks_by_color
-from pmesh.client.session.p2p_session import P2PSession
 from pmesh.client.trees.state import pack, unpack_untrusted
 from pmesh.compression.blocks import Indices
 from pmesh.core.ops.reductions import Values
 from pmesh.core.values import View
 from pmesh.errors import ProtocolError, RunError, UsageError
+from pmesh.store.client import Store, StoreSession
 
 _logger = logging.getLogger("pmesh")
 
@@ -250,7 +249,7 @@ class Mesh(Collectives):
     ) -> None:
         self._stop(crashed=error)
 
-    def _attach_synced(self) -> P2PSession:
+    def _attach_synced(self) -> StoreSession:
         self._place.check_synced()
         return self._attached()
 

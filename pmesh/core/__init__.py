@@ -9,11 +9,11 @@ links       addresses (which to dial first), dialing (when), health (what a sile
             used, for users), delivery (each message once and in order, over any path), relaying
             (what a third machine forwards)
 wire        framing (lengths, first bytes), channels (who receives which message between agents),
-            stream (bytes with a window, in parts of messages), link, probes, views, lanes, p2p,
-            store, relays and launches (the messages of each), calls (what an op is called with),
-            session (between a program and its agent), trainer, attached and control (the messages
-            of each kind of session), tree (directories that are sent), aead (the cipher of
-            lanes), records (sealed by it), subflows (one lane over several connections)
+            stream (bytes with a window, in parts of messages), link, probes, views, lanes and
+            relays (the messages of each), calls (what an op is called with), session (between a
+            program and its agent), trainer and control (the messages of each kind of session), aead
+            (the cipher of lanes), records (sealed by it), subflows (one lane over several
+            connections)
 values      views, rosters, trainers, verdicts: the values that agents agree on
 topology    graph (the machines, and what was measured of each edge), ring (the best order), ranks
             (which of them are near to each other)
@@ -27,13 +27,6 @@ jobs        rank (its fences, failures and results), progress (how far all are),
             program's calls stay in step with those of other ranks), speed (how fast a job trains)
 ops         kinds, plan (sends and receives), reducing, reduce_scatter, moving, coded (who makes
             plans), cost (which is the fastest), reductions (the arithmetic)
-p2p         messages between two ranks, each exactly once
-store       replica (one machine's part in a job's store), table (what a command does), copy (a
-            table and the answers given), pipe (what two copies tell each other), waiting (calls
-            that wait for keys), names (keys by prefix)
-launches    starting (a command on the machine that started it), part (its ranks on one machine),
-            engines (their environment), pulling (files that a machine fetches), lines (their
-            output), restarts (when a command is started again)
 
 There are two shapes: byte protocols are objects that take bytes and return events; decisions are
 frozen states and functions, with time and entropy as arguments. V1, O1, I1 and so on are the rules

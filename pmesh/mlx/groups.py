@@ -11,10 +11,10 @@ import mlx.core as mx
 
 from pmesh.client.calls.queue import Handle
 from pmesh.client.group import Collectives, ranks_by_color
-from pmesh.client.launched import MLXLaunch
 from pmesh.client.mesh import Mesh
 from pmesh.errors import PmeshError, RankLost, UsageError
 from pmesh.ids import TrainerId
+from pmesh.launches.client.launched import MLXLaunch
 
 _logger = logging.getLogger("pmesh")
 

@@ -9,10 +9,10 @@ import importlib.util
 import os
 
 from pmesh.client.control import ask_status
-from pmesh.client.launched import MLXLaunch
 from pmesh.compression.schemes import named
 from pmesh.errors import UsageError
 from pmesh.home_paths import home_directory
+from pmesh.launches.client.launched import MLXLaunch
 
 __all__ = ["train"]
 

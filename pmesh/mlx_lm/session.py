@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from pmesh.client.connect import connect
-from pmesh.client.launched import MLXLaunch
 from pmesh.client.mesh import Mesh
 from pmesh.errors import UsageError
 from pmesh.home_paths import is_in_launch_copy
+from pmesh.launches.client.launched import MLXLaunch
 from pmesh.mlx_lm.batches import Batches
 from pmesh.mlx_lm.halves import Loss
 from pmesh.mlx_lm.libraries import datasets, lora, trainer

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pmesh.client.calls.point_to_point import MAX_TAG
 from pmesh.client.group import Collectives
 from pmesh.errors import OpTimedOut, PmeshError
+from pmesh.p2p.client.calls import MAX_TAG
 from pmesh.torch.arguments import TorchReduction
 from pmesh.torch.library import Tensor, torch
 

@@ -5,10 +5,10 @@ from datetime import timedelta
 from types import FunctionType
 from typing import Any
 
-from pmesh.client.calls.point_to_point import ANY
 from pmesh.client.calls.queue import Handle
 from pmesh.compression.schemes import Scheme
 from pmesh.errors import UsageError
+from pmesh.p2p.client.calls import ANY
 from pmesh.torch.arguments import (
     StagedTensor,
     TorchReduction,

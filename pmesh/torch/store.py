@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
-from pmesh.client.calls.store import Store
 from pmesh.errors import PmeshError
+from pmesh.store.client import Store
 from pmesh.torch.library import dist
 
 T = TypeVar("T")

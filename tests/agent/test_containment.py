@@ -14,9 +14,7 @@ from pmesh.agent.events import EventLog
 from pmesh.agent.jobs import session
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.lanes import rendezvous
-from pmesh.agent.p2p import router
 from pmesh.agent.run import Agent
-from pmesh.core.wire.attached import Attach, Attached, ReceiveMessage
 from pmesh.core.wire.control import AskStatus, StatusReply
 from pmesh.core.wire.lanes import OfferLane
 from pmesh.core.wire.session import SESSION_VERSION, Refused
@@ -24,6 +22,8 @@ from pmesh.errors import ProtocolError
 from pmesh.ids import Incarnation, JobName, Member, NodeId, TrainerId
 from pmesh.net.lanes import opening
 from pmesh.net.lanes.lane import Lane
+from pmesh.p2p.agent import router
+from pmesh.p2p.wire import Attach, Attached, ReceiveMessage
 from tests.worlds.trainer import RefusedError, together
 from tests.worlds.village import Machine, Village, training, village
 from tests.worlds.village_ops import kinds_of_events, machine_of, ones, reduce_all

@@ -23,7 +23,6 @@ from pmesh.agent.limits import (
     raise_open_files,
 )
 from pmesh.agent.mesh.peers import Peers
-from pmesh.core.wire.attached import Attach, Attached, ReceiveMessage
 from pmesh.core.wire.control import AskEvents, AskStatus, StatusReply, StopAgent, Stopping
 from pmesh.core.wire.framing import frame
 from pmesh.core.wire.session import SESSION_VERSION, ArenaGranted, Refused, WantArena, encode
@@ -31,6 +30,7 @@ from pmesh.core.wire.trainer import Connect
 from pmesh.errors import UsageError
 from pmesh.ids import JobName
 from pmesh.net.sessions.sessions import MAX_VISITORS, VISIT_S
+from pmesh.p2p.wire import Attach, Attached, ReceiveMessage
 from tests.worlds.trainer import together, until
 from tests.worlds.village import Machine, training, village
 from tests.worlds.village_ops import machine_of, ones, reduce_all

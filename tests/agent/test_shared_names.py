@@ -10,10 +10,10 @@ from trio.testing import MockClock
 from pmesh.agent.mesh.names import load_names
 from pmesh.core.values import Terms
 from pmesh.core.wire.control import AskMachines, ForgetName, Machines
-from pmesh.core.wire.launches import Command, Launch, LaunchTerms
 from pmesh.core.wire.session import Refused
 from pmesh.errors import UsageError
 from pmesh.ids import node_text
+from pmesh.launches.wire.messages import Command, Launch, LaunchTerms
 from simulation.wire import AnyReply, AnyRequest
 from tests.worlds.trainer import RefusedError, together, until
 from tests.worlds.village import Machine, Village, village

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 import pmesh.cli
+from pmesh import native
 from pmesh.cli.app import IN_ORDER_OF_USE, app, run
 from pmesh.core.wire.link import PROTOCOL_VERSION
 
-VERSION = f"pmesh {version('pmesh')}, protocol {PROTOCOL_VERSION}\n"
+VERSION = f"pmesh {version('pmesh')}, protocol {PROTOCOL_VERSION}, with"
 
 
 @pytest.mark.parametrize("words", [["version"], ["--version"]])
@@ -20,7 +21,20 @@ def test_the_version_names_the_protocol(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(words) == 0
-    assert capsys.readouterr().out == VERSION
+    said = capsys.readouterr().out
+    assert said.startswith(VERSION)
+
+
+def test_the_version_says_how_to_work_with_the_native_library_and_without(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(native, "why_missing", lambda: "")
+    assert run(["version"]) == 0
+    monkeypatch.setattr(native, "why_missing", lambda: "no C compiler was found")
+    assert run(["version"]) == 0
+    has, lacks = (line.rpartition(", with")[2] for line in capsys.readouterr().out.splitlines())
+    assert has == " its native library (without it: PMESH_NATIVE=0)"
+    assert lacks == "out its native library, which is faster: no C compiler was found"
 
 
 def test_help_lists_the_commands_in_the_order_in_which_one_uses_them(
@@ -99,7 +113,7 @@ def test_a_reader_that_stops_early_sees_no_traceback() -> None:
 
 
 def test_a_terminal_without_utf_8_gets_question_marks() -> None:
-    program = "import sys; from pmesh.cli.app import run; from pmesh.cli.terminal import say; "
+    program = "import sys; from pmesh.cli.app import run; from pmesh.terminal.lines import say; "
     done = subprocess.run(
         [sys.executable, "-c", program + "run(['version']); say('★')"],
         env=dict(os.environ, PYTHONIOENCODING="ascii:strict"),
@@ -107,7 +121,9 @@ def test_a_terminal_without_utf_8_gets_question_marks() -> None:
         text=True,
         check=True,
     )
-    assert done.stdout == VERSION + "?\n"
+    version_line, star = done.stdout.splitlines()
+    assert version_line.startswith(VERSION)
+    assert star == "?"
 
 
 def test_every_command_of_the_issue_is_there() -> None:

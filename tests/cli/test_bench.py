@@ -12,6 +12,7 @@ from typing import Any, Self, cast
 import numpy as np
 import pytest
 
+from pmesh import native
 from pmesh.cli import bench
 from pmesh.cli.app import run
 from pmesh.cli.bench import (
@@ -24,10 +25,11 @@ from pmesh.cli.bench import (
     measure_row,
 )
 from pmesh.cli.bench_calls import COLLECTIVES, Benchmark
-from pmesh.cli.sizes import parse_size
 from pmesh.client.connect import connect
+from pmesh.client.control import ask_status
 from pmesh.client.mesh import Mesh
 from pmesh.errors import UsageError
+from pmesh.terminal.sizes import parse_size
 from pmesh.testing import SimulatedMesh, agent_in_a_thread
 from tests.worlds.fake_status_agent import agent_at, answer_well
 
@@ -105,6 +107,7 @@ def meeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Meeting
             "connect",
             lambda job, ranks, *_: SpoiledMesh(meeting, connect(job, ranks, home=home)),
         )
+        monkeypatch.setattr(bench, "ask_status", lambda _: ask_status(home))
         yield meeting
 
 
@@ -263,6 +266,7 @@ def test_rank_0_shows_the_table_and_the_others_say_who_does(
         ["broadcast", "4", "KiB"],
     ]
     assert captured.out.count("barrier") == 1
+    assert "The agent of rank 0 works with" in captured.out
     assert captured.err == "measured; rank 0, on mac-1, shows the table\n"
     assert {call.split()[-1] for call in meeting.calls if "reduce" in call} == {"ring"}
 
@@ -280,6 +284,7 @@ def test_whoever_asks_for_json_or_a_plot_gets_it(
     one, other = map(json.loads, capsys.readouterr().out.splitlines())
     assert one == other
     assert (one["schema"], one["names"]) == (1, ["mac-1", "mac-2"])
+    assert one["native"] == (native.library() is not None)
     assert {r["collective"] for r in one["rows"]} == {c.name for c in COLLECTIVES}
     assert [r["bytes"] for r in one["rows"]][:3] == [4, 16, 64]
     assert plot.read_bytes().startswith(PNG)

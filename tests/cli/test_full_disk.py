@@ -16,9 +16,9 @@ import pytest
 from pmesh.agent.home import hold_home, load_mesh_key, load_node_key, store_mesh_key
 from pmesh.cli import up
 from pmesh.cli.app import run
-from pmesh.cli.terminal import dropping_lines
 from pmesh.cli.up import start_detached
 from pmesh.core.identity.keys import MeshKey, mesh_key_text
+from pmesh.terminal.lines import dropping_lines
 
 OLD = MeshKey(bytes(range(32)))
 NEW = MeshKey(bytes(range(32, 64)))

@@ -13,8 +13,6 @@ import pytest
 from pmesh.agent.events import encode_events
 from pmesh.agent.schema import encode_status
 from pmesh.cli.app import run
-from pmesh.cli.rows import output
-from pmesh.core.launches.lines import STARTER
 from pmesh.core.values import Verdict
 from pmesh.core.wire.control import (
     AskEvents,
@@ -26,7 +24,10 @@ from pmesh.core.wire.control import (
     WayTried,
 )
 from pmesh.core.wire.framing import FrameReader, frame
-from pmesh.core.wire.launches import (
+from pmesh.core.wire.session import Refused, encode
+from pmesh.home_paths import home_directory, socket_path
+from pmesh.launches.rules.lines import STARTER
+from pmesh.launches.wire.messages import (
     AskLaunches,
     Fetched,
     FetchedFiles,
@@ -42,8 +43,7 @@ from pmesh.core.wire.launches import (
     LaunchSends,
     NewFile,
 )
-from pmesh.core.wire.session import Refused, encode
-from pmesh.home_paths import home_directory, socket_path
+from pmesh.terminal.rows import output
 from simulation.wire import AnyReply, decode_request_untrusted
 from tests.worlds.fake_status_agent import SNAPSHOT, agent_at, make_chronicle
 

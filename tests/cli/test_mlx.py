@@ -8,8 +8,8 @@ import pytest
 
 from pmesh.cli.app import run
 from pmesh.cli.mlx import Program, program_of, trains_lora
-from pmesh.client.launched import MLXLaunch
 from pmesh.errors import ConfigError, UsageError
+from pmesh.launches.client.launched import MLXLaunch
 from tests.worlds.watched_agent import WatchedAgent, watched_agent
 
 HERE = sys.executable

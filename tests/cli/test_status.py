@@ -30,9 +30,9 @@ from pmesh.agent.schema import (
 )
 from pmesh.cli.app import run
 from pmesh.cli.ring import RingNode, draw_ring
-from pmesh.cli.sizes import bytes_text
 from pmesh.cli.status import Cropped, render_status, speed_text
 from pmesh.cli.status_all import render_all
+from pmesh.terminal.sizes import bytes_text
 from tests.worlds.fake_status_agent import IDS, MINIMAL, NAMES, SNAPSHOT, agent_at, answer_well
 
 
@@ -277,6 +277,13 @@ def test_a_good_link_is_not_called_bad() -> None:
     screen = shown(msgspec.structs.replace(SNAPSHOT, view=view))
     assert "0.9 %" in screen
     assert "training waits" not in screen
+
+
+def test_an_agent_without_its_native_library_says_why() -> None:
+    node = msgspec.structs.replace(SNAPSHOT.node, without_native="no C compiler was found")
+    screen = " ".join(shown(msgspec.structs.replace(SNAPSHOT, node=node)).split())
+    assert "! this agent works without its native library, which is faster: no C" in screen
+    assert "native" not in shown(SNAPSHOT)
 
 
 def test_machines_of_one_name_are_told_apart_with_a_hint_at_what_names_them() -> None:

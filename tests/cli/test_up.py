@@ -18,11 +18,11 @@ from pmesh.agent.config import AgentSettings, Listen
 from pmesh.agent.home import hold_home, load_mesh_key, store_mesh_key
 from pmesh.cli import up
 from pmesh.cli.app import run
-from pmesh.cli.terminal import ending_signals
 from pmesh.core.identity.keys import MeshKey, NodeKey, mesh_key_text
 from pmesh.core.wire.link import Address
 from pmesh.errors import ConfigError, PeerUnreachable, PortTaken
 from pmesh.home_paths import socket_path
+from pmesh.terminal.lines import ending_signals
 from tests.worlds.fake_status_agent import agent_at, answer_well
 
 KEY = MeshKey(bytes(range(32)))
@@ -280,7 +280,7 @@ async def run_agent(settings, mesh_key, node_key, announce):
 sys.modules["pmesh.agent.run"] = types.ModuleType("pmesh.agent.run")
 sys.modules["pmesh.agent.run"].run_agent = run_agent
 from pmesh.cli.app import run
-from pmesh.cli.terminal import ending_signals
+from pmesh.terminal.lines import ending_signals
 sys.exit(run(["up"]))
 """
 

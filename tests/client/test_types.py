@@ -10,10 +10,10 @@ import pytest
 from numpy.typing import NDArray
 
 import pmesh
-from pmesh.client.calls.point_to_point import PointToPoint
 from pmesh.client.group import Collectives
 from pmesh.core.values import View
 from pmesh.ids import Rank, TrainerId
+from pmesh.p2p.client.calls import PointToPoint
 from pmesh.testing import SimulatedMesh
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ import pytest
 import pmesh
 from pmesh import errors
 from pmesh.agent import schema
-from pmesh.client.calls.point_to_point import PointToPoint
 from pmesh.client.group import Collectives
 from pmesh.client.trees.arrays import WIRE_OF
+from pmesh.p2p.client.calls import PointToPoint
 from tests.docs.pages import DOCS, code_in, read, sections, table_rows
 
 STATUS = read(DOCS / "reference" / "status.md")

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pmesh.cli.launches import allow_run
+from pmesh.launches.cli.launches import allow_run
 from tests.e2e.harness import TIMEOUT_S, Agent, Fleet, Running
 from tools.lab.net import NetLab
 

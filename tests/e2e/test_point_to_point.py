@@ -13,7 +13,7 @@ TRAINER = """
 import json
 import numpy as np
 import pmesh
-from pmesh.client.calls.point_to_point import ANY, PointToPoint
+from pmesh.p2p.client.calls import ANY, PointToPoint
 
 with pmesh.connect(job="messages", wait_for=3) as mesh:
     messages = mesh if isinstance(mesh, PointToPoint) else PointToPoint(mesh._place)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pmesh.cli.launches import allow_run
+from pmesh.launches.cli.launches import allow_run
 from tests.e2e.harness import TIMEOUT_S, Agent, Fleet
 from tools.lab.net import NetLab, clean
 

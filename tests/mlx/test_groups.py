@@ -11,7 +11,7 @@ import pytest
 
 import pmesh
 import pmesh.mlx
-from pmesh.client.launched import MLXLaunch
+from pmesh.launches.client.launched import MLXLaunch
 from pmesh.mlx import groups
 from pmesh.testing import SimulatedMesh
 from tests.worlds.watched_agent import watched_agent

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import pmesh
-from pmesh.client.launched import MLXLaunch
+from pmesh.launches.client.launched import MLXLaunch
 from pmesh.mlx_lm import session, train
 from pmesh.mlx_lm.libraries import lora, mx
 from pmesh.mlx_lm.session import parse

@@ -17,10 +17,10 @@ from pmesh.core.links.delivery import PREFIX_BYTES
 from pmesh.core.wire.channels import MAX_MESSAGE_BYTES, encode
 from pmesh.core.wire.link import Address, Hello, KnownPeers
 from pmesh.core.wire.session import encode as encode_request
-from pmesh.core.wire.store import Answer, Answered, decode_message_untrusted
-from pmesh.core.wire.store import encode as encode_of_a_store
 from pmesh.core.wire.views import Commit
 from pmesh.ids import Member, TrainerId
+from pmesh.store.wire import Answer, Answered, decode_message_untrusted
+from pmesh.store.wire import encode as encode_of_a_store
 from simulation.wire import AnyMessage, decode_request_untrusted, decode_untrusted
 from tests.worlds.builders import ANNA, BERT, make_roster, make_view, unsigned
 from tools.fuzz.agent import accepts, new_liar

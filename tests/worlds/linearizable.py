@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from pmesh.core.wire.store import (
+from pmesh.store.wire import (
     Add,
     Answer,
     Append,

@@ -9,18 +9,19 @@ import trio
 from trio.testing import MockClock
 
 from pmesh.core.values import Terms, Verdict
-from pmesh.core.wire.attached import (
+from pmesh.core.wire.session import SESSION_VERSION, MessageFailed
+from pmesh.ids import JobName
+from pmesh.p2p.wire import Attach, Attached
+from pmesh.store.wire import (
     MAX_STORE_DATA_BYTES,
-    Attach,
-    Attached,
-    MessageFailed,
+    Answer,
+    Command,
     StoreAnswered,
     StoreCall,
     StoreWaits,
+    decode_answer_untrusted,
+    encode,
 )
-from pmesh.core.wire.session import SESSION_VERSION
-from pmesh.core.wire.store import Answer, Command, decode_answer_untrusted, encode
-from pmesh.ids import JobName
 from tests.worlds.trainer import ANY, Trainer, until
 from tests.worlds.village import Machine, Village, village
 from tests.worlds.village_ops import machine_of

@@ -21,18 +21,12 @@ from pmesh.agent.containment import Contain
 from pmesh.agent.jobs.driver import Jobs
 from pmesh.agent.jobs.session import serve_trainer
 from pmesh.core.values import Verdict
-from pmesh.core.wire.attached import (
-    Attach,
-    MessageFailed,
-    MessageWaits,
-    ReceiveMessage,
-    SendMessage,
-)
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.framing import frame
 from pmesh.core.wire.session import (
     ArenaGranted,
     DropArena,
+    MessageFailed,
     Refused,
     SessionDecoder,
     SessionMessage,
@@ -43,6 +37,7 @@ from pmesh.core.wire.trainer import ENTERS, Compresses, Connect, Joined, Leave, 
 from pmesh.ids import TrainerId
 from pmesh.net.sessions.arena_pools import ArenaShare
 from pmesh.net.sessions.sessions import PeerCredentials, Session
+from pmesh.p2p.wire import Attach, MessageWaits, ReceiveMessage, SendMessage
 from pmesh.testing import agent_in_a_thread
 from simulation.wire import AnyReply
 from tests.worlds.scripted_agent import PATIENCE_S

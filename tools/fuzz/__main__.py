@@ -25,7 +25,7 @@ from tools.fuzz.corpus import keep, load
 CORPUS = Path(__file__).parent / "corpus"
 # Folders and modules below pmesh that handle messages.
 HANDLERS = (
-    *("agent/jobs/", "agent/lanes/", "agent/mesh/", "agent/p2p/", "core/jobs/", "core/p2p"),
+    *("agent/jobs/", "agent/lanes/", "agent/mesh/", "core/jobs/", "p2p/"),
     *("core/views/", "core/wire/", "net/links/", "net/sessions/sessions"),
 )
 app = cyclopts.App(name="fuzz", help=__doc__, help_format="plaintext", version_flags=[])

@@ -26,15 +26,15 @@ from pmesh.cli import main
 from pmesh.core.links.delivery import PREFIX_BYTES, Packet
 from pmesh.core.values import View
 from pmesh.core.wire.channels import MAX_MESSAGE_BYTES, Message
-from pmesh.core.wire.launches import (
-    LaunchPart,
-    LaunchPrepared,
-    PrepareLaunch,
-)
 from pmesh.core.wire.stream import PART_BYTES
 from pmesh.core.wire.views import Commit, Heartbeat, TellView
 from pmesh.errors import ProtocolError
 from pmesh.ids import NodeId, node_text
+from pmesh.launches.wire.messages import (
+    LaunchPart,
+    LaunchPrepared,
+    PrepareLaunch,
+)
 from simulation.wire import AnyMessage, AnyPathMessage, decode_untrusted, encode_unbounded
 from tools.fuzz.claims import choose_claims
 from tools.fuzz.corpus import Recorder, load

@@ -28,15 +28,6 @@ from pmesh.core.identity.names import sign_name
 from pmesh.core.links.delivery import PREFIX_BYTES, pack
 from pmesh.core.wire.framing import read_hello_untrusted
 from pmesh.core.wire.lanes import OfferLane, Splice
-from pmesh.core.wire.launches import (
-    BeginRanks,
-    Command,
-    LaunchPart,
-    LaunchTerms,
-    PrepareLaunch,
-    RankGroup,
-    Variable,
-)
 from pmesh.core.wire.link import (
     MAX_HELLO_BYTES,
     PROTOCOL_VERSION,
@@ -47,14 +38,23 @@ from pmesh.core.wire.link import (
 )
 from pmesh.core.wire.records import Preamble, encode_preamble
 from pmesh.core.wire.relays import Relay
-from pmesh.core.wire.store import StorePart
 from pmesh.core.wire.stream import PART_BYTES
 from pmesh.core.wire.views import Heartbeat
 from pmesh.errors import PmeshError, ProtocolError
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, TrainerId, path_name
+from pmesh.launches.wire.messages import (
+    BeginRanks,
+    Command,
+    LaunchPart,
+    LaunchTerms,
+    PrepareLaunch,
+    RankGroup,
+    Variable,
+)
 from pmesh.net.lanes.opening import dial_lane
 from pmesh.net.links.path import Path, shake_hands
 from pmesh.net.links.tls import TlsContexts
+from pmesh.store.wire import StorePart
 from simulation.wire import decode_untrusted, encode_unbounded
 from tools.fuzz.agent import ROOM, accepts, new_liar
 from tools.fuzz.corpus import Recorder

@@ -1,6 +1,6 @@
 """What a rank's machine says to the other copies of its job's store, beside the truth.
 
-It goes behind what an honest agent has to say on the same stream (`pmesh.core.store.pipe`), so it
+It goes behind what an honest agent has to say on the same stream (`pmesh.store.rules.pipe`), so it
 arrives in order and is read as that agent's.
 """
 
@@ -12,9 +12,10 @@ from typing import Any, get_args
 import msgspec
 from msgspec import inspect
 
-from pmesh.core.store.pipe import Pipe
 from pmesh.core.wire.framing import frame
-from pmesh.core.wire.store import (
+from pmesh.core.wire.stream import Part
+from pmesh.store.rules.pipe import Pipe
+from pmesh.store.wire import (
     MAX_COMMAND_BYTES,
     NO_COPY,
     Answered,
@@ -29,7 +30,6 @@ from pmesh.core.wire.store import (
     StoreMessage,
     decode_message_untrusted,
 )
-from pmesh.core.wire.stream import Part
 from tools.fuzz.liar import Liar
 from tools.fuzz.parts import children, example
 

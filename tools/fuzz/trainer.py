@@ -16,12 +16,9 @@ from typing import Any, get_args
 import msgspec
 import trio
 
-from pmesh.core.wire import store
-from pmesh.core.wire.attached import Attach, ReceiveMessage, SendMessage, StoreCall
 from pmesh.core.wire.calls import Call, Envelope
 from pmesh.core.wire.control import AskEvents, AskPing, AskStatus, StopAgent
 from pmesh.core.wire.framing import FrameReader, frame
-from pmesh.core.wire.launches import AskLaunches
 from pmesh.core.wire.session import (
     MAX_REQUEST_BYTES,
     MAX_SESSION_MESSAGE_BYTES,
@@ -30,9 +27,12 @@ from pmesh.core.wire.session import (
     WantArena,
     encode,
 )
-from pmesh.core.wire.store import Add, Get, Keys, Set, Wait
 from pmesh.core.wire.trainer import ENTERS, Compresses, Connect, Leave, StartOp
 from pmesh.ids import JobName, OpNumber, TrainerId
+from pmesh.launches.wire.messages import AskLaunches
+from pmesh.p2p.wire import Attach, ReceiveMessage, SendMessage
+from pmesh.store import wire as store
+from pmesh.store.wire import Add, Get, Keys, Set, StoreCall, Wait
 from simulation.wire import AnyRequest, decode_reply_untrusted, decode_request_untrusted
 from tools.fuzz.corpus import Case, Recorder, load
 from tools.fuzz.liar import Liar

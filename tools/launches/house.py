@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from pmesh.agent.launches.permission import Permission, store_permission
+from pmesh.launches.agent.permission import Permission, store_permission
 from tools.lab.cluster import Cluster
 from tools.lab.mesh import Node
 from tools.lab.oplog import Options

@@ -5,20 +5,17 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 
 from pmesh.client.elastic.sync import Offer, Synced, run_sync
-from pmesh.client.session.connection import AgentConnection, error_of, mesh_ended
+from pmesh.client.session.connection import AgentConnection, mesh_ended
 from pmesh.client.session.in_step import in_step
-from pmesh.client.session.p2p_session import P2PSession
 from pmesh.client.session.session import TrainerSession
 from pmesh.client.trees.state import Packed
 from pmesh.core.ops.reductions import Values
-from pmesh.core.wire.attached import ATTACHED_REPLIES, Attach
-from pmesh.core.wire.session import SESSION_VERSION, Refused
 from pmesh.core.wire.trainer import TRAINER_REPLIES, Connect, GroupOf, World
 from pmesh.errors import (
     AgentNotRunning,
@@ -28,7 +25,17 @@ from pmesh.errors import (
 )
 from pmesh.ids import JobName, TrainerId
 
+
+class OtherSession(Protocol):
+    """A session of the trainer beside the one for its ops."""
+
+    def close(self, reason: str) -> None:
+        """End it; threads that wait get MeshClosed, with this reason."""
+        ...
+
+
 R = TypeVar("R")
+SessionT = TypeVar("SessionT", bound=OtherSession)
 
 OnSuperseded = Literal["raise", "sync"]
 
@@ -56,7 +63,7 @@ class Place:
         self._request = request
         self._on_superseded = on_superseded
         self._closing = threading.Event()
-        self._messages: P2PSession | None = None
+        self._other: OtherSession | None = None
         self._session = TrainerSession(AgentConnection(home, TRAINER_REPLIES))
         try:
             joined = self._session.join(request)
@@ -194,26 +201,11 @@ class Place:
         )
         return Place(self._home, request, on_superseded="raise")
 
-    def attach(self) -> P2PSession:
-        """Open a session for messages, over another connection to the agent; the caller closes it.
-
-        Raises:
-            HistorySuperseded: the agent does not know this trainer any more.
-            AgentNotRunning: there is no agent.
-        """
+    def attach(self, attach: Callable[[Path, JobName, TrainerId], SessionT]) -> SessionT:
+        """Open another session of this trainer by `attach`, and return it; the caller closes it."""
         me = self.world.trainers[self.world.rank]
-        connection = AgentConnection(self._home, ATTACHED_REPLIES)
-        try:
-            connection.send(Attach(SESSION_VERSION, self._request.job, me))
-            reply = connection.receive()
-        except BaseException:
-            connection.close()
-            raise
-        if isinstance(reply, Refused):
-            connection.close()
-            raise error_of(reply.verdict)
-        self._messages = P2PSession(connection)
-        return self._messages
+        self._other = session = attach(self._home, self._request.job, me)
+        return session
 
     def leave(self) -> None:
         """End on purpose: the others see that this rank has left."""
@@ -221,9 +213,9 @@ class Place:
         self._session.leave()
 
     def leave_at_once(self) -> None:
-        """End as `leave` does, and close the session for messages; no thread can call any more."""
-        if self._messages is not None:
-            self._messages.close("nobody holds its group any more")
+        """End as `leave` does, and close the other session; no thread can call any more."""
+        if self._other is not None:
+            self._other.close("nobody holds its group any more")
         self._session.leave()
 
     def end(self, reason: str) -> None:

@@ -103,3 +103,10 @@ class ArenaGone(SessionMessage, frozen=True, tag="arena_gone"):
     """
 
     arena: int
+
+
+class MessageFailed(SessionMessage, frozen=True, tag="message_failed"):
+    """A call on a trainer's second session failed. Ranks need not agree on it."""
+
+    call: int
+    verdict: Verdict

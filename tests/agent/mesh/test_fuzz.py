@@ -21,12 +21,12 @@ from trio.testing import MockClock
 
 from pmesh.agent.mesh import bans
 from pmesh.agent.mesh.links import Link
-from pmesh.core.store.pipe import Pipe
 from pmesh.core.values import Terms, View
 from pmesh.core.views.limits import TOLERATED
-from pmesh.core.wire.store import Answer, Answered, Set
 from pmesh.home_paths import socket_path
 from pmesh.ids import Member, NodeId, TrainerId
+from pmesh.store.rules.pipe import Pipe
+from pmesh.store.wire import Answer, Answered, Set
 from simulation.wire import AnyMessage
 from tests.worlds.store_connection import StoreConnection
 from tests.worlds.trainer import OpError, RefusedError, Trainer, together, until

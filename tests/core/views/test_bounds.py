@@ -525,8 +525,8 @@ def test_every_kind_of_message_fits_by_its_fields_or_is_cut_when_it_is_made(
 
 
 def is_of_launches(kind: type) -> bool:
-    """Their bounds are in `pmesh.core.wire.launches`; nobody passes them on."""
-    return kind.__module__ == "pmesh.core.wire.launches"
+    """Their bounds are in `pmesh.launches.wire.messages`; nobody passes them on."""
+    return kind.__module__ == "pmesh.launches.wire.messages"
 
 
 MEMBERS = tuple(

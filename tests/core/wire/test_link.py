@@ -12,12 +12,9 @@ from pmesh.core.wire.calls import Call, Envelope
 from pmesh.core.wire.channels import CHANNEL_BYTES, MAX_MESSAGE_BYTES, Channels, Message, encode
 from pmesh.core.wire.framing import encode_hello
 from pmesh.core.wire.lanes import LaneMessage, OfferLane
-from pmesh.core.wire.launches import AnyLaunchMessage
 from pmesh.core.wire.link import Address, Hello, KnownPeers, LinkMessage
-from pmesh.core.wire.p2p import AnnounceMessage, MessageAddress, P2PMessage
 from pmesh.core.wire.probes import PathMessage
 from pmesh.core.wire.relays import Relay
-from pmesh.core.wire.store import StorePart
 from pmesh.core.wire.views import (
     VIEWS,
     AskToJoin,
@@ -31,6 +28,9 @@ from pmesh.core.wire.views import (
 )
 from pmesh.errors import ProtocolError
 from pmesh.ids import Incarnation, JobName, Member, NodeId, TrainerId
+from pmesh.launches.wire.messages import AnyLaunchMessage
+from pmesh.p2p.wire import AnnounceMessage, MessageAddress, P2PMessage
+from pmesh.store.wire import StorePart
 from simulation.wire import AnyPathMessage, decode_untrusted, encode_unbounded
 from tests.worlds.builders import (
     ANNA,

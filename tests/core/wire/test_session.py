@@ -10,13 +10,13 @@ from msgspec import inspect
 from msgspec.structs import replace
 
 from pmesh.core.values import Terms, Verdict
-from pmesh.core.wire.attached import ReceiveMessage
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.control import AskEvents, AskStatus, StopAgent, Stopping
 from pmesh.core.wire.session import MAX_REQUEST_BYTES, SESSION_VERSION, Refused, WantArena, encode
 from pmesh.core.wire.trainer import Compresses, Connect, GroupOf, Joined, Leave, StartOp
 from pmesh.errors import ProtocolError
 from pmesh.ids import JobName, OpNumber, TrainerId
+from pmesh.p2p.wire import ReceiveMessage
 from simulation.wire import AnyReply, AnyRequest, decode_reply_untrusted, decode_request_untrusted
 from tests.worlds.strategies import garbled, values_of
 

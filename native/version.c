@@ -1,0 +1,5 @@
+#include "pmesh.h"
+
+int pmesh_abi(void) {
+    return PMESH_ABI;
+}

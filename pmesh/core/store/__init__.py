@@ -1,1 +1,0 @@
-"""A job's store: keys and values that its ranks share (S1)."""

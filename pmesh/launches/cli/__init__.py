@@ -1,0 +1,1 @@
+"""The commands `pmesh run`, `ps`, `logs`, `fetch`, `stop` and `allow-run`."""

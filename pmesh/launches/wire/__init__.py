@@ -1,0 +1,1 @@
+"""All messages about launches, and the trees of directories that they name."""

@@ -1,0 +1,58 @@
+"""The native library, which is compiled from native/ when pmesh is installed, and loaded when used.
+
+pmesh works without it, with the same results in more time.
+"""
+
+import ctypes
+import os
+import sys
+from functools import cache
+from pathlib import Path
+
+ABI = 1  # PMESH_ABI in native/pmesh.h
+PATH = Path(__file__).with_name("libpmesh.dylib" if sys.platform == "darwin" else "libpmesh.so")
+
+
+def library() -> ctypes.CDLL | None:
+    """Return the library; None if it can't be used here. Its calls release the GIL."""
+    return _load()[0]
+
+
+def why_missing() -> str:
+    """Return why `library` returns None and what to do; empty if it does not."""
+    return _load()[1]
+
+
+def describe(missing: str) -> str:
+    """Return how a process works for which `why_missing` returns this.
+
+    >>> describe("")
+    'with its native library (without it: PMESH_NATIVE=0)'
+    """
+    if missing:
+        return f"without its native library, which is faster: {missing}"
+    return "with its native library (without it: PMESH_NATIVE=0)"
+
+
+def forget() -> None:
+    """Load it anew at the next use, after a test has changed what is there."""
+    _load.cache_clear()
+
+
+@cache
+def _load() -> tuple[ctypes.CDLL | None, str]:
+    if os.environ.get("PMESH_NATIVE") == "0":
+        return None, "PMESH_NATIVE=0 is set; unset it"
+    if not PATH.exists():
+        return None, (
+            "no C compiler was found when pmesh was installed; install one (macOS: xcode-select "
+            "--install; Debian and Ubuntu: apt install gcc libc6-dev), and then pmesh again"
+        )
+    try:
+        loaded = ctypes.CDLL(str(PATH))
+        abi = int(loaded.pmesh_abi())
+    except (OSError, AttributeError) as error:
+        return None, f"it can't be loaded ({error}); install pmesh again"
+    if abi != ABI:
+        return None, "it was built for another version of pmesh; install pmesh again"
+    return loaded, ""

@@ -1,0 +1,1 @@
+"""`send` and `recv` between two ranks (O4), from the call to the lane."""

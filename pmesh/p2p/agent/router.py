@@ -1,0 +1,304 @@
+"""Connects the endpoints of the local ranks with other agents and with the trainers (O4).
+
+A trainer has a second connection for its messages, on which several sends and receives run at a
+time.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import trio
+
+from pmesh.agent.grants import SAY_EVERY_S, Grants
+from pmesh.agent.jobs.ranks import LocalRank
+from pmesh.agent.jobs.session import other_version
+from pmesh.agent.lanes.rendezvous import LaneRendezvous
+from pmesh.core.jobs.rank import COME_BACK
+from pmesh.core.values import Verdict
+from pmesh.core.wire.session import SESSION_VERSION, DropArena, MessageFailed, WantArena
+from pmesh.errors import ProtocolError
+from pmesh.ids import JobName, Member, TrainerId
+from pmesh.net.sessions.arena_pools import ArenaShare, SessionArenas
+from pmesh.net.sessions.sessions import Session, refuse
+from pmesh.p2p.agent.endpoint import MessageLost, P2PEndpoint, Received
+from pmesh.p2p.wire import (
+    ATTACHED_REQUESTS,
+    MAX_MESSAGES,
+    AnnounceMessage,
+    Attach,
+    Attached,
+    MessageReceived,
+    MessageSent,
+    MessageWaits,
+    MessageWithdrawn,
+    P2PMessage,
+    ReceiveMessage,
+    SendMessage,
+)
+from pmesh.store.agent.serving import StoreCalls
+from pmesh.store.agent.stores import Stores
+from pmesh.store.wire import StoreCall
+
+
+class P2PRouter:
+    """The endpoints of one agent's ranks, each created on first use."""
+
+    def __init__(
+        self,
+        me: Member,
+        ranks: Sequence[LocalRank],
+        rendezvous: LaneRendezvous,
+        send: Callable[[Member, P2PMessage], None],
+    ) -> None:
+        """`ranks` are the local ranks, a list that its owner changes; `send` uses the links."""
+        self._me = me
+        self._ranks = ranks
+        self._rendezvous = rendezvous
+        self._send = send
+        self._endpoints: dict[LocalRank, P2PEndpoint] = {}
+        self._ended_traffic = (0, 0)
+
+    def rank_of(self, job: JobName, trainer: TrainerId, *, pid: int) -> LocalRank | None:
+        """Return the rank of a local trainer; None unless `pid` is its process."""
+        for rank in self._ranks:
+            if (rank.roster.job, rank.id, rank.pid) == (job, trainer, pid):
+                return rank
+        return None
+
+    def endpoint_of(self, rank: LocalRank) -> P2PEndpoint:
+        if rank not in self._endpoints:
+
+            def send(peer: TrainerId, message: P2PMessage) -> None:
+                trainer = rank.roster.trainer(peer)
+                if trainer is None:
+                    return  # the rank is lost
+                if trainer.member == self._me:
+                    self.receive(self._me, message)
+                else:
+                    self._send(trainer.member, message)
+
+            self._endpoints[rank] = P2PEndpoint(rank, self._rendezvous, send)
+        return self._endpoints[rank]
+
+    def receive(self, member: Member, message: P2PMessage) -> None:
+        """Handle a message from another agent. That agent repeats one that precedes our view."""
+        address = message.address
+        own, peer = address.sender, address.receiver
+        if isinstance(message, AnnounceMessage | MessageWithdrawn):
+            own, peer = peer, own
+        for rank in self._ranks:
+            roster = rank.roster
+            if (roster.job, roster.born, rank.id) != (address.job, address.born, own):
+                continue
+            trainer = roster.trainer(peer)
+            if peer in roster.ids and trainer is not None and trainer.member == member:
+                self.endpoint_of(rank).receive(peer, message)
+
+    def follow(self) -> None:
+        for rank, endpoint in list(self._endpoints.items()):
+            endpoint.follow()
+            if rank not in self._ranks:
+                del self._endpoints[rank]
+                self._ended_traffic = _sum_of(self._ended_traffic, endpoint.traffic)
+
+    def close(self) -> None:
+        for endpoint in self._endpoints.values():
+            endpoint.close()
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Bytes of messages sent and received at the sockets since the agent's start."""
+        total = self._ended_traffic
+        for endpoint in self._endpoints.values():
+            total = _sum_of(total, endpoint.traffic)
+        return total
+
+
+def _sum_of(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    return one[0] + other[0], one[1] + other[1]
+
+
+_CHECK_S = 1.0
+
+
+async def serve_p2p(
+    session: Session, request: Attach, room: P2PRouter, stores: Stores, share: ArenaShare
+) -> None:
+    """Serve a trainer's messages and store calls until it disconnects, with arenas from `share`."""
+    rank = room.rank_of(request.job, request.trainer, pid=session.pid)
+    if request.version != SESSION_VERSION:
+        await refuse(session, "ProtocolVersionMismatch", other_version(request.version))
+        return
+    if rank is None:
+        text = f"this trainer is not in job {request.job!r}; {COME_BACK}"
+        await refuse(session, "HistorySuperseded", text)
+        return
+    await session.send(Attached())
+    arenas = SessionArenas(share)
+    try:
+        async with trio.open_nursery() as nursery:
+            calls = StoreCalls(session, stores, rank, nursery)
+            serving = _Connection(session, room.endpoint_of(rank), arenas, calls, nursery)
+            nursery.start_soon(serving.report_waits)
+            nursery.start_soon(calls.report_waits)
+            await serving.run()
+    finally:
+        with trio.CancelScope(shield=True):
+            await arenas.aclose()
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A send or receive that has not ended."""
+
+    since: float
+    said: int
+    on: tuple[str, ...]
+
+
+class _Connection:
+    """Serves the sends and receives of one trainer's connection."""
+
+    def __init__(
+        self,
+        session: Session,
+        endpoint: P2PEndpoint,
+        arenas: SessionArenas,
+        store_calls: StoreCalls,
+        nursery: trio.Nursery,
+    ) -> None:
+        self._session = session
+        self._store_calls = store_calls
+        self._endpoint = endpoint
+        self._arenas = arenas
+        self._nursery = nursery
+        self._grants = Grants(session, arenas)
+        self._waiting: dict[int, _Pending] = {}
+
+    async def run(self) -> None:
+        """Serve requests in order, which decides the order of messages."""
+        while True:
+            await self._session.all_sent()  # else unread replies would pile up without limit
+            match request := await self._session.receive(ATTACHED_REQUESTS):
+                case SendMessage() | ReceiveMessage():
+                    await self._begin(request)
+                case StoreCall():
+                    await self._store_calls.begin(request)
+                case WantArena(nbytes):
+                    await self._grants.grant_input(nbytes)
+                case DropArena(number):
+                    self._arenas.drop(number)
+                case _:
+                    raise ProtocolError(f"a trainer's messages can't use {type(request).__name__}")
+
+    async def report_waits(self) -> None:
+        while True:
+            await trio.sleep(_CHECK_S)
+            now = trio.current_time()
+            due = [
+                (call, waiting)
+                for call, waiting in self._waiting.items()
+                if now - waiting.since >= waiting.said * SAY_EVERY_S
+            ]
+            longest: dict[tuple[str, ...], tuple[int, _Pending]] = {}
+            for call, waiting in due:
+                waiting.said += 1
+                longest.setdefault(waiting.on, (call, waiting))  # one report for each set of peers
+            for call, waiting in longest.values():
+                await self._session.send(MessageWaits(call, now - waiting.since, waiting.on))
+
+    # --- calls
+
+    async def _begin(self, request: "_MessageCall") -> None:
+        """Register the call at once, which fixes its order, and await its end in a task."""
+        if request.call in self._waiting:
+            raise ProtocolError(f"call {request.call} is already running")
+        on: tuple[TrainerId, ...]
+        try:
+            self._check_room()
+            if isinstance(request, SendMessage):
+                ending, on = self._begin_send(request), (request.to,)
+            else:
+                ending, on = self._begin_receive(request), request.sources
+        except MessageLost as e:
+            await self._session.send(MessageFailed(request.call, e.verdict))
+            return
+        waiting = _Pending(trio.current_time(), 1, self._endpoint.describe(on))
+        self._waiting[request.call] = waiting
+        self._nursery.start_soon(self._end, request, ending, waiting)
+
+    async def _end(self, request: "_MessageCall", ending: "_Ending", waiting: _Pending) -> None:
+        call = request.call
+        reply: MessageSent | MessageFailed | Received
+        reply = MessageFailed(call, _timed_out(request, waiting.on))
+        try:
+            with trio.move_on_after(min(request.timeout_s, 1e9)):
+                reply = await ending()
+        except MessageLost as e:
+            reply = MessageFailed(call, e.verdict)
+        del self._waiting[call]
+        if isinstance(reply, Received):
+            await self._report_received(call, reply)
+        else:
+            await self._session.send(reply)
+
+    def _check_room(self) -> None:
+        if len(self._waiting) >= MAX_MESSAGES:
+            text = f"at most {MAX_MESSAGES} sends and receives at a time: wait for some of them"
+            raise MessageLost(Verdict("UsageError", text))
+
+    def _begin_send(self, request: SendMessage) -> "_Ending":
+        nbytes = request.envelope.nbytes
+        if (nbytes > 0) != (request.arena >= 0):
+            raise ProtocolError(f"a message of {nbytes} bytes with arena {request.arena}")
+        inputs = self._arenas.inputs
+        arena = inputs.hold(request.arena, nbytes) if nbytes else None
+        values = memoryview(b"") if arena is None else arena.memory[:nbytes].toreadonly()
+        try:
+            sending = self._endpoint.begin_send(request.to, request.envelope, values)
+        except MessageLost:
+            if arena is not None:
+                inputs.release(arena)
+            raise
+
+        async def end() -> MessageSent:
+            try:
+                await self._endpoint.end_send(sending, values)
+            finally:
+                if arena is not None:
+                    inputs.release(arena)
+            return MessageSent(request.call)
+
+        return end
+
+    def _begin_receive(self, request: ReceiveMessage) -> "_Ending":
+        receiving = self._endpoint.begin_receive(request.sources, request.tag)
+
+        async def end() -> Received:
+            return await self._endpoint.end_receive(receiving, self._arenas.outputs)
+
+        return end
+
+    async def _report_received(self, call: int, received: Received) -> None:
+        arena = received.arena
+        await self._grants.report_gone()
+        if arena is not None:
+            self._arenas.outputs.give(arena)
+            self._arenas.outputs.release(arena)
+            await self._grants.grant_output(arena)
+        number = -1 if arena is None else arena.number
+        await self._session.send(MessageReceived(call, received.source, received.envelope, number))
+
+
+_MessageCall = SendMessage | ReceiveMessage
+_Ending = Callable[[], Awaitable[MessageSent | Received]]
+
+
+def _timed_out(request: _MessageCall, on: tuple[str, ...]) -> Verdict:
+    names = " or ".join(on)
+    if isinstance(request, SendMessage):
+        tag = request.envelope.tag
+        text = f"{names} did not receive a message with tag {tag} within {request.timeout_s:g} s"
+        return Verdict("OpTimedOut", text, (request.to,))
+    text = f"no message with tag {request.tag} came from {names} within {request.timeout_s:g} s"
+    return Verdict("OpTimedOut", text, request.sources)

@@ -1,0 +1,1 @@
+"""`mesh.store`: the replicated keys and values of a job (S1 to S4)."""

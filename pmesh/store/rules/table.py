@@ -1,0 +1,160 @@
+"""The keys and values of one store, and what each command does to them.
+
+On every machine the same commands in the same order give the same table and the same answers.
+"""
+
+from typing import assert_never
+
+from pmesh.store.rules.names import Names
+from pmesh.store.wire import (
+    KEY_OVERHEAD_BYTES,
+    MAX_STORE_BYTES,
+    MAX_VALUE_BYTES,
+    Add,
+    Answer,
+    Append,
+    Check,
+    CompareSet,
+    Delete,
+    Get,
+    Keys,
+    Read,
+    Set,
+    Wait,
+    Write,
+)
+
+_INT64 = range(-(2**63), 2**63)
+_MOST_DIGITS = 64  # enough for 64 bits and spaces: a longer text would take long to parse
+_NAME_BYTES = 16  # overhead of a name in an answer, on the network and in memory
+
+
+class Table:
+    """A store's values by key."""
+
+    def __init__(self, *, most_bytes: int = MAX_STORE_BYTES) -> None:
+        self.values: dict[str, bytes | bytearray] = {}
+        """A value that is appended to is a bytearray, so that an append does not copy it."""
+        self.nbytes = 0
+        """The bytes of all keys and values, with KEY_OVERHEAD_BYTES for each key."""
+        self._names = Names()
+        self._most_bytes = most_bytes
+
+    def write(self, command: Write, *, answers: bool = True) -> tuple[Answer, bool]:
+        """Carry out a command. Return its answer, and True if anything may have changed.
+
+        Only a coordinator sets `answers`; elsewhere no value is copied for an answer.
+        """
+        match command:
+            case Set(key, value):
+                return self._put(key, value, Answer())
+            case Add(key, amount):
+                return self._add(key, amount)
+            case CompareSet(key, expected, desired):
+                if self.values.get(key, b"") != expected:
+                    return Answer(self._value(key) if answers else None), False
+                return self._put(key, desired, Answer(value=True))
+            case Append(key, value):
+                return self._append(key, value)
+            case Delete(key):
+                found = key in self.values
+                self._drop(key)
+                return Answer(found), found
+            case _:
+                assert_never(command)
+
+    def read(self, command: Read) -> Answer:
+        """Return the answer to a command. If it waits for keys, they must be set."""
+        match command:
+            case Get(key):
+                return Answer(self._value(key))
+            case Wait():
+                return Answer()
+            case Check(keys):
+                return Answer(all(key in self.values for key in keys))
+            case Keys(prefix):
+                return self._keys(prefix)
+            case _:
+                assert_never(command)
+
+    def _value(self, key: str) -> bytes | None:
+        """Return a value as bytes, which no later append changes."""
+        value = self.values.get(key)
+        if isinstance(value, bytearray):
+            value = self.values[key] = bytes(value)
+        return value
+
+    def _keys(self, prefix: str) -> Answer:
+        names, nbytes = list[str](), 0
+        for name in self._names.beginning_with(prefix):
+            names.append(name)
+            nbytes += len(name.encode()) + _NAME_BYTES
+            if nbytes > MAX_VALUE_BYTES:
+                text = f"the keys of the job's store that begin with {prefix!r} take more than"
+                return Answer(refused=f"{text} {MAX_VALUE_BYTES} bytes: name a longer prefix")
+        return Answer(tuple(names))
+
+    def put(self, key: str, value: bytes) -> None:
+        """Set a value without checks: the table that it comes from has made them."""
+        held = self.values.get(key)
+        if held is None:
+            self._names.add(key)
+        else:
+            self.nbytes -= _size(key, len(held))
+        self.values[key] = value
+        self.nbytes += _size(key, len(value))
+
+    def _drop(self, key: str) -> None:
+        value = self.values.pop(key, None)
+        if value is not None:
+            self._names.remove(key)
+            self.nbytes -= _size(key, len(value))
+
+    def _add(self, key: str, amount: int) -> tuple[Answer, bool]:
+        held = self.values.get(key, b"0")
+        try:
+            total = int(held[: _MOST_DIGITS + 1]) + amount
+        except ValueError:
+            total = None
+        if total is None or len(held) > _MOST_DIGITS:
+            return Answer(refused=f"key {key!r} holds no number that add could add to"), False
+        if total not in _INT64:
+            return Answer(refused=f"key {key!r} would hold {total}, beyond 64 bits"), False
+        return self._put(key, b"%d" % total, Answer(total))
+
+    def _append(self, key: str, value: bytes) -> tuple[Answer, bool]:
+        held = self.values.get(key)
+        if held is None:
+            return self._put(key, value, Answer())
+        refused = self._refused(key, len(held) + len(value))
+        if refused is not None:
+            return refused, False
+        if isinstance(held, bytes):
+            held = self.values[key] = bytearray(held)
+        held += value
+        self.nbytes += len(value)
+        return Answer(), True
+
+    def _put(self, key: str, value: bytes, answer: Answer) -> tuple[Answer, bool]:
+        refused = self._refused(key, len(value))
+        if refused is not None:
+            return refused, False
+        self.put(key, value)
+        return answer, True
+
+    def _refused(self, key: str, nbytes: int) -> Answer | None:
+        """Return a refusal if the key can't hold so many bytes, or else None."""
+        if nbytes > MAX_VALUE_BYTES:
+            text = f"key {key!r} would hold {nbytes} bytes; a value has at most"
+            return Answer(refused=f"{text} {MAX_VALUE_BYTES}")
+        held = self.values.get(key)
+        before = 0 if held is None else _size(key, len(held))
+        after = self.nbytes - before + _size(key, nbytes)
+        if after > self._most_bytes and after > self.nbytes:
+            text = f"the job's store is full: with key {key!r} it would take {after} bytes of at"
+            return Answer(refused=f"{text} most {self._most_bytes}; delete keys")
+        return None
+
+
+def _size(key: str, nbytes: int) -> int:
+    return len(key.encode()) + nbytes + KEY_OVERHEAD_BYTES

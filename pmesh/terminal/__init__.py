@@ -1,0 +1,1 @@
+"""How all commands print and read: lines, rows and sizes."""
