@@ -57,6 +57,10 @@ class NodeStatus(_Part, frozen=True, kw_only=True):
         str | None,
         Meta(description="Why the agent has no native library, and what to do; null: it has it."),
     ] = None
+    slow_encryption: Annotated[
+        str | None,
+        Meta(description="Why lanes are encrypted slowly, and what to do; null: they are not."),
+    ] = None
 
 
 class EpochStatus(_Part, frozen=True, kw_only=True):

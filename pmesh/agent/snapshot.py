@@ -21,6 +21,7 @@ from pmesh.agent.schema import OTHER_MESH, Status, name_peer
 from pmesh.core.links.reasons import USUAL_MBIT_S, why_slow
 from pmesh.core.values import Roster, Seat
 from pmesh.core.views.quorum import is_in_force
+from pmesh.core.wire import aead
 from pmesh.core.wire.link import PROTOCOL_VERSION, Address, Hello, PeerInterface
 from pmesh.errors import (
     MeshKeyMismatch,
@@ -175,6 +176,7 @@ def take_snapshot(sources: Sources) -> Status:
             name=sources.name,
             compression=sources.compression or None,
             without_native=native.why_missing() or None,
+            slow_encryption=aead.WHY_SLOW or None,
             incarnation=f"{sources.me.incarnation:016x}",
             addresses=_texts(sources.hello.addresses),
         ),

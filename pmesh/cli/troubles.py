@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from rich.text import Text
 
 from pmesh.agent.schema import HeldOffStatus, MemberStatus, Status
+from pmesh.core.wire import aead
 from pmesh.ids import shared_name
 from pmesh.native import describe
 from pmesh.texts import printable
@@ -23,6 +24,9 @@ def describe_troubles(status: Status) -> Iterator[Text]:
         yield Text(
             f"! this agent works {describe(printable(status.node.without_native))}", "yellow"
         )
+    if status.node.slow_encryption is not None:
+        slow = aead.describe(printable(status.node.slow_encryption))
+        yield Text(f"! this agent {slow}", "yellow")
     yield from _shared_names(members)
     yield from _slow_paths(members)
     yield from _bad_links(members)

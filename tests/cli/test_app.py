@@ -11,6 +11,7 @@ import pytest
 import pmesh.cli
 from pmesh import native
 from pmesh.cli.app import IN_ORDER_OF_USE, app, run
+from pmesh.core.wire import aead
 from pmesh.core.wire.link import PROTOCOL_VERSION
 
 VERSION = f"pmesh {version('pmesh')}, protocol {PROTOCOL_VERSION}, with"
@@ -35,6 +36,18 @@ def test_the_version_says_how_to_work_with_the_native_library_and_without(
     has, lacks = (line.rpartition(", with")[2] for line in capsys.readouterr().out.splitlines())
     assert has == " its native library (without it: PMESH_NATIVE=0)"
     assert lacks == "out its native library, which is faster: no C compiler was found"
+
+
+def test_the_version_says_that_lanes_are_encrypted_slowly_and_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(aead, "WHY_SLOW", "aeg is missing")
+    assert run(["version"]) == 0
+    monkeypatch.setattr(aead, "WHY_SLOW", "")
+    assert run(["version"]) == 0
+    slow, fast = capsys.readouterr().out.splitlines()
+    said = "encrypts lanes without AES instructions, hundreds of times slower: aeg is missing"
+    assert slow == f"{fast}; it {said}"
 
 
 def test_help_lists_the_commands_in_the_order_in_which_one_uses_them(

@@ -286,6 +286,14 @@ def test_an_agent_without_its_native_library_says_why() -> None:
     assert "native" not in shown(SNAPSHOT)
 
 
+def test_an_agent_that_encrypts_slowly_says_why() -> None:
+    node = msgspec.structs.replace(SNAPSHOT.node, slow_encryption="aeg is missing")
+    screen = " ".join(shown(msgspec.structs.replace(SNAPSHOT, node=node)).split())
+    assert "! this agent encrypts lanes without AES instructions" in screen
+    assert "hundreds of times slower: aeg is missing" in screen
+    assert "encrypts" not in shown(SNAPSHOT)
+
+
 def test_machines_of_one_name_are_told_apart_with_a_hint_at_what_names_them() -> None:
     one, two, three = SNAPSHOT.view.members
     alike = (msgspec.structs.replace(m, name=f"mac ({m.id[:4]})") for m in (one, two))

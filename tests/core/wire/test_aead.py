@@ -1,15 +1,23 @@
 import ctypes
 import subprocess
 import sys
+from functools import partial
+from importlib.util import find_spec
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pmesh.core.wire import aead
+from pmesh.core.wire.aead import Cipher, Library
 from pmesh.errors import ProtocolError
 
 KEY = bytes(range(16))
+
+SODIUM = aead.libsodium()
+CIPHERS: tuple[Cipher, ...] = (SODIUM, aead.libaegis()) if find_spec("aeg") else (SODIUM,)
+each_cipher = pytest.mark.parametrize("cipher", CIPHERS, ids=lambda cipher: cipher.library.name)
+needs_aeg = pytest.mark.skipif(len(CIPHERS) == 1, reason="aeg is not installed")
 
 # draft-irtf-cfrg-aegis-aead, appendix A.2: the vectors of AEGIS-128L, with the tags of 256 bits.
 VECTOR_KEY = bytes.fromhex("10010000000000000000000000000000")
@@ -53,31 +61,49 @@ VECTORS = [
 ]
 
 
-def sealed(clear: bytes, body: bytes, *, key: bytes = KEY, number: int = 1) -> bytes:
-    record = memoryview(bytearray(clear + body + bytes(aead.TAG_BYTES)))
-    record[len(clear) :] = bytes(len(body) + aead.TAG_BYTES)
-    aead.seal(key, number, record, len(clear), body)
+def sealed(
+    clear: bytes, body: bytes, *, key: bytes = KEY, number: int = 1, cipher: Cipher = SODIUM
+) -> bytes:
+    record = memoryview(bytearray(clear + bytes(len(body) + aead.TAG_BYTES)))
+    cipher.seal(key, number, record, len(clear), body)
     return bytes(record)
 
 
-def opened(record: bytes, clear: int, *, key: bytes = KEY, number: int = 1) -> bytes:
+def opened(
+    record: bytes, clear: int, *, key: bytes = KEY, number: int = 1, cipher: Cipher = SODIUM
+) -> bytes:
     into = bytearray(len(record) - clear - aead.TAG_BYTES)
-    aead.open_untrusted(key, number, memoryview(record), clear, into)
+    cipher.open_untrusted(key, number, memoryview(record), clear, into)
     return bytes(into)
 
 
+@each_cipher
 @pytest.mark.parametrize(("clear", "body", "encrypted", "tag"), VECTORS)
-def test_the_bytes_are_those_of_the_draft(clear: str, body: str, encrypted: str, tag: str) -> None:
-    number = int.from_bytes(VECTOR_NONCE, "big")
-    record = sealed(bytes.fromhex(clear), bytes.fromhex(body), key=VECTOR_KEY, number=number)
+def test_the_bytes_are_those_of_the_draft(
+    clear: str, body: str, encrypted: str, tag: str, cipher: Cipher
+) -> None:
+    key, number = VECTOR_KEY, int.from_bytes(VECTOR_NONCE, "big")
+    inner = bytes.fromhex(body)
+    record = sealed(bytes.fromhex(clear), inner, key=key, number=number, cipher=cipher)
 
     assert record.hex() == clear + encrypted + tag
-    assert opened(record, len(clear) // 2, key=VECTOR_KEY, number=number).hex() == body
+    assert opened(record, len(clear) // 2, key=key, number=number, cipher=cipher) == inner
 
 
+@needs_aeg
+@given(st.binary(max_size=200), st.binary(max_size=200), st.integers(0, 2**128 - 1))
+def test_each_library_opens_what_the_other_has_sealed(
+    clear: bytes, body: bytes, number: int
+) -> None:
+    for one, other in (CIPHERS, CIPHERS[::-1]):
+        record = sealed(clear, body, number=number, cipher=one)
+        assert opened(record, len(clear), number=number, cipher=other) == body
+
+
+@each_cipher
 @given(st.binary(max_size=70), st.binary(max_size=70), st.data())
 def test_a_change_of_any_byte_is_refused_and_nothing_of_the_body_is_given(
-    clear: bytes, body: bytes, data: st.DataObject
+    cipher: Cipher, clear: bytes, body: bytes, data: st.DataObject
 ) -> None:
     record = bytearray(sealed(clear, body))
     at, change = data.draw(st.integers(0, len(record) - 1)), data.draw(st.integers(1, 255))
@@ -85,53 +111,95 @@ def test_a_change_of_any_byte_is_refused_and_nothing_of_the_body_is_given(
     into = bytearray(b"x" * len(body))
 
     with pytest.raises(ProtocolError, match="fails authentication"):
-        aead.open_untrusted(KEY, 1, memoryview(record), len(clear), into)
+        cipher.open_untrusted(KEY, 1, memoryview(record), len(clear), into)
 
     assert into == bytes(len(body))
 
 
+@each_cipher
 @pytest.mark.parametrize("changed", range(8 + 5 + aead.TAG_BYTES))
-def test_no_byte_of_a_record_is_without_protection(changed: int) -> None:
+def test_no_byte_of_a_record_is_without_protection(changed: int, cipher: Cipher) -> None:
     record = bytearray(sealed(b"in clear", b"inner"))
     record[changed] ^= 1
     with pytest.raises(ProtocolError, match="fails authentication"):
-        opened(bytes(record), 8)
+        opened(bytes(record), 8, cipher=cipher)
 
 
-def test_another_key_another_number_and_another_border_are_refused() -> None:
+@each_cipher
+def test_another_key_another_number_and_another_border_are_refused(cipher: Cipher) -> None:
     record = sealed(b"in clear", b"inner")
     for key, number, clear in ((bytes(16), 1, 8), (KEY, 2, 8), (KEY, 1, 7), (KEY, 1, 9)):
         with pytest.raises(ProtocolError, match="fails authentication"):
-            opened(record, clear, key=key, number=number)
+            opened(record, clear, key=key, number=number, cipher=cipher)
 
 
+@each_cipher
 @pytest.mark.parametrize("room", [0, 8, 44, 46, 100])
-def test_nothing_is_written_behind_a_buffer_that_does_not_fit(room: int) -> None:
+def test_nothing_is_written_behind_a_buffer_that_does_not_fit(room: int, cipher: Cipher) -> None:
     with pytest.raises(ValueError, match=rf"{room} bytes for 8 in clear and 5 to encrypt"):
-        aead.seal(KEY, 1, memoryview(bytearray(room)), 8, b"inner")
+        cipher.seal(KEY, 1, memoryview(bytearray(room)), 8, b"inner")
     with pytest.raises(ProtocolError, match=rf"a record of {room} bytes for a body of 5"):
-        aead.open_untrusted(KEY, 1, memoryview(bytes(room)), 8, bytearray(5))
+        cipher.open_untrusted(KEY, 1, memoryview(bytes(room)), 8, bytearray(5))
+
+
+@needs_aeg
+def test_a_mac_uses_libaegis_and_others_libsodium() -> None:
+    assert {at: aead.choose(at)[0].library for at in ("darwin", "linux")} == {
+        "darwin": Library.LIBAEGIS,
+        "linux": Library.LIBSODIUM,
+    }
+    assert aead.choose("darwin")[1] == aead.choose("linux")[1] == ""
+
+
+def test_a_mac_without_libaegis_uses_libsodium_and_says_why_it_is_slow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "aeg", None)
+    monkeypatch.delitem(sys.modules, "aeg._loader", raising=False)
+    cipher, slow = aead.choose("darwin")
+    assert cipher.library == Library.LIBSODIUM
+    assert slow.startswith("aeg can't be used (")
+    assert slow.endswith("); on Apple silicon, install pmesh again with a Python for it")
+
+
+def test_this_process_uses_what_is_chosen_for_its_platform() -> None:
+    chosen, slow = aead.choose(sys.platform)
+    assert (chosen.library, slow) == (aead.LIBRARY, aead.WHY_SLOW)
+    assert (chosen.seal_address, chosen.open_address) == (aead.SEAL_ADDRESS, aead.OPEN_ADDRESS)
+    record = memoryview(bytearray(45))
+    aead.seal(KEY, 1, record, 8, b"inner")
+    assert record[:8] == bytes(8)
+    assert opened(bytes(record), 8) == b"inner"
 
 
 def test_libsodium_has_chosen_the_fast_code_before_anything_is_sealed() -> None:
-    program = "import pmesh.core.wire.aead; from nacl._sodium import lib; print(lib.sodium_init())"
+    program = (
+        "from pmesh.core.wire import aead; aead.libsodium(); "
+        "from nacl._sodium import lib; print(lib.sodium_init())"
+    )
     said = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True).stdout
     assert said == b"1\n"  # it had been initialized
 
 
-def test_c_finds_the_same_functions_at_the_addresses() -> None:
-    pointer, size = ctypes.c_char_p, ctypes.c_ulonglong
-    types = (ctypes.c_int, pointer, pointer, pointer, size, pointer, size)
-    seal = ctypes.CFUNCTYPE(*types, pointer, pointer, pointer)(aead.SEAL_ADDRESS)
-    decrypt = (ctypes.c_int, pointer, pointer, pointer, pointer, size, pointer, size)
-    reopen = ctypes.CFUNCTYPE(*decrypt, pointer, pointer)(aead.OPEN_ADDRESS)
+def call(address: int, *arguments: object) -> int:
+    types = [ctypes.c_size_t if isinstance(a, int) else ctypes.c_void_p for a in arguments]
+    return int(ctypes.CFUNCTYPE(ctypes.c_int, *types)(address)(*arguments))
+
+
+@each_cipher
+def test_c_finds_the_same_functions_at_the_addresses(cipher: Cipher) -> None:
     nonce, record, body = bytes(15) + b"\1", ctypes.create_string_buffer(37), bytearray(5)
+    into = ctypes.byref(ctypes.c_char.from_buffer(body))
+    seal, reopen = partial(call, cipher.seal_address), partial(call, cipher.open_address)
 
-    assert seal(record, None, b"inner", 5, b"in clear", 8, None, nonce, KEY) == 0
+    if cipher.library == Library.LIBSODIUM:
+        assert seal(record, None, b"inner", 5, b"in clear", 8, None, nonce, KEY) == 0
+        reopen = partial(reopen, into, None, None, record.raw, 37)
+    else:
+        assert seal(record, 32, b"inner", 5, b"in clear", 8, nonce, KEY) == 0
+        reopen = partial(reopen, into, record.raw, 37, 32)
+
     assert b"in clear" + record.raw == sealed(b"in clear", b"inner")
-
-    place = (ctypes.c_char * 5).from_buffer(body)
-    at = ctypes.cast(place, pointer)
-    assert reopen(at, None, None, record.raw, 37, b"in clear", 8, nonce, KEY) == 0
+    assert reopen(b"in clear", 8, nonce, KEY) == 0
     assert body == b"inner"
-    assert reopen(at, None, None, record.raw, 37, b"in cleaR", 8, nonce, KEY) == -1
+    assert reopen(b"in cleaR", 8, nonce, KEY) == -1
