@@ -31,7 +31,7 @@ from pmesh.agent.jobs.session import serve_trainer
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
 from pmesh.agent.limits import Admission, open_files_limit, plan_files
 from pmesh.agent.mesh.findings import Findings
-from pmesh.agent.mesh.membership import DOUBT_S, Membership
+from pmesh.agent.mesh.membership import DOUBT_S, Follower, Membership
 from pmesh.agent.mesh.names import MachineNames, load_names
 from pmesh.agent.mesh.peers import Peers
 from pmesh.agent.mesh.ping import ping
@@ -277,9 +277,9 @@ class Agent:
         contain = self._containment.contain
         results = ContainedTasks(nursery, contain, "the sending of a result")
         lanes = ContainedTasks(nursery, contain, "a data connection")
-        self.jobs = Jobs(self._me, results, self._event_log, self._settings)
         self.peers = Peers(
             self._hello,
+            membership=lambda: self.membership,
             contexts=self._contexts,
             watch=self._watch,
             nursery=ContainedTasks(nursery, contain, "a link"),
@@ -289,23 +289,17 @@ class Agent:
             path_failed=self._leave_path,
             contain=contain,
         )
-        self.membership = Membership(
+        self.jobs = Jobs(
             self._me,
-            self._said,
-            names=self._names,
-            follower=self.jobs,
-            send=self.peers.send,
-            drop=self.peers.drop,
-            ban=self.peers.ban,
-            installed=self._installed,
-            noticed=self._event_log.note,
-            led_astray=lambda: self.begin_anew("a member raised our epoch counter too far"),
-            probing=Probing(self.peers.probed_paths_to),
+            results,
+            self._event_log,
+            self._settings,
+            membership=self._join,
+            rendezvous=lambda awaits: LaneRendezvous(
+                self._me, self.peers, lanes, secrets.token_bytes, awaits=awaits
+            ),
         )
-        self.peers.membership = self.jobs.membership = self.membership
-        self.jobs.rendezvous = LaneRendezvous(
-            self._me, self.peers, lanes, secrets.token_bytes, awaits=self.jobs.awaits_lane
-        )
+        self.membership = self.jobs.membership
         self.p2p = P2PRouter(self._me, self.jobs.ranks, self.jobs.rendezvous, self.peers.send)
         self.stores = Stores(self._me, self.jobs.ranks, self.peers.send)
         self.launches = Launches(
@@ -326,6 +320,21 @@ class Agent:
         self.channels.register(P2P, self.p2p.receive)
         self.channels.register(STORES, self.stores.receive)
         self.channels.register(LAUNCHES, self.launches.receive)
+
+    def _join(self, follower: Follower) -> Membership:
+        return Membership(
+            self._me,
+            self._said,
+            names=self._names,
+            follower=follower,
+            send=self.peers.send,
+            drop=self.peers.drop,
+            ban=self.peers.ban,
+            installed=self._installed,
+            noticed=self._event_log.note,
+            led_astray=lambda: self.begin_anew("a member raised our epoch counter too far"),
+            probing=Probing(self.peers.probed_paths_to),
+        )
 
     def _leave_path(
         self, ours: AbstractSet[str], theirs: AbstractSet[str], *, outranked: bool = False
