@@ -156,7 +156,7 @@ def _address(array: _Array | None, dtype: _Dtype, count: int | None = None) -> i
     if array.dtype != dtype or len(array) != wanted or not array.flags.c_contiguous:
         raise ValueError(f"need {dtype}[{wanted}] in one piece, not {array.dtype}[{len(array)}]")
     if array.flags.writeable and wanted:  # in half the time, but not for others
-        return ctypes.addressof(ctypes.c_char.from_buffer(array))
+        return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
     return array.ctypes.data
 
 
