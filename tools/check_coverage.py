@@ -17,6 +17,7 @@ import coverage
 FLOOR_PERCENT = 90
 # Pure code has no excuse: no machine, no clock and no other system stands between it and a test.
 FULLY_COVERED = ("compression", "core", "errors", "ids")
+PURE_PARTS = ("rules", "wire")  # of a feature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,19 +43,24 @@ class Measured:
 
 
 def package_of(path: str) -> str:
-    """The package or module directly below pmesh; or another top-level package.
+    """The package below pmesh, or a pure part of a feature; or another top-level package.
 
     >>> package_of("pmesh/net/links/acceptor.py"), package_of("pmesh/ids.py")
     ('net', 'ids')
+    >>> package_of("pmesh/store/rules/table.py"), package_of("pmesh/store/client.py")
+    ('store/rules', 'store')
     >>> package_of("simulation/cluster.py")
     'simulation'
     """
-    top, below = Path(path).parts[:2]
-    return below.removesuffix(".py") if top == "pmesh" else top
+    top, below, *deeper = Path(path).with_suffix("").parts
+    if top != "pmesh":
+        return top
+    return f"{below}/{deeper[0]}" if deeper and deeper[0] in PURE_PARTS else below
 
 
 def floor_of(package: str) -> int:
-    return 100 if package in FULLY_COVERED else FLOOR_PERCENT
+    is_pure = package in FULLY_COVERED or package.endswith(PURE_PARTS)
+    return 100 if is_pure else FLOOR_PERCENT
 
 
 def by_package(files: Iterable[tuple[str, Measured]]) -> dict[str, Measured]:

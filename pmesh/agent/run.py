@@ -7,11 +7,11 @@ import os
 import random
 import secrets
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from datetime import datetime
 from importlib.metadata import version
-from typing import TypeAlias, assert_never
+from typing import TypeAlias, Union, assert_never
 
 import psutil
 import structlog
@@ -26,12 +26,14 @@ from pmesh.agent.events import (
     describe_reordered,
     encode_events,
 )
+from pmesh.agent.features import AnyFeature, Kernel
 from pmesh.agent.jobs.driver import Jobs
+from pmesh.agent.jobs.ranks import sum_of
 from pmesh.agent.jobs.session import serve_trainer
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
 from pmesh.agent.limits import Admission, open_files_limit, plan_files
 from pmesh.agent.mesh.findings import Findings
-from pmesh.agent.mesh.membership import DOUBT_S, Membership
+from pmesh.agent.mesh.membership import DOUBT_S, Follower, Membership
 from pmesh.agent.mesh.names import MachineNames, load_names
 from pmesh.agent.mesh.peers import Peers
 from pmesh.agent.mesh.ping import ping
@@ -72,20 +74,9 @@ from pmesh.core.wire.session import SessionDecoder
 from pmesh.core.wire.trainer import Connect
 from pmesh.core.wire.views import VIEWS
 from pmesh.errors import ConfigError, PmeshError, PortTaken, UsageError
+from pmesh.features import make_features
 from pmesh.home_paths import socket_path
-from pmesh.ids import Incarnation, Member, node_text, path_name
-from pmesh.launches.agent.router import Launches
-from pmesh.launches.agent.sessions import serve_launch
-from pmesh.launches.wire.messages import (
-    LAUNCHES,
-    AskHosts,
-    AskLaunches,
-    EndLaunch,
-    FetchFiles,
-    FollowLaunch,
-    Launch,
-    LaunchQuestion,
-)
+from pmesh.ids import Incarnation, Member, NodeId, node_text
 from pmesh.net.links.acceptor import Acceptor, listen_at_interfaces
 from pmesh.net.links.dialer import error_numbers
 from pmesh.net.links.discovery import Discovered, discover, minute_of_now
@@ -100,10 +91,6 @@ from pmesh.net.sessions.sessions import (
     report_errors,
     serve_sessions,
 )
-from pmesh.p2p.agent.router import P2PRouter, serve_p2p
-from pmesh.p2p.wire import P2P, Attach
-from pmesh.store.agent.stores import Stores
-from pmesh.store.wire import STORES
 
 MOST_FALLS = 3  # within ten minutes; after these the agent is not restarted
 FALLS_WINDOW_S = 600.0
@@ -116,9 +103,8 @@ FOUND_AHEAD = 16  # findings that mDNS may queue for us; it keeps the rest itsel
 
 _log = structlog.get_logger()
 
-_Opening: TypeAlias = Connect | Attach | ControlRequest | LaunchQuestion
-_OPENINGS: SessionDecoder[_Opening] = SessionDecoder("request", _Opening)
-"""The first requests of sessions."""
+_Opening: TypeAlias = Connect | ControlRequest
+"""The first requests of sessions, except those of features."""
 
 
 async def run_agent(
@@ -168,9 +154,7 @@ class Agent:
     peers: Peers
     membership: Membership
     jobs: Jobs
-    p2p: P2PRouter
-    stores: Stores
-    launches: Launches
+    features: Sequence[AnyFeature]
 
     def __init__(
         self,
@@ -228,7 +212,9 @@ class Agent:
                 await nursery.start(self._watch.run)
                 self._assemble(nursery)
                 leftovers.callback(self.jobs.close)
-                leftovers.callback(self.p2p.close)
+                for feature in self.features:
+                    leftovers.callback(feature.close)
+                    nursery.start_soon(feature.run)
                 acceptor = Acceptor[trio.SocketStream](
                     on_link=self.peers.welcome,
                     on_lane=self.jobs.rendezvous.welcome,
@@ -247,12 +233,10 @@ class Agent:
                 nursery.start_soon(self.peers.targets.run)
                 nursery.start_soon(self.peers.follow_interfaces)
                 nursery.start_soon(self.peers.relays.keep)
-                nursery.start_soon(self.launches.run)
                 nursery.start_soon(self.membership.run)
                 nursery.start_soon(self._names.keep, self._settings.home)
                 nursery.start_soon(self._tick)
                 nursery.start_soon(self._poll_jobs)
-                nursery.start_soon(self.stores.run)
                 nursery.start_soon(
                     watch_turned_away, self._count_turned_away, acceptor.take_hosts, self._event_log
                 )
@@ -277,9 +261,9 @@ class Agent:
         contain = self._containment.contain
         results = ContainedTasks(nursery, contain, "the sending of a result")
         lanes = ContainedTasks(nursery, contain, "a data connection")
-        self.jobs = Jobs(self._me, results, self._event_log, self._settings)
         self.peers = Peers(
             self._hello,
+            membership=lambda: self.membership,
             contexts=self._contexts,
             watch=self._watch,
             nursery=ContainedTasks(nursery, contain, "a link"),
@@ -289,11 +273,44 @@ class Agent:
             path_failed=self._leave_path,
             contain=contain,
         )
-        self.membership = Membership(
+        self.jobs = Jobs(
+            self._me,
+            results,
+            self._event_log,
+            self._settings,
+            membership=self._join,
+            rendezvous=lambda awaits: LaneRendezvous(
+                self._me, self.peers, lanes, secrets.token_bytes, awaits=awaits
+            ),
+        )
+        self.membership = self.jobs.membership
+        self.features = make_features(
+            Kernel(
+                me=self._me,
+                settings=self._settings,
+                names=self._names,
+                peers=self.peers,
+                jobs=self.jobs,
+                nursery=nursery,
+                contain=contain,
+                noticed=self._event_log.add,
+                admission=lambda: self._admission,
+            )
+        )
+        self._openings = SessionDecoder[_Opening](
+            "request", Union[_Opening, *(kind for each in self.features for kind in each.openings)]
+        )
+        self.channels.register(VIEWS, self.membership.receive)
+        self.channels.register(LANES, self.jobs.receive)
+        for feature in self.features:
+            self.channels.register(feature.channel, feature.receive)
+
+    def _join(self, follower: Follower) -> Membership:
+        return Membership(
             self._me,
             self._said,
             names=self._names,
-            follower=self.jobs,
+            follower=follower,
             send=self.peers.send,
             drop=self.peers.drop,
             ban=self.peers.ban,
@@ -302,30 +319,6 @@ class Agent:
             led_astray=lambda: self.begin_anew("a member raised our epoch counter too far"),
             probing=Probing(self.peers.probed_paths_to),
         )
-        self.peers.membership = self.jobs.membership = self.membership
-        self.jobs.rendezvous = LaneRendezvous(
-            self._me, self.peers, lanes, secrets.token_bytes, awaits=self.jobs.awaits_lane
-        )
-        self.p2p = P2PRouter(self._me, self.jobs.ranks, self.jobs.rendezvous, self.peers.send)
-        self.stores = Stores(self._me, self.jobs.ranks, self.peers.send)
-        self.launches = Launches(
-            self._me,
-            self._settings.name,
-            home=self._settings.home,
-            allow_run=self._settings.allow_run,
-            names=self._names,
-            view=lambda: self.membership.view,
-            links=lambda: self.peers.links,
-            nursery=nursery,
-            noticed=self._event_log.add,
-            contain=contain,
-            launch_ids=lambda: path_name(secrets.token_hex(6)),
-        )
-        self.channels.register(VIEWS, self.membership.receive)
-        self.channels.register(LANES, self.jobs.receive)
-        self.channels.register(P2P, self.p2p.receive)
-        self.channels.register(STORES, self.stores.receive)
-        self.channels.register(LAUNCHES, self.launches.receive)
 
     def _leave_path(
         self, ours: AbstractSet[str], theirs: AbstractSet[str], *, outranked: bool = False
@@ -412,8 +405,8 @@ class Agent:
                     self._announce(text)
 
     def _installed(self, before: View, after: View, losses: Mapping[Member, str]) -> None:
-        self.p2p.follow()
-        self.stores.follow()
+        for feature in self.features:
+            feature.follow()
         name_of = self._names.of_seat
         for news in describe_change(before, after, losses, me=self._me, name_of=name_of):
             self._event_log.add(news)
@@ -442,19 +435,28 @@ class Agent:
         while True:
             await sleep_in_step(self.membership.pace_s)
             self.jobs.poll()
-            self.stores.poll()
+            for feature in self.features:
+                feature.poll()
 
     async def _serve_program(self, session: Session) -> None:
         """Serve a local program; an error of ours ends its session, and not the agent."""
         errors = list[str]()
         contain = self._containment.contain
         with contain("a local program's session", errors.append, passing=ENDS_OF_A_SESSION):
-            await self._answer(session)
+            try:
+                await self._answer(session)
+            except UsageError as e:
+                await refuse(session, "UsageError", str(e))
         await report_errors(session, errors)
 
     async def _answer(self, session: Session) -> None:
-        match request := await session.receive(_OPENINGS):
-            case Connect() | Attach():
+        request = await session.receive(self._openings)
+        for feature in self.features:
+            if isinstance(request, feature.openings):
+                await feature.serve(session, request)
+                return
+        match request:
+            case Connect():
                 await self._serve_trainer(session, request)
             case AskStatus():
                 await session.send(StatusReply(encode_status(self._snapshot())))
@@ -462,12 +464,10 @@ class Agent:
                 await session.send(Events(encode_events(self._event_log.since(after))))
             case AskPing(name):
                 await self._ping(session, name)
-            case AskMachines() | ForgetName():
-                await self._tell_machines(session, request)
-            case AskLaunches() | AskHosts() | EndLaunch():
-                await serve_launch(session, request, self.launches)
-            case Launch() | FollowLaunch() | FetchFiles():
-                await self._serve_follower(session, request)
+            case AskMachines(names):
+                await self._tell_machines(session, map(self._names.find, names))
+            case ForgetName(name):
+                await self._tell_machines(session, [self._names.forget(name)])
             case StopAgent():
                 session.stay()
                 await session.send(Stopping(os.getpid()))
@@ -475,18 +475,6 @@ class Agent:
                 await trio.sleep_forever()  # closed last: its end shows that the agent has ended
             case _:
                 assert_never(request)
-
-    async def _serve_follower(
-        self, session: Session, request: Launch | FollowLaunch | FetchFiles
-    ) -> None:
-        with contextlib.ExitStack() as admitted:
-            try:
-                admitted.enter_context(self._admission.follow())
-            except UsageError as e:
-                await refuse(session, "UsageError", str(e))
-                return
-            session.stay()
-            await serve_launch(session, request, self.launches)
 
     async def _ping(self, session: Session, name: str) -> None:
         try:
@@ -496,41 +484,31 @@ class Agent:
         else:
             await session.send(pinged)
 
-    async def _tell_machines(self, session: Session, request: AskMachines | ForgetName) -> None:
-        names = self._names
-        try:
-            if isinstance(request, AskMachines):
-                found = tuple(map(names.find, request.names))
-            else:
-                found = (names.forget(request.name),)
-        except UsageError as e:
-            await refuse(session, type(e).__name__, str(e))
-        else:
-            await session.send(Machines(tuple(map(node_text, found))))
+    async def _tell_machines(self, session: Session, found: Iterable[NodeId]) -> None:
+        await session.send(Machines(tuple(map(node_text, found))))
 
-    async def _serve_trainer(self, session: Session, request: Connect | Attach) -> None:
-        with contextlib.ExitStack() as admitted:
-            try:
-                share = admitted.enter_context(self._admission.admit(session.pid))
-            except UsageError as e:
-                await refuse(session, "UsageError", str(e))
-                return
+    async def _serve_trainer(self, session: Session, request: Connect) -> None:
+        with self._admission.admit(session.pid) as share:
             session.stay()
-            if isinstance(request, Attach):
-                await serve_p2p(session, request, self.p2p, self.stores, share)
-                return
-            contain, compression = self._containment.contain, self._settings.compression
             await serve_trainer(
                 session,
                 request,
                 self.jobs,
                 share,
-                contain,
-                compression=compression,
+                self._containment.contain,
+                compression=self._settings.compression,
                 unlinked=self._describe_unlinked,
-                op_completed=lambda syncs: self.launches.op_completed(session.pid, syncs=syncs),
-                rank_is=lambda number: self.launches.rank_is(session.pid, number),
+                op_completed=functools.partial(self._op_completed, session.pid),
+                rank_is=functools.partial(self._rank_is, session.pid),
             )
+
+    def _rank_is(self, pid: int, number: int) -> None:
+        for feature in self.features:
+            feature.rank_is(pid, number)
+
+    def _op_completed(self, pid: int, syncs: bool) -> None:  # noqa: FBT001 - as it is called
+        for feature in self.features:
+            feature.op_completed(pid, syncs=syncs)
 
     def _describe_unlinked(self) -> tuple[str, ...]:
         return describe_unlinked(self.peers, self._findings, own_name=self._settings.name)
@@ -557,7 +535,7 @@ class Agent:
                 membership=self.membership,
                 peers=self.peers,
                 jobs=self.jobs,
-                p2p_bytes=self.p2p.traffic,
+                p2p_bytes=functools.reduce(sum_of, (each.traffic for each in self.features)),
                 findings=self._findings,
                 door=self._acceptor.counters,
                 turned_away=self._count_turned_away(),

@@ -6,5 +6,5 @@ blocks          array types, and pieces that fit in a cache
 ring codecs     codecs (the protocol of a hop; fp16, bf16 and int8), draws (counter-based random
                 numbers)
 schemes         schemes (the user's objects), top_k and random_k, one_bit, power_sgd
-fast            some kernels compiled by numba: the same bits in less time
+compiled        some kernels in C, of the native library: the same bits in less time
 """

@@ -9,12 +9,11 @@ same bytes.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from pmesh.compression import fast
 from pmesh.compression.blocks import (
     Bytes,
     Float32s,
@@ -24,6 +23,7 @@ from pmesh.compression.blocks import (
     drop_not_finite,
     parts,
 )
+from pmesh.compression.compiled import Kernels, kernels
 from pmesh.compression.draws import draw_uniform, start_of
 
 
@@ -47,16 +47,6 @@ class Codec(Protocol):
     @property
     def divides_first(self) -> bool:
         """True if for a mean each rank scales its own values by 1/n and the owner never divides."""
-        ...
-
-    def prepare(self) -> bool:
-        """Compile the kernels by numba, which then give the same bits in less time.
-
-        Call it in a background thread: it takes 5 s the first time on a machine, then 1 s, most of
-        it for numba's import. Other threads use numpy meanwhile.
-
-        Returns False if numba is not installed or does not fit numpy.
-        """
         ...
 
     def wire_bytes(self, count: int) -> int:
@@ -132,8 +122,6 @@ PART = 64 * 1024
 the second level cache, and Python's 20 us per part are small against its work (100 us). It is a
 multiple of every codec's block."""
 
-_NONE = np.empty(0, np.float32)
-
 
 class Piece(Protocol):
     """The values of one piece on the wire, in the layout of a codec."""
@@ -168,7 +156,7 @@ class HopInput:
     residual_out: Float32s | None
 
     def check(self, wire_bytes: int, incoming: Bytes | None, outgoing: Bytes) -> None:
-        """Raise ValueError if an array's length does not fit: compiled code checks no bounds."""
+        """Raise ValueError if an array's length does not fit."""
         for wire in (incoming, outgoing):
             if wire is not None:
                 check_wire(wire, wire_bytes, len(self.own))
@@ -181,17 +169,27 @@ class HopInput:
         """The factor from an error of the encoded sum to an error of this rank's own values."""
         return np.float32(self.divisor / self.own_scale)
 
-    def for_compiled(
+    def run(
         self,
-    ) -> tuple[Float32s, np.float32, np.float32, Float32s, np.float32, Float32s]:
-        """Return the arguments of each hop in `fast.rings` that follow the wire's bytes."""
-        return (
+        compiled: Kernels,
+        codec: str,
+        incoming: Bytes | None,
+        outgoing: Bytes,
+        *,
+        counter: int = 0,
+    ) -> int:
+        """Run the hop of this codec in C; return how many values were clipped."""
+        return compiled.hop(
+            codec,
+            incoming,
             self.own,
-            np.float32(self.own_scale),
-            np.float32(self.divisor),
-            _NONE if self.residual is None else self.residual,
-            self.residual_factor,
-            _NONE if self.residual_out is None else self.residual_out,
+            outgoing,
+            own_scale=self.own_scale,
+            divisor=self.divisor,
+            residual=self.residual,
+            residual_out=self.residual_out,
+            residual_factor=float(self.residual_factor),
+            counter=counter,
         )
 
 
@@ -267,11 +265,6 @@ class Cast:
         self.name = name
         self.divides_first = name == "fp16"
         """True for fp16: a sum of n values exceeds its range n times as early as their mean."""
-        self._compiled: ModuleType | None = None
-
-    def prepare(self) -> bool:
-        self._compiled = fast.load("rings")
-        return self._compiled is not None
 
     def wire_bytes(self, count: int) -> int:
         """Return two bytes for each value, padded to a multiple of 4."""
@@ -293,26 +286,19 @@ class Cast:
         del draw
         terms = HopInput(own, own_scale, divisor, residual, residual_out)
         terms.check(self.wire_bytes(len(own)), incoming, outgoing)
+        if (compiled := kernels()) is not None:
+            return terms.run(compiled, self.name, incoming, outgoing)
         outgoing[2 * len(own) :] = 0
-        if self._compiled is None:
-            arrived = None if incoming is None else self._halves(incoming, len(own))
-            return hop_in_parts(arrived, terms, self._halves(outgoing, len(own)))
-        words = outgoing.view(np.uint16)
-        clipped: int = self._compiled.hop_halves(
-            self.name == "fp16",
-            words[:0] if incoming is None else incoming.view(np.uint16),
-            words,
-            *terms.for_compiled(),
-        )
-        return clipped
+        arrived = None if incoming is None else self._halves(incoming, len(own))
+        return hop_in_parts(arrived, terms, self._halves(outgoing, len(own)))
 
     def decode(self, wire: Bytes, out: Float32s) -> None:
         check_wire(wire, self.wire_bytes(len(out)), len(out))
-        if self._compiled is not None and self.name == "fp16":  # for bf16 compiling gains nothing
-            self._compiled.decode_fp16(wire.view(np.uint16), out)
-        else:
-            with np.errstate(invalid="ignore"):  # forged bytes may hold a signalling NaN
-                self._halves(wire, len(out)).load(0, out)
+        if (compiled := kernels()) is not None:
+            compiled.decode(self.name, wire, out)
+            return
+        with np.errstate(invalid="ignore"):  # forged bytes may hold a signalling NaN
+            self._halves(wire, len(out)).load(0, out)
 
     def _halves(self, wire: Bytes, count: int) -> "_Halves":
         return (_Fp16s if self.name == "fp16" else _Halves)(wire.view(_dtype_of(self.name))[:count])
@@ -397,11 +383,6 @@ class Int8:
     def __init__(self, *, stochastic: bool) -> None:
         self.name = "int8-stochastic" if stochastic else "int8"
         self._stochastic = stochastic
-        self._compiled: ModuleType | None = None
-
-    def prepare(self) -> bool:
-        self._compiled = fast.load("rings")
-        return self._compiled is not None
 
     def wire_bytes(self, count: int) -> int:
         """Return one byte for each value and four for each block, padded to a multiple of 4."""
@@ -422,28 +403,24 @@ class Int8:
         """See `Codec.hop`; nothing is clipped."""
         terms = HopInput(own, own_scale, divisor, residual, residual_out)
         terms.check(self.wire_bytes(len(own)), incoming, outgoing)
+        if (compiled := kernels()) is not None:
+            if self._stochastic:
+                counter = start_of(draw)
+                terms.run(compiled, "int8_stochastic", incoming, outgoing, counter=counter)
+            else:
+                terms.run(compiled, "int8", incoming, outgoing)
+            return 0
         arrived = None if incoming is None else _Int8Piece(incoming, len(own))
         sent = _Int8Piece(outgoing, len(own), draw=draw if self._stochastic else None)
         sent.rest[:] = 0
-        if self._compiled is None:
-            return hop_in_parts(arrived, terms, sent)
-        self._compiled.hop_int8(
-            sent.scales[:0] if arrived is None else arrived.scales,
-            sent.codes[:0] if arrived is None else arrived.codes,
-            sent.scales,
-            sent.codes,
-            *terms.for_compiled(),
-            self._stochastic,
-            np.uint64(start_of(draw) if self._stochastic else 0),
-        )
-        return 0
+        return hop_in_parts(arrived, terms, sent)
 
     def decode(self, wire: Bytes, out: Float32s) -> None:
         check_wire(wire, self.wire_bytes(len(out)), len(out))
-        blocks = _Int8Piece(wire, len(out))
-        if self._compiled is not None:
-            self._compiled.decode_int8(blocks.scales, blocks.codes, out)
+        if (compiled := kernels()) is not None:
+            compiled.decode("int8", wire, out)
             return
+        blocks = _Int8Piece(wire, len(out))
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # scales may be forged
             for part in parts(len(out), PART):
                 blocks.load(part.start, out[part])

@@ -13,7 +13,6 @@ the lowest bit of the first byte, 1 if it is negative or -0; padded with 0 to a 
 
 import numpy as np
 
-from pmesh.compression import fast
 from pmesh.compression.blocks import (
     PART,
     Bytes,
@@ -23,6 +22,7 @@ from pmesh.compression.blocks import (
     drop_not_finite,
     parts,
 )
+from pmesh.compression.compiled import kernels
 
 BLOCK = 1024
 """Values per magnitude: 31 times smaller than fp32; with 256 it is 28 times, with 4096 31.8."""
@@ -55,14 +55,10 @@ def compress(
             Finite: 0 where own + residual or its image is not. May be `residual` itself. None for
             no feedback; then `residual` is None, too.
     """
-    means, signs = _fields(wire, len(own))
-    compiled = fast.compiled_schemes()
-    if compiled is not None:
-        nothing = np.empty(0, np.float32)
-        before = nothing if residual is None else residual
-        after = nothing if residual_out is None else residual_out
-        compiled.compress_one_bit(own, before, after, means, signs.view(np.float32))
+    if (compiled := kernels()) is not None:
+        compiled.compress_one_bit(own, wire, residual, residual_out)
         return
+    means, signs = _fields(wire, len(own))
     signs[-(-len(own) // 8) :] = 0
     scratch = np.empty(2 * min(PART, _blocks(len(own)) * BLOCK), np.float32)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
@@ -86,11 +82,10 @@ def accumulate(wire: Bytes, into: Float32s) -> None:
         wire: uint8[wire_bytes(count)].
         into: float32[count], added to in place.
     """
-    means, signs = _fields(wire, len(into))
-    compiled = fast.compiled_schemes()
-    if compiled is not None:
-        compiled.accumulate_one_bit(means, signs.view(np.float32), into)
+    if (compiled := kernels()) is not None:
+        compiled.accumulate_one_bit(wire, into)
         return
+    means, signs = _fields(wire, len(into))
     image = np.empty((min(PART, len(into)) + 7) // 8 * 8, np.uint32)
     with np.errstate(over="ignore", invalid="ignore"):
         for part in parts(len(into)):

@@ -30,8 +30,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from pmesh.compression import fast
 from pmesh.compression.blocks import PART, Float32s, FloatRows, add_residual, drop_not_finite, parts
+from pmesh.compression.compiled import kernels
 from pmesh.compression.draws import draw_words
 
 
@@ -312,10 +312,8 @@ def _multiply(thin_p: FloatRows, thin_q: FloatRows, out: Float32s, left: Float32
         out: float32[rows * columns], written.
         left: float32[rows * columns], from which P Q^T is subtracted in place, or None.
     """
-    compiled = fast.compiled_schemes()
-    if compiled is not None:
-        kept = np.empty(0, np.float32) if left is None else left
-        compiled.multiply(thin_p.reshape(-1), thin_q.reshape(-1), len(thin_p), out, kept)
+    if (compiled := kernels()) is not None:
+        compiled.multiply(thin_p.reshape(-1), thin_q.reshape(-1), len(thin_p), out, left)
         return
     columns = thin_q.shape[1]
     scratch = np.empty((_rows_of_part(thin_p.shape[1], columns), columns), np.float32)

@@ -15,8 +15,8 @@ import hashlib
 
 import numpy as np
 
-from pmesh.compression import fast
 from pmesh.compression.blocks import Float32s, Indices, add_residual, drop_not_finite, parts
+from pmesh.compression.compiled import kernels
 from pmesh.compression.draws import draw_words, start_of
 
 _END = 1 << 32  # products of two numbers below it fit in 64 bits
@@ -52,12 +52,9 @@ def draw_indices(count: int, k: int, key: int) -> Indices:
         return np.empty(0, np.int64)
     # Without an offset, values of longer runs would be drawn slightly less often.
     offset = (int(draw_words(key, k, 1)[0]) >> 32) * count >> 32
-    compiled = fast.compiled_schemes()
-    if compiled is not None:
+    if (compiled := kernels()) is not None:
         indices = np.empty(k, np.int64)
-        compiled.draw_indices(
-            np.uint64(start_of(key)), np.uint64(count), np.uint64(offset), indices
-        )
+        compiled.draw_indices(start_of(key), count, offset, indices)
         return indices
     words = draw_words(key, 0, k) >> np.uint64(32)
     starts = np.arange(k + 1, dtype=np.uint64) * np.uint64(count) // np.uint64(k)

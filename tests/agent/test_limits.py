@@ -30,6 +30,7 @@ from pmesh.core.wire.trainer import Connect
 from pmesh.errors import UsageError
 from pmesh.ids import JobName
 from pmesh.net.sessions.sessions import MAX_VISITORS, VISIT_S
+from pmesh.p2p.agent.router import P2PRouter
 from pmesh.p2p.wire import Attach, Attached, ReceiveMessage
 from tests.worlds.trainer import together, until
 from tests.worlds.village import Machine, training, village
@@ -247,7 +248,7 @@ async def test_a_source_named_again_and_again_is_one(clock: MockClock) -> None:
         envelopes = await here.trainer(machine)
         await envelopes.ask(Attach(SESSION_VERSION, JobName("digits"), pair[0].id))
         await envelopes.send(ReceiveMessage(0, (pair[1].id,) * 1024, 0, 5.0))
-        endpoint = machine.agent.p2p.endpoint_of(machine.agent.jobs.ranks[0])
+        endpoint = machine.part(P2PRouter).endpoint_of(machine.agent.jobs.ranks[0])
         await until(lambda: bool(endpoint._inbox.wanted))  # noqa: SLF001
         assert endpoint._inbox.wanted[0].sources == (pair[1].id,)  # noqa: SLF001
 

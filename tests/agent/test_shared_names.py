@@ -13,6 +13,7 @@ from pmesh.core.wire.control import AskMachines, ForgetName, Machines
 from pmesh.core.wire.session import Refused
 from pmesh.errors import UsageError
 from pmesh.ids import node_text
+from pmesh.launches.agent.sessions import LaunchFeature
 from pmesh.launches.wire.messages import Command, Launch, LaunchTerms
 from simulation.wire import AnyReply, AnyRequest
 from tests.worlds.trainer import RefusedError, together, until
@@ -95,7 +96,7 @@ async def test_who_takes_the_name_of_a_machine_that_is_away_trains_and_is_not_ta
         (news,) = [event for event in events_of(one) if event.kind == "name refused"]
         assert news.text.endswith("type: pmesh forget mac-1")
 
-        launches = one.agent.launches
+        launches = one.part(LaunchFeature).launches
         with pytest.raises(UsageError, match="is not the one that had this name before"):
             launches.start(launch_on("mac-1"))
         assert not launches.started

@@ -1,34 +1,54 @@
-"""Every ring codec, in numpy and in numba."""
+"""Every ring codec, in numpy and in C."""
+
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from pmesh import native
 from pmesh.compression.blocks import Bytes, Float32s
-from pmesh.compression.codecs import Cast, Codec, Int8
+from pmesh.compression.codecs import Codec, codec_of
+from pmesh.compression.compiled import in_numpy
 
 NAMES = ("fp16", "bf16", "int8", "int8-stochastic")
 COUNTS = st.sampled_from([0, 1, 3, 255, 256, 300])
+needs_the_library = pytest.mark.skipif(
+    native.library() is None, reason=f"there is no native library: {native.why_missing()}"
+)
 
 
-def make(name: str) -> Codec:
-    """One of its own, that is not compiled."""
-    if name.startswith("int8"):
-        return Int8(stochastic=name != "int8")
-    return Cast("fp16") if name == "fp16" else Cast("bf16")
+class InNumpy:
+    """A codec that numpy computes."""
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+        self.name, self.block = codec.name, codec.block
+        self.divides_first, self.wire_bytes = codec.divides_first, codec.wire_bytes
+
+    def hop(self, *arrays: Any, **terms: Any) -> int:  # noqa: ANN401 - of a codec
+        with in_numpy():
+            return self._codec.hop(*arrays, **terms)
+
+    def decode(self, wire: Bytes, out: Float32s) -> None:
+        with in_numpy():
+            self._codec.decode(wire, out)
 
 
-def prepared(name: str) -> Codec:
-    codec = make(name)
-    assert codec.prepare()
-    return codec
+IN_NUMPY: dict[str, Codec] = {name: InNumpy(codec_of(name)) for name in NAMES}
+IN_C = {name: codec_of(name) for name in NAMES}
 
 
-IN_NUMPY = {name: make(name) for name in NAMES}
-IN_NUMBA = {name: prepared(name) for name in NAMES}
-ALL = [*IN_NUMPY.values(), *IN_NUMBA.values()]
-IDS = [f"{name} in {where}" for where in ("numpy", "numba") for name in NAMES]
-every_codec = pytest.mark.parametrize("codec", ALL, ids=IDS)
+def codecs(*names: str) -> pytest.MarkDecorator:
+    """Run a test with each of these as the argument `codec`, in numpy and in C."""
+    both = [
+        *(pytest.param(IN_NUMPY[name], id=f"{name} in numpy") for name in names),
+        *(pytest.param(IN_C[name], id=f"{name} in C", marks=needs_the_library) for name in names),
+    ]
+    return pytest.mark.parametrize("codec", both)
+
+
+every_codec = codecs(*NAMES)
 
 
 def encoded(codec: Codec, values: Float32s) -> Bytes:

@@ -6,16 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pmesh.compression.codecs import Codec
-from tests.compression.every_codec import IN_NUMBA, IN_NUMPY, decoded, encoded, float32
+from tests.compression.every_codec import codecs, decoded, encoded, float32
 from tests.compression.ring_of_codecs import all_reduce, relative_error
 from tests.compression.values import gaussian
 
-fp16 = pytest.mark.parametrize(
-    "codec", [IN_NUMPY["fp16"], IN_NUMBA["fp16"]], ids=["numpy", "numba"]
-)
-bf16 = pytest.mark.parametrize(
-    "codec", [IN_NUMPY["bf16"], IN_NUMBA["bf16"]], ids=["numpy", "numba"]
-)
+fp16, bf16 = codecs("fp16"), codecs("bf16")
 
 
 def through(codec: Codec, *values: float) -> list[float]:

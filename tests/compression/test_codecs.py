@@ -1,4 +1,4 @@
-"""What holds for every ring codec, in numpy and in numba."""
+"""What holds for every ring codec, in numpy and in C."""
 
 import tracemalloc
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pmesh.compression.blocks import Float32s
 from pmesh.compression.codecs import PART, Codec, codec_of
-from tests.compression.every_codec import COUNTS, IN_NUMBA, NAMES, decoded, encoded, every_codec
+from tests.compression.every_codec import COUNTS, IN_C, NAMES, decoded, encoded, every_codec
 from tests.compression.ring_of_codecs import all_reduce
 from tests.compression.values import float32s, gaussian
 
@@ -159,7 +159,7 @@ def test_a_hop_keeps_no_partial_sum_of_full_size(codec: Codec) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_sum_fed_back_loses_only_the_last_residuals(name: str) -> None:
-    codec, size, count, ops = IN_NUMBA[name], 4, 1000, 100
+    codec, size, count, ops = IN_C[name], 4, 1000, 100
     residuals = [np.zeros(count, np.float32) for _ in range(size)]
     came_out, exact = np.zeros(count), np.zeros(count)
     for op in range(ops):

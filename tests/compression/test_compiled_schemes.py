@@ -1,38 +1,28 @@
-"""The compiled kernels of what trainers compute, against numpy."""
+"""The kernels in C of what trainers compute, against numpy."""
 
-import sys
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pmesh.compression import fast, one_bit, power_sgd, random_k
+from pmesh import native
+from pmesh.compression import compiled, one_bit, power_sgd, random_k
 from pmesh.compression.blocks import Float32s
-from pmesh.compression.fast import computed_by, schemes
+from pmesh.compression.compiled import Kernels, in_numpy, kernels
+from tests.compression.every_codec import needs_the_library
 from tests.compression.values import float32s, gaussian
 
+pytestmark = needs_the_library
 Results = list[Float32s]
 
 
-@contextmanager
-def computed_in_plain_python() -> Generator[None]:
-    """What numba compiles, run by Python: else nothing could tell which of its lines are tested."""
-    with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"), computed_by(schemes):
-        for name, function in list(vars(schemes).items()):
-            if hasattr(function, "py_func"):
-                patch.setattr(schemes, name, function.py_func)
-        yield
-
-
 def assert_same_bits(kernel: Callable[[], Results]) -> None:
-    with computed_by(None):
+    with in_numpy():
         expected = kernel()
-    with computed_by(schemes):
-        compiled = kernel()
-    for mine, others in zip(compiled, expected, strict=True):
+    in_c = kernel()
+    for mine, others in zip(in_c, expected, strict=True):
         np.testing.assert_array_equal(mine, others)  # a NaN is like any other
         numbers = ~np.isnan(others)
         np.testing.assert_array_equal(
@@ -82,10 +72,9 @@ def test_random_k_gives_the_same_bits(data: st.DataObject, key: int) -> None:
 @pytest.mark.parametrize(("count", "k"), [(2**32 - 1, 1000), (2**31, 999), (70_000, 69_999)])
 def test_random_k_draws_alike_from_many_values(count: int, k: int) -> None:
     for key in range(20):
-        with computed_by(None):
+        with in_numpy():
             expected = random_k.draw_indices(count, k, key)
-        with computed_by(schemes):
-            np.testing.assert_array_equal(random_k.draw_indices(count, k, key), expected)
+        np.testing.assert_array_equal(random_k.draw_indices(count, k, key), expected)
 
 
 @settings(max_examples=30)
@@ -111,50 +100,66 @@ def test_power_sgd_gives_the_same_bits(
     assert_same_bits(lambda: by_power_sgd(shape, rank, factors, kept))
 
 
-def test_the_kernels_mean_in_python_what_they_mean_compiled() -> None:
-    own, before = gaussian(1100, seed=3), gaussian(1100, seed=4)
-    own[[5, 6]] = np.nan, -np.inf
-    factors = gaussian(40, seed=5)
-
-    def everything() -> Results:
-        return [
-            *by_random_k(own, before, 100, 2**63 + 5),
-            *by_random_k(own, None, 1100, 1),
-            *by_one_bit(own, before),
-            *by_one_bit(before, None),
-            *by_power_sgd((3, 1030), 2, factors, own),
-        ]
-
-    with computed_by(None):
-        expected = everything()
-    with computed_in_plain_python():
-        plain = everything()
-    for mine, others in zip(plain, expected, strict=True):
-        np.testing.assert_array_equal(mine, others)
+def the_kernels() -> Kernels:
+    found = kernels()
+    assert found is not None
+    return found
 
 
-def test_constants_that_stand_twice_are_alike() -> None:
-    assert schemes.BLOCK == one_bit.BLOCK
-    assert np.finfo(np.float32).max == schemes.LARGEST
+def test_without_the_library_numpy_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = gaussian(100, seed=6)
+    expected = np.empty(one_bit.wire_bytes(100), np.uint8)
+    one_bit.compress(own, expected)
+    monkeypatch.setattr(native, "library", lambda: None)
+    compiled.forget()
+    try:
+        assert kernels() is None
+        wire = np.empty_like(expected)
+        one_bit.compress(own, wire)
+    finally:
+        compiled.forget()
+    np.testing.assert_array_equal(wire, expected)
 
 
-def test_compiled_kernels_are_used_from_when_they_are_compiled_on() -> None:
-    before = fast.compiled_schemes()
-    with computed_by(None):
-        assert fast.compiled_schemes() is None
-        for _ in range(2):
-            assert fast.prepare_schemes()
-            assert fast.compiled_schemes() is schemes
-    assert fast.compiled_schemes() is before
+def test_arrays_that_do_not_fit_are_refused_before_the_library_reads_them() -> None:
+    own, wire = gaussian(100, seed=7), np.empty(one_bit.wire_bytes(100), np.uint8)
+    short, readonly = own[:99], own.copy()
+    readonly.flags.writeable = False
+    with pytest.raises(ValueError, match=r"need float32\[100\] in one piece, not float32\[99\]"):
+        one_bit.compress(own, wire, residual=short, residual_out=own)
+    with pytest.raises(ValueError, match="a result must be writable"):
+        one_bit.compress(own, wire, residual_out=readonly)
+    with pytest.raises(ValueError, match="not float64"):
+        one_bit.compress(own.astype(np.float64), wire)
+    with pytest.raises(ValueError, match="in one piece"):
+        one_bit.compress(gaussian(200, seed=8)[::2], wire)
 
 
-def test_without_numba_the_schemes_go_on_in_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pmesh.compression.fast.schemes", None)  # as if that failed
-    monkeypatch.delattr(fast, "schemes")
-    with computed_by(None):
-        assert not fast.prepare_schemes()
-        assert fast.compiled_schemes() is None
-        own = gaussian(100, seed=6)
-        residual = np.empty_like(own)
-        wire = np.empty(one_bit.wire_bytes(100), np.uint8)
-        one_bit.compress(own, wire, residual_out=residual)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda k, own, wire: k.compress_one_bit(own, wire[1:], None, None),
+        lambda k, own, wire: k.accumulate_one_bit(wire[:-4], own),
+        lambda k, own, wire: k.decode("fp16", wire, own),
+        lambda k, own, wire: k.decode("int8", wire, own),
+        lambda k, own, wire: k.hop(
+            *("int8", None, own, wire),
+            **dict.fromkeys(("own_scale", "divisor", "residual_factor"), 1.0),
+            **dict.fromkeys(("residual", "residual_out")),
+        ),
+        lambda k, own, _: k.multiply(own, own, 3, own, None),
+        lambda k, own, _: k.multiply(own, own, 0, own, None),
+        lambda k, own, _: k.multiply(own, own, 1, own, None),
+        lambda k, *_: k.draw_indices(1, 9, 0, np.empty(10, np.int64)),
+        lambda k, *_: k.draw_indices(1, 2**32, 0, np.empty(10, np.int64)),
+    ],
+)
+def test_the_library_refuses_lengths_that_do_not_fit_and_writes_nothing(
+    call: Callable[[Kernels, Float32s, object], None],
+) -> None:
+    own, wire = gaussian(100, seed=9), np.full(one_bit.wire_bytes(100), 0xEE, np.uint8)
+    before = own.copy()
+    with pytest.raises(ValueError, match="the lengths of the arrays do not fit"):
+        call(the_kernels(), own, wire)
+    np.testing.assert_array_equal(own, before)
+    assert (wire == 0xEE).all()

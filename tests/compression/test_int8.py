@@ -7,21 +7,13 @@ from hypothesis import strategies as st
 
 from pmesh.compression.blocks import Float32s
 from pmesh.compression.codecs import Codec
-from tests.compression.every_codec import IN_NUMBA, IN_NUMPY, decoded, encoded, float32
+from tests.compression.every_codec import IN_NUMPY, codecs, decoded, encoded, float32
 from tests.compression.ring_of_codecs import relative_error
 from tests.compression.values import gaussian
 
 LARGEST = float(np.finfo(np.float32).max)
-int8 = pytest.mark.parametrize(
-    "codec", [IN_NUMPY["int8"], IN_NUMBA["int8"]], ids=["numpy", "numba"]
-)
-stochastic = pytest.mark.parametrize(
-    "codec", [IN_NUMPY["int8-stochastic"], IN_NUMBA["int8-stochastic"]], ids=["numpy", "numba"]
-)
-both = pytest.mark.parametrize(
-    "codec",
-    [codecs[name] for codecs in (IN_NUMPY, IN_NUMBA) for name in ("int8", "int8-stochastic")],
-)
+int8, stochastic = codecs("int8"), codecs("int8-stochastic")
+both = codecs("int8", "int8-stochastic")
 
 
 def there_and_back(codec: Codec, values: Float32s) -> Float32s:

@@ -14,7 +14,8 @@ from pmesh.agent.limits import Admission, plan_files
 from pmesh.core.wire.control import AskStatus, StatusReply
 from pmesh.core.wire.session import MAX_SESSION_MESSAGE_BYTES, Refused, encode
 from pmesh.ids import path_name
-from pmesh.launches.agent.sessions import serve_launch
+from pmesh.launches.agent.router import Launches
+from pmesh.launches.agent.sessions import LaunchFeature
 from pmesh.launches.agent.spool import Spool
 from pmesh.launches.rules.lines import NOTE, OUT, STARTER, read_lines
 from pmesh.launches.wire.messages import (
@@ -29,6 +30,7 @@ from pmesh.launches.wire.messages import (
     LaunchInput,
     LaunchLines,
     LaunchOver,
+    LaunchQuestion,
     LaunchRows,
     LaunchTerms,
 )
@@ -49,6 +51,14 @@ class FakeSession:
     async def await_end(self) -> None:
         await trio.sleep_forever()
 
+    def stay(self) -> None: ...
+
+
+async def serve(session: FakeSession, request: LaunchQuestion, launches: Launches) -> None:
+    admission = Admission(plan_files(1024), memory_bytes=2**30)
+    feature = LaunchFeature(launches, lambda: admission)
+    await feature.serve(cast("Session", session), request)
+
 
 async def test_lines_that_a_reader_was_too_slow_for_are_counted(tmp_path: Path) -> None:
     async with launches_in(tmp_path) as here:
@@ -60,7 +70,7 @@ async def test_lines_that_a_reader_was_too_slow_for_are_counted(tmp_path: Path) 
         for number in range(4):
             launch.spool.append(b"0 0 o line %d\n" % number)
         session = FakeSession()
-        await serve_launch(cast("Session", session), FollowLaunch("night"), here.launches)
+        await serve(session, FollowLaunch("night"), here.launches)
         data = b"".join(reply.data for reply in session.sent if isinstance(reply, LaunchLines))
         lines = [(line.seat, line.kind, line.text) for line in read_lines(data)]
         gone = 2 * len(b"0 0 o line 0\n")
@@ -79,7 +89,7 @@ async def test_many_long_commands_can_be_listed(tmp_path: Path) -> None:
         for _ in range(30):
             here.launches.start(Launch("", Command(words, "/"), LaunchTerms(), on=there))
         session = FakeSession()
-        await serve_launch(cast("Session", session), AskLaunches(), here.launches)
+        await serve(session, AskLaunches(), here.launches)
         assert sum(len(reply.rows) for reply in session.sent if isinstance(reply, LaunchRows)) == 30
         assert session.sent[-1] == LaunchRows(())
         assert all(len(encode(reply)) < MAX_SESSION_MESSAGE_BYTES for reply in session.sent)
@@ -99,7 +109,7 @@ async def quiet_launch(
         terms = LaunchTerms(detach=True, grace_s=0.1)
         request = Launch("night", Command(("sh", "-c", "echo up; exec sleep 86400"), "/"), terms)
         clock.autojump_threshold = 60  # looking for the program takes real time
-        launch = machine.agent.launches.start(request)
+        launch = machine.part(LaunchFeature).launches.start(request)
         with trio.fail_after(60):
             await launch.spool.grown_beyond(0)
         clock.autojump_threshold = 0

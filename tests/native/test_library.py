@@ -35,6 +35,15 @@ def test_the_sources_compile_without_a_warning(
 
 
 @compiled_here
+def test_the_library_that_the_tests_load_is_compiled_from_these_sources() -> None:
+    """`make test` sees to it; else each test of C would say something about other sources."""
+    sources = (build.SOURCES.glob(pattern) for pattern in ("*.c", "*.h", "build.py"))
+    newest = max(path.stat().st_mtime for paths in sources for path in paths)
+    assert native.PATH.exists(), "run: python native/build.py"
+    assert native.PATH.stat().st_mtime >= newest, "run: python native/build.py"
+
+
+@compiled_here
 def test_only_what_begins_with_pmesh_is_exported(tmp_path: Path) -> None:
     library = build.build(tmp_path)
     command = ["nm", "-g", "--defined-only", str(library)]

@@ -16,6 +16,7 @@ from pmesh.core.wire.trainer import Leave
 from pmesh.ids import JobName, TrainerId
 from pmesh.net.sessions.arena_pools import MAX_ARENAS, SessionArenas
 from pmesh.p2p.agent import router
+from pmesh.p2p.agent.router import P2PRouter
 from pmesh.p2p.rules import MAX_KEPT
 from pmesh.p2p.wire import (
     AnnounceMessage,
@@ -161,7 +162,7 @@ async def test_a_message_that_nobody_receives_makes_no_other_dearer(clock: MockC
             sent = await pair.one.begin_send(pair.other.id, np.empty(0), tag=tag)
             await pair.other.receive(pair.one.id, tag=tag)
             await pair.one.end(sent)
-        (endpoint,) = machine_of(pair.here, pair.trainers[1]).agent.p2p._endpoints.values()  # noqa: SLF001
+        (endpoint,) = machine_of(pair.here, pair.trainers[1]).part(P2PRouter)._endpoints.values()  # noqa: SLF001
         (source,) = endpoint._inbox.sources.values()  # noqa: SLF001
         assert (len(source.noted), len(source.delivered) <= MAX_KEPT + 1) == (1, True)
 
@@ -263,15 +264,17 @@ async def test_the_bytes_of_messages_are_counted(clock: MockClock) -> None:
         await pair.other.receive(pair.one.id)
         await pair.one.end(sent)
 
-        one, other = [machine_of(pair.here, t).agent for t in pair.trainers]
-        assert one.p2p.traffic[0] >= 80_000
-        assert other.p2p.traffic[1] >= 80_000
+        machines = [machine_of(pair.here, t) for t in pair.trainers]
+        one, other = (machine.agent for machine in machines)
+        p2p, others = (machine.part(P2PRouter) for machine in machines)
+        assert p2p.traffic[0] >= 80_000
+        assert others.traffic[1] >= 80_000
         await reduce_all(pair.trainers)
-        assert one._snapshot().traffic.data_sent_bytes > one.p2p.traffic[0]  # noqa: SLF001
+        assert one._snapshot().traffic.data_sent_bytes > p2p.traffic[0]  # noqa: SLF001
         for trainer in pair.trainers:
             await trainer.leave()
         await until(lambda: not one.jobs.ranks and not other.jobs.ranks)
-        assert one.p2p.traffic[0] >= 80_000
+        assert p2p.traffic[0] >= 80_000
 
 
 # --- what can't be
@@ -405,8 +408,8 @@ async def test_memory_that_is_not_there_fails_the_one_call_and_the_message_is_th
 
 async def test_what_others_say_of_ranks_that_are_not_theirs_is_not_heard(clock: MockClock) -> None:
     async with a_pair(clock) as pair:
-        agent = machine_of(pair.here, pair.trainers[0]).agent
-        (rank,) = agent.jobs.ranks
+        machine = machine_of(pair.here, pair.trainers[0])
+        (rank,), p2p = machine.agent.jobs.ranks, machine.part(P2PRouter)
         roster = rank.roster
         envelope = Envelope(0, "bool", (1,), 1)
         call = await pair.one.begin_receive(pair.other.id, timeout_s=2)
@@ -416,10 +419,10 @@ async def test_what_others_say_of_ranks_that_are_not_theirs_is_not_heard(clock: 
             return AnnounceMessage(address, envelope, 0, -1)
 
         me = rank.trainer.member
-        agent.p2p.receive(me, announce(pair.other.id))  # we are not its agent
-        agent.p2p.receive(me, announce(TrainerId(77)))  # there is no such rank
+        p2p.receive(me, announce(pair.other.id))  # we are not its agent
+        p2p.receive(me, announce(TrainerId(77)))  # there is no such rank
         other = roster.trainers[1].member
         earlier = roster.born._replace(counter=1)
-        agent.p2p.receive(other, announce(pair.other.id, earlier))  # of another run
+        p2p.receive(other, announce(pair.other.id, earlier))  # of another run
         with pytest.raises(MessageError, match="OpTimedOut"):
             await pair.one.end(call)

@@ -12,6 +12,7 @@ from pmesh.core.wire.records import RecordHeader
 from pmesh.net.lanes.lane import Lane
 from pmesh.p2p.agent import endpoint
 from pmesh.p2p.agent.endpoint import LanesIn
+from pmesh.p2p.agent.router import P2PRouter
 from pmesh.p2p.wire import (
     AnnounceMessage,
     MessageDelivered,
@@ -229,7 +230,7 @@ async def test_a_superseded_trainer_gets_the_verdict(clock: MockClock) -> None:
         state = machine.agent.membership.state
         view = msgspec.structs.replace(state.view, rosters=())
         jobs.follow(state, view, 0.0)
-        machine.agent.p2p.follow()
+        machine.part(P2PRouter).follow()
         for call in (sending, receiving):
             assert (await one.verdict_of(call)).error == "HistorySuperseded"
         later = await one.begin_receive(other.id)

@@ -13,6 +13,7 @@ from pmesh.core.wire.stream import AGAIN_S
 from pmesh.ids import JobName, Member
 from pmesh.p2p.wire import Attach, Attached
 from pmesh.store.agent.serving import MAX_CALLS
+from pmesh.store.agent.stores import Stores
 from pmesh.store.wire import (
     MAX_KEYS,
     MAX_STORE_DATA_BYTES,
@@ -188,7 +189,7 @@ async def test_the_next_job_of_a_name_begins_with_an_empty_store(clock: MockCloc
             await trainer.leave()
         machine = there.machine_of(0)
         await until(lambda: not machine.agent.jobs.ranks)
-        assert not machine.agent.stores._stores  # noqa: SLF001
+        assert not machine.part(Stores)._stores  # noqa: SLF001
         trainers = await there.here.job(*there.here.machines)
         store = await StoreConnection.attach(
             there.here, machine_of(there.here, trainers[0]), trainers[0]
@@ -200,7 +201,7 @@ async def test_parts_that_precede_their_view_wait_for_it(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with sharing(clock) as there:
-        stores = there.machine_of(0).agent.stores
+        stores = there.machine_of(0).part(Stores)
         real = stores.follow
 
         async def follow_late() -> None:

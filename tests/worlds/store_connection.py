@@ -12,6 +12,7 @@ from pmesh.core.values import Terms, Verdict
 from pmesh.core.wire.session import SESSION_VERSION, MessageFailed
 from pmesh.ids import JobName
 from pmesh.p2p.wire import Attach, Attached
+from pmesh.store.agent.stores import Stores
 from pmesh.store.wire import (
     MAX_STORE_DATA_BYTES,
     Answer,
@@ -108,7 +109,7 @@ class Sharing:
         """The copies on the machines of these ranks."""
         found = list[dict[str, bytes | bytearray]]()
         for rank in ranks:
-            (store,) = self.machine_of(rank).agent.stores._stores.values()  # noqa: SLF001
+            (store,) = self.machine_of(rank).part(Stores)._stores.values()  # noqa: SLF001
             copy = store._replica.copy  # noqa: SLF001
             assert copy is not None
             found.append(copy.table.values)

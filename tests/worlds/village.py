@@ -10,11 +10,13 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import trio
 from trio.testing import MockClock
 
 from pmesh.agent.config import AgentSettings, Listen
+from pmesh.agent.features import AnyFeature
 from pmesh.agent.run import Agent
 from pmesh.core.identity.keys import MeshKey, NodeKey
 from pmesh.core.values import Terms
@@ -27,6 +29,7 @@ from pmesh.net.lanes.multipath import Carrier
 from tests.worlds.trainer import ANY, Trainer, together, until
 
 MESH = MeshKey(b"m" * 32)
+FeatureT = TypeVar("FeatureT", bound=AnyFeature)
 
 
 class NoReach:
@@ -76,6 +79,11 @@ class Machine:
     @property
     def port(self) -> int:
         return self.agent._port  # noqa: SLF001 - the system has chosen it
+
+    def part(self, kind: type[FeatureT]) -> FeatureT:
+        """The feature of its agent that is of this kind."""
+        (found,) = (each for each in self.agent.features if isinstance(each, kind))
+        return found
 
     @property
     def address(self) -> Address:

@@ -7,9 +7,9 @@
     $ python -m tools.bench report benchmarks docs/explanation/benchmarks/*.json
     $ python -m tools.bench report compression-speed docs/explanation/compression/*.json
 
-It needs torch and MLX (`pip install '.[torch,mlx]'`), for compression numba, a network lab also
-iperf3. The kernels alone are measured by `python -m tools.bench.kernels`, what compression does to
-a training by `python -m tools.bench.training`.
+It needs torch and MLX (`pip install '.[torch,mlx]'`), a network lab also iperf3. The kernels alone
+are measured by `python -m tools.bench.kernels`, what compression does to a training by
+`python -m tools.bench.training`.
 """
 
 import importlib.util

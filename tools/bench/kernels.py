@@ -1,4 +1,4 @@
-"""Prints how long the compression's kernels take here on one thread, in numpy and compiled.
+"""Prints how long the compression's kernels take here on one thread, in numpy and in C.
 
     $ OPENBLAS_NUM_THREADS=1 python -m tools.bench.kernels
     $ python -m tools.bench.kernels --values 4000000 --rounds 9 int8 bf16
@@ -23,13 +23,14 @@ from typing import TypeAlias
 
 import numpy as np
 
-from pmesh.compression import fast, one_bit, power_sgd, random_k, top_k
+from pmesh.compression import one_bit, power_sgd, random_k, top_k
 from pmesh.compression.blocks import Bytes, Float32s
-from pmesh.compression.codecs import Cast, Codec, Int8
+from pmesh.compression.codecs import Codec, codec_of
+from pmesh.compression.compiled import in_numpy, kernels
 
 VALUES = 25_000_000  # 100 MB of fp32: no cache holds it
 ROUNDS = 5
-NUMPY, NUMBA = "numpy", "numba"
+NUMPY, IN_C = "numpy", "C"
 
 Run: TypeAlias = Callable[[], object]
 
@@ -38,7 +39,7 @@ Run: TypeAlias = Callable[[], object]
 class Row:
     name: str
     runs: Mapping[str, Run]
-    """By NUMPY and NUMBA; the second is missing where nothing is compiled."""
+    """By NUMPY and IN_C; the second is missing where nothing is compiled."""
 
 
 def gaussian(count: int, *, seed: int) -> Float32s:
@@ -46,30 +47,22 @@ def gaussian(count: int, *, seed: int) -> Float32s:
     return np.random.default_rng(seed).standard_normal(count, np.float32)
 
 
-def codec_rows(make: Callable[[], Codec], count: int) -> list[Row]:
+def codec_rows(codec: Codec, count: int) -> list[Row]:
     """A first hop, a later one, one with feedback, and decoding."""
-    codecs = {NUMPY: make()}
-    compiled = make()
-    if compiled.prepare():
-        codecs[NUMBA] = compiled
     own, residual = gaussian(count, seed=0), gaussian(count, seed=1)
     residual *= np.float32(0.01)
     kept, out = np.zeros_like(own), np.zeros_like(own)
-    incoming, outgoing = np.zeros((2, compiled.wire_bytes(count)), np.uint8)
-    compiled.hop(None, own, incoming)
-
-    steps: dict[str, Callable[[Codec], object]] = {
-        "encode": lambda codec: codec.hop(None, own, outgoing),
-        "hop": lambda codec: codec.hop(incoming, own, outgoing),
-        "hop with feedback": lambda codec: codec.hop(
+    incoming, outgoing = np.zeros((2, codec.wire_bytes(count)), np.uint8)
+    codec.hop(None, own, incoming)
+    steps: dict[str, Run] = {
+        "encode": lambda: codec.hop(None, own, outgoing),
+        "hop": lambda: codec.hop(incoming, own, outgoing),
+        "hop with feedback": lambda: codec.hop(
             incoming, own, outgoing, residual=residual, residual_out=kept
         ),
-        "decode": lambda codec: codec.decode(incoming, out),
+        "decode": lambda: codec.decode(incoming, out),
     }
-    rows = {
-        name: {where: partial(step, codec) for where, codec in codecs.items()}
-        for name, step in steps.items()
-    }
+    rows = {name: in_both(step) for name, step in steps.items()}
     return rows_of(rows | {"copy": {NUMPY: lambda: np.copyto(out, own)}})
 
 
@@ -82,13 +75,13 @@ def rows_of(runs: Mapping[str, Run | Mapping[str, Run]]) -> list[Row]:
 
 
 def in_both(run: Run) -> dict[str, Run]:
-    """A kernel that is compiled for all threads."""
+    """A kernel that is there in C, too."""
 
     def by_numpy() -> None:
-        with fast.computed_by(None):
+        with in_numpy():
             run()
 
-    return {NUMPY: by_numpy, NUMBA: run} if fast.prepare_schemes() else {NUMPY: by_numpy}
+    return {NUMPY: by_numpy} if kernels() is None else {NUMPY: by_numpy, IN_C: run}
 
 
 def top_k_rows(count: int) -> list[Row]:
@@ -179,10 +172,10 @@ def power_sgd_rows(count: int) -> list[Row]:
 
 KERNELS: Mapping[str, Callable[[int], list[Row]]] = MappingProxyType(
     {
-        "int8": lambda count: codec_rows(lambda: Int8(stochastic=False), count),
-        "int8-stochastic": lambda count: codec_rows(lambda: Int8(stochastic=True), count),
-        "bf16": lambda count: codec_rows(lambda: Cast("bf16"), count),
-        "fp16": lambda count: codec_rows(lambda: Cast("fp16"), count),
+        "int8": partial(codec_rows, codec_of("int8")),
+        "int8-stochastic": partial(codec_rows, codec_of("int8-stochastic")),
+        "bf16": partial(codec_rows, codec_of("bf16")),
+        "fp16": partial(codec_rows, codec_of("fp16")),
         "topk": top_k_rows,
         "randomk": random_k_rows,
         "onebit": one_bit_rows,
@@ -208,11 +201,11 @@ def measure(rows: Sequence[Row], rounds: int) -> dict[tuple[str, str], list[floa
 def line(row: Row, taken: Mapping[tuple[str, str], list[float]]) -> str:
     """One of the table: the shortest and the median of each, and how many times as fast."""
     text = f"  {row.name:20}"
-    for where in (NUMPY, NUMBA):
+    for where in (NUMPY, IN_C):
         found = taken.get((row.name, where))
         text += f"{min(found):8.1f} ({statistics.median(found):6.1f})" if found else " " * 17
-    if NUMBA in row.runs:
-        text += f"{min(taken[row.name, NUMPY]) / min(taken[row.name, NUMBA]):7.1f} x"
+    if IN_C in row.runs:
+        text += f"{min(taken[row.name, NUMPY]) / min(taken[row.name, IN_C]):7.1f} x"
     return text.rstrip()
 
 
@@ -228,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in options.names or KERNELS:
         rows = KERNELS[name](options.values)
         taken = measure(rows, options.rounds)
-        print(f"{name:22}{NUMPY:^17}{NUMBA:^17}")
+        print(f"{name:22}{NUMPY:^17}{IN_C:^17}")
         for row in rows:
             print(line(row, taken))
 

@@ -3,7 +3,7 @@
 It follows the views (`pmesh.agent.mesh.membership.Follower`), and gives ops lanes and memory.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -16,7 +16,7 @@ from pmesh.agent.events import EventLog
 from pmesh.agent.jobs.ranks import LocalRank, sum_of
 from pmesh.agent.jobs.retained import ResultServer
 from pmesh.agent.lanes.rendezvous import LaneKey, LaneRendezvous
-from pmesh.agent.mesh.membership import Membership
+from pmesh.agent.mesh.membership import Follower, Membership
 from pmesh.core.jobs import jobs
 from pmesh.core.jobs.jobs import JobsState
 from pmesh.core.jobs.speed import Speed
@@ -63,14 +63,21 @@ def _make_rank(roster: Roster, trainer: Trainer, waiter: WaitingTrainer) -> Loca
 class Jobs(JobsState[WaitingTrainer, LocalRank]):
     """The jobs of one agent."""
 
-    rendezvous: LaneRendezvous
-    membership: Membership
-
     def __init__(
-        self, me: Member, tasks: Tasks, event_log: EventLog, settings: AgentSettings
+        self,
+        me: Member,
+        tasks: Tasks,
+        event_log: EventLog,
+        settings: AgentSettings,
+        *,
+        membership: Callable[[Follower], Membership],
+        rendezvous: Callable[[Callable[[LaneKey], bool]], LaneRendezvous],
     ) -> None:
+        """Make the membership that this follows, and the lanes that `awaits_lane` asks for."""
         alone_from = trio.current_time() + settings.find_others_s
         super().__init__(me, _make_rank, min_peers=settings.min_peers, alone_from=alone_from)
+        self.membership = membership(self)
+        self.rendezvous = rendezvous(self.awaits_lane)
         self.event_log = event_log
         self.exits = ProcessExits()
         self.results = ResultServer(tasks, self.ranks, self)

@@ -1,8 +1,4 @@
-"""One session of a local program, from its first request to its end.
-
-The first op that uses a codec starts the compilation of its faster kernels in a thread, and runs
-without them.
-"""
+"""One session of a local program, from its first request to its end."""
 
 import contextlib
 import itertools
@@ -17,10 +13,8 @@ from pmesh.agent.grants import SAY_EVERY_S, Grants
 from pmesh.agent.jobs.driver import Jobs, WaitingTrainer
 from pmesh.agent.jobs.op_task import run_op
 from pmesh.agent.jobs.ranks import LocalRank
-from pmesh.compression.codecs import codec_of
 from pmesh.core.jobs.jobs import LEFT
 from pmesh.core.jobs.rank import COME_BACK
-from pmesh.core.ops.kinds import ring_codec_name
 from pmesh.core.values import MAX_JOB_BYTES, Verdict
 from pmesh.core.wire.session import SESSION_VERSION, ArenaGone, DropArena, Refused, WantArena
 from pmesh.core.wire.trainer import (
@@ -43,32 +37,6 @@ from pmesh.ids import JobName, OpNumber, TrainerId
 from pmesh.net.sessions.arena_pools import IDLE_S, ArenaShare, SessionArenas
 from pmesh.net.sessions.processes import TrainerProcess
 from pmesh.net.sessions.sessions import ENDS_OF_A_SESSION, Session, refuse, report_errors
-
-
-class Compiler:
-    """Compiles codecs for one session, in the session's nursery, which may be cancelled."""
-
-    def __init__(self, nursery: trio.Nursery, contain: Contain) -> None:
-        self._nursery = nursery
-        self._contain = contain
-        self._asked: set[str] = set()
-
-    def want(self, codec: str) -> None:
-        """Compile the codec of this name: an op has used it, and more will."""
-        if codec in self._asked:
-            return
-        self._asked.add(codec)
-        try:
-            prepare = codec_of(codec).prepare
-        except ValueError:
-            return  # the call got an earlier op's failure as its answer; the next one is refused
-        self._nursery.start_soon(self._compile, codec, prepare)
-
-    async def _compile(self, codec: str, prepare: Callable[[], bool]) -> None:
-        with self._contain(f"the compilation of {codec}"):  # ops do without it
-            # It takes seconds: a trainer that leaves, or an agent that ends, doesn't wait for it.
-            await trio.to_thread.run_sync(prepare, abandon_on_cancel=True)
-
 
 POLL_S = 0.02  # while a trainer waits for its job
 WATCH_S = 0.5  # while it has one: a check costs 0.3 ms, and the process's end needs no check
@@ -331,7 +299,6 @@ class _TrainerSession:
 
     async def _serve_requests(self, nursery: trio.Nursery) -> None:
         """Serve one request after the other; end the session's other tasks when it leaves."""
-        compiler = Compiler(nursery, self._contain)
         while not self._has_left:
             self._serves = False
             request = await self._session.receive(TRAINER_REQUESTS)
@@ -341,9 +308,6 @@ class _TrainerSession:
                     await self._session.send(ArenaGone(arena))
                 case StartOp():
                     await self._serve_op(request)
-                    compression = request.call.compression
-                    if compression and (codec := ring_codec_name(compression)):
-                        compiler.want(codec)
                 case WantArena(nbytes, lasting):
                     await self._grants.grant_input(nbytes, lasting=lasting)
                 case DropArena(number):

@@ -62,12 +62,11 @@ _log = structlog.get_logger()
 class Peers:
     """All links of one agent."""
 
-    membership: Membership
-
     def __init__(
         self,
         hello: Callable[[], Hello],
         *,
+        membership: Callable[[], Membership],
         contexts: TlsContexts,
         watch: AddressWatch,
         nursery: Tasks,
@@ -77,7 +76,9 @@ class Peers:
         path_failed: PathFailed,
         contain: Contain,
     ) -> None:
+        """`membership` returns what is told of the links; it sends over them."""
         self._hello = hello
+        self._membership = membership
         self._contexts = contexts
         self._watch = watch
         self._nursery = nursery
@@ -97,7 +98,7 @@ class Peers:
             contexts=contexts,
             hello=self._hello_to,
             links=lambda: self.links,
-            membership=lambda: self.membership,
+            membership=membership,
             admit=lambda path, relay: self._admit(path, dialled=None, relay=relay),
             nursery=nursery,
         )
@@ -111,6 +112,11 @@ class Peers:
         self.targets = Targets(self._dial_target, nursery=nursery, jitter=jitter)
         self._ended_bytes = (0, 0)
         self._leaving = False
+
+    @property
+    def membership(self) -> Membership:
+        """This agent's standing among its peers."""
+        return self._membership()
 
     def found(self, node: NodeId, addresses: tuple[Address, ...], *, fresh: bool = True) -> None:
         """Take a node of this mesh from mDNS; it is our own if a home may have been copied.

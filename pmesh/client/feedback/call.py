@@ -6,7 +6,6 @@ later can be left out of the mean.
 
 import math
 import struct
-import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +35,6 @@ from pmesh.client.feedback.kernels import (
 from pmesh.client.feedback.memory import Feedback, Memory, Trials
 from pmesh.client.session.session import TrainerSession, exchange_rows
 from pmesh.client.trees.arrays import digest
-from pmesh.compression import fast
 from pmesh.compression.schemes import (
     Auto,
     OneBit,
@@ -137,33 +135,6 @@ def _check_dtypes(arrays: Arrays) -> None:
             )
 
 
-PAYS_VALUES = 256 * 1024  # numpy compresses fewer values in about a millisecond
-
-_lock = threading.Lock()
-_threads: list[threading.Thread] = []  # the compiling thread, once it has begun
-
-
-def prepare_schemes(count: int, *, wait: bool) -> None:
-    """Compile the kernels in a thread, if a call has enough values for it to pay.
-
-    That takes a second, and ten seconds the first time on a machine; numpy computes meanwhile. The
-    thread is not a daemon, so a program that ends meanwhile waits for the compiler.
-
-    Args:
-        count: the number of values of the call.
-        wait: wait until they are compiled, as a caller must that measures times.
-    """
-    if count < PAYS_VALUES:
-        return
-    with _lock:
-        if not _threads:
-            thread = threading.Thread(target=fast.prepare_schemes, name="pmesh-compile")
-            thread.start()
-            _threads.append(thread)
-    if wait:
-        _threads[0].join()
-
-
 class Share(NamedTuple):
     """What one rank contributes to a call besides its values."""
 
@@ -235,8 +206,6 @@ def run_compressed(
         return leaves, last and replace(last, why=ALONE)
     memory = feedback.of(compression.scheme.model, arrays)
     call = _FeedbackCall(session, wanted, compression, arrays, feedback, memory)
-    if not all(isinstance(each, RingScheme) for each in call.allowed):
-        prepare_schemes(memory.count, wait=isinstance(compression.scheme, Auto))
     shares = call.exchange_shares() if call.has_shares else None
     picked = call.pick(shares)
     began_ns = time.perf_counter_ns()

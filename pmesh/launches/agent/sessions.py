@@ -1,17 +1,20 @@
 """Launches as local programs see them: `pmesh run --on`, `ps`, `logs` and `stop`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import trio
 
-from pmesh.errors import UsageError
-from pmesh.ids import NodeId, PathName, node_text
+from pmesh.agent.features import Feature
+from pmesh.agent.limits import Admission
+from pmesh.ids import Member, NodeId, PathName, node_text
 from pmesh.launches.agent.here import PartHere
 from pmesh.launches.agent.router import Launches
 from pmesh.launches.agent.started import StartedHere
 from pmesh.launches.rules.lines import STARTER, note, seated
 from pmesh.launches.wire.messages import (
     LAUNCH_REQUESTS,
+    LAUNCHES,
+    AnyLaunchMessage,
     AskHosts,
     AskLaunches,
     EndLaunch,
@@ -27,6 +30,7 @@ from pmesh.launches.wire.messages import (
     LaunchInputTaken,
     LaunchLines,
     LaunchOver,
+    LaunchQuestion,
     LaunchRows,
     LaunchSends,
     SignalLaunch,
@@ -40,41 +44,65 @@ SHOWN_EVERY_S = 0.2
 _SIGTERM: SignalNumber = 15
 
 
-async def serve_launch(
-    session: Session,
-    request: Launch | FollowLaunch | FetchFiles | AskLaunches | AskHosts | EndLaunch,
-    launches: Launches,
-) -> None:
-    """Serve a program until it has its answer, or is gone."""
-    try:
-        match request:
-            case AskLaunches():
-                for row in launches.rows():
-                    await session.send(LaunchRows((row,)))
-                await session.send(LaunchRows(()))
-            case AskHosts():
-                await session.send(Hosts(launches.hosts(request)))
-            case EndLaunch(text):
-                launch = launches.find(text)
-                launches.end(launch, _SIGTERM)
-                await session.send(LaunchEnding(launch.launch))
-            case FollowLaunch(text, follow):
-                launch = launches.find(text)
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(session.await_end)
-                    await _follow(session, launch, follow=follow)
-                    nursery.cancel_scope.cancel()
-            case FetchFiles(text):
-                launch_id, names = launches.copies_of(text)
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(session.await_end)
-                    found = await _fetch(launch_id, names, request, launches)
-                    await session.send(Fetched(launch_id, found))
-                    nursery.cancel_scope.cancel()
-            case Launch():
-                await _serve_starter(session, launches.start(request), launches)
-    except UsageError as e:
-        await refuse(session, type(e).__name__, str(e))
+class LaunchFeature(Feature[AnyLaunchMessage, LaunchQuestion]):
+    """The launches of one agent, and the sessions of the programs that ask for them."""
+
+    channel = LAUNCHES
+    openings = (Launch, FollowLaunch, FetchFiles, AskLaunches, AskHosts, EndLaunch)
+
+    def __init__(self, launches: Launches, admission: Callable[[], Admission]) -> None:
+        self.launches = launches
+        self._admission = admission
+
+    def receive(self, member: Member, message: AnyLaunchMessage) -> None:
+        self.launches.receive(member, message)
+
+    async def run(self) -> None:
+        await self.launches.run()
+
+    def rank_is(self, pid: int, number: int) -> None:
+        self.launches.rank_is(pid, number)
+
+    def op_completed(self, pid: int, *, syncs: bool) -> None:
+        self.launches.op_completed(pid, syncs=syncs)
+
+    async def serve(self, session: Session, request: LaunchQuestion) -> None:
+        """Serve a program until it has its answer, or is gone."""
+        if isinstance(request, AskLaunches | AskHosts | EndLaunch):
+            await _answer(session, request, self.launches)
+            return
+        with self._admission().follow():
+            session.stay()
+            await _answer(session, request, self.launches)
+
+
+async def _answer(session: Session, request: LaunchQuestion, launches: Launches) -> None:
+    match request:
+        case AskLaunches():
+            for row in launches.rows():
+                await session.send(LaunchRows((row,)))
+            await session.send(LaunchRows(()))
+        case AskHosts():
+            await session.send(Hosts(launches.hosts(request)))
+        case EndLaunch(text):
+            launch = launches.find(text)
+            launches.end(launch, _SIGTERM)
+            await session.send(LaunchEnding(launch.launch))
+        case FollowLaunch(text, follow):
+            launch = launches.find(text)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(session.await_end)
+                await _follow(session, launch, follow=follow)
+                nursery.cancel_scope.cancel()
+        case FetchFiles(text):
+            launch_id, names = launches.copies_of(text)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(session.await_end)
+                found = await _fetch(launch_id, names, request, launches)
+                await session.send(Fetched(launch_id, found))
+                nursery.cancel_scope.cancel()
+        case Launch():
+            await _serve_starter(session, launches.start(request), launches)
 
 
 async def _fetch(

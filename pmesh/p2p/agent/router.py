@@ -9,10 +9,12 @@ from dataclasses import dataclass
 
 import trio
 
+from pmesh.agent.features import Feature
 from pmesh.agent.grants import SAY_EVERY_S, Grants
-from pmesh.agent.jobs.ranks import LocalRank
+from pmesh.agent.jobs.ranks import LocalRank, sum_of
 from pmesh.agent.jobs.session import other_version
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
+from pmesh.agent.limits import Admission
 from pmesh.core.jobs.rank import COME_BACK
 from pmesh.core.values import Verdict
 from pmesh.core.wire.session import SESSION_VERSION, DropArena, MessageFailed, WantArena
@@ -24,6 +26,7 @@ from pmesh.p2p.agent.endpoint import MessageLost, P2PEndpoint, Received
 from pmesh.p2p.wire import (
     ATTACHED_REQUESTS,
     MAX_MESSAGES,
+    P2P,
     AnnounceMessage,
     Attach,
     Attached,
@@ -40,8 +43,11 @@ from pmesh.store.agent.stores import Stores
 from pmesh.store.wire import StoreCall
 
 
-class P2PRouter:
+class P2PRouter(Feature[P2PMessage, Attach]):
     """The endpoints of one agent's ranks, each created on first use."""
+
+    channel = P2P
+    openings = (Attach,)
 
     def __init__(
         self,
@@ -49,14 +55,33 @@ class P2PRouter:
         ranks: Sequence[LocalRank],
         rendezvous: LaneRendezvous,
         send: Callable[[Member, P2PMessage], None],
+        *,
+        stores: Stores,
+        admission: Callable[[], Admission],
     ) -> None:
         """`ranks` are the local ranks, a list that its owner changes; `send` uses the links."""
         self._me = me
         self._ranks = ranks
         self._rendezvous = rendezvous
         self._send = send
+        self._stores = stores
+        self._admission = admission
         self._endpoints: dict[LocalRank, P2PEndpoint] = {}
         self._ended_traffic = (0, 0)
+
+    async def serve(self, session: Session, request: Attach) -> None:
+        """Serve a trainer's messages and store calls until it disconnects."""
+        with self._admission().admit(session.pid) as share:
+            session.stay()
+            rank = self.rank_of(request.job, request.trainer, pid=session.pid)
+            if request.version != SESSION_VERSION:
+                text = other_version(request.version)
+                await refuse(session, "ProtocolVersionMismatch", text)
+            elif rank is None:
+                text = f"this trainer is not in job {request.job!r}; {COME_BACK}"
+                await refuse(session, "HistorySuperseded", text)
+            else:
+                await _serve_rank(session, rank, self.endpoint_of(rank), self._stores, share)
 
     def rank_of(self, job: JobName, trainer: TrainerId, *, pid: int) -> LocalRank | None:
         """Return the rank of a local trainer; None unless `pid` is its process."""
@@ -99,7 +124,7 @@ class P2PRouter:
             endpoint.follow()
             if rank not in self._ranks:
                 del self._endpoints[rank]
-                self._ended_traffic = _sum_of(self._ended_traffic, endpoint.traffic)
+                self._ended_traffic = sum_of(self._ended_traffic, endpoint.traffic)
 
     def close(self) -> None:
         for endpoint in self._endpoints.values():
@@ -110,35 +135,22 @@ class P2PRouter:
         """Bytes of messages sent and received at the sockets since the agent's start."""
         total = self._ended_traffic
         for endpoint in self._endpoints.values():
-            total = _sum_of(total, endpoint.traffic)
+            total = sum_of(total, endpoint.traffic)
         return total
-
-
-def _sum_of(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
-    return one[0] + other[0], one[1] + other[1]
 
 
 _CHECK_S = 1.0
 
 
-async def serve_p2p(
-    session: Session, request: Attach, room: P2PRouter, stores: Stores, share: ArenaShare
+async def _serve_rank(
+    session: Session, rank: LocalRank, endpoint: P2PEndpoint, stores: Stores, share: ArenaShare
 ) -> None:
-    """Serve a trainer's messages and store calls until it disconnects, with arenas from `share`."""
-    rank = room.rank_of(request.job, request.trainer, pid=session.pid)
-    if request.version != SESSION_VERSION:
-        await refuse(session, "ProtocolVersionMismatch", other_version(request.version))
-        return
-    if rank is None:
-        text = f"this trainer is not in job {request.job!r}; {COME_BACK}"
-        await refuse(session, "HistorySuperseded", text)
-        return
     await session.send(Attached())
     arenas = SessionArenas(share)
     try:
         async with trio.open_nursery() as nursery:
             calls = StoreCalls(session, stores, rank, nursery)
-            serving = _Connection(session, room.endpoint_of(rank), arenas, calls, nursery)
+            serving = _Connection(session, endpoint, arenas, calls, nursery)
             nursery.start_soon(serving.report_waits)
             nursery.start_soon(calls.report_waits)
             await serving.run()

@@ -6,12 +6,13 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Never, TypeAlias
 
 import msgspec
 import trio
 import xxhash
 
+from pmesh.agent.features import Feature
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.core.values import MAX_MEMBERS, Roster, Verdict
 from pmesh.core.wire.stream import PART_BYTES, WINDOW_BYTES, Part
@@ -19,7 +20,7 @@ from pmesh.errors import PmeshError
 from pmesh.ids import Epoch, JobName, Member, TrainerId
 from pmesh.store.rules.pipe import Pipe
 from pmesh.store.rules.replica import MOST_ASKED_BYTES, Finished, Keepers, Replica
-from pmesh.store.wire import Answer, Command, Get, StorePart, Wait
+from pmesh.store.wire import STORES, Answer, Command, Get, StorePart, Wait
 
 MAX_EARLY = WINDOW_BYTES // PART_BYTES  # an honest peer sends no more unacknowledged
 EARLY_S = 2.0  # until our view follows that of the sender; later the sender repeats it
@@ -144,11 +145,10 @@ class _Store:
 _Run: TypeAlias = tuple[JobName, Epoch]
 
 
-class Stores:
-    """The stores of one agent's jobs.
+class Stores(Feature[StorePart, Never]):
+    """The stores of one agent's jobs."""
 
-    Run `run` in a task, call `follow` after each view, and `poll` at each heartbeat.
-    """
+    channel = STORES
 
     def __init__(
         self,

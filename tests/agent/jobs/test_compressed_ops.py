@@ -10,7 +10,6 @@ import trio
 from trio.testing import MockClock
 
 from pmesh.agent.jobs import op_task
-from pmesh.agent.jobs.session import Compiler
 from pmesh.compression.blocks import Float32s
 from pmesh.compression.codecs import codec_of
 from pmesh.core.wire.calls import Call
@@ -26,12 +25,6 @@ from tests.worlds.village import training, village
 from tests.worlds.village_ops import RAISE, ranks_of, reduce_all, verdicts_of_all
 
 COUNT = 3000
-
-
-@pytest.fixture(autouse=True)
-def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would take seconds, for the same bits."""
-    monkeypatch.setattr(Compiler, "want", lambda _self, _codec: None)
 
 
 def noise(size: int, *, seed: int) -> list[Float32s]:

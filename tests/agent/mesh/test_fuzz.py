@@ -25,6 +25,7 @@ from pmesh.core.values import Terms, View
 from pmesh.core.views.limits import TOLERATED
 from pmesh.home_paths import socket_path
 from pmesh.ids import Member, NodeId, TrainerId
+from pmesh.store.agent.stores import Stores
 from pmesh.store.rules.pipe import Pipe
 from pmesh.store.wire import Answer, Answered, Set
 from simulation.wire import AnyMessage
@@ -256,7 +257,7 @@ async def test_what_a_rank_says_about_its_jobs_store_does_not_touch_another_job(
         honest = [machine for machine in here.machines if machine is not hostile]
 
         def is_his(pipe: Pipe) -> bool:
-            stores = hostile.agent.stores._stores.values()  # noqa: SLF001 - which pipes are its own
+            stores = hostile.part(Stores)._stores.values()  # noqa: SLF001 - which pipes are its own
             return any(pipe is own for store in stores for own in store._pipes.values())  # noqa: SLF001
 
         for name in ("parts", "receive_untrusted"):

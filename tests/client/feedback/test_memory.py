@@ -1,8 +1,6 @@
 # ruff: noqa: ANN401 - arrays of libraries that have no common type
 """What is kept from call to call: saved, loaded, told to other ranks and to `pmesh status`."""
 
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,17 +10,10 @@ from hypothesis import strategies as st
 
 import pmesh
 from pmesh.client.collective.bucketed import take_apart
-from pmesh.client.feedback import call
 from pmesh.client.feedback.call import Share
 from pmesh.client.feedback.memory import Feedback
-from pmesh.compression import fast, top_k
-from pmesh.compression.schemes import (
-    INT8,
-    Auto,
-    PowerSGD,
-    Scheme,
-    TopK,
-)
+from pmesh.compression import top_k
+from pmesh.compression.schemes import INT8, PowerSGD, Scheme, TopK
 from pmesh.testing import SimulatedMesh
 from tests.client.feedback.compressed import gradient
 from tests.worlds.watched_agent import WatchedAgent, run_ranks
@@ -342,42 +333,3 @@ rows = st.builds(
 @given(rows)
 def test_a_share_travels_as_a_row_of_integers(share: Share) -> None:
     assert Share.of_row(np.array(share.to_row(), np.int64).tolist()) == share
-
-
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Where the kernels were compiled: the names of the threads."""
-    seen: list[str] = []
-    threads: list[threading.Thread] = []
-    monkeypatch.setattr(call, "_threads", threads)
-    monkeypatch.setattr(
-        fast, "prepare_schemes", lambda: seen.append(threading.current_thread().name)
-    )
-    yield seen
-    for thread in threads:
-        thread.join()
-
-
-@pytest.mark.parametrize(
-    ("scheme", "count", "expected"),
-    [
-        (TopK(0.01), call.PAYS_VALUES, ["pmesh-compile"]),
-        (TopK(0.01), call.PAYS_VALUES - 1, []),
-        (INT8(), call.PAYS_VALUES, []),
-        (Auto(), call.PAYS_VALUES, []),
-        (Auto(allow=["bf16", "onebit"]), call.PAYS_VALUES, ["pmesh-compile"]),
-    ],
-)
-def test_kernels_are_compiled_once_beside_the_training_where_it_pays(
-    compiled: list[str], scheme: Scheme, count: int, expected: list[str]
-) -> None:
-    def program(mesh: pmesh.Mesh) -> None:
-        for _ in range(2):
-            mesh.all_reduce(np.ones(count, np.float32), compression=scheme)
-            if isinstance(scheme, Auto):
-                assert compiled == expected  # before anything is measured
-
-    SimulatedMesh(2).run(program)
-    for thread in call._threads:  # noqa: SLF001 - to wait for it
-        thread.join()
-    assert compiled == expected

@@ -1,0 +1,34 @@
+"""The features of an agent. Nothing else knows which there are."""
+
+import secrets
+from collections.abc import Sequence
+
+from pmesh.agent.features import AnyFeature, Kernel
+from pmesh.ids import path_name
+from pmesh.launches.agent.router import Launches
+from pmesh.launches.agent.sessions import LaunchFeature
+from pmesh.p2p.agent.router import P2PRouter
+from pmesh.store.agent.stores import Stores
+
+
+def make_features(kernel: Kernel) -> Sequence[AnyFeature]:
+    """Make all features of one agent."""
+    me, peers, jobs = kernel.me, kernel.peers, kernel.jobs
+    launches = Launches(
+        me,
+        kernel.settings.name,
+        home=kernel.settings.home,
+        allow_run=kernel.settings.allow_run,
+        names=kernel.names,
+        view=lambda: jobs.membership.view,
+        links=lambda: peers.links,
+        nursery=kernel.nursery,
+        noticed=kernel.noticed,
+        contain=kernel.contain,
+        launch_ids=lambda: path_name(secrets.token_hex(6)),
+    )
+    stores = Stores(me, jobs.ranks, peers.send)
+    p2p = P2PRouter(
+        me, jobs.ranks, jobs.rendezvous, peers.send, stores=stores, admission=kernel.admission
+    )
+    return p2p, stores, LaunchFeature(launches, kernel.admission)
