@@ -41,12 +41,12 @@ def test_the_version_says_how_to_work_with_the_native_library_and_without(
 def test_the_version_says_that_lanes_are_encrypted_slowly_and_why(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(aead, "WHY_SLOW", "aeg is missing")
+    monkeypatch.setattr(aead, "WHY_SLOW", "pyaegis is missing")
     assert run(["version"]) == 0
     monkeypatch.setattr(aead, "WHY_SLOW", "")
     assert run(["version"]) == 0
     slow, fast = capsys.readouterr().out.splitlines()
-    said = "encrypts lanes without AES instructions, hundreds of times slower: aeg is missing"
+    said = "encrypts lanes without AES instructions, hundreds of times slower: pyaegis is missing"
     assert slow == f"{fast}; it {said}"
 
 

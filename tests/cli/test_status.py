@@ -287,10 +287,10 @@ def test_an_agent_without_its_native_library_says_why() -> None:
 
 
 def test_an_agent_that_encrypts_slowly_says_why() -> None:
-    node = msgspec.structs.replace(SNAPSHOT.node, slow_encryption="aeg is missing")
+    node = msgspec.structs.replace(SNAPSHOT.node, slow_encryption="pyaegis is missing")
     screen = " ".join(shown(msgspec.structs.replace(SNAPSHOT, node=node)).split())
     assert "! this agent encrypts lanes without AES instructions" in screen
-    assert "hundreds of times slower: aeg is missing" in screen
+    assert "hundreds of times slower: pyaegis is missing" in screen
     assert "encrypts" not in shown(SNAPSHOT)
 
 

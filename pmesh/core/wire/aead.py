@@ -1,8 +1,8 @@
 """AEGIS-128L with tags of 32 bytes (draft-irtf-cfrg-aegis-aead), in buffers of ours.
 
-On Linux it is libsodium's, from PyNaCl; on macOS libaegis's, from aeg, since PyNaCl's wheels for
-macOS have no AES instructions. Both give the same bytes. The packages' own functions return new
-bytes, so these call the C below them. Python's lock is free meanwhile.
+On Linux it is libsodium's, from PyNaCl; on macOS libaegis's, from pyaegis, since PyNaCl's wheels
+for macOS have no AES instructions. Both give the same bytes. The packages' own functions return
+new bytes, so these call the C below them. Python's lock is free meanwhile.
 """
 
 import importlib
@@ -104,8 +104,9 @@ def libsodium() -> Cipher:
 
 
 def libaegis() -> Cipher:
-    """Return the functions of aeg's libaegis; raise ImportError or AttributeError without them."""
-    return _load(Library.LIBAEGIS, "aeg._loader", "aegis128l")  # it calls aegis_init
+    """Return the functions of pyaegis's libaegis; raise ImportError or AttributeError without."""
+    importlib.import_module("pyaegis")  # it calls aegis_init, which finds the instructions to use
+    return _load(Library.LIBAEGIS, "pyaegis._aegis_ffi", "aegis128l")
 
 
 def _load(library: Library, module: str, prefix: str) -> Cipher:
@@ -124,15 +125,15 @@ def choose(platform: str) -> tuple[Cipher, str]:
     try:
         return libaegis(), ""
     except (ImportError, AttributeError) as error:
-        todo = "on Apple silicon, install pmesh again with a Python for it"
-        return libsodium(), f"aeg can't be used ({error}); {todo}"
+        todo = "install the command line tools (xcode-select --install), and then pmesh again"
+        return libsodium(), f"pyaegis can't be used ({error}); {todo}"
 
 
 def describe(slow: str) -> str:
     """Return how a process encrypts for which WHY_SLOW is this.
 
-    >>> describe("aeg is missing")
-    'encrypts lanes without AES instructions, hundreds of times slower: aeg is missing'
+    >>> describe("pyaegis is missing")
+    'encrypts lanes without AES instructions, hundreds of times slower: pyaegis is missing'
     """
     return f"encrypts lanes without AES instructions, hundreds of times slower: {slow}"
 

@@ -15,9 +15,9 @@ from pmesh.errors import ProtocolError
 KEY = bytes(range(16))
 
 SODIUM = aead.libsodium()
-CIPHERS: tuple[Cipher, ...] = (SODIUM, aead.libaegis()) if find_spec("aeg") else (SODIUM,)
+CIPHERS: tuple[Cipher, ...] = (SODIUM, aead.libaegis()) if find_spec("pyaegis") else (SODIUM,)
 each_cipher = pytest.mark.parametrize("cipher", CIPHERS, ids=lambda cipher: cipher.library.name)
-needs_aeg = pytest.mark.skipif(len(CIPHERS) == 1, reason="aeg is not installed")
+needs_pyaegis = pytest.mark.skipif(len(CIPHERS) == 1, reason="pyaegis is not installed")
 
 # draft-irtf-cfrg-aegis-aead, appendix A.2: the vectors of AEGIS-128L, with the tags of 256 bits.
 VECTOR_KEY = bytes.fromhex("10010000000000000000000000000000")
@@ -90,7 +90,7 @@ def test_the_bytes_are_those_of_the_draft(
     assert opened(record, len(clear) // 2, key=key, number=number, cipher=cipher) == inner
 
 
-@needs_aeg
+@needs_pyaegis
 @given(st.binary(max_size=200), st.binary(max_size=200), st.integers(0, 2**128 - 1))
 def test_each_library_opens_what_the_other_has_sealed(
     clear: bytes, body: bytes, number: int
@@ -142,7 +142,7 @@ def test_nothing_is_written_behind_a_buffer_that_does_not_fit(room: int, cipher:
         cipher.open_untrusted(KEY, 1, memoryview(bytes(room)), 8, bytearray(5))
 
 
-@needs_aeg
+@needs_pyaegis
 def test_a_mac_uses_libaegis_and_others_libsodium() -> None:
     assert {at: aead.choose(at)[0].library for at in ("darwin", "linux")} == {
         "darwin": Library.LIBAEGIS,
@@ -154,12 +154,14 @@ def test_a_mac_uses_libaegis_and_others_libsodium() -> None:
 def test_a_mac_without_libaegis_uses_libsodium_and_says_why_it_is_slow(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "aeg", None)
-    monkeypatch.delitem(sys.modules, "aeg._loader", raising=False)
+    monkeypatch.setitem(sys.modules, "pyaegis", None)
+    monkeypatch.delitem(sys.modules, "pyaegis._aegis_ffi", raising=False)
     cipher, slow = aead.choose("darwin")
     assert cipher.library == Library.LIBSODIUM
-    assert slow.startswith("aeg can't be used (")
-    assert slow.endswith("); on Apple silicon, install pmesh again with a Python for it")
+    assert slow.startswith("pyaegis can't be used (")
+    assert slow.endswith(
+        "); install the command line tools (xcode-select --install), and then pmesh again"
+    )
 
 
 def test_this_process_uses_what_is_chosen_for_its_platform() -> None:
