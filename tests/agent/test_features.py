@@ -100,5 +100,5 @@ async def test_features_of_two_agents_talk_on_their_channel(clock: MockClock) ->
 async def test_a_usage_error_of_a_feature_refuses_the_request(clock: MockClock) -> None:
     async with village(clock, 1) as here:
         trainer = await here.trainer(here.machines[0])
-        reply = await trainer.ask(AskWord("please"))
+        reply = await trainer.ask(AskWord("please"))  # type: ignore[arg-type] # of this feature
         assert reply == Refused(Verdict("UsageError", "nobody says please"))
