@@ -26,7 +26,7 @@ from pmesh.agent.events import (
     describe_reordered,
     encode_events,
 )
-from pmesh.agent.features import AnyFeature, Kernel
+from pmesh.agent.features import Kernel
 from pmesh.agent.jobs.driver import Jobs
 from pmesh.agent.jobs.ranks import sum_of
 from pmesh.agent.jobs.session import serve_trainer
@@ -121,13 +121,16 @@ async def run_agent(
     """
     falls = deque[float](maxlen=MOST_FALLS)
     while True:
-        agent = Agent(settings, mesh_key, node_key, announce, trio.Event())
+        agent: Agent | None = None
         try:
-            await _run_until_stopped(agent)
+            async with trio.open_nursery() as outer:
+                agent = await outer.start(serve_agent, settings, mesh_key, node_key, announce)
+                assert agent is not None  # noqa: S101 - for the type checkers
+                await _leave_once_stopped(agent)
         except Exception:  # an unexpected error that was not contained
             falls.append(trio.current_time())
             too_often = len(falls) == MOST_FALLS and falls[-1] - falls[0] < FALLS_WINDOW_S
-            if not agent.has_started or too_often:
+            if agent is None or too_often:
                 raise
             _log.exception("the agent failed and restarts")
             agent.begin_anew("an error inside pmesh, whose traceback is in the log")
@@ -136,25 +139,41 @@ async def run_agent(
         announce(f"{settings.name} restarts: {agent.begins_anew}")
 
 
-async def _run_until_stopped(agent: "Agent") -> None:
-    async with trio.open_nursery() as outer:
-        scope = await outer.start(agent.run)
-        try:
-            await agent.stopped.wait()
-        finally:
-            with trio.move_on_after(LEAVE_S) as leaving:
-                leaving.shield = True
-                await agent.peers.leave()
-            scope.cancel()
+async def _leave_once_stopped(agent: "Agent") -> None:
+    try:
+        await agent.stopped.wait()
+    finally:
+        with trio.move_on_after(LEAVE_S) as leaving:
+            leaving.shield = True
+            await agent.peers.leave()
+        agent.cancel()
+
+
+async def serve_agent(
+    settings: AgentSettings,
+    mesh_key: MeshKey,
+    node_key: NodeKey,
+    announce: Callable[[str], None],
+    *,
+    task_status: trio.TaskStatus["Agent"] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Run an agent; shielded after the start: `run_agent` first leaves and then cancels it."""
+    with contextlib.ExitStack() as leftovers:
+        listeners = await open_listeners(*settings.listen)
+        for listener in listeners:
+            leftovers.callback(listener.socket.close)  # the acceptor closes them once it serves
+        async with trio.open_nursery() as nursery:
+            agent = Agent(
+                settings, mesh_key, node_key, announce, listeners=listeners, nursery=nursery
+            )
+            leftovers.callback(agent.close)
+            await agent.start()
+            nursery.cancel_scope.shield = True  # not before: nobody else could cancel the start
+            task_status.started(agent)
 
 
 class Agent:
-    """One agent, assembled from its parts."""
-
-    peers: Peers
-    membership: Membership
-    jobs: Jobs
-    features: Sequence[AnyFeature]
+    """One agent, assembled from its parts, whose tasks run in its nursery."""
 
     def __init__(
         self,
@@ -162,16 +181,19 @@ class Agent:
         mesh_key: MeshKey,
         node_key: NodeKey,
         announce: Callable[[str], None],
-        stopped: trio.Event,
+        *,
+        listeners: Sequence[trio.SocketListener],
+        nursery: trio.Nursery,
     ) -> None:
+        self._listeners = listeners
+        self._nursery = nursery
         self._settings = settings
         self._node_key = node_key
         self._advertisement_key = AdvertisementKey.of(mesh_key)
         self._contexts = TlsContexts.of(issue_credentials(mesh_key, node_key))
         self._announce = announce
-        self.stopped = stopped
+        self.stopped = trio.Event()
         self.channels = Channels()
-        self.has_started = False
         self.begins_anew: str | None = None
         """Why another agent, with another incarnation, must follow this one; else None."""
         self._me = Member(node_key.node, Incarnation(secrets.randbits(62) + 1))
@@ -183,7 +205,7 @@ class Agent:
         self._sessions = SessionCounters()
         self._lags: deque[tuple[float, float]] = deque()
         self._began = trio.current_time()
-        self._port = settings.listen.port
+        self._port: int = listeners[0].socket.getsockname()[1]
         self._event_log = EventLog(
             self._me,
             settings.name,
@@ -198,84 +220,88 @@ class Agent:
         memory_bytes = psutil.virtual_memory().total
         self._admission = Admission(self._files, memory_bytes=memory_bytes)
         self._containment = Containment(self._event_log, clock=trio.current_time)
+        self.peers = self._make_peers()
+        self.jobs = self._make_jobs()
+        self.membership = self.jobs.membership
+        self.features = make_features(self._kernel)
+        openings = (kind for feature in self.features for kind in feature.openings)
+        self._openings = SessionDecoder[_Opening]("request", Union[_Opening, *openings])
+        self._acceptor = Acceptor[trio.SocketStream](
+            on_link=self.peers.welcome,
+            on_lane=self.jobs.rendezvous.welcome,
+            uses=self._watch.uses,
+            contain=self._containment.contain,
+        )
+        self.channels.register(VIEWS, self.membership.receive)
+        self.channels.register(LANES, self.jobs.receive)
+        for feature in self.features:
+            self.channels.register(feature.channel, feature.receive)
 
-    async def run(
-        self, task_status: trio.TaskStatus[trio.CancelScope] = trio.TASK_STATUS_IGNORED
-    ) -> None:
-        """Run all tasks; shielded after the start: `run_agent` first leaves and then cancels it."""
-        with trio.CancelScope() as scope, contextlib.ExitStack() as leftovers:
-            listeners = await open_listeners(*self._settings.listen)
-            for listener in listeners:
-                leftovers.callback(listener.socket.close)  # the acceptor closes them once it serves
-            self._port = listeners[0].socket.getsockname()[1]
-            async with trio.open_nursery() as nursery:
-                await nursery.start(self._watch.run)
-                self._assemble(nursery)
-                leftovers.callback(self.jobs.close)
-                for feature in self.features:
-                    leftovers.callback(feature.close)
-                    nursery.start_soon(feature.run)
-                acceptor = Acceptor[trio.SocketStream](
-                    on_link=self.peers.welcome,
-                    on_lane=self.jobs.rendezvous.welcome,
-                    uses=self._watch.uses,
-                    contain=self._containment.contain,
-                )
-                self._acceptor = acceptor
-                await nursery.start(acceptor.serve, listeners)
-                if psutil.LINUX:
-                    nursery.start_soon(listen_at_interfaces, listeners, self._watch, acceptor.add)
-                await self._start_sessions(nursery)
-                for address in self._settings.peers:
-                    self.peers.targets.aim_at(address)
-                if self._settings.mdns:
-                    await self._start_discovery(nursery)
-                nursery.start_soon(self.peers.targets.run)
-                nursery.start_soon(self.peers.follow_interfaces)
-                nursery.start_soon(self.peers.relays.keep)
-                nursery.start_soon(self.membership.run)
-                nursery.start_soon(self._names.keep, self._settings.home)
-                nursery.start_soon(self._tick)
-                nursery.start_soon(self._poll_jobs)
-                nursery.start_soon(
-                    watch_turned_away, self._count_turned_away, acceptor.take_hosts, self._event_log
-                )
-                nursery.start_soon(
-                    watch_storms,
-                    self._watch,
-                    count_packets,
-                    self._event_log.add,
-                )
-                self._say_ready()
-                nursery.start_soon(self._report_alone)
-                scope.shield = True  # not before, as nobody else could cancel the start
-                self.has_started = True
-                task_status.started(scope)
+    async def start(self) -> None:
+        """Start all tasks."""
+        nursery = self._nursery
+        await nursery.start(self._watch.run)
+        await nursery.start(self._acceptor.serve, self._listeners)
+        if psutil.LINUX:
+            listen = listen_at_interfaces
+            nursery.start_soon(listen, self._listeners, self._watch, self._acceptor.add)
+        await self._start_sessions()
+        for address in self._settings.peers:
+            self.peers.targets.aim_at(address)
+        if self._settings.mdns:
+            await self._start_discovery()
+        for feature in self.features:
+            nursery.start_soon(feature.run)
+        nursery.start_soon(self.peers.targets.run)
+        nursery.start_soon(self.peers.follow_interfaces)
+        nursery.start_soon(self.peers.relays.keep)
+        nursery.start_soon(self.membership.run)
+        nursery.start_soon(self._names.keep, self._settings.home)
+        nursery.start_soon(self._tick)
+        nursery.start_soon(self._poll_jobs)
+        take_hosts = self._acceptor.take_hosts
+        nursery.start_soon(watch_turned_away, self._count_turned_away, take_hosts, self._event_log)
+        nursery.start_soon(watch_storms, self._watch, count_packets, self._event_log.add)
+        self._say_ready()
+        nursery.start_soon(self._report_alone)
+
+    def cancel(self) -> None:
+        """End all tasks."""
+        self._nursery.cancel_scope.cancel()
+
+    def close(self) -> None:
+        """Free what is left, after all tasks have ended."""
+        for feature in self.features:
+            feature.close()
+        self.jobs.close()
 
     def begin_anew(self, why: str) -> None:
         """Stop, and let another agent follow in this process, as if this one was restarted."""
         self.begins_anew = why
         self.stopped.set()
 
-    def _assemble(self, nursery: trio.Nursery) -> None:
-        contain = self._containment.contain
-        results = ContainedTasks(nursery, contain, "the sending of a result")
-        lanes = ContainedTasks(nursery, contain, "a data connection")
-        self.peers = Peers(
+    def _tasks(self, what: str) -> ContainedTasks:
+        return ContainedTasks(self._nursery, self._containment.contain, what)
+
+    def _make_peers(self) -> Peers:
+        return Peers(
             self._hello,
             membership=lambda: self.membership,
             contexts=self._contexts,
             watch=self._watch,
-            nursery=ContainedTasks(nursery, contain, "a link"),
+            nursery=self._tasks("a link"),
             jitter=random.random,
             channels=self.channels,
             noticed=self._event_log.add,
             path_failed=self._leave_path,
-            contain=contain,
+            contain=self._containment.contain,
         )
-        self.jobs = Jobs(
+
+    def _make_jobs(self) -> Jobs:
+        lanes = self._tasks("a data connection")
+        return Jobs(
             self._me,
-            results,
+            self._tasks("the sending of a result"),
             self._event_log,
             self._settings,
             membership=self._join,
@@ -283,27 +309,6 @@ class Agent:
                 self._me, self.peers, lanes, secrets.token_bytes, awaits=awaits
             ),
         )
-        self.membership = self.jobs.membership
-        self.features = make_features(
-            Kernel(
-                me=self._me,
-                settings=self._settings,
-                names=self._names,
-                peers=self.peers,
-                jobs=self.jobs,
-                nursery=nursery,
-                contain=contain,
-                noticed=self._event_log.add,
-                admission=lambda: self._admission,
-            )
-        )
-        self._openings = SessionDecoder[_Opening](
-            "request", Union[_Opening, *(kind for each in self.features for kind in each.openings)]
-        )
-        self.channels.register(VIEWS, self.membership.receive)
-        self.channels.register(LANES, self.jobs.receive)
-        for feature in self.features:
-            self.channels.register(feature.channel, feature.receive)
 
     def _join(self, follower: Follower) -> Membership:
         return Membership(
@@ -320,19 +325,33 @@ class Agent:
             probing=Probing(self.peers.probed_paths_to),
         )
 
+    @property
+    def _kernel(self) -> Kernel:
+        return Kernel(
+            me=self._me,
+            settings=self._settings,
+            names=self._names,
+            peers=self.peers,
+            jobs=self.jobs,
+            nursery=self._nursery,
+            contain=self._containment.contain,
+            noticed=self._event_log.add,
+            admission=lambda: self._admission,
+        )
+
     def _leave_path(
         self, ours: AbstractSet[str], theirs: AbstractSet[str], *, outranked: bool = False
     ) -> None:
         self.jobs.rendezvous.lose_path(ours, theirs, outranked=outranked)
 
-    async def _start_sessions(self, nursery: trio.Nursery) -> None:
+    async def _start_sessions(self) -> None:
         path = socket_path(self._settings.home)
         serve = functools.partial(
             serve_sessions, counters=self._sessions, most_visitors=self._files.visitors
         )
-        await nursery.start(serve, path, self._serve_program)
+        await self._nursery.start(serve, path, self._serve_program)
 
-    async def _start_discovery(self, nursery: trio.Nursery) -> None:
+    async def _start_discovery(self) -> None:
         own = Advertisement(
             tag=self._advertisement_key.tag,
             node=self._me.node,
@@ -352,8 +371,8 @@ class Agent:
                 counters=self._findings.counters,
             )
 
-        nursery.start_soon(announce_ourselves)
-        nursery.start_soon(self._findings.sort, findings, self.peers)
+        self._nursery.start_soon(announce_ourselves)
+        self._nursery.start_soon(self._findings.sort, findings, self.peers)
 
     def _hello(self) -> Hello:
         local = self._watch.announced

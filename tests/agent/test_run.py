@@ -328,7 +328,7 @@ async def test_an_agent_whose_counter_was_led_astray_begins_anew(clock: MockCloc
         one.agent.membership.state = replace(
             before, promised=far, view=View.of_one(before.me, before.said, far)
         )
-        await until(lambda: one.agent._me != before.me and one.agent.has_started)  # noqa: SLF001 - as above
+        await until(lambda: one.agent._me != before.me)  # noqa: SLF001 - as above
         assert one.agent.membership.state.promised.counter < SOUND
         two = here.new_machine("mac-1", peers=[one.address], key=two.key)
         await two.start()
@@ -342,8 +342,8 @@ async def test_an_agent_that_falls_gets_up_again_under_another_incarnation(
     polls = 0
 
     class Stumbles(Agent):
-        def __init__(self, *args: Any) -> None:  # noqa: ANN401 - handed on
-            super().__init__(*args)
+        def __init__(self, *args: Any, **more: Any) -> None:  # noqa: ANN401 - handed on
+            super().__init__(*args, **more)
             agents.append(self)
 
         async def _poll_jobs(self) -> None:
@@ -357,7 +357,7 @@ async def test_an_agent_that_falls_gets_up_again_under_another_incarnation(
     lines: list[str] = []
     async with trio.open_nursery() as nursery:
         nursery.start_soon(run_agent, settings_in(tmp_path), MESH, KEY, lines.append)
-        await until(lambda: len(agents) == 2 and agents[1].has_started)
+        await until(lambda: sum("is up" in line for line in lines) == 2)
         nursery.cancel_scope.cancel()
     assert agents[0]._me.incarnation != agents[1]._me.incarnation  # noqa: SLF001 - what makes it another
     assert [line for line in lines if "restarts: an error inside pmesh" in line]

@@ -17,7 +17,7 @@ from trio.testing import MockClock
 
 from pmesh.agent.config import AgentSettings, Listen
 from pmesh.agent.features import AnyFeature
-from pmesh.agent.run import Agent
+from pmesh.agent.run import Agent, serve_agent
 from pmesh.core.identity.keys import MeshKey, NodeKey
 from pmesh.core.values import Terms
 from pmesh.core.wire.lanes import OfferLane, Splice
@@ -71,8 +71,6 @@ class Machine:
         self.lines: list[str] = []
         self.agent: Agent
         self._nursery = nursery
-        self._scope: trio.CancelScope
-        self._stop = trio.Event()
         self._ended = trio.Event()
         self._killed = False
 
@@ -96,7 +94,7 @@ class Machine:
         return list(map(self.agent.membership.names.of_seat, seats))
 
     async def start(self) -> None:
-        self._stop, self._ended = trio.Event(), trio.Event()
+        self._ended = trio.Event()
         await self._nursery.start(self._run)
 
     async def _run(self, *, task_status: trio.TaskStatus[None]) -> None:
@@ -104,32 +102,31 @@ class Machine:
         try:
             while True:
                 async with trio.open_nursery() as outer:
-                    self.agent = Agent(
-                        self.settings, self.mesh, self.key, self.lines.append, self._stop
-                    )
                     self._clock.autojump_threshold = math.inf  # a thread looks for addresses
-                    self._scope = await outer.start(self.agent.run)
+                    self.agent = await outer.start(
+                        serve_agent, self.settings, self.mesh, self.key, self.lines.append
+                    )
                     self._clock.autojump_threshold = 0
                     task_status.started()
-                    await self._stop.wait()
+                    await self.agent.stopped.wait()
                     if not self._killed:
                         await self.agent.peers.leave()
-                    self._scope.cancel()
+                    self.agent.cancel()
                 if self.agent.begins_anew is None:
                     return
-                self._stop, task_status = trio.Event(), trio.TASK_STATUS_IGNORED
+                task_status = trio.TASK_STATUS_IGNORED
         finally:
             self._ended.set()
 
     async def stop(self) -> None:
-        self._stop.set()
+        self.agent.stopped.set()
         await self._ended.wait()
 
     async def kill(self) -> None:
         """End it without a goodbye."""
         self._killed = True
-        self._scope.cancel()
-        self._stop.set()
+        self.agent.cancel()
+        self.agent.stopped.set()
         await self._ended.wait()
 
     def lanes(self) -> list[Lane]:
@@ -235,7 +232,7 @@ async def village(clock: MockClock, count: int) -> AsyncGenerator[Village]:
                 nursery.cancel_scope.cancel()
                 for machine in made.machines:
                     with contextlib.suppress(AttributeError):  # it was never started
-                        machine._scope.cancel()  # noqa: SLF001 - its shield keeps it from ours
+                        machine.agent.cancel()  # its shield keeps it from ours
 
 
 @asynccontextmanager

@@ -25,8 +25,8 @@ from tools.fuzz.corpus import keep, load
 CORPUS = Path(__file__).parent / "corpus"
 # Folders and modules below pmesh that handle messages.
 HANDLERS = (
-    *("agent/jobs/", "agent/lanes/", "agent/mesh/", "core/jobs/", "p2p/"),
-    *("core/views/", "core/wire/", "net/links/", "net/sessions/sessions"),
+    *("agent/jobs/", "agent/lanes/", "agent/mesh/", "core/jobs/", "core/views/"),
+    *("core/wire/", "launches/wire/", "net/links/", "net/sessions/sessions", "p2p/", "store/wire"),
 )
 app = cyclopts.App(name="fuzz", help=__doc__, help_format="plaintext", version_flags=[])
 

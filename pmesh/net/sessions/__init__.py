@@ -1,1 +1,1 @@
-"""The Unix socket, shared memory and clocks of this machine."""
+"""The Unix socket, shared memory, processes and clocks of this machine."""

@@ -360,7 +360,7 @@ async def test_one_machine_that_makes_up_names_leaves_room_for_others(
 
 def end_without_a_word(machine: Machine) -> None:
     """Its sockets are closed, as after a kill; `Machine.kill` may still say that it leaves."""
-    machine._scope.cancel()  # noqa: SLF001
+    machine.agent.cancel()
 
 
 @pytest.mark.parametrize("order", [1, -1])
