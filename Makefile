@@ -36,7 +36,7 @@ test-all: .venv/.for-work $(LIBRARY)
 	@$(BIN)/python tools/check_coverage.py
 
 check: .venv/.for-work $(LIBRARY)
-	$(BIN)/clang-format --dry-run --Werror native/*.[ch]
+	$(BIN)/clang-format --dry-run --Werror native/*.[ch] native/tests/*.[ch]
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
@@ -46,7 +46,7 @@ check: .venv/.for-work $(LIBRARY)
 	@$(MAKE) --no-print-directory docs
 
 format: .venv/.for-work
-	$(BIN)/clang-format -i native/*.[ch]
+	$(BIN)/clang-format -i native/*.[ch] native/tests/*.[ch]
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 

@@ -9,8 +9,33 @@ import sys
 from functools import cache
 from pathlib import Path
 
-ABI = 1  # PMESH_ABI in native/pmesh.h
+ABI = 2  # PMESH_ABI in native/pmesh.h
 PATH = Path(__file__).with_name("libpmesh.dylib" if sys.platform == "darwin" else "libpmesh.so")
+
+_PROTOTYPES = {
+    "pmesh_itemsize": (ctypes.c_uint64, ctypes.c_int32, ctypes.c_int32),
+    "pmesh_accumulate": (
+        None,
+        *(ctypes.c_int32, ctypes.c_int32),
+        *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64),
+    ),
+    "pmesh_finish": (
+        None,
+        *(ctypes.c_int32, ctypes.c_int32),
+        *(ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32),
+    ),
+    "pmesh_make_nan_equal": (None, ctypes.c_int32, ctypes.c_void_p, ctypes.c_uint64),
+    "pmesh_runner_new": (ctypes.c_void_p,),
+    "pmesh_runner_free": (None, ctypes.c_void_p),
+    "pmesh_runner_fd": (ctypes.c_int, ctypes.c_void_p),
+    "pmesh_begin": (ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p),
+    "pmesh_advance": (ctypes.c_int32, ctypes.c_void_p),
+    "pmesh_hand_over": (ctypes.c_bool, ctypes.c_void_p),
+    "pmesh_stop": (None, ctypes.c_void_p),
+    "pmesh_end": (ctypes.c_int32, ctypes.c_void_p),
+    "pmesh_layout": (ctypes.POINTER(ctypes.c_uint32),),
+}
+"""Of each function of native/pmesh.h: what it returns, and its arguments."""
 
 
 def library() -> ctypes.CDLL | None:
@@ -55,4 +80,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         return None, f"it can't be loaded ({error}); install pmesh again"
     if abi != ABI:
         return None, "it was built for another version of pmesh; install pmesh again"
+    for name, (result, *arguments) in _PROTOTYPES.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
     return loaded, ""

@@ -310,7 +310,7 @@ async def test_a_slow_lane_is_given_the_time_that_it_needs(
 
     async def trickle(lane: Lane, header: RecordHeader, into: memoryview) -> None:
         if header.body_bytes == 32 * 1024 and lane.bytes_received < 10_000_000:
-            lane.bytes_received += 1_000_000  # as a slow network brings it
+            lane.state.bytes_received += 1_000_000  # as a slow network brings it
             await trio.sleep(4)
         await real(lane, header, into)
 

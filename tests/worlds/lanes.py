@@ -5,8 +5,9 @@ Shares of memory and descriptors, for sessions without an agent.
 Ranks in one process with a lane between any two of them that need one, over real sockets.
 """
 
+import os
 import socket
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,7 @@ from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.lanes import OfferLane
 from pmesh.core.wire.records import OVERHEAD_BYTES, RecordHeader
 from pmesh.ids import Epoch, Incarnation, JobName, NodeId, TrainerId
-from pmesh.net.lanes.executor import run_plan
+from pmesh.net.lanes.executor import run_in_python, run_plan
 from pmesh.net.lanes.lane import Lane
 from pmesh.net.lanes.opening import local_lanes
 from pmesh.net.lanes.ring import RingPosition, all_reduce
@@ -106,6 +107,20 @@ def shrink(lane: Lane, buffer_bytes: int) -> None:
     sock = lane._socket  # noqa: SLF001 - a slow network, without a switch in the lane for it
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+
+
+@contextmanager
+def forgotten(lane: Lane) -> Iterator[None]:
+    """The network between swallows what the lane sends, as a router that has lost its table."""
+    descriptor = lane._socket.fileno()  # noqa: SLF001 - a bad network, as in `shrink`
+    connection, (end, nowhere) = os.dup(descriptor), socket.socketpair()
+    try:
+        os.dup2(end.fileno(), descriptor)
+        yield
+    finally:
+        os.close(connection)
+        end.close()
+        nowhere.close()
 
 
 async def at_every_rank(
@@ -232,6 +247,8 @@ class Collective:
     reduction: str = ""
     op: int = 0
     fingerprints: Sequence[int] | None = None
+    in_python: Collection[int] = ()
+    """The ranks that don't use the native library."""
 
     async def at(self, rank: int, lanes: Web) -> Bytes:
         """One rank's part; its result begins as garbage, its source is read-only (I8)."""
@@ -245,13 +262,27 @@ class Collective:
         """The same, without a byte of its own."""
         lanes.open(self.plans)
         mark = self.fingerprints[rank] if self.fingerprints else 9
-        await run_plan(
+        plan, header = (
             self.plans[rank],
-            {b: lane for (a, b), lane in lanes.sending.items() if a == rank},
-            {a: lane for (a, b), lane in lanes.receiving.items() if b == rank},
-            RecordHeader(0, lanes.roster, self.op, 0, mark, completed=self.op - 1),
-            source=self.sources[rank].data.toreadonly(),
-            result=result.data,
+            RecordHeader(0, lanes.roster, self.op, 0, mark, self.op - 1),
+        )
+        to = {b: lane for (a, b), lane in lanes.sending.items() if a == rank}
+        from_ = {a: lane for (a, b), lane in lanes.receiving.items() if b == rank}
+        regions = self.sources[rank].data.toreadonly(), result.data
+        if rank in self.in_python:
+            scratch = bytearray(plan.scratch_bytes)
+            all_regions = (*regions, memoryview(scratch))
+            await run_in_python(
+                plan, to, from_, header, all_regions, dtype=self.dtype, reduction=self.reduction
+            )
+            return
+        await run_plan(
+            plan,
+            to,
+            from_,
+            header,
+            source=regions[0],
+            result=regions[1],
             dtype=self.dtype,
             reduction=self.reduction,
         )

@@ -27,6 +27,7 @@ _UFUNCS = MappingProxyType(
         "bxor": np.bitwise_xor,
     }
 )
+REDUCTIONS = tuple(_UFUNCS)
 _FOR_FLOATS = ("sum", "mean", "max", "min", "prod")
 _FOR_COMPLEX = ("sum", "mean", "prod")  # complex numbers have no order
 _FOR_INTEGERS = (

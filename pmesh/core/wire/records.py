@@ -59,10 +59,13 @@ def read_header_untrusted(
         raise ProtocolError(f"a record's header has {HEADER_BYTES} bytes, not {len(data)}")
     header = RecordHeader._make(_HEADER.unpack_from(data))
     if header.body_bytes > max_body_bytes:
-        raise ProtocolError(
-            f"a record claims {header.body_bytes} bytes, {max_body_bytes} are allowed"
-        )
+        raise ProtocolError(too_large(header.body_bytes, max_body_bytes))
     return header
+
+
+def too_large(nbytes: int, max_body_bytes: int = MAX_BODY_BYTES) -> str:
+    """Return the text of the error for a body that is too large."""
+    return f"a record claims {nbytes} bytes, {max_body_bytes} are allowed"
 
 
 class Preamble(NamedTuple):

@@ -1,5 +1,8 @@
 """Runs the plan of any collective (`pmesh.core.ops.plan`), over lanes to and from any ranks.
 
+The native library does so where it can (`pmesh.net.lanes.native`); the rest of this module does the
+same in Python.
+
 Each record is sealed from where its values lie and opened into where they belong. Each lane's
 records go in their order, and wait for what the plan says. For large records, a pipeline has a
 stage for every lane. Small ones fit the sockets' buffers and go in line, because switching tasks
@@ -37,6 +40,7 @@ from pmesh.core.ops.plan import (
 from pmesh.core.ops.reductions import WIRE_DTYPES, accumulate, finish, make_nan_equal
 from pmesh.core.wire.records import RecordHeader
 from pmesh.errors import LaneBroken
+from pmesh.net.lanes import native
 from pmesh.net.lanes.lane import CallsDiffer, Lane, Steps, Wait
 
 THREADS_FROM_BYTES = 16 * 1024 * 1024  # below, to start them costs more than they save
@@ -73,14 +77,41 @@ def run_plan(
     Raises:
         CallsDiffer: a rank that sends to this one called something else.
         LaneBroken: one of the lanes is gone.
+        ValueError: the plan needs a lane that there isn't.
     """
     nbytes = plan.scratch_bytes
     scratch = np.empty(nbytes, np.uint8).data if nbytes else _NOTHING
     regions = (source, result, scratch)
+    _check_lanes(plan, lanes_to, lanes_from)
+    lanes = [*map(lanes_from.__getitem__, plan.receives), *map(lanes_to.__getitem__, plan.sends)]
+    library = native.library_for(plan, lanes, dtype, reduction)
+    if library is not None:
+        return native.run(library, plan, lanes, header, regions, dtype=dtype, reduction=reduction)
+    return run_in_python(
+        plan, lanes_to, lanes_from, header, regions, dtype=dtype, reduction=reduction
+    )
+
+
+def run_in_python(
+    plan: RankPlan,
+    lanes_to: Mapping[int, Lane],
+    lanes_from: Mapping[int, Lane],
+    header: RecordHeader,
+    regions: Sequence[memoryview],
+    *,
+    dtype: str,
+    reduction: str,
+) -> Coroutine[Any, Any, None]:
+    """Return what does it without the native library; for the arguments see `run_plan`."""
     landed = _adding(plan, regions, dtype, reduction) if dtype else _keep
-    return _Execution(
-        plan, lanes_to, lanes_from, header, regions=regions, landed=landed, work=_keep
-    ).run()
+    return execute(plan, lanes_to, lanes_from, header, regions, landed=landed)
+
+
+def _check_lanes(
+    plan: RankPlan, lanes_to: Mapping[int, Lane], lanes_from: Mapping[int, Lane]
+) -> None:
+    if not (lanes_to.keys() >= plan.sends.keys() and lanes_from.keys() >= plan.receives.keys()):
+        raise ValueError("a plan among several ranks needs its lanes")
 
 
 def _keep(_: Receive | Work) -> None:
@@ -181,8 +212,7 @@ class _Execution:
         landed: Callable[[Receive], None],
         work: Callable[[Work], None],
     ) -> None:
-        if not (lanes_to.keys() >= plan.sends.keys() and lanes_from.keys() >= plan.receives.keys()):
-            raise ValueError("a plan among several ranks needs its lanes")
+        _check_lanes(plan, lanes_to, lanes_from)
         self._plan = plan
         self._to: dict[int, _Track[Send]] = {}
         for peer, sends in plan.sends.items():

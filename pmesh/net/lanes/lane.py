@@ -14,6 +14,7 @@ the event loop; a `Pipeline` (`pmesh.net.lanes.executor`) runs the steps of larg
 """
 
 import contextlib
+import ctypes
 import select
 import socket
 import time
@@ -36,6 +37,7 @@ from pmesh.core.wire.records import (
     read_header_untrusted,
 )
 from pmesh.errors import LaneBroken, PmeshError, ProtocolError
+from pmesh.native.layout import LaneState
 
 # With less, each packet would wake a thread. Linux's first window is twice this, and then grows.
 WAKE_UP_BYTES = 32 * 1024
@@ -108,12 +110,8 @@ class Lane:
         self.sending = sending
         self.hosts = _hosts_of(sock)
         """The addresses of its two ends, ours first, without scopes; "" within one agent."""
-        self.bytes_sent = 0
-        self.bytes_received: int = 0
-        self.records_dropped = 0
-        """Records of a lower roster, which came too late (V4)."""
-        self.peer_completed = -1
-        """How far the peer had come when it sent its last record (O2)."""
+        self.state = LaneState(peer_completed=-1, wake_up_bytes=wake_up_bytes, asked=1)
+        """What the native library reads and writes, too."""
         self.paces: dict[tuple[str, str], Pace] = {}
         """For each pair of `hosts`, what has come while this end waited in the middle of a record.
         The peer had it ready, so it came as fast as the network allowed."""
@@ -123,15 +121,42 @@ class Lane:
         self._path_lost = False
         self._sealer = Sealer(ours)
         self._opener = Opener(theirs)
+        self.state.seal_key[:] = self._sealer.key
+        self.state.open_key[:] = self._opener.key
         self._out = memoryview(bytearray(_GREETING_BYTES))
-        self._unsent = self._out[:0]
         self._in = memoryview(bytearray(_GREETING_BYTES))
         """`_out` and `_in` grow with the first record, as many lanes are never used."""
-        self._filled = 0  # bytes of _in that hold what has arrived
-        self.wake_up_bytes = wake_up_bytes
-        """A task that waits for more than this is woken only when this much is there."""
-        self._asked = 1
+        self._is_shared = False
         self._stop_thread: Callable[[], None] | None = None
+
+    @property
+    def bytes_sent(self) -> int:
+        """The bytes that the system has taken, also while an op runs."""
+        return self.state.bytes_sent
+
+    @property
+    def bytes_received(self) -> int:
+        """The bytes that have come, also while an op runs."""
+        return self.state.bytes_received
+
+    @property
+    def records_dropped(self) -> int:
+        """Records of a lower roster, which came too late (V4)."""
+        return self.state.dropped
+
+    @property
+    def peer_completed(self) -> int:
+        """How far the peer had come when it sent its last record (O2)."""
+        return self.state.peer_completed
+
+    @property
+    def wake_up_bytes(self) -> int:
+        """A task that waits for more than this is woken only when this much is there."""
+        return self.state.wake_up_bytes
+
+    @wake_up_bytes.setter
+    def wake_up_bytes(self, nbytes: int) -> None:
+        self.state.wake_up_bytes = nbytes
 
     @property
     def is_closed(self) -> bool:
@@ -175,8 +200,33 @@ class Lane:
     def take_back(self) -> None:
         """Take the lane back: the thread has ended. Close it if `close` was called meanwhile."""
         self._stop_thread = None
+        if self._is_shared:
+            self._read_state()
         if self._closed.is_set():
             self.close()
+
+    has_one_socket = True
+
+    def share_state(self) -> int:
+        """Return the address of the lane's state, which the library uses until `take_back`."""
+        state = self.state
+        if self.sending:
+            self._out = _whole(self._out, state.unsent_end)
+            state.out = _address(self._out)
+        else:
+            self._in = _whole(self._in, state.filled)
+            state.in_ = _address(self._in)
+        state.fd = self._socket.fileno()
+        state.sealed, state.opened = self._sealer.records, self._opener.records
+        self._is_shared = True
+        return ctypes.addressof(state)
+
+    def _read_state(self) -> None:
+        state, self._is_shared = self.state, False
+        self._sealer.records, self._opener.records = state.sealed, state.opened
+        if state.paced_bytes:
+            self._note_paces({self.hosts: state.paced_bytes}, state.paced_s)
+            state.paced_bytes, state.paced_s = 0, 0.0
 
     def register(self, poll: select.poll) -> None:
         """Make a thread's `poll` return when the lane's steps may go on."""
@@ -185,7 +235,7 @@ class Lane:
     def check_open(self) -> None:
         """Raise LaneBroken if the lane has been closed."""
         if self._closed.is_set():
-            raise self._broken("was closed")
+            raise self.broken("was closed")
 
     def __repr__(self) -> str:
         arrow = "to" if self.sending else "from"
@@ -209,17 +259,24 @@ class Lane:
 
         If not, `flush` sends the rest; call it before the next `post`.
         """
-        assert not self._unsent, "flush before the next post"  # noqa: S101 - its buffer is in use
+        assert self._is_flushed, "flush before the next post"  # noqa: S101 - its buffer is in use
         if len(self._out) < OVERHEAD_BYTES + header.body_bytes:
             self._out = memoryview(bytearray(_WHOLE_BYTES))
-        self._unsent = self._out[: self._sealer.seal(header, body, self._out)]
+        self._will_send(self._sealer.seal(header, body, self._out))
         self._send_some()
-        return not self._unsent
+        return self._is_flushed
+
+    def _will_send(self, nbytes: int) -> None:
+        self.state.unsent_begin, self.state.unsent_end = 0, nbytes
+
+    @property
+    def _is_flushed(self) -> bool:
+        return self.state.unsent_begin == self.state.unsent_end
 
     @property
     def idle(self) -> bool:
         """Whether nothing waits to be sent, so that `post` may be called."""
-        return not self._unsent
+        return self._is_flushed
 
     async def flush(self) -> None:
         """Send what `post`, or a call that was cancelled, has left."""
@@ -228,19 +285,19 @@ class Lane:
 
     def flushes(self) -> Steps:
         """Yield the steps of `flush`."""
-        while self._unsent:
+        while not self._is_flushed:
             yield Wait.WRITABLE
             self._send_some()
 
     def _send_some(self) -> None:
         try:
-            count = self._socket.send(self._unsent)
+            count = self._socket.send(self._out[self.state.unsent_begin : self.state.unsent_end])
         except BlockingIOError:
             return
         except OSError as e:
-            raise self._broken(f"broke: {e.strerror}") from e
-        self.bytes_sent += count
-        self._unsent = self._unsent[count:]
+            raise self.broken(f"broke: {e.strerror}") from e
+        self.state.bytes_sent += count
+        self.state.unsent_begin += count
 
     async def receive(self, expected: RecordHeader, into: memoryview) -> None:
         """Receive the next record straight into its place.
@@ -272,12 +329,15 @@ class Lane:
                 break
             yield from self._refuse(header, expected)
         end = OVERHEAD_BYTES + header.body_bytes
-        before, began = self._filled, time.monotonic()  # all that was there is read; more will come
+        before, began = (
+            self.state.filled,
+            time.monotonic(),
+        )  # all that was there is read; more will come
         if before < end and (yield from self._fill(end, end)):
             waited = True
             self._note_paces({self.hosts: end - before}, time.monotonic() - began)
         self._open(end, into)
-        self.peer_completed = header.completed
+        self.state.peer_completed = header.completed
         if not waited:
             yield Wait.TURN
 
@@ -292,46 +352,44 @@ class Lane:
         """Drop a record that comes too late; raise for any other that is not the expected one."""
         same_call = (header.op, header.fingerprint) == (expected.op, expected.fingerprint)
         if header.roster == expected.roster and same_call:
-            raise self._broken("brought a record out of its place")
+            raise self.broken("brought a record out of its place")
         end = OVERHEAD_BYTES + header.body_bytes
         yield from self._fill(end, end)
         self._open(end, bytearray(header.body_bytes))
         if header.roster == expected.roster:
             # The lower op has ended at one end, without its record being read here or sent there.
             raise CallsDiffer(min(header.op, expected.op), self.peer)
-        self.records_dropped += 1
+        self.state.dropped += 1
         yield Wait.TURN
 
     def _fill(self, enough: int, limit: int) -> Generator[Wait, None, bool]:
         """Receive until `_in` holds `enough`, at most `limit`; return True if that took a wait."""
-        waited = False
+        waited, state = False, self.state
         if len(self._in) < limit:
-            whole = memoryview(bytearray(_WHOLE_BYTES))
-            whole[: self._filled] = self._in[: self._filled]
-            self._in = whole
-        while self._filled < enough:
+            self._in = _whole(self._in, state.filled)
+        while state.filled < enough:
             try:
-                count = self._socket.recv_into(self._in[self._filled : limit])
+                count = self._socket.recv_into(self._in[state.filled : limit])
             except BlockingIOError:
                 waited = True
-                self._ask_for(enough - self._filled)
+                self._ask_for(enough - state.filled)
                 yield Wait.READABLE
                 continue
             except OSError as e:
-                raise self._broken(f"broke: {e.strerror}") from e
+                raise self.broken(f"broke: {e.strerror}") from e
             if not count:
-                raise self._broken("ended")
-            self._filled += count
-            self.bytes_received += count
+                raise self.broken("ended")
+            state.filled += count
+            state.bytes_received += count
         return waited
 
     def _ask_for(self, nbytes: int) -> None:
         """Make the socket readable only once that much is there, or enough for a wakeup."""
         asked = min(nbytes, self.wake_up_bytes)
-        if asked != self._asked:
+        if asked != self.state.asked:
             with contextlib.suppress(OSError):  # macOS: it was reset; the next read will say so
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, asked)
-            self._asked = asked
+            self.state.asked = asked
 
     async def wait_for(self, wait: Wait) -> None:
         """Wait, in the event loop, for what a step of this lane has yielded."""
@@ -347,7 +405,7 @@ class Lane:
                 case _:
                     await trio.lowlevel.checkpoint()
         except (trio.ClosedResourceError, ValueError, OSError) as e:
-            raise self._broken("was closed") from e
+            raise self.broken("was closed") from e
 
     def _header(self) -> RecordHeader:
         try:
@@ -355,20 +413,21 @@ class Lane:
                 self._in, max_body_bytes=PREAMBLE_BYTES if self.sending else MAX_BODY_BYTES
             )
         except ProtocolError as e:
-            raise self._broken(f"broke: {e}") from e
+            raise self.broken(f"broke: {e}") from e
 
     def _open(self, end: int, into: bytearray | memoryview) -> None:
         """Open the record that fills `_in` up to `end`; what came after it moves to the front."""
         try:
             self._opener.open_untrusted(self._in[:end], into)
         except ProtocolError as e:
-            raise self._broken(f"broke: {e}") from e
-        rest = self._filled - end
+            raise self.broken(f"broke: {e}") from e
+        rest = self.state.filled - end
         if rest:  # only after a record that was shorter than the expected one
-            self._in[:rest] = bytes(self._in[end : self._filled])
-        self._filled = rest
+            self._in[:rest] = bytes(self._in[end : self.state.filled])
+        self.state.filled = rest
 
-    def _broken(self, what: str) -> LaneBroken:
+    def broken(self, what: str) -> LaneBroken:
+        """Return the error of a lane to which this has happened."""
         arrow = "to" if self.sending else "from"
         connection = f"the data connection {arrow} {self.peer}"
         if self._path_lost:
@@ -379,8 +438,7 @@ class Lane:
         """Prove to the peer that we know the offer."""
         begin = len(preamble)
         self._out[:begin] = preamble
-        end = begin + self._sealer.seal(self._greeting, b"", self._out[begin:])
-        self._unsent = self._out[:end]
+        self._will_send(begin + self._sealer.seal(self._greeting, b"", self._out[begin:]))
         await self.flush()
 
     async def receive_greeting(self) -> None:
@@ -389,11 +447,24 @@ class Lane:
             with trio.fail_after(GREETING_TIMEOUT_S):
                 await self.receive(self._greeting, memoryview(bytearray()))
         except (trio.TooSlowError, CallsDiffer) as e:
-            raise self._broken("was never greeted") from e
+            raise self.broken("was never greeted") from e
 
     @property
     def _greeting(self) -> RecordHeader:
         return RecordHeader(0, self._roster, op=0, segment=0, fingerprint=0, completed=-1)
+
+
+def _whole(buffer: memoryview, used: int) -> memoryview:
+    """Return a buffer for any record, which begins with what was used of this one."""
+    if len(buffer) == _WHOLE_BYTES:
+        return buffer
+    whole = memoryview(bytearray(_WHOLE_BYTES))
+    whole[:used] = buffer[:used]
+    return whole
+
+
+def _address(buffer: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
 def _hosts_of(sock: socket.socket) -> tuple[str, str]:

@@ -104,14 +104,21 @@ class MultipathLane(Lane):
     `tend` must run in the event loop for as long as the lane is open.
     """
 
+    has_one_socket = False
+
     def __init__(self, first: Lane, facts: Facts, offer: OfferLane) -> None:
         """Make the lane of `offer` from its connection with index 0, which has been greeted.
 
         Raises:
             LaneBroken: No descriptor is left for its selector. The connection is closed.
         """
-        super().__init__(first.give_up()[0], offer, sending=first.sending, peer=first.peer)
-        self.wake_up_bytes = first.wake_up_bytes
+        super().__init__(
+            first.give_up()[0],
+            offer,
+            sending=first.sending,
+            peer=first.peer,
+            wake_up_bytes=first.wake_up_bytes,
+        )
         self._lock = threading.Lock()
         self._subflows: dict[int, _Subflow] = {}
         self._used: set[int] = set()
@@ -139,7 +146,7 @@ class MultipathLane(Lane):
                 on_error.callback(writer.close)
                 selector.register(reader, selectors.EVENT_READ)
             except OSError as e:
-                raise self._broken(f"has no room: {e.strerror}") from e
+                raise self.broken(f"has no room: {e.strerror}") from e
             on_error.pop_all()
         return selector, reader, writer
 
@@ -155,7 +162,7 @@ class MultipathLane(Lane):
         is_full = len(self._subflows) >= MAX_SUBFLOWS or len(self._used) >= MAX_INDICES
         if self.is_closed or self.has_used(index) or is_full:
             connection.close()
-            raise self._broken(f"takes no connection with index {index}")
+            raise self.broken(f"takes no connection with index {index}")
         self._used.add(index)
         sock, sealer, opener = connection.give_up()
         with self._lock:
@@ -163,7 +170,7 @@ class MultipathLane(Lane):
                 self._selector.register(sock, selectors.EVENT_READ)
             except OSError as e:  # the system watches no more
                 sock.close()
-                raise self._broken(f"has no room: {e.strerror}") from e
+                raise self.broken(f"has no room: {e.strerror}") from e
             self._subflows[index] = _Subflow(index, connection.hosts, sock, sealer, opener)
             self._sends.add(
                 index,
@@ -231,7 +238,7 @@ class MultipathLane(Lane):
     def check_open(self) -> None:
         """Raise LaneBroken if the lane has been closed, or has been without a path too long."""
         if self._closed.is_set():
-            raise self._broken(self._why)
+            raise self.broken(self._why)
 
     def lend(self, stop: Callable[[], None]) -> None:
         """Lend the lane to a thread until `take_back`; `stop` makes the thread end soon."""
@@ -256,7 +263,7 @@ class MultipathLane(Lane):
         try:
             await trio.lowlevel.wait_readable(self._selector.fileno())
         except (trio.ClosedResourceError, ValueError, OSError) as e:
-            raise self._broken(self._why) from e
+            raise self.broken(self._why) from e
 
     async def tend(self) -> None:
         """Do what no call does, until the lane is closed; then close its connections."""
@@ -408,7 +415,7 @@ class MultipathLane(Lane):
     def _write(self, subflow: _Subflow, now: float) -> None:
         while part := self._sends.next_part(subflow.index):
             count = subflow.sock.send(part)
-            self.bytes_sent += count
+            self.state.bytes_sent += count
             self._sends.wrote(subflow.index, count, now=now)
 
     def _show_interest(self, subflow: _Subflow) -> None:
@@ -469,7 +476,7 @@ class MultipathLane(Lane):
                 if all_flow:
                     self._note_paces(self._came_since(before), time.monotonic() - began)
                 self._in = frame[core.NUMBER_BYTES :]
-                self._filled = len(self._in)
+                self.state.filled = len(self._in)
                 return waited
             self.check_open()
             waited = True
@@ -505,7 +512,7 @@ class MultipathLane(Lane):
             raise ConnectionResetError
         subflow.filled += count
         subflow.bytes_read += count
-        self.bytes_received += count
+        self.state.bytes_received += count
         self._receives.read(subflow.index, count)
         if begins and subflow.filled == core.FRAME_HEADER_BYTES:
             nbytes = core.read_frame_untrusted(subflow.header)

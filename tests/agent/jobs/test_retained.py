@@ -75,7 +75,7 @@ async def test_a_fetch_that_takes_longer_than_a_peer_may_be_silent_is_left_alone
         if ring.from_previous is not None:
             for _ in range(20):
                 await trio.sleep(0.5)
-                ring.from_previous.bytes_received += 1  # as a slow network brings it
+                ring.from_previous.state.bytes_received += 1  # as a slow network brings it
         await real(ring, **call)  # type: ignore[arg-type] # as it came
 
     monkeypatch.setattr(retained, "broadcast", trickle)

@@ -1,13 +1,15 @@
 import itertools
 import math
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import pytest
 import trio
 from trio.testing import assert_checkpoints, wait_all_tasks_blocked
 
+from pmesh import native
 from pmesh.core.ops.moving import (
     plan_all_gather,
     plan_all_to_all,
@@ -239,15 +241,33 @@ each = pytest.mark.parametrize("make", ALL)
 LARGE = 700_001
 
 
-@pytest.fixture(params=["threads", "tasks"])
-def pipe(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def without_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("PMESH_NATIVE", "0")
+    native.forget()
+    yield
+    native.forget()
+
+
+@pytest.fixture(params=["library", "Python"])
+def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with nullcontext() if request.param == "library" else without_library(monkeypatch):
+        yield
+
+
+@pytest.fixture(params=["library", "threads", "tasks"])
+def pipe(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     threads_from = 0 if request.param == "threads" else math.inf
     monkeypatch.setattr(executor, "THREADS_FROM_BYTES", threads_from)
+    with nullcontext() if request.param == "library" else without_library(monkeypatch):
+        yield
 
 
+by_either = pytest.mark.usefixtures("either")
 disturbed = pytest.mark.usefixtures("pipe")
 
 
+@by_either
 @each
 @pytest.mark.parametrize("size", range(1, 6))
 @pytest.mark.parametrize("count", [0, 1, 1000, LARGE])
@@ -282,6 +302,7 @@ async def test_a_slow_network_changes_nothing(make: Make, count: int) -> None:
             check(make, asked, await asked.everywhere(lanes))
 
 
+@by_either
 async def test_collectives_of_all_kinds_and_sizes_follow_each_other_on_the_same_lanes() -> None:
     with web() as lanes, trio.fail_after(30):
         for op, (make, count) in enumerate(itertools.product(ALL, [5, 300_000, 0])):
@@ -310,6 +331,7 @@ async def test_after_a_cancelled_op_a_new_roster_goes_on_over_the_same_lanes(
             check(make, asked, await asked.everywhere(lanes))
 
 
+@by_either
 async def test_a_small_op_first_gets_rid_of_what_a_large_one_left_half_sent() -> None:
     asked = centralized(3, 10)
     with web(buffer_bytes=16_384) as lanes, trio.fail_after(5):
@@ -376,6 +398,7 @@ async def test_a_rank_that_called_something_else_is_noticed_by_those_who_hear_it
             nursery.cancel_scope.cancel()
 
 
+@by_either
 async def test_a_record_is_passed_on_while_the_next_has_not_been_sent() -> None:
     count = 3 * SEGMENT_BYTES // 8
     asked = reduce(3, count)
@@ -393,6 +416,7 @@ async def test_a_record_is_passed_on_while_the_next_has_not_been_sent() -> None:
                 assert (np.frombuffer(into, np.int64) == 2).all()
 
 
+@by_either
 async def test_a_rank_that_only_passes_on_needs_no_memory_for_the_tensor() -> None:
     asked = reduce(3, 4 << 20)
     with web() as lanes, trio.fail_after(30):

@@ -1,0 +1,561 @@
+// Runs plans: `pmesh/net/lanes/executor.py` does the same in Python, and says more.
+//
+// A runner has two threads. Of a large op, one sends and the other receives and adds, so that both
+// cores and both directions are used. Of a small op, one does both; what can be done at once is
+// done by the caller, without a thread. A thread that can do nothing waits in `poll`, for its
+// sockets and for a pipe by which the other thread, or `pmesh_stop`, wakes it.
+#include "pmesh.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+enum { RECEIVES = 1, SENDS = 2, BOTH = RECEIVES | SENDS };
+enum { SIDES = 2, COPY_BYTES = 256 * 1024, LATE_RECORDS = 64, MOST_TRACKS = 1 << 16 };
+
+// One thread, and what wakes it.
+struct side {
+    struct pmesh_runner *runner;
+    pthread_t thread;
+    bool has_thread;
+    unsigned duties;           // of the op that runs; 0 when the thread is idle
+    int wake[2];               // a pipe
+    _Atomic bool sleeping;     // until the other side gets further
+    _Atomic uint32_t progress; // counts what this side has done
+    struct pollfd *polled;
+};
+
+struct pmesh_runner {
+    struct pmesh_op *op;
+    _Atomic uint32_t *done; // of each track, how many records
+    struct pmesh_waiting *waiting;
+    uint32_t room;   // tracks for which there is memory
+    uint32_t copy;   // the copy that comes next
+    uint64_t copied; // bytes of it
+    bool two;        // both sides are at work
+    _Atomic bool stopped;
+    struct side sides[SIDES];
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    int at_work; // threads
+    bool closing, signalled;
+    int ended[2]; // a pipe
+};
+
+static void *work(void *argument);
+
+// --- a plan that does not fit its memory is refused before anything is read or written
+
+static bool fits(const struct pmesh_op *op, uint32_t region, uint64_t offset, uint64_t nbytes) {
+    return region < PMESH_REGIONS && offset <= op->region_bytes[region] &&
+           nbytes <= op->region_bytes[region] - offset;
+}
+
+static bool record_fits(const struct pmesh_op *op, const struct pmesh_record *record, bool receives,
+                        uint64_t itemsize) {
+    const struct pmesh_plan *plan = op->plan;
+    if (record->nbytes > PMESH_MAX_BODY_BYTES || record->need_begin > record->need_end ||
+        record->need_end > plan->need_count ||
+        !fits(op, record->region, record->offset, record->nbytes)) {
+        return false;
+    }
+    if (!receives) {
+        return true;
+    }
+    if (record->region == PMESH_SOURCE || record->then > PMESH_ADD_TO_RESULT) {
+        return false;
+    }
+    if (record->then == PMESH_KEEP) {
+        return true;
+    }
+    const uint32_t other = record->then == PMESH_ADD_SOURCE ? PMESH_SOURCE : PMESH_RESULT;
+    return itemsize && (record->offset | record->other | record->nbytes) % itemsize == 0 &&
+           record->region != other && fits(op, other, record->other, record->nbytes);
+}
+
+static bool lane_fits(const struct pmesh_lane *lane) {
+    const uint64_t room = PMESH_OVERHEAD_BYTES + PMESH_MAX_BODY_BYTES;
+    return lane->filled <= room && lane->unsent_begin <= lane->unsent_end &&
+           lane->unsent_end <= room;
+}
+
+static bool is_aligned(const struct pmesh_op *op, uint64_t itemsize) {
+    const uint64_t alignment = itemsize < sizeof(double) ? itemsize : sizeof(double);
+    for (int i = 0; i < PMESH_REGIONS && itemsize; i++) {
+        if ((uintptr_t)op->regions[i] % alignment) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static bool plan_fits(const struct pmesh_op *op) {
+    const struct pmesh_plan *plan = op->plan;
+    const uint64_t itemsize = pmesh_itemsize(op->dtype, op->reduction);
+    const uint64_t tracks = (uint64_t)plan->receiving + plan->sending;
+    if (!is_aligned(op, itemsize) || !plan->size || tracks > MOST_TRACKS) {
+        return false;
+    }
+    for (uint32_t t = 0; t < tracks; t++) {
+        const struct pmesh_track *track = &plan->tracks[t];
+        if (track->begin > track->end || track->end > plan->record_count ||
+            !lane_fits(op->lanes[t])) {
+            return false;
+        }
+        for (uint32_t i = track->begin; i < track->end; i++) {
+            if (!record_fits(op, &plan->records[i], t < plan->receiving, itemsize)) {
+                return false;
+            }
+        }
+    }
+    for (uint32_t i = 0; i < plan->need_count; i++) {
+        if (plan->needs[i].track >= tracks) {
+            return false;
+        }
+    }
+    for (uint32_t i = 0; i < plan->copy_count; i++) {
+        const struct pmesh_copy *copy = &plan->copies[i];
+        if (!fits(op, PMESH_SOURCE, copy->source, copy->nbytes) ||
+            !fits(op, PMESH_RESULT, copy->result, copy->nbytes)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+// --- what one side does
+
+static void wake(const struct side *side) {
+    const uint8_t byte = 0;
+    if (write(side->wake[1], &byte, 1) < 0) {
+        // The pipe is full, so the side is awake or about to be.
+    }
+}
+
+static void stop(struct pmesh_runner *runner) {
+    runner->stopped = true;
+    for (int i = 0; i < SIDES; i++) {
+        wake(&runner->sides[i]);
+    }
+}
+
+// Count a record, and wake the other side if it may have waited for it.
+static void count(struct pmesh_runner *runner, struct side *side, uint32_t track) {
+    atomic_fetch_add(&runner->done[track], 1);
+    if (!runner->two) {
+        return;
+    }
+    struct side *other = &runner->sides[side == runner->sides];
+    atomic_fetch_add(&side->progress, 1);
+    if (atomic_exchange(&other->sleeping, false)) {
+        wake(other);
+    }
+}
+
+static bool has(const struct pmesh_runner *runner, const struct pmesh_record *record) {
+    const struct pmesh_need *needs = runner->op->plan->needs;
+    for (uint32_t i = record->need_begin; i < record->need_end; i++) {
+        if (atomic_load(&runner->done[needs[i].track]) < needs[i].number) {
+            return false;
+        }
+    }
+    return true;
+}
+
+// The next record of a track; NULL after the last one.
+static const struct pmesh_record *next_record(const struct pmesh_runner *runner, uint32_t track) {
+    const struct pmesh_plan *plan = runner->op->plan;
+    const uint32_t i = plan->tracks[track].begin + atomic_load(&runner->done[track]);
+    return i < plan->tracks[track].end ? &plan->records[i] : NULL;
+}
+
+static void add(const struct pmesh_op *op, const struct pmesh_record *record) {
+    if (record->then == PMESH_KEEP || !record->nbytes) {
+        return;
+    }
+    const uint64_t values = record->nbytes / pmesh_itemsize(op->dtype, op->reduction);
+    uint8_t *arrived = op->regions[record->region] + record->offset, *into = arrived;
+    const uint8_t *other = op->regions[PMESH_SOURCE] + record->other;
+    if (record->then == PMESH_ADD_TO_RESULT) {
+        into = op->regions[PMESH_RESULT] + record->other;
+        other = arrived;
+    }
+    pmesh_accumulate(op->dtype, op->reduction, into, other, values);
+    if (record->finishes) {
+        pmesh_finish(op->dtype, op->reduction, into, values, op->plan->size);
+        if (op->plan->added_twice) { // I3: the other ranks add for themselves
+            pmesh_make_nan_equal(op->dtype, into, values);
+        }
+    }
+}
+
+// Returns whether it got further.
+static bool receive_some(struct pmesh_runner *runner, struct side *side, uint32_t track) {
+    const struct pmesh_record *record = next_record(runner, track);
+    struct pmesh_waiting *waiting = &runner->waiting[track];
+    waiting->network = waiting->progress = false;
+    if (!record || waiting->held) {
+        return false;
+    }
+    if (!has(runner, record)) {
+        waiting->progress = true;
+        return false;
+    }
+    switch (pmesh_receive(runner->op, track, record, atomic_load(&runner->done[track]), waiting)) {
+    case PMESH_LANDED:
+        add(runner->op, record);
+        count(runner, side, track);
+        return true;
+    case PMESH_MOVED: return true;
+    case PMESH_WAITS: waiting->network = !waiting->held; return false;
+    default: stop(runner); return false;
+    }
+}
+
+static bool send_some(struct pmesh_runner *runner, struct side *side, uint32_t track) {
+    struct pmesh_lane *lane = runner->op->lanes[track];
+    struct pmesh_waiting *waiting = &runner->waiting[track];
+    const struct pmesh_record *record = next_record(runner, track);
+    waiting->network = waiting->progress = false;
+    if (lane->unsent_begin == lane->unsent_end) {
+        if (!record) {
+            return false;
+        }
+        if (!has(runner, record)) {
+            waiting->progress = true;
+            return false;
+        }
+        pmesh_seal_record(runner->op, lane, record, atomic_load(&runner->done[track]));
+        count(runner, side, track);
+    }
+    switch (pmesh_flush(runner->op, track)) {
+    case PMESH_MOVED: return true;
+    case PMESH_WAITS: waiting->network = true; return false;
+    default: stop(runner); return false;
+    }
+}
+
+static bool copy_some(struct pmesh_runner *runner) {
+    const struct pmesh_op *op = runner->op;
+    if (runner->copy == op->plan->copy_count) {
+        return false;
+    }
+    const struct pmesh_copy *copy = &op->plan->copies[runner->copy];
+    const uint64_t left = copy->nbytes - runner->copied;
+    const uint64_t nbytes = left < COPY_BYTES ? left : COPY_BYTES;
+    if (nbytes) {
+        memcpy(op->regions[PMESH_RESULT] + copy->result + runner->copied,
+               op->regions[PMESH_SOURCE] + copy->source + runner->copied, (size_t)nbytes);
+    }
+    runner->copied += nbytes;
+    if (runner->copied == copy->nbytes) {
+        runner->copy++;
+        runner->copied = 0;
+    }
+    return true;
+}
+
+// The tracks of these duties: from `begin` up to `end`.
+static uint32_t first_track(const struct pmesh_plan *plan, unsigned duties) {
+    return duties & RECEIVES ? 0 : plan->receiving;
+}
+
+static uint32_t end_of_tracks(const struct pmesh_plan *plan, unsigned duties) {
+    return duties & SENDS ? plan->receiving + plan->sending : plan->receiving;
+}
+
+// Do all that can be done at once; returns whether anything was.
+static bool advance(struct pmesh_runner *runner, struct side *side, unsigned duties) {
+    const struct pmesh_plan *plan = runner->op->plan;
+    bool moved = false;
+    // What is received makes others go on, so all that may be sent goes first.
+    for (uint32_t t = end_of_tracks(plan, duties); t-- > first_track(plan, duties);) {
+        if (runner->stopped) {
+            return false;
+        }
+        moved |= t < plan->receiving ? receive_some(runner, side, t) : send_some(runner, side, t);
+    }
+    return moved || (duties & RECEIVES && copy_some(runner));
+}
+
+static bool is_over(const struct pmesh_runner *runner, unsigned duties) {
+    const struct pmesh_plan *plan = runner->op->plan;
+    for (uint32_t t = first_track(plan, duties); t < end_of_tracks(plan, duties); t++) {
+        const struct pmesh_lane *lane = runner->op->lanes[t];
+        if (next_record(runner, t) ||
+            (t >= plan->receiving && lane->unsent_begin != lane->unsent_end)) {
+            return false;
+        }
+    }
+    return !(duties & RECEIVES) || runner->copy == plan->copy_count;
+}
+
+// Wait for a socket, for the other side to get further than `seen`, or for `stop`.
+static void sleep_until_woken(struct pmesh_runner *runner, struct side *side, uint32_t seen) {
+    const struct pmesh_plan *plan = runner->op->plan;
+    struct side *other = &runner->sides[side == runner->sides];
+    bool progress = false;
+    nfds_t polled = 1;
+    side->polled[0] = (struct pollfd){.fd = side->wake[0], .events = POLLIN};
+    for (uint32_t t = first_track(plan, side->duties); t < end_of_tracks(plan, side->duties); t++) {
+        progress |= runner->waiting[t].progress;
+        if (runner->waiting[t].network) {
+            const short events = t < plan->receiving ? POLLIN : POLLOUT;
+            side->polled[polled++] =
+                (struct pollfd){.fd = runner->op->lanes[t]->fd, .events = events};
+        }
+    }
+    if (progress) {
+        atomic_store(&side->sleeping, true);
+        if (atomic_load(&other->progress) != seen) {
+            atomic_store(&side->sleeping, false);
+            return;
+        }
+    }
+    if (!runner->stopped) {
+        poll(side->polled, polled, -1);
+    }
+    atomic_store(&side->sleeping, false);
+    if (side->polled[0].revents) {
+        uint8_t drained[64];
+        while (read(side->wake[0], drained, sizeof drained) == sizeof drained) {
+        }
+    }
+}
+
+static void run(struct pmesh_runner *runner, struct side *side) {
+    const struct side *other = &runner->sides[side == runner->sides];
+    while (!runner->stopped && !is_over(runner, side->duties)) {
+        const uint32_t seen = atomic_load(&other->progress);
+        if (!advance(runner, side, side->duties) && !is_over(runner, side->duties)) {
+            sleep_until_woken(runner, side, seen);
+        }
+    }
+}
+
+// --- the threads
+
+static void *work(void *argument) {
+    struct side *side = argument;
+    struct pmesh_runner *runner = side->runner;
+    pthread_mutex_lock(&runner->lock);
+    while (true) {
+        while (!side->duties && !runner->closing) {
+            pthread_cond_wait(&runner->changed, &runner->lock);
+        }
+        if (!side->duties) {
+            break;
+        }
+        pthread_mutex_unlock(&runner->lock);
+        run(runner, side);
+        pthread_mutex_lock(&runner->lock);
+        side->duties = 0;
+        if (!--runner->at_work) {
+            const uint8_t byte = 0;
+            runner->signalled = write(runner->ended[1], &byte, 1) == 1;
+            pthread_cond_broadcast(&runner->changed);
+        }
+    }
+    pthread_mutex_unlock(&runner->lock);
+    return NULL;
+}
+
+static bool needs_thread(struct side *side) {
+    if (!side->has_thread) {
+        side->has_thread = !pthread_create(&side->thread, NULL, work, side);
+    }
+    return side->has_thread;
+}
+
+// --- what Python calls
+
+static bool open_pipe(int ends[2]) {
+    if (pipe(ends)) {
+        ends[0] = ends[1] = -1;
+        return false;
+    }
+    for (int i = 0; i < 2; i++) {
+        fcntl(ends[i], F_SETFD, FD_CLOEXEC);
+        fcntl(ends[i], F_SETFL, O_NONBLOCK);
+    }
+    return true;
+}
+
+static void close_pipe(const int ends[2]) {
+    for (int i = 0; i < 2; i++) {
+        if (ends[i] >= 0) {
+            close(ends[i]);
+        }
+    }
+}
+
+struct pmesh_runner *pmesh_runner_new(void) {
+    struct pmesh_runner *runner = calloc(1, sizeof *runner);
+    if (!runner) {
+        return NULL;
+    }
+    pthread_mutex_init(&runner->lock, NULL);
+    pthread_cond_init(&runner->changed, NULL);
+    bool is_open = open_pipe(runner->ended);
+    for (int i = 0; i < SIDES; i++) {
+        runner->sides[i].runner = runner;
+        is_open &= open_pipe(runner->sides[i].wake);
+    }
+    if (!is_open) {
+        pmesh_runner_free(runner);
+        return NULL;
+    }
+    return runner;
+}
+
+void pmesh_runner_free(struct pmesh_runner *runner) {
+    pthread_mutex_lock(&runner->lock);
+    runner->closing = true;
+    pthread_cond_broadcast(&runner->changed);
+    pthread_mutex_unlock(&runner->lock);
+    for (int i = 0; i < SIDES; i++) {
+        if (runner->sides[i].has_thread) {
+            pthread_join(runner->sides[i].thread, NULL);
+        }
+        close_pipe(runner->sides[i].wake);
+        free(runner->sides[i].polled);
+    }
+    close_pipe(runner->ended);
+    pthread_cond_destroy(&runner->changed);
+    pthread_mutex_destroy(&runner->lock);
+    free(runner->done);
+    free(runner->waiting);
+    free(runner);
+}
+
+int pmesh_runner_fd(const struct pmesh_runner *runner) {
+    return runner->ended[0];
+}
+
+static bool make_room(struct pmesh_runner *runner, uint32_t tracks) {
+    if (tracks > runner->room) {
+        free(runner->done);
+        free(runner->waiting);
+        runner->done = calloc(tracks, sizeof *runner->done);
+        runner->waiting = calloc(tracks, sizeof *runner->waiting);
+        bool has_room = runner->done && runner->waiting;
+        for (int i = 0; i < SIDES; i++) {
+            free(runner->sides[i].polled);
+            runner->sides[i].polled = calloc(tracks + 1, sizeof(struct pollfd));
+            has_room &= !!runner->sides[i].polled;
+        }
+        runner->room = has_room ? tracks : 0;
+    }
+    return tracks <= runner->room;
+}
+
+static bool set_up(struct pmesh_runner *runner, struct pmesh_op *op) {
+    const uint32_t tracks = op->plan->receiving + op->plan->sending;
+    op->has_failed = false;
+    runner->op = op;
+    runner->stopped = runner->two = false;
+    runner->copy = 0;
+    runner->copied = 0;
+    if (!plan_fits(op) || !make_room(runner, tracks)) {
+        op->failure = PMESH_INVALID;
+        op->has_failed = true;
+        return false;
+    }
+    for (uint32_t t = 0; t < tracks; t++) {
+        runner->done[t] = 0;
+        runner->waiting[t] = (struct pmesh_waiting){0};
+    }
+    return true;
+}
+
+// Do what can be done at once, by the caller; return false if more could be. Late records and large
+// copies must not keep it long.
+static bool run_at_once(struct pmesh_runner *runner) {
+    const uint32_t most = runner->op->plan->record_count + LATE_RECORDS;
+    for (uint32_t i = 0; i < most; i++) {
+        if (!advance(runner, runner->sides, BOTH)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+int32_t pmesh_begin(struct pmesh_runner *runner, struct pmesh_op *op) {
+    if (!set_up(runner, op)) {
+        return PMESH_OVER;
+    }
+    return op->plan->two_threads ? PMESH_BUSY : pmesh_advance(runner);
+}
+
+int32_t pmesh_advance(struct pmesh_runner *runner) {
+    const struct pmesh_plan *plan = runner->op->plan;
+    const bool waits = run_at_once(runner);
+    if (runner->stopped || is_over(runner, BOTH)) {
+        return PMESH_OVER;
+    }
+    if (!waits) {
+        return PMESH_BUSY;
+    }
+    for (uint32_t t = plan->receiving; t < plan->receiving + plan->sending; t++) {
+        if (runner->waiting[t].network) {
+            return PMESH_BUSY;
+        }
+    }
+    return PMESH_AWAITS;
+}
+
+bool pmesh_hand_over(struct pmesh_runner *runner) {
+    if (!needs_thread(&runner->sides[0])) {
+        runner->op->failure = PMESH_NO_THREAD;
+        runner->op->has_failed = true;
+        return false;
+    }
+    const bool two = runner->op->plan->two_threads && needs_thread(&runner->sides[1]);
+    pthread_mutex_lock(&runner->lock);
+    runner->two = two;
+    runner->at_work = two ? 2 : 1;
+    runner->sides[0].duties = two ? RECEIVES : BOTH;
+    runner->sides[1].duties = two ? SENDS : 0;
+    pthread_cond_broadcast(&runner->changed);
+    pthread_mutex_unlock(&runner->lock);
+    return true;
+}
+
+void pmesh_stop(struct pmesh_runner *runner) {
+    stop(runner);
+}
+
+int32_t pmesh_end(struct pmesh_runner *runner) {
+    pthread_mutex_lock(&runner->lock);
+    while (runner->at_work) {
+        pthread_cond_wait(&runner->changed, &runner->lock);
+    }
+    if (runner->signalled) {
+        uint8_t byte;
+        runner->signalled = read(runner->ended[0], &byte, 1) != 1;
+    }
+    pthread_mutex_unlock(&runner->lock);
+    if (runner->op->has_failed) {
+        return runner->op->failure;
+    }
+    return is_over(runner, BOTH) ? PMESH_DONE : PMESH_STOPPED;
+}
+
+const uint32_t *pmesh_layout(void) {
+    static const uint32_t layout[] = {
+        sizeof(struct pmesh_lane),
+        sizeof(struct pmesh_record),
+        sizeof(struct pmesh_need),
+        sizeof(struct pmesh_copy),
+        sizeof(struct pmesh_track),
+        sizeof(struct pmesh_plan),
+        sizeof(struct pmesh_op),
+        offsetof(struct pmesh_lane, seal_key),
+        offsetof(struct pmesh_op, has_failed),
+    };
+    return layout;
+}

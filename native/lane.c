@@ -1,0 +1,270 @@
+// The records of one lane: sealed and sent, received and opened. `pmesh/net/lanes/lane.py` does the
+// same in Python, and says more. No function here waits.
+#include "pmesh.h"
+
+#include <errno.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <time.h>
+
+#ifndef MSG_NOSIGNAL // macOS; Python ignores the signal in its processes
+#define MSG_NOSIGNAL 0
+#endif
+
+static double now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+}
+
+// --- the header: big endian, as `pmesh.core.wire.records` packs it
+
+struct header {
+    uint64_t body_bytes, roster, op, segment, fingerprint;
+    int64_t completed;
+};
+
+static void put(uint8_t *to, uint64_t value, int nbytes) {
+    for (int i = nbytes - 1; i >= 0; i--) {
+        to[i] = (uint8_t)value;
+        value >>= 8;
+    }
+}
+
+static uint64_t get(const uint8_t *from, int nbytes) {
+    uint64_t value = 0;
+    for (int i = 0; i < nbytes; i++) {
+        value = value << 8 | from[i];
+    }
+    return value;
+}
+
+static void write_header(uint8_t *to, const struct header *header) {
+    put(to, header->body_bytes, 4);
+    put(to + 4, header->roster, 8);
+    put(to + 12, header->op, 8);
+    put(to + 20, header->segment, 4);
+    put(to + 24, header->fingerprint, 8);
+    put(to + 32, (uint64_t)header->completed, 8);
+}
+
+static struct header read_header_untrusted(const uint8_t *from) {
+    return (struct header){
+        .body_bytes = get(from, 4),
+        .roster = get(from + 4, 8),
+        .op = get(from + 12, 8),
+        .segment = get(from + 20, 4),
+        .fingerprint = get(from + 24, 8),
+        .completed = (int64_t)get(from + 32, 8),
+    };
+}
+
+// The number of a record is its nonce, of 16 bytes.
+static void write_nonce(uint8_t nonce[16], uint64_t number) {
+    memset(nonce, 0, 8);
+    put(nonce + 8, number, 8);
+}
+
+// Note why the op can't go on. If both of its threads fail, the first one is heard.
+static enum pmesh_progress broke(struct pmesh_op *op, uint32_t track, enum pmesh_status status,
+                                 uint64_t detail) {
+    if (!atomic_exchange(&op->has_failed, true)) {
+        op->failure = (int32_t)status;
+        op->track = track;
+        op->detail = detail;
+    }
+    return PMESH_BROKE;
+}
+
+static bool would_block(void) {
+    return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR;
+}
+
+// --- the AEAD
+
+static void seal(const struct pmesh_op *op, struct pmesh_lane *lane, const uint8_t *body,
+                 uint64_t nbytes) {
+    uint8_t nonce[16], *header = lane->out, *to = lane->out + PMESH_HEADER_BYTES;
+    write_nonce(nonce, ++lane->sealed);
+    if (op->aead == PMESH_LIBAEGIS) {
+        ((pmesh_aegis_seal)op->seal)(to, PMESH_TAG_BYTES, body, nbytes, header, PMESH_HEADER_BYTES,
+                                     nonce, lane->seal_key);
+    } else {
+        ((pmesh_sodium_seal)op->seal)(to, NULL, body, nbytes, header, PMESH_HEADER_BYTES, NULL,
+                                      nonce, lane->seal_key);
+    }
+}
+
+static bool is_sealed(const struct pmesh_op *op, struct pmesh_lane *lane, uint8_t *body,
+                      uint64_t nbytes) {
+    const uint8_t *header = lane->in, *from = lane->in + PMESH_HEADER_BYTES;
+    uint8_t nonce[16];
+    write_nonce(nonce, ++lane->opened);
+    if (op->aead == PMESH_LIBAEGIS) {
+        return !((pmesh_aegis_open)op->open)(body, from, nbytes + PMESH_TAG_BYTES, PMESH_TAG_BYTES,
+                                             header, PMESH_HEADER_BYTES, nonce, lane->open_key);
+    }
+    return !((pmesh_sodium_open)op->open)(body, NULL, NULL, from, nbytes + PMESH_TAG_BYTES, header,
+                                          PMESH_HEADER_BYTES, nonce, lane->open_key);
+}
+
+// --- out
+
+void pmesh_seal_record(const struct pmesh_op *op, struct pmesh_lane *lane,
+                       const struct pmesh_record *record, uint32_t segment) {
+    const struct header header = {
+        .body_bytes = record->nbytes,
+        .roster = op->roster,
+        .op = op->number,
+        .segment = segment,
+        .fingerprint = op->fingerprint,
+        .completed = op->completed,
+    };
+    write_header(lane->out, &header);
+    seal(op, lane, op->regions[record->region] + record->offset, record->nbytes);
+    lane->unsent_begin = 0;
+    lane->unsent_end = PMESH_OVERHEAD_BYTES + record->nbytes;
+}
+
+enum pmesh_progress pmesh_flush(struct pmesh_op *op, uint32_t track) {
+    struct pmesh_lane *lane = op->lanes[track];
+    const uint64_t unsent = lane->unsent_end - lane->unsent_begin;
+    if (!unsent) {
+        return PMESH_MOVED;
+    }
+    const ssize_t sent =
+        send(lane->fd, lane->out + lane->unsent_begin, unsent, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (sent < 0) {
+        return would_block() ? PMESH_WAITS : broke(op, track, PMESH_FAILED, (uint64_t)errno);
+    }
+    lane->unsent_begin += (uint64_t)sent;
+    lane->bytes_sent += (uint64_t)sent;
+    return PMESH_MOVED;
+}
+
+// --- in
+
+static void ask_for(struct pmesh_lane *lane, uint64_t nbytes) {
+    const int most = lane->wake_up_bytes;
+    const int asked = nbytes < (uint64_t)most ? (int)nbytes : most;
+    if (asked != lane->asked) {
+        // It may fail after a reset; then the next read says so.
+        (void)setsockopt(lane->fd, SOL_SOCKET, SO_RCVLOWAT, &asked, sizeof asked);
+        lane->asked = asked;
+    }
+}
+
+// Read until `in` holds `enough`, at most `limit`. PMESH_LANDED means that it does.
+static enum pmesh_progress fill(struct pmesh_op *op, uint32_t track, uint64_t enough,
+                                uint64_t limit) {
+    struct pmesh_lane *lane = op->lanes[track];
+    if (lane->filled >= enough) {
+        return PMESH_LANDED;
+    }
+    const ssize_t count =
+        recv(lane->fd, lane->in + lane->filled, limit - lane->filled, MSG_DONTWAIT);
+    if (count < 0 && would_block()) {
+        ask_for(lane, enough - lane->filled);
+        return PMESH_WAITS;
+    }
+    if (count <= 0) {
+        return count ? broke(op, track, PMESH_FAILED, (uint64_t)errno)
+                     : broke(op, track, PMESH_ENDED, 0);
+    }
+    lane->filled += (uint64_t)count;
+    lane->bytes_received += (uint64_t)count;
+    return lane->filled >= enough ? PMESH_LANDED : PMESH_MOVED;
+}
+
+// Open the record that `in` begins with; what came after it moves to the front.
+static bool open_untrusted(const struct pmesh_op *op, struct pmesh_lane *lane, uint64_t body_bytes,
+                           uint8_t *into) {
+    if (!is_sealed(op, lane, into, body_bytes)) {
+        return false;
+    }
+    const uint64_t end = PMESH_OVERHEAD_BYTES + body_bytes;
+    memmove(lane->in, lane->in + end, (size_t)(lane->filled - end));
+    lane->filled -= end;
+    return true;
+}
+
+// Drop a record that comes too late (V4); any other that is not the expected one breaks the lane,
+// or shows that the peer called something else.
+static enum pmesh_progress refuse(struct pmesh_op *op, uint32_t track,
+                                  const struct header *header) {
+    struct pmesh_lane *lane = op->lanes[track];
+    const bool same_call = header->op == op->number && header->fingerprint == op->fingerprint;
+    if (header->roster == op->roster && same_call) {
+        return broke(op, track, PMESH_OUT_OF_PLACE, 0);
+    }
+    const uint64_t end = PMESH_OVERHEAD_BYTES + header->body_bytes;
+    const enum pmesh_progress filled = fill(op, track, end, end);
+    if (filled != PMESH_LANDED) {
+        return filled;
+    }
+    if (!open_untrusted(op, lane, header->body_bytes, lane->in + PMESH_HEADER_BYTES)) {
+        return broke(op, track, PMESH_FORGED, 0);
+    }
+    if (header->roster == op->roster) {
+        // The lower op has ended at one end, without its record being read here or sent there.
+        return broke(op, track, PMESH_DIFFERS, header->op < op->number ? header->op : op->number);
+    }
+    lane->dropped++;
+    return PMESH_MOVED;
+}
+
+static void note_pace(struct pmesh_lane *lane, struct pmesh_waiting *waiting, uint64_t end) {
+    const uint64_t came = end - waiting->paced_from;
+    if (waiting->since > 0 && came >= 32 * 1024) { // less is too little to tell
+        lane->paced_bytes += came;
+        lane->paced_s += now() - waiting->since;
+    }
+    waiting->since = 0;
+}
+
+// Read the body of the expected record, whose header is there, and open it into its place.
+static enum pmesh_progress receive_body(struct pmesh_op *op, uint32_t track,
+                                        const struct pmesh_record *record, int64_t completed,
+                                        struct pmesh_waiting *waiting) {
+    struct pmesh_lane *lane = op->lanes[track];
+    const uint64_t end = PMESH_OVERHEAD_BYTES + record->nbytes;
+    const enum pmesh_progress filled = fill(op, track, end, end);
+    if (filled == PMESH_WAITS &&
+        waiting->since <= 0) { // all that was there is read; more will come
+        waiting->since = now();
+        waiting->paced_from = lane->filled;
+    }
+    if (filled != PMESH_LANDED) {
+        return filled;
+    }
+    note_pace(lane, waiting, end);
+    if (!open_untrusted(op, lane, record->nbytes, op->regions[record->region] + record->offset)) {
+        return broke(op, track, PMESH_FORGED, 0);
+    }
+    lane->peer_completed = completed;
+    return PMESH_LANDED;
+}
+
+enum pmesh_progress pmesh_receive(struct pmesh_op *op, uint32_t track,
+                                  const struct pmesh_record *record, uint32_t segment,
+                                  struct pmesh_waiting *waiting) {
+    struct pmesh_lane *lane = op->lanes[track];
+    const enum pmesh_progress filled =
+        fill(op, track, PMESH_HEADER_BYTES, PMESH_OVERHEAD_BYTES + record->nbytes);
+    if (filled != PMESH_LANDED) {
+        return filled;
+    }
+    const struct header header = read_header_untrusted(lane->in);
+    if (header.body_bytes > PMESH_MAX_BODY_BYTES) {
+        return broke(op, track, PMESH_TOO_LARGE, header.body_bytes);
+    }
+    if (header.roster > op->roster) {
+        waiting->held = true; // V4: it stays here until a call expects it
+        return PMESH_WAITS;
+    }
+    const bool expected = header.body_bytes == record->nbytes && header.roster == op->roster &&
+                          header.op == op->number && header.segment == segment &&
+                          header.fingerprint == op->fingerprint;
+    return expected ? receive_body(op, track, record, header.completed, waiting)
+                    : refuse(op, track, &header);
+}

@@ -1,0 +1,171 @@
+// Fuzzes what Python calls: any plan, over any memory. Either it is refused, or all that the
+// executor reads and writes is inside the memory. Its lanes read and write a record at once.
+#include "toy.h"
+
+#include "../executor.c"
+
+void pmesh_seal_record(const struct pmesh_op *op, struct pmesh_lane *lane,
+                       const struct pmesh_record *record, uint32_t segment) {
+    const uint8_t *body = op->regions[record->region] + record->offset;
+    memcpy(lane->out, body, record->nbytes);
+    lane->sealed += segment < UINT32_MAX;
+}
+
+enum pmesh_progress pmesh_flush(struct pmesh_op *op, uint32_t track) {
+    assert(op->lanes[track]);
+    return PMESH_MOVED;
+}
+
+enum pmesh_progress pmesh_receive(struct pmesh_op *op, uint32_t track,
+                                  const struct pmesh_record *record, uint32_t segment,
+                                  struct pmesh_waiting *waiting) {
+    memset(op->regions[record->region] + record->offset, (int)segment, record->nbytes);
+    op->lanes[track]->opened += !waiting->held;
+    return PMESH_LANDED;
+}
+
+// --- a plan from the fuzzer's bytes; zeros follow them
+
+struct input {
+    const uint8_t *bytes;
+    size_t left;
+};
+
+static uint8_t byte_of(struct input *input) {
+    if (!input->left) {
+        return 0;
+    }
+    input->left--;
+    return *input->bytes++;
+}
+
+// Mostly a small number; else one that is near to overflowing.
+static uint64_t number_of(struct input *input) {
+    const uint8_t high = byte_of(input), low = byte_of(input);
+    const uint64_t number = (uint64_t)(high & 15) << 8 | low;
+    switch (high >> 4) {
+    case 15: return UINT64_MAX - number;
+    case 14: return PMESH_MAX_BODY_BYTES + number;
+    default: return number;
+    }
+}
+
+static struct pmesh_record record_of(struct input *input) {
+    struct pmesh_record record = {
+        .offset = number_of(input), .nbytes = number_of(input), .other = number_of(input)};
+    const uint8_t flags = byte_of(input);
+    record.need_begin = byte_of(input);
+    record.need_end = record.need_begin + byte_of(input) % 8U;
+    record.region = flags & 3;
+    record.then = flags >> 2 & 3;
+    record.finishes = flags >> 4 & 1;
+    return record;
+}
+
+struct arrays {
+    struct pmesh_record *records;
+    struct pmesh_need *needs;
+    struct pmesh_copy *copies;
+    struct pmesh_track *tracks;
+};
+
+static struct arrays arrays_of(struct input *input, struct pmesh_plan *plan) {
+    const uint32_t tracks = plan->receiving + plan->sending;
+    const struct arrays arrays = {
+        .records = exactly(plan->record_count * sizeof *arrays.records),
+        .needs = exactly(plan->need_count * sizeof *arrays.needs),
+        .copies = exactly(plan->copy_count * sizeof *arrays.copies),
+        .tracks = exactly(tracks * sizeof *arrays.tracks),
+    };
+    for (uint32_t i = 0; i < tracks; i++) {
+        const uint8_t begin = byte_of(input);
+        arrays.tracks[i] = (struct pmesh_track){.begin = begin, .end = begin + byte_of(input) % 8U};
+    }
+    for (uint32_t i = 0; i < plan->need_count; i++) {
+        arrays.needs[i] = (struct pmesh_need){.track = byte_of(input), .number = byte_of(input)};
+    }
+    for (uint32_t i = 0; i < plan->record_count; i++) {
+        arrays.records[i] = record_of(input);
+    }
+    for (uint32_t i = 0; i < plan->copy_count; i++) {
+        arrays.copies[i] = (struct pmesh_copy){
+            .source = number_of(input), .result = number_of(input), .nbytes = number_of(input)};
+    }
+    plan->records = arrays.records;
+    plan->needs = arrays.needs;
+    plan->copies = arrays.copies;
+    plan->tracks = arrays.tracks;
+    return arrays;
+}
+
+static void free_arrays(const struct arrays *arrays) {
+    free(arrays->records);
+    free(arrays->needs);
+    free(arrays->copies);
+    free(arrays->tracks);
+}
+
+static uint32_t done_of(const struct pmesh_runner *runner) {
+    uint32_t done = 0;
+    for (uint32_t t = 0; t < runner->op->plan->receiving + runner->op->plan->sending; t++) {
+        done += runner->done[t];
+    }
+    return done;
+}
+
+static void run_op(struct pmesh_op *op, const struct pmesh_lane *lane) {
+    static struct pmesh_runner *runner;
+    runner = runner ? runner : pmesh_runner_new();
+    assert(runner);
+    const bool under_way = pmesh_begin(runner, op) != PMESH_OVER;
+    if (under_way) {
+        const bool has_thread = pmesh_hand_over(runner);
+        assert(has_thread);
+        pmesh_stop(runner);
+    }
+    const int32_t status = pmesh_end(runner);
+    assert(status == PMESH_DONE || status == PMESH_INVALID || (under_way && status));
+    if (status != PMESH_INVALID) {
+        assert(done_of(runner) == lane->sealed + lane->opened);
+    }
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t nbytes) {
+    static uint8_t *out;
+    struct input input = {data, nbytes};
+    out = out ? out : exactly(ROOM);
+    const uint8_t flags = byte_of(&input);
+    struct pmesh_plan plan = {.receiving = byte_of(&input) % 8, .sending = byte_of(&input) % 8};
+    plan.record_count = byte_of(&input) % 32;
+    plan.need_count = byte_of(&input) % 32;
+    plan.copy_count = byte_of(&input) % 8;
+    plan.size = byte_of(&input);
+    plan.two_threads = (flags & 7) == 7; // seldom: threads take long
+    plan.added_twice = flags >> 3 & 1;
+    const struct arrays arrays = arrays_of(&input, &plan);
+    if (flags >> 4 == 15) {
+        plan.receiving += UINT32_MAX - 7; // refused before the arrays are read
+        plan.sending += 8;
+    }
+    struct pmesh_lane lane = {.out = out}, *lanes[16];
+    struct pmesh_op op = {.plan = &plan, .lanes = lanes};
+    for (int i = 0; i < 16; i++) {
+        lanes[i] = &lane;
+    }
+    op.dtype = byte_of(&input) % (PMESH_DTYPES + 2) - 1;
+    op.reduction = byte_of(&input) % (PMESH_REDUCTIONS + 2) - 1;
+    uint8_t *memory[PMESH_REGIONS];
+    for (int i = 0; i < PMESH_REGIONS; i++) {
+        const uint8_t high = byte_of(&input), shift = high >> 5;
+        op.region_bytes[i] = (high & 15) << 8 | byte_of(&input);
+        memory[i] = exactly(op.region_bytes[i] + shift);
+        memset(memory[i], i, op.region_bytes[i] + shift);
+        op.regions[i] = memory[i] + shift;
+    }
+    run_op(&op, &lane);
+    for (int i = 0; i < PMESH_REGIONS; i++) {
+        free(memory[i]);
+    }
+    free_arrays(&arrays);
+    return 0;
+}

@@ -1,0 +1,150 @@
+"""The memory that the native library and Python share: the structs of native/pmesh.h."""
+
+import ctypes
+from enum import IntEnum
+from typing import Final
+
+import numpy as np
+
+KEY_BYTES: Final = 16
+REGIONS: Final = 3
+
+
+class State(IntEnum):
+    """`enum pmesh_state`: how far an op has come."""
+
+    OVER = 0
+    AWAITS = 1
+    BUSY = 2
+
+
+class Status(IntEnum):
+    """`enum pmesh_status`: how an op has ended."""
+
+    DONE = 0
+    STOPPED = 1
+    INVALID = 2
+    NO_THREAD = 3
+    DIFFERS = 4
+    ENDED = 5
+    FAILED = 6
+    TOO_LARGE = 7
+    OUT_OF_PLACE = 8
+    FORGED = 9
+
+
+class LaneState(ctypes.Structure):
+    """`struct pmesh_lane`: one end of a lane, whichever executor uses it."""
+
+    _fields_ = (
+        ("bytes_sent", ctypes.c_uint64),
+        ("bytes_received", ctypes.c_uint64),
+        ("sealed", ctypes.c_uint64),
+        ("opened", ctypes.c_uint64),
+        ("out", ctypes.c_void_p),
+        ("in_", ctypes.c_void_p),
+        ("unsent_begin", ctypes.c_uint64),
+        ("unsent_end", ctypes.c_uint64),
+        ("filled", ctypes.c_uint64),
+        ("dropped", ctypes.c_uint64),
+        ("peer_completed", ctypes.c_int64),
+        ("paced_bytes", ctypes.c_uint64),
+        ("paced_s", ctypes.c_double),
+        ("fd", ctypes.c_int32),
+        ("wake_up_bytes", ctypes.c_int32),
+        ("asked", ctypes.c_int32),
+        ("seal_key", ctypes.c_uint8 * KEY_BYTES),
+        ("open_key", ctypes.c_uint8 * KEY_BYTES),
+    )
+    bytes_sent: int
+    bytes_received: int
+    sealed: int
+    opened: int
+    out: int
+    in_: int
+    unsent_begin: int
+    unsent_end: int
+    filled: int
+    dropped: int
+    peer_completed: int
+    paced_bytes: int
+    paced_s: float
+    fd: int
+    wake_up_bytes: int
+    asked: int
+
+
+RECORD = np.dtype(
+    [
+        ("offset", np.uint64),
+        ("nbytes", np.uint64),
+        ("other", np.uint64),
+        ("need_begin", np.uint32),
+        ("need_end", np.uint32),
+        ("region", np.uint8),
+        ("then", np.uint8),
+        ("finishes", np.uint8),
+    ],
+    align=True,
+)
+"""`struct pmesh_record`."""
+NEED = np.dtype([("track", np.uint32), ("number", np.uint32)])
+"""`struct pmesh_need`."""
+COPY = np.dtype([("source", np.uint64), ("result", np.uint64), ("nbytes", np.uint64)])
+"""`struct pmesh_copy`."""
+TRACK = np.dtype([("begin", np.uint32), ("end", np.uint32)])
+"""`struct pmesh_track`."""
+
+
+class Plan(ctypes.Structure):
+    """`struct pmesh_plan`: a plan laid out flat."""
+
+    _fields_ = (
+        ("records", ctypes.c_void_p),
+        ("needs", ctypes.c_void_p),
+        ("copies", ctypes.c_void_p),
+        ("tracks", ctypes.c_void_p),
+        ("record_count", ctypes.c_uint32),
+        ("need_count", ctypes.c_uint32),
+        ("copy_count", ctypes.c_uint32),
+        ("receiving", ctypes.c_uint32),
+        ("sending", ctypes.c_uint32),
+        ("size", ctypes.c_uint32),
+        ("added_twice", ctypes.c_uint8),
+        ("two_threads", ctypes.c_uint8),
+        ("unused", ctypes.c_uint8 * 6),
+    )
+
+
+class Op(ctypes.Structure):
+    """`struct pmesh_op`: one run of a plan."""
+
+    _fields_ = (
+        ("plan", ctypes.c_void_p),
+        ("lanes", ctypes.c_void_p),
+        ("regions", ctypes.c_void_p * REGIONS),
+        ("region_bytes", ctypes.c_uint64 * REGIONS),
+        ("seal", ctypes.c_void_p),
+        ("open", ctypes.c_void_p),
+        ("roster", ctypes.c_uint64),
+        ("number", ctypes.c_uint64),
+        ("fingerprint", ctypes.c_uint64),
+        ("completed", ctypes.c_int64),
+        ("dtype", ctypes.c_int32),
+        ("reduction", ctypes.c_int32),
+        ("aead", ctypes.c_int32),
+        ("failure", ctypes.c_int32),
+        ("track", ctypes.c_uint32),
+        ("detail", ctypes.c_uint64),
+        ("has_failed", ctypes.c_bool),
+    )
+    plan: int
+    lanes: int
+    roster: int
+    number: int
+    fingerprint: int
+    completed: int
+    dtype: int
+    reduction: int
+    track: int
+    detail: int

@@ -1,0 +1,39 @@
+"""C and Python mean the same memory."""
+
+import ctypes
+import re
+from pathlib import Path
+
+import pytest
+
+from pmesh import native
+from pmesh.native import layout
+
+HEADER = Path(native.__file__).parents[2] / "native" / "pmesh.h"
+
+
+def test_the_structs_have_the_same_sizes_and_offsets() -> None:
+    library = native.library()
+    assert library is not None
+    sizes = [
+        ctypes.sizeof(layout.LaneState),
+        layout.RECORD.itemsize,
+        layout.NEED.itemsize,
+        layout.COPY.itemsize,
+        layout.TRACK.itemsize,
+        ctypes.sizeof(layout.Plan),
+        ctypes.sizeof(layout.Op),
+        layout.LaneState.seal_key.offset,
+        layout.Op.has_failed.offset,
+    ]
+    assert library.pmesh_layout()[: len(sizes)] == sizes
+
+
+@pytest.mark.parametrize("name", ["state", "status"])
+def test_the_enums_have_the_same_names_in_the_same_order(name: str) -> None:
+    found = re.search(rf"enum pmesh_{name} \{{(.*?)\}}", HEADER.read_text(), re.DOTALL)
+    assert found is not None
+    names = re.findall(r"PMESH_(\w+),", found[1])
+    enum = getattr(layout, name.capitalize())
+    assert [member.name for member in enum] == names
+    assert [member.value for member in enum] == list(range(len(names)))

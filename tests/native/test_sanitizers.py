@@ -1,0 +1,79 @@
+"""The native library's own tests in C (native/tests/), under the sanitizers of the compiler."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from native import build
+
+pytestmark = pytest.mark.skipif(not build.find_compiler(), reason="needs a C compiler")
+
+TESTS = build.SOURCES / "tests"
+MEMORY: Final = "address,undefined"
+THREADS: Final = "thread"
+SOURCES = {
+    "ranks": ("tests/ranks.c", "lane.c", "reduce.c"),  # it includes executor.c
+    "faults": ("tests/faults.c", "lane.c", "reduce.c"),  # likewise
+    "fuzz_records": ("tests/fuzz_records.c", "tests/fuzz_driver.c"),  # it includes lane.c
+    "fuzz_plans": ("tests/fuzz_plans.c", "tests/fuzz_driver.c", "reduce.c"),  # executor.c
+}
+FLAGS = ("-std=c11", "-O1", "-g", "-pthread", "-ffp-contract=off", "-fno-sanitize-recover=all")
+ENVIRONMENT = {
+    "ASAN_OPTIONS": "abort_on_error=1",  # the driver then says in which run
+    "UBSAN_OPTIONS": "abort_on_error=1:print_stacktrace=1",
+}
+
+
+def build_and_run(into: Path, name: str, sanitizers: str, *arguments: object) -> str:
+    """Return what the program prints; the test fails, with all it says, if the program does."""
+    program = str(into / name)
+    sources = [str(build.SOURCES / source) for source in SOURCES[name]]
+    compiler = [*build.find_compiler(), *FLAGS, f"-fsanitize={sanitizers}"]
+    subprocess.run([*compiler, *sources, "-o", program, "-lm"], check=True)
+    command = [*_fixed_addresses(), program, *map(str, arguments)]
+    environment = os.environ | ENVIRONMENT
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-20000:]
+    return ran.stdout
+
+
+def _fixed_addresses() -> list[str]:
+    """TSan of gcc before 14 can't run where Linux spreads addresses as widely as Ubuntu does."""
+    command = ["setarch", "-R"]
+    if shutil.which("setarch") is None:
+        return []
+    works = subprocess.run([*command, "true"], capture_output=True, check=False).returncode == 0
+    return command if works else []
+
+
+@pytest.mark.parametrize("sanitizers", [MEMORY, THREADS])
+@pytest.mark.parametrize(
+    "seeds", [4, pytest.param(80, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
+)
+def test_ranks_that_run_any_plans_and_are_stopped_have_the_values_of_a_plain_loop(
+    sanitizers: str, seeds: int, tmp_path: Path
+) -> None:
+    said = build_and_run(tmp_path, "ranks", sanitizers, seeds, seeds)
+    assert int(said.split()[0]) > 0  # stops; how many records then come too late is chance
+
+
+@pytest.mark.parametrize("sanitizers", [MEMORY, THREADS])
+def test_lies_of_peers_plans_that_do_not_fit_and_a_full_system_are_noticed(
+    sanitizers: str, tmp_path: Path
+) -> None:
+    build_and_run(tmp_path, "faults", sanitizers)
+
+
+@pytest.mark.parametrize("target", ["records", "plans"])
+@pytest.mark.parametrize("runs", [100_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
+def test_no_bytes_of_a_peer_and_no_plan_make_the_library_leave_its_memory(
+    target: str, runs: int, tmp_path: Path
+) -> None:
+    said = build_and_run(tmp_path, f"fuzz_{target}", MEMORY, TESTS / "corpus" / target, runs)
+    seeds = len(list((TESTS / "corpus" / target).iterdir()))
+    assert said == f"{seeds} seeds, {runs} runs\n"
+    assert seeds > 0

@@ -1,0 +1,278 @@
+"""The native library and Python run plans alike: results, bytes on the wire, errors."""
+
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import trio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pmesh import native
+from pmesh.core.ops.moving import plan_all_to_all, plan_broadcast
+from pmesh.core.ops.reduce_scatter import plan_reduce_scatter
+from pmesh.core.ops.reducing import plan_direct, plan_ring, plan_tree
+from pmesh.core.wire.records import OVERHEAD_BYTES, RecordHeader, Sealer
+from pmesh.errors import LaneBroken, PmeshError
+from pmesh.net.lanes.executor import run_in_python, run_plan
+from pmesh.net.lanes.lane import CallsDiffer
+from tests.worlds.lanes import (
+    Collective,
+    bytes_on_the_wire,
+    inputs_of,
+    offer_between,
+    raw_receiving_lane,
+    web,
+)
+
+COUNTS = st.sampled_from([0, 1, 1000, 40_000, 300_001])
+REDUCING = {"ring": plan_ring, "tree": plan_tree, "direct": plan_direct}
+
+
+def test_the_library_is_here() -> None:
+    """Else this module would compare Python with itself."""
+    assert native.library() is not None, native.why_missing()
+
+
+# --- among ranks with the library and ranks without it
+
+
+@st.composite
+def collectives(draw: st.DrawFn) -> Collective:
+    """By some ranks with the library, and by some without it."""
+    size, count = draw(st.integers(1, 5)), draw(COUNTS)
+    kind = draw(st.sampled_from([*REDUCING, "reduce_scatter", "all_to_all"]))
+    asked = {"all_to_all": _all_to_all, "reduce_scatter": _reduce_scatter}.get(kind)
+    made = _reducing(kind, size, count) if asked is None else asked(size, count)
+    return replace(made, in_python=draw(st.sets(st.integers(0, size - 1))))
+
+
+def _reducing(kind: str, size: int, count: int) -> Collective:
+    return Collective(
+        plans=[REDUCING[kind](rank=r, size=size, count=count, itemsize=4) for r in range(size)],
+        sources=[row.view(np.uint8) for row in inputs_of(size, count, "float32")],
+        results=[4 * count] * size,
+        dtype="float32",
+        reduction="mean",
+    )
+
+
+def _reduce_scatter(size: int, count: int) -> Collective:
+    nbytes = tuple(part.nbytes for part in np.array_split(np.empty(count, np.int16), size))
+    return Collective(
+        plans=[plan_reduce_scatter(rank=r, size=size, nbytes=nbytes) for r in range(size)],
+        sources=[row.view(np.uint8) for row in inputs_of(size, count, "int16")],
+        results=nbytes,
+        dtype="int16",
+        reduction="prod",
+    )
+
+
+def _all_to_all(size: int, count: int) -> Collective:
+    rows = [tuple(count + 13 * a + 101 * b for b in range(size)) for a in range(size)]
+    columns = [tuple(row[rank] for row in rows) for rank in range(size)]
+    sources = [np.arange(sum(row), dtype=np.uint8) for row in rows]
+    plans = [plan_all_to_all(rank=r, size=size, to=rows[r], from_=columns[r]) for r in range(size)]
+    return Collective(plans=plans, sources=sources, results=list(map(sum, columns)))
+
+
+async def results_and_traffic(asked: Collective) -> tuple[list[bytes], list[int]]:
+    with web() as lanes, trio.fail_after(30):
+        results = await asked.everywhere(lanes)
+        sent = [lanes.bytes_sent(rank) for rank in range(len(asked.plans))]
+        return [result.tobytes() for result in results], sent
+
+
+@given(collectives())
+async def test_ranks_with_and_without_it_get_the_same_by_the_same_bytes(asked: Collective) -> None:
+    results, sent = await results_and_traffic(asked)
+    everybody = range(len(asked.plans))
+    assert (results, sent) == await results_and_traffic(replace(asked, in_python=everybody))
+    assert sent == list(map(bytes_on_the_wire, asked.plans))
+
+
+@given(collectives(), st.lists(st.integers(0, 400), min_size=1, max_size=3), st.data())
+async def test_after_a_cancel_at_any_point_both_go_on_over_the_same_lanes(
+    asked: Collective, moments: Sequence[int], data: st.DataObject
+) -> None:
+    """V4, V7: what an attempt left in lanes and sockets is dropped, whoever reads it."""
+    wanted, _ = await results_and_traffic(asked)
+    everybody = range(len(asked.plans))
+    with web(buffer_bytes=16_384) as lanes, trio.fail_after(60):
+        for number, moment in enumerate(moments, 2):
+            async with trio.open_nursery() as nursery:
+                for rank in data.draw(st.sets(st.sampled_from(everybody))):
+                    nursery.start_soon(asked.at, rank, lanes)
+                for _ in range(moment):
+                    await trio.lowlevel.checkpoint()
+                nursery.cancel_scope.cancel()
+            lanes.roster = number
+            changed = replace(asked, in_python=data.draw(st.sets(st.sampled_from(everybody))))
+            results = await changed.everywhere(lanes)
+            assert [result.tobytes() for result in results] == wanted
+
+
+async def test_no_thread_writes_once_an_op_has_been_cancelled() -> None:
+    """V3, I8: the memory of a cancelled attempt belongs to others."""
+    asked = _reducing("ring", 2, 5_000_000)
+    with web() as lanes, trio.fail_after(30):
+        results = [np.zeros(nbytes, np.uint8) for nbytes in asked.results]
+        for number in range(2, 12):
+            async with trio.open_nursery() as nursery:
+                for rank, result in enumerate(results):
+                    nursery.start_soon(asked.run, rank, lanes, result)
+                while lanes.bytes_sent(0) < number * 3_000_000:
+                    await trio.lowlevel.checkpoint()
+                nursery.cancel_scope.cancel()
+            lanes.roster = number
+            for result in results:
+                result[:] = 7
+            assert all((result == 7).all() for result in results)
+
+
+@pytest.mark.parametrize("count", [1000, 3_000_000])
+async def test_closing_a_lane_ends_the_op_that_uses_it(count: int) -> None:
+    asked = _reducing("ring", 2, count)
+    with web() as lanes, trio.fail_after(30):
+        lanes.open(asked.plans)
+
+        async def run() -> None:
+            with pytest.raises(LaneBroken, match="the data connection from mac-1 was closed"):
+                await asked.at(0, lanes)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(run)
+            await trio.testing.wait_all_tasks_blocked()
+            lanes.receiving[1, 0].close()
+
+
+# --- whatever a peer sends
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One record of a peer, which may be changed on its way."""
+
+    header: RecordHeader
+    flip: int = -1
+    """The byte that is changed; -1 for none."""
+    cut: int = 0
+    """How many bytes are missing at its end."""
+
+
+BODY = bytes(range(256)) * 2
+PLAN = plan_broadcast(rank=1, size=2, root=0, nbytes=300, segment_bytes=100)
+EXPECTED = RecordHeader(100, roster=5, op=7, segment=0, fingerprint=9, completed=6)
+
+
+@st.composite
+def transcripts(draw: st.DrawFn) -> list[Sent]:
+    """Mostly what is expected, in its order."""
+    sent: list[Sent] = []
+    segment = 0
+    for _ in range(draw(st.integers(0, 6))):
+        header = EXPECTED._replace(segment=segment)
+        match draw(st.sampled_from([*["expected"] * 4, "late", "other", "shorter", "broken"])):
+            case "late":
+                low, nbytes = draw(st.integers(0, 4)), draw(st.integers(0, 500))
+                sent.append(Sent(header._replace(roster=low, body_bytes=nbytes)))
+                continue
+            case "other":
+                field = draw(st.sampled_from(["op", "segment", "fingerprint"]))
+                header = header._replace(**{field: draw(st.integers(0, 12))})
+            case "shorter":
+                header = header._replace(body_bytes=draw(st.integers(0, 120)))
+            case "broken":
+                # Not in the roster's number: whatever has a higher one waits (V4).
+                flip = draw(st.integers(-1, 3) | st.integers(12, 171))
+                sent.append(Sent(header, flip, draw(st.integers(0, 60))))
+                continue
+            case _:
+                segment += 1
+        sent.append(Sent(header))
+    return sent
+
+
+def on_the_wire(transcript: Sequence[Sent]) -> bytes:
+    sealer, wire = Sealer(offer_between(0, 1).key), bytearray()
+    for sent in transcript:
+        record = memoryview(bytearray(OVERHEAD_BYTES + sent.header.body_bytes))
+        sealer.seal(sent.header, BODY[: sent.header.body_bytes], record)
+        if 0 <= sent.flip < len(record):
+            record[sent.flip] ^= 1
+        wire += record[: len(record) - sent.cut]
+    return bytes(wire)
+
+
+@dataclass
+class Outcome:
+    """What became of an op whose peer sent something."""
+
+    error: str
+    result: bytes
+    received: int
+    dropped: int
+    completed: int
+
+
+async def outcome_of(wire: bytes, *, in_python: bool) -> Outcome:
+    result = bytearray(300)
+    regions = memoryview(b""), memoryview(result), memoryview(b"")
+    with raw_receiving_lane() as (peer, lane), trio.fail_after(10):
+        peer.sendall(wire)
+        peer.close()
+        lanes_from, error = {0: lane}, ""
+        try:
+            if in_python:
+                await run_in_python(PLAN, {}, lanes_from, EXPECTED, regions, dtype="", reduction="")
+            else:
+                await run_plan(PLAN, {}, lanes_from, EXPECTED, source=regions[0], result=regions[1])
+        except (LaneBroken, CallsDiffer) as e:
+            error = _text_of(e)
+        got = bytes(result) if not error else b""  # else garbage
+        state = lane.state
+        return Outcome(error, got, state.bytes_received, state.dropped, state.peer_completed)
+
+
+def _text_of(error: PmeshError) -> str:
+    return f"{type(error).__name__} {error} {getattr(error, 'op', '')}"
+
+
+@given(transcripts())
+async def test_whatever_a_peer_sends_has_the_same_consequences(transcript: list[Sent]) -> None:
+    wire = on_the_wire(transcript)
+    assert await outcome_of(wire, in_python=False) == await outcome_of(wire, in_python=True)
+
+
+@given(st.binary(max_size=200))
+async def test_what_is_no_record_has_the_same_consequences(wire: bytes) -> None:
+    wire = bytes(12) + wire  # else most claim too much, or wait for a higher roster (V4)
+    ours, theirs = [await outcome_of(wire, in_python=choice) for choice in (False, True)]
+    assert ours == theirs
+    assert ours.error
+
+
+async def test_a_claim_of_4_gib_is_refused_in_the_same_words() -> None:
+    wire = b"\xff" * 40
+    ours, theirs = [await outcome_of(wire, in_python=choice) for choice in (False, True)]
+    assert ours == theirs
+    assert "a record claims 4294967295 bytes, 1048576 are allowed" in ours.error
+
+
+async def test_a_record_of_a_higher_roster_stays_until_it_is_expected() -> None:
+    """V4."""
+    source, result = memoryview(b""), memoryview(bytearray(300))
+    with raw_receiving_lane() as (peer, lane), trio.fail_after(10):
+
+        def run(roster: int) -> Awaitable[None]:
+            header = EXPECTED._replace(roster=roster)
+            return run_plan(PLAN, {}, {0: lane}, header, source=source, result=result)
+
+        peer.sendall(on_the_wire([Sent(EXPECTED._replace(segment=n)) for n in range(3)]))
+        for roster in (3, 4):
+            with trio.move_on_after(0.01) as scope:
+                await run(roster)
+            assert scope.cancelled_caught
+        await run(5)
+    assert result == 3 * BODY[:100]
