@@ -113,7 +113,7 @@ class _Direction:
     def __init__(self, lane_key: bytes) -> None:
         self.key = _derived(lane_key, b"pmesh lane: records", nbytes=aead.KEY_BYTES)
         """The key of all its records."""
-        self.records = 0
+        self.records: int = 0
         """How many records have been sealed or opened. The nonce of each is its number, from 1."""
 
 
