@@ -72,6 +72,11 @@ KNOWN = {
         "root / path",
     },
     "pmesh/net/links/hardware.py": {"_SYS_CLASS_NET / interface", "host / name"},
+    # Beside the source.
+    "pmesh/native/__init__.py": {
+        "Path(__file__)",
+        "Path(__file__).with_name('libpmesh.dylib' if sys.platform == 'darwin' else 'libpmesh.so')",
+    },
     # Numbers.
     "pmesh/cli/bench.py": {"nbytes / median_s", "seconds / max(min(warm), 1e-09)"},
     "pmesh/mlx_lm/state.py": {
