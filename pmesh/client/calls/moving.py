@@ -161,6 +161,7 @@ class Moving(Caller):
             PmeshError: as for `all_reduce`.
         """
         size, is_root, trainer = self.size, root == self.rank, self._trainer_at(root)
+        ranks = self._world.trainers
         timeout_s = check_timeout(timeout_s)
         blocks: list[Block] = []
         if is_root:
@@ -175,8 +176,8 @@ class Moving(Caller):
             table = exchange(session, head, sent, what=what, timeout_s=timeout_s)
             at = rank_of(table.done.world, trainer)
             counts, like = table.counts[at], table.heads[at]
-            if table.size != size or like is None:
-                raise RosterChanged("a rank was lost before an array for each could be sent")
+            if table.done.world.trainers != ranks or like is None:
+                raise RosterChanged("the ranks changed before an array for each could be sent")
             moved = move(
                 session,
                 table,
@@ -228,15 +229,15 @@ class Moving(Caller):
             RosterChanged: a rank was lost in the call.
             PmeshError: as for `all_reduce`.
         """
-        blocks, rank, size = self._blocks(xs, "all_to_all"), self.rank, self.size
+        blocks, rank, ranks = self._blocks(xs, "all_to_all"), self.rank, self._world.trainers
         timeout_s = check_timeout(timeout_s)
 
         def ops(session: TrainerSession) -> tuple[Any, LastOp]:
             sent = [n for b in blocks for n in (b.data.size, *b.head.shape[:1], 0)[:2]]
             head, like = blocks[0].head, blocks[0].like
             table = exchange(session, head, sent, what="all_to_all", timeout_s=timeout_s)
-            if table.size != size:
-                raise RosterChanged("a rank was lost before an array for each could be sent")
+            if table.done.world.trainers != ranks:  # O4: also if they have only changed places
+                raise RosterChanged("the ranks changed before an array for each could be sent")
             check_alike(table, whole=False, what="all_to_all")
             mine = [counts[2 * table.rank :][:2] for counts in table.counts]
             sizes = [nbytes for nbytes, _ in mine]

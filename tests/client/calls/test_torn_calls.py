@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -97,6 +98,24 @@ def test_a_rank_lost_in_the_first_op_fails_what_had_something_for_it(
         return in_step(mesh)
 
     assert survivors(agent, program) == [(2, 2)] * 2
+
+
+@pytest.mark.parametrize("name", ["scatter", "all_to_all"])
+def test_ranks_that_change_places_before_the_first_op_fail_what_has_something_for_each(
+    agent: WatchedAgent, name: str
+) -> None:
+    """O4: a faster ring may be found at any time. The arrays are for the ranks as they were."""
+
+    def rank(_: int) -> None:
+        with pmesh.connect("job", wait_for=3, home=agent.home) as mesh:
+            world = mesh._world  # noqa: SLF001 - as if a view had come since the last call
+            places = (*world.trainers[::-1],)
+            mesh._world = msgspec.structs.replace(world, trainers=places)  # noqa: SLF001
+            with pytest.raises(pmesh.RosterChanged, match="the ranks changed before"):
+                BOUND[name](mesh)
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(rank, range(3)))
 
 
 def test_a_rank_lost_in_the_first_op_is_not_missed_by_the_others(agent: WatchedAgent) -> None:
