@@ -76,11 +76,11 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     try:
         loaded = ctypes.CDLL(str(PATH))
         abi = int(loaded.pmesh_abi())
+        for name, (result, *arguments) in _PROTOTYPES.items() if abi == ABI else ():
+            function = getattr(loaded, name)
+            function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
         return None, f"it can't be loaded ({error}); install pmesh again"
     if abi != ABI:
         return None, "it was built for another version of pmesh; install pmesh again"
-    for name, (result, *arguments) in _PROTOTYPES.items():
-        function = getattr(loaded, name)
-        function.restype, function.argtypes = result, arguments
     return loaded, ""

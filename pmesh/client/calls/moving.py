@@ -157,7 +157,7 @@ class Moving(Caller):
             async_op: return a handle at once.
 
         Raises:
-            RosterChanged: a rank was lost in the call.
+            RosterChanged: a rank was lost, or the ranks changed places, in the call.
             PmeshError: as for `all_reduce`.
         """
         size, is_root, trainer = self.size, root == self.rank, self._trainer_at(root)
@@ -226,7 +226,7 @@ class Moving(Caller):
 
         Raises:
             OpMismatch: the arrays of two ranks differ in more than the first dimension.
-            RosterChanged: a rank was lost in the call.
+            RosterChanged: a rank was lost, or the ranks changed places, in the call.
             PmeshError: as for `all_reduce`.
         """
         blocks, rank, ranks = self._blocks(xs, "all_to_all"), self.rank, self._world.trainers
