@@ -31,6 +31,8 @@ class _RelayedConnection:
     unread: dict[NodeId, int]
     """The bytes of each end that the other one has not read."""
     ended: set[NodeId] = field(default_factory=set[NodeId])
+    is_lost: bool = False
+    """One end was lost. What the other one sends before it knows must not open it anew."""
 
 
 class Forwarding:
@@ -62,14 +64,17 @@ class Forwarding:
                 return None if message.ends else Onward(sender, end)
             known = _RelayedConnection(message.number, dict.fromkeys(pair, 0))
             self._connections[pair] = known
-        known.unread[sender] += len(message.data)
-        known.unread[message.far] -= message.read
-        if known.unread[sender] > WINDOW_BYTES or known.unread[message.far] < 0:
-            raise ProtocolError("a relayed connection exceeds its window")
         if message.ends:
             known.ended.add(sender)
             if known.ended >= pair:
                 del self._connections[pair]
+        if known.is_lost:
+            end = Relay(message.far, message.number, ends=True)
+            return None if message.ends else Onward(sender, end)
+        known.unread[sender] += len(message.data)
+        known.unread[message.far] -= message.read
+        if known.unread[sender] > WINDOW_BYTES or known.unread[message.far] < 0:
+            raise ProtocolError("a relayed connection exceeds its window")
         onward = Relay(
             sender, message.number, data=message.data, read=message.read, ends=message.ends
         )
@@ -78,9 +83,14 @@ class Forwarding:
     def forget(self, node: NodeId) -> list[Onward]:
         """Return what to tell the other ends when there is no direct path to a node any more."""
         onward: list[Onward] = []
-        for pair in [pair for pair in self._connections if node in pair]:
-            number = self._connections.pop(pair).number
-            onward += [Onward(far, Relay(node, number, ends=True)) for far in pair - {node}]
+        for pair, known in list(self._connections.items()):
+            if node not in pair or (known.is_lost and node in known.ended):
+                continue
+            known.is_lost = True
+            known.ended.add(node)
+            if known.ended >= pair:
+                del self._connections[pair]
+            onward += [Onward(f, Relay(node, known.number, ends=True)) for f in pair - known.ended]
         return onward
 
     def _has_room(self, pair: frozenset[NodeId]) -> bool:

@@ -99,6 +99,32 @@ def test_when_an_end_is_lost_the_others_learn_of_it() -> None:
     assert forwarding.forget(ADA) == []
 
 
+def test_what_was_on_its_way_when_an_end_was_lost_opens_nothing_and_breaks_no_rule() -> None:
+    """The lost end may be back before the other one has heard of its loss."""
+    forwarding = opened()
+    forwarding.forward(CARA, sent(ADA, data=b"hi"), reachable=True)
+    forwarding.forget(CARA)
+    end = Relay(CARA, 1, ends=True)
+    for message in (sent(CARA, data=b"and"), sent(CARA, read=2)):
+        assert forwarding.forward(ADA, message, reachable=True) == Onward(ADA, end)
+    assert forwarding.forward(ADA, sent(CARA, ends=True), reachable=True) is None
+    assert len(forwarding) == 0
+
+
+def test_after_an_end_was_lost_a_new_connection_opens_also_if_the_old_one_was_not_ended() -> None:
+    forwarding = opened()
+    forwarding.forget(CARA)
+    onward = forwarding.forward(ADA, sent(CARA, 2, data=b"anew"), reachable=True)
+    assert onward == Onward(CARA, Relay(ADA, 2, data=b"anew"))
+
+
+def test_of_a_connection_whose_ends_are_both_lost_nothing_stays() -> None:
+    forwarding = opened()
+    forwarding.forget(CARA)
+    forwarding.forget(ADA)
+    assert len(forwarding) == 0
+
+
 def test_the_connections_of_one_end_are_limited() -> None:
     forwarding = Forwarding()
     for number in range(MAX_RELAYED):
