@@ -88,12 +88,15 @@ def op_to_enter(known: Knowledge, after: Roster) -> OpNumber | None:
     """O6: Return the `sync` in progress, in which newcomers may enter; None if there is none.
 
     A rank that called it has ended all earlier ops, so the others can fetch these and the newcomer
-    misses nothing. No rank has its result yet, so it runs again with the newcomer.
+    misses nothing. No rank has its result yet, so it runs again with the newcomer. If this view
+    fails an earlier op, no rank makes that `sync` next: they compare their calls (O10).
     """
     number = OpNumber(known.highest)
     reports = known.ops.get(number, {})
     is_sync = reports and all(report.call.kind == "sync" for report in reports.values())
-    return number if is_sync and outcome_of(after, number) is None else None
+    failed = [outcome.op for outcome in after.outcomes if outcome.verdict]
+    is_news = any(r.verdict is None for op in failed for r in known.ops.get(op, {}).values())
+    return number if is_sync and not is_news and outcome_of(after, number) is None else None
 
 
 def may_reorder(roster: Roster, known: Knowledge) -> bool:

@@ -279,11 +279,14 @@ def settle_with(
     *,
     roster: Roster = PAIR,
     members: tuple[Member, ...] = (ANNA, BERT, CARA),
+    stable: int = 5,
 ) -> Roster:
     """The next roster of the job, which a `sync` asks for, where these wait."""
     base = make_view(5, *members, rosters=[roster])
     reports: dict[Member, list[JobReport]] = {
-        trainer.member: [make_report(roster, {trainer.id: ops.get(trainer.member, [])}, stable=5)]
+        trainer.member: [
+            make_report(roster, {trainer.id: ops.get(trainer.member, [])}, stable=stable)
+        ]
         for trainer in roster.trainers
     }
     answers = {
@@ -409,6 +412,22 @@ class TestASyncLetsNobodyIn:
         after = settle_with({CARA: [make_waiting(1)]}, roster=roster)
         assert (after.ids, after.next_id) == ((0, 1), 3)
         assert [outcome.op for outcome in after.outcomes] == [6]
+
+    def test_if_this_view_fails_an_op_before_it(self) -> None:
+        """O10: all compare their calls next, but a newcomer, which knows no error, syncs."""
+        scatter = make_call("scatter")
+        ops = {ANNA: [completed(5, call=scatter), SYNC], BERT: [running(5, scatter)]}
+        after = settle_with({CARA: [make_waiting(1)]}, ops)
+        (outcome,) = after.outcomes
+        assert outcome.verdict is not None
+        assert (outcome.op, outcome.verdict.error, after.ids) == (5, "RosterChanged", (0, 1))
+
+    def test_unless_all_know_of_the_op_that_has_failed_before_it(self) -> None:
+        """It stays in the roster until each rank has said that it is behind all of them."""
+        known = {m: [failed(5, TIMED_OUT), SYNC] for m in (ANNA, BERT)}
+        roster = msgspec.structs.replace(PAIR, outcomes=(make_outcome(5, 0, 1, verdict=TIMED_OUT),))
+        after = settle_with({CARA: [make_waiting(1)]}, known, roster=roster, stable=4)
+        assert (after.ids, [outcome.op for outcome in after.outcomes]) == ((0, 1, 2), [5])
 
     def test_if_only_a_lost_rank_has_ended_it(self) -> None:
         roster = make_roster(ANNA, BERT, DORA)
