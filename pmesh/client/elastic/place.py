@@ -21,6 +21,7 @@ from pmesh.errors import (
     AgentNotRunning,
     AgentStopped,
     HistorySuperseded,
+    OpMismatch,
     UsageError,
 )
 from pmesh.ids import JobName, TrainerId
@@ -168,6 +169,7 @@ class Place:
         """
         deadline = time.monotonic() + timeout_s
         while True:
+            enters = self._session.enters
             try:
                 if self._lost_agent:
                     self._reconnect(deadline)
@@ -180,6 +182,11 @@ class Place:
                 comes_back = is_default or self._on_superseded == "sync"
                 self._note_cut_off(e, syncs=comes_back)
                 if not comes_back or self._pause(deadline):
+                    raise
+            except OpMismatch:
+                # O10: an error that came after it was let in has made the others compare their
+                # calls in that op. It compares its own, too, and syncs again.
+                if not enters or self._session.enters:
                     raise
             else:
                 self._cut_off, self._must_sync, self._veteran = None, False, True

@@ -7,6 +7,7 @@ import pytest
 
 import pmesh
 from pmesh.client.elastic import place
+from pmesh.core.jobs.call_count import COMPARE
 from pmesh.core.values import Verdict
 from pmesh.core.wire.trainer import ENTERS, Connect, Joined, OpFailed, World
 from pmesh.ids import OpNumber, TrainerId
@@ -85,3 +86,31 @@ def test_an_entrance_that_no_agent_would_grant_is_not_believed(tmp_path: Path) -
         with pytest.raises(pmesh.AgentStopped, match="what no agent sends"):
             mesh.sync({})
         mesh.close()
+
+
+MISMATCH = Verdict("OpMismatch", "the others compare their calls")
+
+
+def test_who_enters_while_the_others_compare_their_calls_compares_and_syncs_once_more(
+    tmp_path: Path,
+) -> None:
+    """O10: if the others do not sync then either, their programs differ from its own."""
+    seen: list[tuple[int, str]] = []
+    entered = World(1, (TrainerId(0), TrainerId(7)), ("a", "b"))
+
+    def look(trainer: Trainer, request: Any) -> None:  # noqa: ANN401 - a StartOp
+        seen.append((request.op, request.call.kind))
+        if request.call == COMPARE:
+            trainer.send(op_done(request.op, scripted.grant(trainer, "output", 64).number))
+        else:
+            number = OpNumber(4 if request.op == ENTERS else request.op)
+            trainer.send(OpFailed(number, MISMATCH, world=entered))
+
+    scripted = ScriptedAgent(tmp_path, newcomer)
+    with scripted:
+        scripted.steps += [scripted.grants("input", 64), look, look, look]
+        mesh = pmesh.connect("job", home=tmp_path)
+        with pytest.raises(pmesh.OpMismatch):
+            mesh.sync({})
+        mesh.close()
+    assert seen == [(ENTERS, "sync"), (5, "all_reduce"), (6, "sync")]
