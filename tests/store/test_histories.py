@@ -12,7 +12,7 @@ from pmesh.store.wire import Add, Answer, Append, Check, Command, CompareSet, Ge
 from tests.worlds.linearizable import Call, is_linearizable
 from tests.worlds.store_connection import Sharing, StoreConnection, sharing
 from tests.worlds.trainer import until
-from tests.worlds.village_ops import cut, mend
+from tests.worlds.village_ops import cut, mend, ranks_of
 
 MAJORITY = Terms(quorum="majority")
 COMMANDS: list[Command] = [
@@ -84,8 +84,10 @@ async def test_with_a_majority_all_calls_on_all_sides_are_as_on_one_machine(
             await trio.sleep(1)
             await cut_off_and_back(there, seed % 4, for_s=2.0)
             await cut_off_and_back(there, (seed + 1 + seed // 4) % 4, for_s=1.0)
-        # A majority goes on, if perhaps not at the first call; simulated time passes while a thread
-        # of a busy machine works.
+        left = ranks_of(there.here)
+        assert len(left) == 2, left  # each cut has cost the rank that was cut off, and no other
+        # They go on, if perhaps not at the first call; simulated time passes while a thread of a
+        # busy machine works.
         with trio.fail_after(300):
             while [await history.call(store, Keys("")) for store in there.stores].count(True) < 2:
                 pass

@@ -72,12 +72,16 @@ def kinds_of_events(machine: Machine) -> list[str]:
 
 
 async def cut(one: Machine, *others: Machine) -> None:
-    """No link between it and them, and none that could come up."""
+    """No link between it and them, and none that could come up.
+
+    All ends are lost at one instant. If a leader learned of one loss before it noticed its own, it
+    would keep this machine and leave out one that can no longer hear it (V5).
+    """
     for machine in (one, *others):
         machine.agent.peers._leaving = True  # noqa: SLF001 - then it lets nobody in
-    for live in list(one.agent.peers.links.values()):
-        for path in list(live.paths.values()):
-            await path.path.aclose()
+    for other in others:
+        other.agent.peers.drop(one.key.node, "the network is cut")
+        one.agent.peers.drop(other.key.node, "the network is cut")
     sizes = {one.settings.name: 1} | {m.settings.name: len(others) for m in others}
     await until(lambda: all(len(m.names) == sizes[m.settings.name] for m in (one, *others)))
 
