@@ -424,6 +424,7 @@ def _reach(rank: LocalRank, op: Op, root: Rank) -> int:
 
 async def run_on_lanes(rank: LocalRank, op: Op, plan: RankPlan, rendezvous: LaneRendezvous) -> None:
     """Run a plan of the op over the lanes that it needs."""
+    await trio.lowlevel.checkpoint_if_cancelled()  # V3: a view came as the plan before it ended
     kind = op.kind
     to, from_ = await rank.lanes.open(plan.sends, plan.receives, rendezvous)
     await run_plan(

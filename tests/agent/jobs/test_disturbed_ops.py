@@ -1,6 +1,7 @@
 """Ops across whole agents that lose ranks, lanes or their end, and callers that misbehave."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,6 +39,17 @@ from tests.worlds.village_ops import (
 )
 
 # --- lanes
+
+
+async def test_a_view_that_comes_between_two_plans_of_an_op_stops_it_before_it_looks_at_lanes() -> (
+    None
+):
+    """V3: the plan has places in a roster that is over, where there may be fewer ranks."""
+    untouched: Any = None
+    with trio.CancelScope() as attempt:
+        attempt.cancel()
+        await op_task.run_on_lanes(untouched, untouched, untouched, untouched)
+    assert attempt.cancelled_caught
 
 
 async def test_a_broken_lane_is_replaced_and_the_op_goes_on(clock: MockClock) -> None:
