@@ -60,7 +60,10 @@ class ReportLate:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Call `next_step` again once there is room, a quorum, more ranks, or no fence."""
+    """Call `next_step` again once there is room, a quorum, more ranks, or no fence.
+
+    There is room once enough ops are stable (O2).
+    """
 
     what: Literal["room", "quorum", "ranks", "fence"]
 
@@ -117,11 +120,18 @@ def next_step(  # noqa: PLR0911 - the rules, in their order
     if rank.is_short_of_ranks(0) and rank.is_short_of_ranks(newcomers()):
         return Wait("ranks")
     if op.call.kind == "sync" and newcomers():
-        return RequestView(None, op.number)  # O6: a view lets them in; the sync runs with them
+        return _let_in(rank, op)
     if rank.fences:
         return Wait("fence")  # V3: our flush answer did not name this op, so it may send nothing
     verdict = _without_some(rank, op)
     return Run() if verdict is None else RequestView(verdict, op.number)
+
+
+def _let_in(rank: RankState[Any], op: OpState) -> NextStep:
+    """O6: a view lets newcomers in, and the sync runs with them."""
+    if any(KINDS[r.call.kind].bound and r.completed for r in rank.ledger.ops.values()):
+        return Wait("room")  # O4: a view would fail that op, if it has not ended everywhere
+    return RequestView(None, op.number)
 
 
 def _give_up(rank: RankState[Any], op: OpState, doomed: Verdict) -> RequestView:

@@ -53,8 +53,8 @@ def next_of(rank: RankState[str], op: OpState, *, newcomers: int = 0, nbytes: in
     return attempts.next_step(rank, op, newcomers=lambda: newcomers, retained_bytes=nbytes)
 
 
-def end(rank: RankState[str]) -> None:
-    op = call(rank)
+def end(rank: RankState[str], called: Call = BARRIER) -> None:
+    op = call(rank, called)
     rank.complete(op.number, RESULT, (ME, OTHER))
 
 
@@ -166,6 +166,17 @@ def test_an_op_waits_for_a_quorum_for_ranks_and_for_the_end_of_a_fence() -> None
     rank.follow(roster(3, ELSEWHERE))
     rank.in_force = False
     assert next_of(rank, op) == Wait("quorum")  # V10: for what others have completed too
+
+
+def test_newcomers_wait_for_an_op_that_their_view_would_fail() -> None:
+    """O4: an op that is bound to its ranks can't run again at those that have not ended it."""
+    rank = rank_of()
+    end(rank, Call("scatter", "float32", (8,)))
+    op = call(rank, Call("sync", "int64", (8,)))
+    assert next_of(rank, op, newcomers=1) == Wait("room")
+    assert next_of(rank, op) == Run()
+    rank.stabilize(0)
+    assert next_of(rank, op, newcomers=1) == RequestView(None, op.number)
 
 
 def test_a_sync_lets_newcomers_in_first() -> None:
