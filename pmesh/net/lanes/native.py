@@ -30,6 +30,8 @@ TWO_THREADS_FROM_BYTES: Final = 512 * 1024 if HAS_CORES else 4 * 1024 * 1024
 of the time with one."""
 _KEPT_PLANS: Final = 64
 _KEPT_RUNNERS: Final = 4
+MOST_RUNNERS: Final = 16
+"""Each has six descriptors. Ops beyond, of jobs and groups that all run at once, run in Python."""
 _DTYPES: Final = {name: number for number, name in enumerate(WIRE_DTYPES)}
 _REDUCTIONS: Final = {name: number for number, name in enumerate(REDUCTIONS)}
 _NOWHERE: Final = np.zeros(1, np.uint64).view(np.uint8)
@@ -42,6 +44,8 @@ def library_for(
     """Return the library if it can run this plan over these lanes; for the arguments see `run`."""
     library = native.library()
     if library is None or plan.works or not all(lane.has_one_socket for lane in lanes):
+        return None
+    if len(_busy) >= MOST_RUNNERS:
         return None
     if dtype and not library.pmesh_itemsize(_DTYPES[dtype], _REDUCTIONS[reduction]):
         return None
@@ -75,10 +79,12 @@ async def run(
     """
     await trio.lowlevel.checkpoint_if_cancelled()
     runner = _idle.pop() if _idle else _Runner(library)
+    _busy.add(runner)
     try:
         values = (_DTYPES[dtype], _REDUCTIONS[reduction]) if dtype else (-1, -1)
         await runner.run(plan, lanes, header, regions, values)
     finally:
+        _busy.remove(runner)
         if len(_idle) < _KEPT_RUNNERS:
             _idle.append(runner)
         else:
@@ -169,6 +175,7 @@ class _Runner:
 
 
 _idle: list[_Runner] = []
+_busy: set[_Runner] = set()
 
 
 def _failure_of(lane: Lane, status: int, detail: int) -> PmeshError:

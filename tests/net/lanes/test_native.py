@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import psutil
 import pytest
 import trio
 from hypothesis import given
@@ -18,8 +19,10 @@ from pmesh.core.wire.records import OVERHEAD_BYTES, RecordHeader, Sealer
 from pmesh.errors import LaneBroken, PmeshError
 from pmesh.net.lanes.executor import run_in_python, run_plan
 from pmesh.net.lanes.lane import CallsDiffer
+from pmesh.net.lanes.native import MOST_RUNNERS
 from tests.worlds.lanes import (
     Collective,
+    Web,
     bytes_on_the_wire,
     inputs_of,
     offer_between,
@@ -112,6 +115,30 @@ async def test_after_a_cancel_at_any_point_both_go_on_over_the_same_lanes(
             changed = replace(asked, in_python=data.draw(st.sets(st.sampled_from(everybody))))
             results = await changed.everywhere(lanes)
             assert [result.tobytes() for result in results] == wanted
+
+
+async def test_however_many_ops_run_at_once_their_threads_take_few_descriptors() -> None:
+    """A program can begin an op in each of a hundred jobs, and leave it waiting for its peers."""
+    size = 2 * MOST_RUNNERS
+    asked = _reducing("ring", size, 64)
+    everybody = replace(asked, in_python=range(size))
+    results = list[list[int]]()
+
+    async def call(rank: int, lanes: Web) -> None:
+        results.append((await asked.at(rank, lanes)).tolist())
+
+    with web() as lanes, trio.fail_after(30):
+        lanes.open(asked.plans)
+        before = psutil.Process().num_fds()
+        async with trio.open_nursery() as nursery:
+            for rank in range(1, size):
+                nursery.start_soon(call, rank, lanes)
+            await wait_all_tasks_blocked()
+            assert psutil.Process().num_fds() - before <= 6 * MOST_RUNNERS
+            nursery.start_soon(call, 0, lanes)
+    with web() as lanes, trio.fail_after(30):
+        alike = [result.tolist() for result in await everybody.everywhere(lanes)]
+    assert results == alike
 
 
 async def test_no_thread_writes_once_an_op_has_been_cancelled() -> None:
