@@ -21,7 +21,7 @@ from pmesh.cli.version import version_text
 from pmesh.errors import ConfigError, PmeshError, UsageError
 from pmesh.launches.cli.launches import allow_run, forget, show_hosts, show_launches, stop_launch
 from pmesh.launches.cli.run import run_command
-from pmesh.launches.wire.messages import AskHosts, Engine, LaunchTerms
+from pmesh.launches.wire.messages import AskHosts, Backend, Engine, LaunchTerms
 from pmesh.terminal.lines import complain, complain_of, say
 from pmesh.terminal.sizes import parse_size
 
@@ -267,9 +267,10 @@ def run_(
     *command: Annotated[str, Parameter(show_default=False)],
     on: str | None = None,
     count: Annotated[int, Parameter(name=["--count", "-n"])] = 0,
-    per_node: int = 1,
+    per_node: Annotated[int, Parameter(name=["--per-node", "--nproc-per-node"])] = 1,
     job: str = "",
     engine: Engine | Literal["mpi"] = "pmesh",
+    backend: Backend | None = None,
     restarts: int = 10,
     grace: float = 3.0,
     hang_timeout: float = 0.0,
@@ -295,6 +296,7 @@ def run_(
         job: The name of the job; default a new one.
         engine: What the script trains with: pmesh, gloo, nccl, mlx-ring or jaccl; or mpi, which
             starts nothing and prints a host file for mpirun.
+        backend: pmesh: it answers where the script asks torch for gloo or nccl.
         restarts: How often in a row it is started again; a run of a minute begins a new count.
         grace: Seconds between a signal and SIGKILL.
         hang_timeout: Start all ranks again if none prints a line for so many seconds; 0: never.
@@ -312,8 +314,10 @@ def run_(
     from pmesh.launches.cli.launch import RunOptions, launch_of, run_launch  # noqa: PLC0415 - for speed
 
     terms = LaunchTerms(
-        "pmesh" if engine == "mpi" else engine, restarts, grace, detach, hang_timeout
+        "pmesh" if engine == "mpi" else engine, restarts, grace, detach, hang_timeout, backend
     )
+    if backend is not None and engine != "pmesh":
+        raise ConfigError(f"--backend {backend} needs --engine pmesh, not {engine}")
     options = RunOptions(
         on="all" if on is None else on,
         count=count,
@@ -370,7 +374,8 @@ _MODULE_OPTIONS = ("-m", "--module")
 _VALUED_OPTIONS = MappingProxyType(
     {
         "run": (
-            *("--on", "--count", "-n", "--per-node", "--job", "--engine", "--restarts", "--grace"),
+            *("--on", "--count", "-n", "--per-node", "--nproc-per-node", "--job", "--engine"),
+            *("--backend", "--restarts", "--grace"),
             *("--hang-timeout", "--env", "--cwd", "--python", "--sync-limit", "--collect"),
             "--home",
             *_MODULE_OPTIONS,

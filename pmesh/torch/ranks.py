@@ -18,6 +18,7 @@ from pmesh.errors import PmeshError, UsageError
 from pmesh.torch.library import TorchStore, dist
 from pmesh.torch.options import Options, options_of
 from pmesh.torch.process_group import ProcessGroup
+from pmesh.torch.rendezvous import place_in_launch
 from pmesh.torch.store import MeshStore
 
 _JOIN_S = 300.0  # as `pmesh.connect` waits by default
@@ -42,7 +43,7 @@ class TorchWorld:
         return group
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Return the variables that torchrun sets; accelerate and transformers read them."""
+        """Return variables that torchrun sets; accelerate and transformers read them."""
         hosts = [self.mesh.names[each] for each in self.order]
         here = hosts[rank]
         return {
@@ -50,6 +51,7 @@ class TorchWorld:
             "WORLD_SIZE": str(len(hosts)),
             "LOCAL_RANK": str(hosts[:rank].count(here)),
             "LOCAL_WORLD_SIZE": str(hosts.count(here)),
+            "MASTER_ADDR": hosts[0],  # of which accelerate wants some on several machines
         }
 
 
@@ -87,7 +89,7 @@ class Worlds:
     def __init__(self) -> None:
         self.current: TorchWorld | None = None
         self.elastic: Elastic | None = None
-        self._waiting: Mesh | None = None
+        self._waiting: TorchWorld | None = None
         self._store: MeshStore | None = None
         """Kept: torch forgets the Python class of an object that only C++ refers to."""
         self._begun = 0
@@ -109,13 +111,25 @@ class Worlds:
         suffix = "" if self._begun == 1 else f".{self._begun}"
         count = options.ranks()
         mesh = _connected(options.job_name() + suffix, count, options, timeout)
-        counts = mesh.all_gather_object(count)
+        place = place_in_launch() if count == mesh.size else None
+        theirs = mesh.all_gather_object([count, -1 if place is None else place])
+        counts, places = zip(*theirs, strict=True)
         if set(counts) != {mesh.size}:
             mesh.close()
-            raise UsageError(f"{mesh.size} ranks have met, which wait for {counts}: PMESH_WAIT_FOR")
-        self._waiting = mesh
+            raise UsageError(
+                f"{mesh.size} ranks have met, which wait for {list(counts)}: PMESH_WAIT_FOR"
+            )
+        numbered = set(places) != {-1}
+        if numbered and len({*places} - {-1}) < mesh.size:
+            mesh.close()
+            raise UsageError(
+                f"the ranks do not fit together: 'pmesh run' has numbered them {list(places)}, "
+                "where -1 is one that it has not started; start all of them by one command"
+            )
+        order = sorted(range(mesh.size), key=places.__getitem__)
+        self._waiting = TorchWorld(mesh, tuple(order))
         self._store = MeshStore(mesh.store, "torch/")
-        return self._store, mesh.rank, mesh.size
+        return self._store, self._waiting.order.index(mesh.rank), mesh.size
 
     def begin(
         self,
@@ -127,8 +141,7 @@ class Worlds:
     ) -> TorchWorld:
         """Return the world of a default group, whose ranks come from `meet` or from torch."""
         if self._waiting is not None:
-            mesh, self._waiting = self._waiting, None
-            self.current = TorchWorld(mesh, tuple(range(mesh.size)))
+            self.current, self._waiting = self._waiting, None
         else:
             self.check_not_elastic()
             self.end()
@@ -158,7 +171,7 @@ class Worlds:
         if self.elastic is not None:
             self.elastic.end()
         if self._waiting is not None:
-            self._waiting.close()
+            self._waiting.mesh.close()
         if self.current is not None:
             self.current.mesh.close()
         self._waiting = self.current = self.elastic = None

@@ -10,6 +10,7 @@ from datetime import timedelta
 from importlib import import_module
 from types import FrameType, TracebackType
 from typing import Any, TypeAlias, cast
+from urllib.parse import parse_qsl, urlsplit
 
 RendezvousResult: TypeAlias = Iterator[tuple[Any, int, int]]
 """A store, this rank, and the number of ranks."""
@@ -26,23 +27,40 @@ _OF_PMESH = ("PMESH_JOB", "PMESH_WAIT_FOR")
 def install() -> None:
     """Let `pmesh://`, and `env://` for the backend `pmesh`, find their ranks in the mesh.
 
-    torch uses `env://` if neither a store nor an init_method is given. If a launcher such as
-    torchrun has set RANK, WORLD_SIZE or MASTER_ADDR, pmesh uses them too.
+    torch uses `env://` if neither a store nor an init_method is given. If another launcher, such as
+    torchrun, has set RANK, WORLD_SIZE or MASTER_ADDR, pmesh uses them too.
     """
     module = import_module("torch.distributed.rendezvous")
     handlers = cast("dict[str, Any]", vars(module)["_rendezvous_handlers"])
     of_torch = handlers["env"]
 
     def env(url: str, **named: Any) -> RendezvousResult:  # noqa: ANN401 - torch's
-        given = "?" in url or any(os.environ.get(name) for name in _OF_LAUNCHERS)
         wanted = str(argument_of_init("backend")).lower()
-        if not given and ("pmesh" in wanted or (wanted in _NO_BACKEND and _is_elastic())):
+        ours = "pmesh" in wanted or (wanted in _NO_BACKEND and _is_elastic())
+        if ours and (_is_of_launch(url) or not _is_given(url)):
             return of_mesh(url, **named)
+        if place_in_launch() == 0 and not ours:
+            sys.stderr.write(
+                f"pmesh: this script asks for torch's backend {wanted!r}, so its data go around "
+                "pmesh, not encrypted; with 'pmesh run --backend pmesh' pmesh answers for it\n"
+            )
         return _of_torch(cast("RendezvousResult", of_torch(url, **named)))
 
     handlers["env"] = env
     handlers["pmesh"] = of_mesh
     sys.excepthook = _with_hint(sys.excepthook)
+
+
+def _is_given(url: str) -> bool:
+    """Whether the caller or a launcher says where ranks meet, or what number this one has."""
+    return "?" in url or any(os.environ.get(name) for name in _OF_LAUNCHERS)
+
+
+def _is_of_launch(url: str) -> bool:
+    """Whether `pmesh run --on` has numbered the ranks, and the caller asks for no other number."""
+    asked = dict(parse_qsl(urlsplit(url).query))
+    known = {"rank": os.environ.get("RANK"), "world_size": os.environ.get("WORLD_SIZE")}
+    return place_in_launch() is not None and asked in ({}, known)
 
 
 def _of_torch(found: RendezvousResult) -> RendezvousResult:
@@ -79,7 +97,7 @@ def _hint(missing: str | None) -> str | None:
     found_by_pmesh = "" if missing.startswith("MASTER_") else " and sets this variable"
     return (
         f"Nothing has set {missing}. init_process_group('pmesh') finds the ranks in the mesh"
-        f"{found_by_pmesh}. For a script of another backend, 'pmesh run --on all --engine gloo' "
+        f"{found_by_pmesh}. For a script of another backend, 'pmesh run --on all' "
         "sets RANK, WORLD_SIZE, MASTER_ADDR and so on"
     )
 
@@ -94,6 +112,16 @@ def of_mesh(url: str, timeout: timedelta | None = None, **_: object) -> Rendezvo
 
     del url
     yield meet(argument_of_init("pg_options"), timeout)
+
+
+def place_in_launch() -> int | None:
+    """Return the rank that `pmesh run --on` has given this process; None outside of it.
+
+    A launcher that was started by ours has replaced the variables by its own.
+    """
+    of_torch = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    of_pmesh = os.environ.get("PMESH_PLACE"), os.environ.get("PMESH_WAIT_FOR")
+    return int(of_torch[0]) if of_torch[0] and of_torch == of_pmesh else None
 
 
 def _is_elastic() -> bool:

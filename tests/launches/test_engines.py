@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from pmesh.core.wire.channels import encode
 from pmesh.errors import ProtocolError, UsageError
@@ -62,7 +63,7 @@ def settings(
     engine: Engine, node: NodeId, index: int = 0, places: list[Place] = PLACES
 ) -> Settings:
     """What a rank finds, after its machine has read the message."""
-    sent = begin_messages(LAUNCH, engine, 2, places)[node]
+    sent = begin_messages(LAUNCH, 2, places)[node]
     begin = decode_untrusted(encode(sent))
     assert isinstance(begin, BeginRanks)
     (place,) = (place for place in places if place.node == node)
@@ -72,10 +73,25 @@ def settings(
     return settings_of(prepare, begin, ranks[index])
 
 
-def test_pmesh_needs_the_job_and_its_size() -> None:
+def test_pmesh_needs_the_job_its_size_and_what_torch_finds() -> None:
     for index, place in enumerate(("0", "1")):
-        variables = {"PMESH_JOB": "digits", "PMESH_WAIT_FOR": "3", "PMESH_PLACE": place}
-        assert settings("pmesh", A, index) == (variables, {})
+        ours = {"PMESH_JOB": "digits", "PMESH_WAIT_FOR": "3", "PMESH_PLACE": place}
+        assert settings("pmesh", A, index) == ({**settings("gloo", A, index).variables, **ours}, {})
+
+
+def test_pmesh_says_that_it_answers_for_other_backends() -> None:
+    asked = replace(question("pmesh", 1), terms=LaunchTerms(backend="pmesh"))
+    found = settings_of(asked, BeginRanks(LAUNCH, 0, 0, (RankGroup(1),)), 0)
+    assert found.variables["PMESH_BACKEND"] == "pmesh"
+
+
+def test_pmesh_does_without_addresses() -> None:
+    apart = [PLACES[0], Place(node=B, ranks=(2,), ports=(8000,), ways={})]
+    found = settings("pmesh", B, places=apart).variables
+    assert found["RANK"] == "2"
+    assert not {"MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"} & found.keys()
+    begin = BeginRanks(LAUNCH, 0, 0, (RankGroup(1),))  # as from an older version
+    assert settings_of(question("pmesh", 1), begin, 0).variables["WORLD_SIZE"] == "1"
 
 
 def test_torch_finds_what_torchrun_sets() -> None:
@@ -204,7 +220,7 @@ def test_whatever_a_starter_says_only_names_of_ours_are_set(
 
 _TORCH = frozenset({*settings("gloo", A).variables})
 NAMES: dict[Engine, frozenset[str]] = {
-    "pmesh": frozenset({"PMESH_JOB", "PMESH_WAIT_FOR", "PMESH_PLACE"}),
+    "pmesh": _TORCH | {"PMESH_JOB", "PMESH_WAIT_FOR", "PMESH_PLACE"},
     "gloo": _TORCH,
     "nccl": _TORCH,
     "mlx-ring": frozenset({"MLX_RANK", "MLX_HOSTFILE"}),
@@ -221,6 +237,7 @@ GROUP = RankGroup(1, "10.0.0.1", (7000,), ("",))
         ("pmesh", 1, (GROUP,)),
         ("pmesh", 0, (RankGroup(2),)),
         ("pmesh", 0, (RankGroup(1), *(RankGroup(64),) * 16)),
+        ("pmesh", 0, (GROUP, RankGroup(1))),
         ("gloo", 0, (RankGroup(1),)),
         ("gloo", 0, (RankGroup(1, "10.0.0.1", (7000,)),)),
         ("gloo", 0, (GROUP, GROUP)),

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import pmesh
 import pmesh.torch
+from pmesh.torch.backends import answer_for_others
 from pmesh.torch.ranks import WORLDS
 
 RANKS = 3
@@ -128,6 +129,49 @@ def by_a_launcher(rank: int, folder: str) -> None:
         warnings.simplefilter("ignore")
         dist.init_process_group("cpu:gloo,mps:pmesh", init, rank=rank, world_size=RANKS)
     check_sum()
+    dist.destroy_process_group()
+
+
+def launched(rank: int) -> None:
+    """What `pmesh run --on` sets."""
+    size = os.environ["PMESH_WAIT_FOR"]
+    os.environ |= {"RANK": str(rank), "PMESH_PLACE": str(rank), "WORLD_SIZE": size}
+
+
+def by_a_launch(rank: int) -> None:
+    """The ranks are the launch's, in whatever order they have joined the mesh."""
+    launched(rank)
+    for _ in range(2):  # the second group is another job, with the same ranks
+        dist.init_process_group("pmesh")
+        assert (dist.get_rank(), dist.get_world_size()) == (rank, RANKS)
+        x = torch.tensor([float(rank)])
+        dist.broadcast(x, 2)
+        assert x.item() == 2.0
+        check_sum()
+        dist.destroy_process_group()
+        assert os.environ["RANK"] == str(rank)
+    dist.init_process_group("pmesh", rank=rank, world_size=RANKS)  # as accelerate calls it
+    assert dist.get_rank() == rank
+    dist.destroy_process_group()
+
+
+def partly_by_a_launch(rank: int) -> None:
+    if rank:
+        launched(rank)
+    with refused("one that it has not started; start all of them by one command"):
+        dist.init_process_group("pmesh")
+
+
+def for_other_backends(rank: int) -> None:
+    """A script for gloo and nccl, under --backend pmesh."""
+    launched(rank)
+    answer_for_others()
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    assert (dist.get_backend(), dist.get_rank()) == ("pmesh", rank)
+    check_sum()
+    group = dist.new_group([0, 1, 2], backend="gloo")
+    assert dist.get_backend(group) == "pmesh"
+    check_sum(group)
     dist.destroy_process_group()
 
 

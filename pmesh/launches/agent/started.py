@@ -347,7 +347,7 @@ class StartedHere:
             self.interrupt(_SIGTERM)
             return {}
         self.begun.set()
-        return begin_messages(self.launch, engine, self.state.generation, places)
+        return begin_messages(self.launch, self.state.generation, places)
 
     def _place(self, seat: Seat) -> Place:
         said = self._prepared[seat.node]

@@ -100,11 +100,11 @@ def unreachable(engine: Engine, places: Sequence[Place]) -> tuple[NodeId, NodeId
 
 
 def begin_messages(
-    launch: PathName, engine: Engine, generation: int, places: Sequence[Place]
+    launch: PathName, generation: int, places: Sequence[Place]
 ) -> Mapping[NodeId, BeginRanks]:
     """Return what each machine needs to know to start its ranks."""
     groups = tuple(
-        RankGroup(len(place.ranks)) if engine == "pmesh" else _group(place, before, places)
+        _group(place, before, places)
         for before, place in zip((places[-1], *places[:-1]), places, strict=True)
     )
     return {
@@ -128,7 +128,8 @@ def ranks_untrusted(prepare: PrepareLaunch, begin: BeginRanks) -> range:
         raise ProtocolError("a launch began with other ranks than it was prepared for")
     if prepare.terms.engine == "jaccl" and sum(counts) > MAX_RDMA_RANKS:
         raise ProtocolError("a launch began with more ranks than its engine takes")
-    if prepare.terms.engine != "pmesh" and any(
+    is_bare = not any(group.ports or group.interfaces for group in begin.groups)
+    if not (is_bare and prepare.terms.engine == "pmesh") and any(
         len(group.ports) != group.count or len(group.interfaces) != len(counts)
         for group in begin.groups
     ):
@@ -150,7 +151,10 @@ def settings_of(prepare: PrepareLaunch, begin: BeginRanks, rank: int) -> Setting
     match prepare.terms.engine:
         case "pmesh":
             job = {"PMESH_JOB": prepare.job, "PMESH_WAIT_FOR": _size(begin)}
-            return Settings(job | {"PMESH_PLACE": str(rank)}, {})
+            ours = job | {"PMESH_PLACE": str(rank)}
+            if prepare.terms.backend is not None:
+                ours["PMESH_BACKEND"] = prepare.terms.backend
+            return Settings(_torch(prepare, begin, rank) | ours, {})
         case "gloo" | "nccl":
             return Settings(_torch(prepare, begin, rank), {})
         case "mlx-ring":
@@ -167,7 +171,8 @@ def _size(begin: BeginRanks) -> str:
     return str(sum(group.count for group in begin.groups))
 
 
-def _torch(prepare: PrepareLaunch, begin: BeginRanks, rank: int) -> Mapping[str, str]:
+def _torch(prepare: PrepareLaunch, begin: BeginRanks, rank: int) -> dict[str, str]:
+    """What torchrun sets. Our own engine may do without a path by IPv4, and then has no address."""
     index, groups = begin.group, begin.groups
     here = groups[index]
     variables = {
@@ -180,14 +185,14 @@ def _torch(prepare: PrepareLaunch, begin: BeginRanks, rank: int) -> Mapping[str,
         "ROLE_NAME": "default",
         "ROLE_RANK": str(rank),
         "ROLE_WORLD_SIZE": _size(begin),
-        "MASTER_ADDR": begin.first_host,
-        "MASTER_PORT": str(groups[0].ports[0]),
         "TORCHELASTIC_RUN_ID": begin.launch,
         "TORCHELASTIC_RESTART_COUNT": str(begin.generation),
         "TORCHELASTIC_MAX_RESTARTS": str(prepare.terms.restarts),
         "TORCHELASTIC_USE_AGENT_STORE": "False",
     }
-    interface = here.interfaces[(index + 1) % len(groups)]
+    if begin.first_host and groups[0].ports:
+        variables |= {"MASTER_ADDR": begin.first_host, "MASTER_PORT": str(groups[0].ports[0])}
+    interface = here.interfaces[(index + 1) % len(groups)] if here.interfaces else ""
     if interface:
         variables |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     return variables

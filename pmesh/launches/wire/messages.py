@@ -27,6 +27,7 @@ MAX_TERM_S = 86400
 MAX_SHOWN_FILES = 5
 
 Engine: TypeAlias = Literal["pmesh", "gloo", "nccl", "mlx-ring", "jaccl"]
+Backend: TypeAlias = Literal["pmesh"]
 
 LaunchId: TypeAlias = Annotated[PathName, Meta(max_length=12, pattern=r"^[0-9a-f]{12}\Z")]
 Text: TypeAlias = Annotated[str, Meta(max_length=MAX_COMMAND_TEXT, pattern=r"^[^\x00]*\Z")]
@@ -106,6 +107,8 @@ class LaunchTerms(msgspec.Struct, frozen=True, array_like=True):
     """False: all ends with the starter."""
     hang_timeout_s: _Seconds = 0.0
     """Without a line from any rank for so long, all are started again; 0 for never."""
+    backend: Backend | None = None
+    """What answers for gloo and nccl, if a script asks torch for them; None for themselves."""
 
 
 # --- between two agents
@@ -176,7 +179,7 @@ class BeginRanks(LaunchMessage, frozen=True, tag=42):
     group: Annotated[int, Meta(ge=0, le=MAX_MEMBERS - 1)]
     """The receiver's, in `groups`."""
     groups: Annotated[tuple[RankGroup, ...], Meta(min_length=1, max_length=MAX_MEMBERS)]
-    """Ranks count through them. With the engine `pmesh` they have only their counts."""
+    """Ranks count through them. With the engine `pmesh` they may have only their counts."""
     first_host: Host = ""
     """Where the receiver reaches the machine of rank 0."""
 
