@@ -6,6 +6,7 @@ every program with torch, it imports no library but torch, reads no file, and ne
 """
 
 import logging
+import os
 from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -70,10 +71,15 @@ def _register() -> None:
 
     if not dist.is_available() or "PMESH" in dist.Backend._plugins:  # noqa: SLF001
         return
-    from pmesh.torch.rendezvous import install  # noqa: PLC0415 - needs torch.distributed
+    from pmesh.torch import accelerate, rendezvous  # noqa: PLC0415 - need torch.distributed
 
     dist.Backend.register_backend("pmesh", _create, extended_api=True, devices=_DEVICES)
-    install()
+    rendezvous.install()
+    accelerate.install()
+    if os.environ.get("PMESH_BACKEND") == "pmesh":
+        from pmesh.torch.backends import answer_for_others  # noqa: PLC0415 - few programs ask for it
+
+        answer_for_others()
 
 
 def _create(backend_options: Any, pg_options: object) -> "ProcessGroup":  # noqa: ANN401 - torch's

@@ -14,7 +14,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.measured]
 
 @pytest.mark.parametrize(
     "program",
-    ["by_options", "twice_by_url", "with_a_loss", "with_compression", "of_other_models"],
+    [
+        *("by_options", "twice_by_url", "with_a_loss", "with_compression", "of_other_models"),
+        *("by_a_launch", "partly_by_a_launch", "for_other_backends"),
+    ],
 )
 def test_ranks_come_from_the_mesh(programs: Programs, program: str) -> None:
     assert programs.run("tests.torch.starts", program, PMESH_JOB=program) == [0, 0, 0]
@@ -71,7 +74,7 @@ def test_import_torch_works_where_pmesh_is_broken_and_says_so_once(broken: str) 
     assert said[0].endswith("; install pmesh again, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0")
 
 
-def test_import_torch_brings_six_small_modules_and_no_library() -> None:
+def test_import_torch_brings_seven_small_modules_and_no_library() -> None:
     """Who never uses pmesh does not wait for it, nor for what reads its settings."""
     done = import_torch(
         "import torch; print(*sorted(n for n in sys.modules if n.split('.')[0] in"
@@ -83,9 +86,21 @@ def test_import_torch_brings_six_small_modules_and_no_library() -> None:
         "pmesh.errors",
         "pmesh.texts",
         "pmesh.torch",
+        "pmesh.torch.accelerate",
         "pmesh.torch.library",
         "pmesh.torch.rendezvous",
     ]
+
+
+def test_a_launch_may_let_pmesh_answer_for_other_backends() -> None:
+    """Also where a module of torch has its own name for the function."""
+    done = import_torch(
+        "import os; os.environ['PMESH_BACKEND'] = 'pmesh'; import torch.distributed as dist;"
+        "from torch.distributed import device_mesh;"
+        "assert dist.new_group.__wrapped__ is not dist.new_group;"
+        "assert device_mesh.init_process_group is dist.init_process_group"
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("error", [ImportError("x"), SyntaxError("x"), OSError("x"), KeyError("x")])
@@ -134,4 +149,4 @@ def test_who_misses_what_a_launcher_sets_reads_who_does(
     monkeypatch.setenv("PMESH_WAIT_FOR", "2")
     for text in told():
         assert hint in text
-        assert "'pmesh run --on all --engine gloo' sets RANK, WORLD_SIZE, MASTER_ADDR" in text
+        assert "'pmesh run --on all' sets RANK, WORLD_SIZE, MASTER_ADDR" in text

@@ -1,0 +1,118 @@
+"""Accelerate over pmesh: which ranks there are, and on which device each of them computes.
+
+Transformers' Trainer and TRL ask Accelerate, which derives the backend from the device. It knows no
+other backend, and on MPS, or on a CPU that it was not told to use, it makes every process train
+alone, without a word. It has no public seam for this, so one private method is replaced:
+`PartialState._prepare_backend`, accelerate 1.15.0, `state.py`, line 755.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import wraps
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.metadata import version
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+from pmesh.errors import UsageError
+
+TRIED = "1.15"
+"""The minor version of accelerate in which the method is as it is here."""
+
+_MODULE = "accelerate.state"
+
+
+def install() -> None:
+    """Let Accelerate find the ranks of pmesh, now or when it is imported."""
+    if _MODULE in sys.modules:
+        _extend(sys.modules[_MODULE])
+    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(MetaPathFinder):
+    """Finds the module as without it, and extends it when it has run."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        del path, target
+        if fullname != _MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            loader.exec_module = _then_extend(loader.exec_module)
+        return spec
+
+
+def _then_extend(execute: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
+    def exec_module(module: ModuleType) -> None:
+        execute(module)
+        _extend(module)
+
+    return exec_module
+
+
+def _extend(module: Any) -> None:  # noqa: ANN401 - of accelerate
+    """Replace the method that chooses the backend."""
+    of_accelerate = module.PartialState._prepare_backend  # noqa: SLF001 - see above
+    if getattr(of_accelerate, "of_pmesh", False):
+        return
+
+    @wraps(of_accelerate)
+    def prepare_backend(
+        state: Any,  # noqa: ANN401 - of accelerate
+        cpu: bool = False,  # noqa: FBT001, FBT002 - as there
+        sagemaker_dp: bool = False,  # noqa: FBT001, FBT002 - as there
+        backend: str | None = None,
+    ) -> Any:  # noqa: ANN401 - of accelerate
+        if not _is_ours(backend):
+            return of_accelerate(state, cpu, sagemaker_dp, backend)
+        check_version(version("accelerate"))
+        return "pmesh", _join(state, module.DistributedType, cpu=cpu)
+
+    prepare_backend.of_pmesh = True  # type: ignore[attr-defined]
+    module.PartialState._prepare_backend = prepare_backend  # noqa: SLF001 - see above
+
+
+def _is_ours(backend: str | None) -> bool:
+    """Whether the caller asks for pmesh, or leaves it open in a program that several ranks run."""
+    from pmesh.torch.library import dist  # noqa: PLC0415 - after torch
+
+    if backend is not None or dist.is_initialized():
+        return "pmesh" in (backend or dist.get_backend())
+    return os.environ.get("PMESH_WAIT_FOR", "1") != "1"
+
+
+def check_version(found: str) -> None:
+    """Raise UsageError for an accelerate whose method was never compared with ours.
+
+    >>> check_version("1.15.3")
+    """
+    if found.split(".")[:2] != TRIED.split("."):
+        raise UsageError(
+            f"pmesh has never been tried with accelerate {found}, of which it replaces a private "
+            f"method, and without it each machine would train alone: pip install "
+            f"'accelerate=={TRIED}.*'"
+        )
+
+
+def _join(state: Any, kinds: Any, *, cpu: bool) -> object:  # noqa: ANN401 - of accelerate
+    """Begin the default process group, set the device, and return Accelerate's kind of job.
+
+    MULTI_CPU wraps a model in DistributedDataParallel without device numbers, as MPS needs it, too.
+    """
+    from pmesh.torch.library import dist, torch  # noqa: PLC0415 - after torch
+
+    if not dist.is_initialized():
+        dist.init_process_group("pmesh")
+    if torch.cuda.is_available() and not cpu:
+        return kinds.MULTI_GPU
+    if state.device is None:
+        state.device = torch.device("cpu") if cpu else state.default_device
+    return kinds.MULTI_CPU

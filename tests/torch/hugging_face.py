@@ -1,0 +1,138 @@
+"""Hugging Face's scripts as each of several ranks, such as `pmesh run` and torchrun start them."""
+
+import argparse
+import os
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+
+import pmesh.torch
+
+RANKS = 3
+
+
+def _start(rank: int, backend: str, folder: str) -> bool:
+    """Set what the launcher sets; return whether Accelerate must be told to use the CPU."""
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS}
+    os.environ |= {name: str(value) for name, value in told.items()}
+    if backend == "gloo":
+        del os.environ["PMESH_WAIT_FOR"]
+        file = f"file://{folder}/store"
+        dist.init_process_group("gloo", init_method=file, rank=rank, world_size=RANKS)
+        return True
+    os.environ |= {"PMESH_PLACE": str(rank), "PMESH_JOB": Path(folder).name}
+    return False
+
+
+def _end(rank: int, folder: str, found: dict[str, Any]) -> None:
+    assert (dist.get_rank(), dist.get_world_size()) == (rank, RANKS)
+    torch.save(found, f"{folder}/rank-{rank}.pt")
+    dist.destroy_process_group()
+
+
+def loop(rank: int, folder: str, backend: str) -> None:
+    """A loop over Accelerate: accumulation, a schedule, and a metric over all ranks' rows."""
+    cpu = _start(rank, backend, folder)
+    from accelerate import Accelerator
+    from accelerate.utils import set_seed
+
+    set_seed(0)
+    accelerator = Accelerator(cpu=cpu, gradient_accumulation_steps=2)
+    pixels, digits = load_digits(return_X_y=True)
+    x, y = torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(digits)
+    rows, others = (torch.utils.data.TensorDataset(x[part], y[part]) for part in _PARTS)
+    net = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+    net, optimizer, train, test, schedule = accelerator.prepare(
+        net,
+        optimizer,
+        torch.utils.data.DataLoader(rows, batch_size=25, shuffle=True),
+        torch.utils.data.DataLoader(others, batch_size=40),
+        torch.optim.lr_scheduler.StepLR(optimizer, 10),
+    )
+    for images, labels in train:
+        with accelerator.accumulate(net):
+            accelerator.backward(torch.nn.functional.cross_entropy(net(images), labels))
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    right = count = 0
+    for images, labels in test:
+        pair = accelerator.gather_for_metrics((net(images).argmax(1), labels))
+        right, count = right + int((pair[0] == pair[1]).sum()), count + len(pair[0])
+    assert isinstance(net, torch.nn.parallel.DistributedDataParallel)
+    assert accelerator.is_main_process == (rank == 0)
+    _end(rank, folder, {"net": net.state_dict(), "right": right, "count": count})
+
+
+_PARTS = slice(0, 700), slice(700, 1000)
+
+
+def trainer(rank: int, folder: str, backend: str) -> None:
+    """Transformers' Trainer: trains a tiny language model on Python's source, and evaluates it."""
+    cpu = _start(rank, backend, folder)
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+
+    set_seed(0)
+    text = torch.tensor(list(Path(argparse.__file__).read_bytes()))
+    rows = [{"input_ids": row, "labels": row} for row in text[: 120 * 32].view(120, 32)]
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes, **heads))
+    arguments = TrainingArguments(
+        folder,
+        use_cpu=cpu,
+        max_steps=4,
+        gradient_accumulation_steps=2,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        logging_steps=2,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    training = Trainer(model, arguments, train_dataset=rows[:100], eval_dataset=rows[100:])
+    training.train()
+    losses = [each["loss"] for each in training.state.log_history if "loss" in each]
+    loss = training.evaluate()["eval_loss"]
+    assert isinstance(training.model_wrapped, torch.nn.parallel.DistributedDataParallel)
+    _end(rank, folder, {"net": model.state_dict(), "losses": losses, "loss": loss})
+
+
+def on_mps(rank: int, folder: str, backend: str) -> None:
+    """The loop where MPS is said to be there; its tensors stay on the CPU, which is here."""
+    import accelerate.state
+
+    def device(_: object) -> torch.device:
+        return torch.device("cpu")
+
+    _pretend(torch.backends.mps, "is_available")
+    _pretend(accelerate.state, "is_mps_available")
+    accelerate.state.PartialState.default_device = property(device)
+    loop(rank, folder, backend)
+
+
+def _pretend(module: ModuleType, name: str) -> None:
+    def is_available(*_: object) -> bool:
+        return True
+
+    assert hasattr(module, name)
+    setattr(module, name, is_available)
+
+
+def untried(rank: int, folder: str) -> None:
+    """Accelerate of a version that pmesh was never tried with."""
+    _start(rank, "pmesh", folder)
+    import pmesh.torch.accelerate as plug
+
+    plug.TRIED = "0.34"
+    from accelerate import Accelerator
+
+    with pytest.raises(pmesh.UsageError, match="never been tried with accelerate") as caught:
+        Accelerator()
+    assert "pip install 'accelerate==0.34.*'" in str(caught.value)
