@@ -13,6 +13,7 @@ import re
 import shutil
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -20,6 +21,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import msgspec
 import psutil
 
+from pmesh.agent.limits import OPEN_FILES, plan_files
 from pmesh.client.connect import Quorum
 from pmesh.client.control import ask_events, ask_status, stop_agent
 from pmesh.core.wire.link import Address
@@ -46,12 +48,14 @@ LIES_FOR_S = 20.0
 PATIENCE_S = 30.0
 LOOK_EVERY_S = 0.5
 REST_S = 5.0
-MORE_AT_REST = {"private MiB": 64, "descriptors": 64}  # than before; arenas of Python stay
+MORE_AT_REST = {"private MiB": 64, "arenas": 64, "other descriptors": 64}
+"""Than before; arenas of Python's allocator stay."""
 LIMITS = {
     "private MiB": 300,  # an agent with two trainers takes 60
     # Arenas: half of the machine's memory for all programs, and what the others trained in.
     "shared MiB": psutil.virtual_memory().total / (1 << 20) / 2 + 256,
-    "descriptors": 512,
+    "arenas": plan_files(OPEN_FILES).arenas // 2,  # of all programs; the liar is one, with half
+    "other descriptors": 512,
 }
 CONTAINED = "internal error"  # ended one link or session only, and is a defect all the same
 DEFECTS = (CONTAINED, LONG_STEP)
@@ -235,10 +239,12 @@ class Arena(Mesh):
     def _weigh(self, name: str) -> dict[str, float]:
         process = psutil.Process(self._agents[name].pid)
         memory = process.memory_info()
+        held = _descriptors_of(process.pid)
         return {
             "private MiB": (memory.rss - memory.shared) / (1 << 20),
             "shared MiB": memory.shared / (1 << 20),
-            "descriptors": process.num_fds(),
+            "arenas": held["arena"],
+            "other descriptors": held.total() - held["arena"],
         }
 
     def _measure(self, name: str) -> None:
@@ -246,7 +252,8 @@ class Arena(Mesh):
         for what, value in measured.items():
             self.worst[what] = max(self.worst.get(what, 0.0), value)
             if value > LIMITS.get(what, math.inf):  # a busy machine lags: see LONG_STEP
-                raise FindingError(f"{name}: {what} {value:,.0f}")
+                held = _descriptors_of(self._agents[name].pid).most_common(9)
+                raise FindingError(f"{name}: {what} {value:,.0f}; its descriptors: {held}")
 
     def _check_afterwards(self) -> None:
         self._await(self._agree, "the agents do not agree again")
@@ -367,3 +374,13 @@ class Arena(Mesh):
     ) -> Program:
         words = (*runner, "-m", module, *arguments)
         return self.start_program(self._node(home), *words, name=label)
+
+
+def _descriptors_of(pid: int) -> Counter[str]:
+    """How many descriptors a process has of each kind: "arena", "socket", "pipe" and so on."""
+    kinds = Counter[str]()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # it has been closed meanwhile
+            target = str(descriptor.readlink())
+            kinds["arena" if "memfd:pmesh" in target else target.partition(":")[0]] += 1
+    return kinds
