@@ -104,7 +104,7 @@ def _busy() -> Iterator[None]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The process's own arguments if None."""
-    return run_app(app, arguments, starts="", needs_lab=False)  # none of its commands starts hosts
+    return run_app(app, arguments, starts="", needs_lab=False)  # no command starts hosts
 
 
 if __name__ == "__main__":

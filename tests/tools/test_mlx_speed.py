@@ -6,7 +6,7 @@ pytest.importorskip("mlx.core")
 
 from tools.mlx_speed import main
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.netns, pytest.mark.slow]
 
 
 def test_a_call_is_measured_beside_the_meshs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -99,7 +99,7 @@ def _show_times(what: str, seconds: Sequence[float]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The process's own arguments if None."""
-    return run_app(app, arguments, starts=None, needs_lab=False)
+    return run_app(app, arguments, starts="", needs_lab=False)  # no command starts hosts
 
 
 if __name__ == "__main__":
