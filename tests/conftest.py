@@ -10,10 +10,12 @@ import math
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import settings
 from trio.testing import MockClock
@@ -34,6 +36,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 OF_SUBPROCESSES = "COVERAGE_PROCESS_CONFIG"  # tells new processes to measure themselves
 NEEDS_THE_MACHINE = ("tests/e2e/", "tests/tools/", "tests/docs/test_readme.py")
+TESTS = Path(__file__).parent
 
 
 @functools.cache
@@ -41,25 +44,65 @@ def _why_no_network_namespaces() -> str | None:
     return why_not()
 
 
-class _OneMachine(LoadScopeScheduling):  # type: ignore[misc] # it has no types
-    """A file's tests stay together; those with agents of their own go one after the other."""
+def _file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
+
+
+@functools.cache
+def _scope_of(file: str) -> str:
+    """What one worker runs: a file, or one of the two lanes of those that need the machine.
+
+    Labs are counted and cleaned up for the whole machine, so those who make some share a lane.
+    """
+    if not file.startswith(NEEDS_THE_MACHINE):
+        return file
+    makes_labs = "mark.netns" in (TESTS.parent / file).read_text(encoding="utf-8")
+    return "networks" if makes_labs else "loopback"
+
+
+class _Lanes(LoadScopeScheduling):  # type: ignore[misc] # it has no types
+    """A file's tests stay together; those with agents of their own go in two lanes."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "the machine" if _needs_the_machine(nodeid) else nodeid.partition("::")[0]
+        return _scope_of(_file_of(nodeid))
 
 
-def _needs_the_machine(nodeid: str) -> bool:
-    return nodeid.startswith(NEEDS_THE_MACHINE)
+def _is_quick(config: pytest.Config) -> bool:
+    return bool(config.option.markexpr == "not slow")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """`make test` tries fewer examples of a property than `make test-all`."""
-    settings.load_profile("quick" if config.option.markexpr == "not slow" else "all")
+    settings.load_profile("quick" if _is_quick(config) else "all")
 
 
 @pytest.hookimpl(optionalhook=True)  # where xdist is not used
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """A worker for each core; and one more for slow tests, which mostly wait for their programs."""
+    cores = psutil.cpu_count() or 1
+    return cores if _is_quick(config) else cores + 1
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:  # noqa: ANN401 - xdist's own, without a name
-    return _OneMachine(config, log)
+    config.option.loadscopereorder = False  # they come in the order that follows
+    return _Lanes(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What has the most slow tests comes first: begun last, it would leave the other cores idle."""
+    tests: Counter[str] = Counter()
+    slow_ones: Counter[str] = Counter()
+    for item in items:
+        scope = _scope_of(_file_of(item.nodeid))
+        tests[scope] += 1
+        slow_ones[scope] += item.get_closest_marker("slow") is not None
+
+    def place(item: pytest.Item) -> tuple[int, int, str]:
+        scope = _scope_of(_file_of(item.nodeid))
+        return -slow_ones[scope], -tests[scope], scope
+
+    items.sort(key=place)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -72,7 +115,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     """
     trace = sys.gettrace()
     slow, measured = map(item.get_closest_marker, ("slow", "measured"))
-    unmeasured = slow is not None or _needs_the_machine(item.nodeid)
+    unmeasured = slow is not None or item.nodeid.startswith(NEEDS_THE_MACHINE)
     if measured is not None or not unmeasured or trace is None:
         return (yield)
     config = os.environ.pop(OF_SUBPROCESSES, None)
