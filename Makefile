@@ -8,7 +8,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-cache-dir
 LIBRARY := pmesh/native/libpmesh.$(if $(filter Darwin,$(shell uname)),dylib,so)
 
-.PHONY: help demo test test-all check format docs venv clean
+.PHONY: help demo test test-all check mypy pyright format docs venv clean
 
 help:
 	@echo "make demo    three agents and three trainers on this machine train a model together"
@@ -39,11 +39,15 @@ check: .venv/.for-work $(LIBRARY)
 	$(BIN)/clang-format --dry-run --Werror native/*.[ch] native/tests/*.[ch]
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
-	$(BIN)/mypy
-	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-cache
 	@$(BIN)/python tools/check_sizes.py
-	@$(MAKE) --no-print-directory docs
+	@$(MAKE) --no-print-directory --jobs 2 mypy pyright docs   # each takes long, on one core
+
+mypy: .venv/.for-work
+	$(BIN)/mypy
+
+pyright: .venv/.for-work
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: .venv/.for-work
 	$(BIN)/clang-format -i native/*.[ch] native/tests/*.[ch]
