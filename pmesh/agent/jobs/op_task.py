@@ -38,8 +38,9 @@ from pmesh.core.wire.records import RecordHeader
 from pmesh.core.wire.trainer import OpDone, OpFailed, StartOp
 from pmesh.errors import LaneBroken, ProtocolError, UsageError
 from pmesh.ids import OpNumber, Rank
-from pmesh.net.lanes.executor import run_plan
+from pmesh.net.lanes.executor import begin_plan, run_plan
 from pmesh.net.lanes.lane import CallsDiffer, PathLost
+from pmesh.net.lanes.native import Runner
 from pmesh.net.lanes.ring import RingPosition, Tensors, all_reduce_coded
 from pmesh.net.sessions.arenas import Arena
 
@@ -48,6 +49,7 @@ BEAT_EVERY_OPS = 8  # unstable ops: after so many, a heartbeat with our progress
 RANKS_POLL_S = 0.1  # while there are too few ranks: half a heartbeat
 
 _CODED_DTYPE = "float32"
+_IN_STEPS = frozenset({"broadcast", "reduce"})  # they decide between two plans who holds the result
 _MOST_RANKS = 1024  # as many as a job can wait for; newcomers may make a sync's table longer
 
 OpReply: TypeAlias = tuple[OpDone | OpFailed, Arena | None]
@@ -69,6 +71,8 @@ class Op(OpState):
     clipped: int = 0
     """How many values the codec has clipped in the last attempt."""
     attempts: int = 0
+    begun: Runner | None = None
+    """What the library does for the first attempt already."""
 
     @property
     def row_bytes(self) -> int:
@@ -100,6 +104,8 @@ async def run_op(rank: LocalRank, request: StartOp, jobs: Jobs) -> OpReply:
         let_go(rank, op, keep=None)
         return _failed(request.op, attempts.report_late(rank))
     attempts.start(rank, op, trio.current_time())
+    if _ends_at_once(rank, op, jobs):
+        return _deliver(rank, op, jobs)
     while True:
         attempts.begin_attempt(rank, op, trio.current_time())
         with rank.attempt():
@@ -107,6 +113,38 @@ async def run_op(rank: LocalRank, request: StartOp, jobs: Jobs) -> OpReply:
                 return await _attempt(rank, op, jobs)
             verdict = attempts.timed_out(rank, op, jobs.progress, jobs.newcomers(rank))
             await _await_view(rank, verdict, op.number, jobs)
+
+
+def _ends_at_once(rank: LocalRank, op: Op, jobs: Jobs) -> bool:
+    """Run a small op in one turn of the event loop, into which no view can come.
+
+    Returns False if it can't run so. What has begun then is `op.begun`, which the first attempt
+    takes to its end.
+    """
+    if op.codec is not None or op.kind.row or op.call.kind in _IN_STEPS:
+        return False
+    step = attempts.next_step(
+        rank, op, newcomers=lambda: jobs.newcomers(rank), retained_bytes=rank.retained_bytes
+    )
+    if not isinstance(step, Run) or rank.rank is None or _leaves_the_choice(rank, op):
+        return False
+    plan = op.kind.plan(_setting(rank, op))
+    lanes = rank.lanes.if_open(plan.receives, plan.sends)
+    if lanes is None:
+        return False
+    op.begun = begin_plan(
+        plan,
+        lanes,
+        _header(rank, op),
+        source=_source_of(op),
+        result=op.result.memory,
+        dtype=op.request.wire_dtype if op.kind.reduces else "",
+        reduction=op.request.call.reduction or "sum",
+    )
+    if op.begun is None or not op.begun.ends_at_once(rank.patience):
+        return False
+    op.begun, op.contributors = None, rank.roster.ids
+    return True
 
 
 def _doomed(request: StartOp, verdict: Verdict) -> Op:
@@ -384,7 +422,10 @@ async def run_on_network(rank: LocalRank, op: Op, jobs: Jobs) -> None:
         await trio.sleep_forever()
         raise AssertionError("nobody wakes it")
     op.contributors, rendezvous = rank.roster.ids, jobs.rendezvous
-    root = None if op.root is None else rank.roster.rank_of(op.root)
+    if op.begun is not None:
+        begun, op.begun = op.begun, None
+        await begun.finish()
+        return
     if _leaves_the_choice(rank, op):
         ring = await rank.ring(rendezvous)
         members = tuple(trainer.member for trainer in rank.roster.trainers)
@@ -394,13 +435,7 @@ async def run_on_network(rank: LocalRank, op: Op, jobs: Jobs) -> None:
     if op.codec is not None:
         await _all_reduce_coded(rank, op, op.codec, await rank.ring(rendezvous))
         return
-    here = Setting(
-        request=op.request,
-        rank=rank.rank,
-        size=rank.size,
-        root=root or 0,
-        edges=rank.costs.edges,
-    )
+    here = _setting(rank, op)
     if op.call.kind == "broadcast":
         await rank.ring(rendezvous)  # both lanes, also where one is not needed
         here = replace(here, reach=_reach(rank, op, Rank(here.root)))
@@ -410,10 +445,21 @@ async def run_on_network(rank: LocalRank, op: Op, jobs: Jobs) -> None:
     await run_on_lanes(rank, op, op.kind.plan(here), rendezvous)
     if op.call.kind == "reduce":
         # No rank ends the op before the root has, so that it can run again among others.
-        op.holds = root == rank.rank
+        op.holds = here.root == rank.rank
         await rank.ring(rendezvous)
-        news = plan_broadcast(**here.at, root=here.root, nbytes=0)
+        news = plan_broadcast(**here.rooted, nbytes=0)
         await run_on_lanes(rank, op, news, rendezvous)
+
+
+def _setting(rank: LocalRank, op: Op) -> Setting:
+    root = None if op.root is None else rank.roster.rank_of(op.root)
+    return Setting(
+        request=op.request,
+        rank=rank.rank or 0,
+        size=rank.size,
+        root=root or 0,
+        edges=rank.costs.edges,
+    )
 
 
 def _reach(rank: LocalRank, op: Op, root: Rank) -> int:

@@ -15,6 +15,7 @@ from pmesh.core.wire.calls import Call
 from pmesh.core.wire.views import KnownPrimary
 from pmesh.ids import OpNumber, TrainerId
 from pmesh.net.lanes.lane import Lane, Pace
+from pmesh.net.lanes.native import Patience
 from pmesh.net.lanes.ring import RingPosition
 from pmesh.net.sessions.arena_pools import SessionArenas
 from pmesh.net.sessions.arenas import Arena
@@ -71,6 +72,7 @@ class LocalRank(RankState[Result]):
         self.own_time = OwnTime()
         self.losses: list[str] = []
         """What the trainer must still be told about ranks that are gone."""
+        self.patience = Patience()
         self._changed = trio.Event()
         self._attempt: trio.CancelScope | None = None
 
@@ -298,6 +300,21 @@ class RankLanes:
                 self._from[ids[rank]] = await rendezvous.take(self._end_from(ids[rank]))
             lanes_from[rank] = self._from[ids[rank]]
         return lanes_to, lanes_from
+
+    def if_open(self, from_: Iterable[int], to: Iterable[int]) -> list[Lane] | None:
+        """Return the lanes from and to these ranks of the roster; None if one is not open."""
+        ids, lanes = self._roster.ids, list[Lane]()
+        for rank in from_:
+            lane = self._from.get(ids[rank])
+            if lane is None or lane.is_closed:
+                return None
+            lanes.append(lane)
+        for rank in to:
+            lane = self._to.get(ids[rank])
+            if lane is None or lane.is_closed or ids[rank] in self._asked:
+                return None
+            lanes.append(lane)
+        return lanes
 
     def all_open(self) -> tuple[Lane, ...]:
         """Return the lanes of the current roster, first those that send."""

@@ -110,6 +110,8 @@ class Lane:
         self.sending = sending
         self.hosts = _hosts_of(sock)
         """The addresses of its two ends, ours first, without scopes; "" within one agent."""
+        self.leads_away = bool(self.hosts[1])
+        """Whether the peer is at another agent."""
         self.state = LaneState(peer_completed=-1, wake_up_bytes=wake_up_bytes, asked=1)
         """What the native library reads and writes, too."""
         self.paces: dict[tuple[str, str], Pace] = {}
