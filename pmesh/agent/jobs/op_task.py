@@ -136,7 +136,7 @@ def _ends_at_once(rank: LocalRank, op: Op, jobs: Jobs) -> bool:
         plan,
         lanes,
         _header(rank, op),
-        source=_source_of(op),
+        source=NOTHING.memory if op.source is None else op.source.memory,  # only read (I8)
         result=op.result.memory,
         dtype=op.request.wire_dtype if op.kind.reduces else "",
         reduction=op.request.call.reduction or "sum",
