@@ -4,11 +4,12 @@
 or a fetch of the result.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias, assert_never
 
 import numpy as np
 import trio
+from msgspec import structs
 
 from pmesh.agent.jobs.driver import Jobs
 from pmesh.agent.jobs.ranks import LocalRank, Result
@@ -22,6 +23,7 @@ from pmesh.core.jobs.attempt import (
     Fail,
     Failed,
     Fetch,
+    NextStep,
     OpState,
     ReportLate,
     RequestView,
@@ -123,10 +125,7 @@ def _ends_at_once(rank: LocalRank, op: Op, jobs: Jobs) -> bool:
     """
     if op.codec is not None or op.kind.row or op.call.kind in _IN_STEPS:
         return False
-    step = attempts.next_step(
-        rank, op, newcomers=lambda: jobs.newcomers(rank), retained_bytes=rank.retained_bytes
-    )
-    if not isinstance(step, Run) or rank.rank is None or _leaves_the_choice(rank, op):
+    if not isinstance(_next_step(rank, op, jobs), Run) or _leaves_the_choice(rank, op):
         return False
     plan = op.kind.plan(_setting(rank, op))
     lanes = rank.lanes.if_open(plan.receives, plan.sends)
@@ -163,12 +162,7 @@ async def _attempt(rank: LocalRank, op: Op, jobs: Jobs) -> OpReply:
     """Make one attempt. If it can't go on, it waits here for a view change that cancels it."""
     try:
         while True:
-            step = attempts.next_step(
-                rank,
-                op,
-                newcomers=lambda: jobs.newcomers(rank),
-                retained_bytes=rank.retained_bytes,
-            )
+            step = Run() if op.begun is not None else _next_step(rank, op, jobs)
             match step:
                 case Fail(outcome):
                     let_go(rank, op, keep=None)
@@ -196,6 +190,12 @@ async def _attempt(rank: LocalRank, op: Op, jobs: Jobs) -> OpReply:
     except LaneBroken as e:
         await _await_lanes(rank, op, e, jobs)
     raise AssertionError("a view ends the wait for it")
+
+
+def _next_step(rank: LocalRank, op: Op, jobs: Jobs) -> NextStep:
+    return attempts.next_step(
+        rank, op, newcomers=lambda: jobs.newcomers(rank), retained_bytes=rank.retained_bytes
+    )
 
 
 async def _await_lanes(rank: LocalRank, op: Op, broken: LaneBroken, jobs: Jobs) -> None:
@@ -271,7 +271,7 @@ async def _fetch(rank: LocalRank, op: Op, outcome: OpOutcome, jobs: Jobs) -> Non
     if op.result.is_input or not op.gets:
         return  # a broadcast's root had the result all along, and I8: its input is never written
     if op.kind.row:
-        op.result = replace(op.result, nbytes=len(op.contributors) * op.row_bytes)
+        op.result = structs.replace(op.result, nbytes=len(op.contributors) * op.row_bytes)
     job = rank.roster.job
     text = f"op {op.number} of job {job!r} had ended elsewhere: its result is fetched"
     jobs.event_log.note("op fetched", text, job=job, op=op.number)
@@ -438,10 +438,10 @@ async def run_on_network(rank: LocalRank, op: Op, jobs: Jobs) -> None:
     here = _setting(rank, op)
     if op.call.kind == "broadcast":
         await rank.ring(rendezvous)  # both lanes, also where one is not needed
-        here = replace(here, reach=_reach(rank, op, Rank(here.root)))
+        here = structs.replace(here, reach=_reach(rank, op, Rank(here.root)))
         op.holds = (here.rank - here.root) % here.size <= (here.reach or 0)
     if op.kind.row:
-        op.result = replace(op.result, nbytes=rank.size * op.row_bytes)
+        op.result = structs.replace(op.result, nbytes=rank.size * op.row_bytes)
     await run_on_lanes(rank, op, op.kind.plan(here), rendezvous)
     if op.call.kind == "reduce":
         # No rank ends the op before the root has, so that it can run again among others.

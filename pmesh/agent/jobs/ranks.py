@@ -1,8 +1,8 @@
 """One local rank: the events that its op waits for, its lanes, the memory of its results."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
+import msgspec
 import trio
 
 from pmesh.agent.lanes.edge_costs import RingCosts
@@ -24,8 +24,7 @@ MEASURED_BYTES = 1024 * 1024  # that a lane must bring to be measured: 8 ms at 1
 MAX_LOSSES = 64  # that are kept until a trainer's next call, which may be hours away
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class Result(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """An op's result in shared memory, which the agent keeps until the op is stable (O2)."""
 
     arena: Arena | None

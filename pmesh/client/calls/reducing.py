@@ -196,13 +196,14 @@ class Reducing(Caller):
             AgentStopped: the agent on this machine has stopped; `sync` comes back through another.
             GroupBroken: in a group, instead of the errors that a lost rank causes.
         """
-        reduction = named_reduction(op)
-        wanted = _all_reduce_of(reduction, strategy, timeout_s, borrows=not copy)
+        named = op if isinstance(op, str) else named_reduction(op)
+        wanted = _all_reduce_of(named, strategy, timeout_s, borrows=not copy)
+        reduction = wanted.reduction
         if out is not None and not copy:
             raise UsageError("out= is where the result is copied to: not with copy=False")
         leaf = describe_one(x) if compression is None else None
         if leaf is not None:
-            allow_reduction(reduction, leaf)
+            allow_reduction(reduction, leaf.dtype)
             if out is not None:
                 leaf = written_into_one(leaf, x, out)
             return cast("T", self._run_one(wanted, leaf, async_op=async_op))
@@ -464,12 +465,10 @@ def _drop(_: object) -> None:
 
 
 @lru_cache(maxsize=64)  # a training makes the same few calls again and again
-def _all_reduce_of(
-    reduction: str, strategy: Strategy, timeout_s: float, *, borrows: bool
-) -> Collective:
+def _all_reduce_of(op: str, strategy: Strategy, timeout_s: float, *, borrows: bool) -> Collective:
     return Collective(
         kind="all_reduce",
-        reduction=reduction,
+        reduction=named_reduction(op),
         strategy=named_strategy(strategy),
         bucket_bytes=DEFAULT_BUCKET_BYTES,
         timeout_s=check_timeout(timeout_s),

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import zip_longest
 from typing import Any, cast
 
@@ -14,6 +14,7 @@ from pmesh.client.collective.buckets import Backward, Bucket, plan_buckets
 from pmesh.client.session.arenas import Region
 from pmesh.client.session.session import Done, TrainerSession
 from pmesh.client.trees.arrays import (
+    WIRE_OF,
     Leaf,
     Tree,
     describe,
@@ -197,14 +198,15 @@ def take_apart(
         leaves = tuple(describe(tree, lazily=lazily))
     for path, leaf in zip(tree.paths, leaves, strict=True):
         if reduction:
-            allow_reduction(reduction, leaf, path)
+            allow_reduction(reduction, leaf.dtype, path)
     return Arrays(tree, leaves, lazy=lazily)
 
 
-def allow_reduction(reduction: str, leaf: Leaf, path: str = "") -> None:
-    """Raise UnsupportedArray if values of this dtype can't be reduced so."""
+@lru_cache(maxsize=256)  # a training reduces a few dtypes, again and again
+def allow_reduction(reduction: str, dtype: str, path: str = "") -> None:
+    """Raise UnsupportedArray if values of a user's dtype can't be reduced so."""
     try:
-        check_reduction(reduction, leaf.wire)
+        check_reduction(reduction, WIRE_OF[dtype])
     except ValueError as e:
         raise UnsupportedArray(f"{path}: {e}" if path else str(e)) from e
 
@@ -260,7 +262,7 @@ def run_collective(
 
 def run_single(session: TrainerSession, wanted: Collective, leaf: Leaf) -> tuple[object, LastOp]:
     """Run the op of an array that is no part of a tree: there is nothing to overlap."""
-    wire, values, broadcasts = leaf.wire, leaf.values, wanted.kind == "broadcast"
+    wire, values, broadcasts = WIRE_OF[leaf.dtype], leaf.values, wanted.kind == "broadcast"
     nbytes = values.size * WIRE_DTYPES[wire].itemsize
     root = -1 if wanted.root is None else _rank_of(wanted.root, session.world)
     # O2: what a broadcast's root has sent is retained, but the user may change this memory.

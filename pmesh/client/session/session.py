@@ -400,7 +400,8 @@ class TrainerSession:
     ) -> TrainerReply:
         """Send a request; return the reply that ends it, and handle all replies before."""
         due_s = FIRST_ANSWER_S if isinstance(request, Connect) else ANSWER_S
-        self._connection.send(*map(DropArena, self._users.take_dropped()), request)
+        dropped = self._users.dropped and self._users.take_dropped()
+        self._connection.send(*map(DropArena, dropped), request)
         if meanwhile is not None:
             meanwhile()
         waited = False
