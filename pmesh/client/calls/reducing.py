@@ -197,7 +197,7 @@ class Reducing(Caller):
             GroupBroken: in a group, instead of the errors that a lost rank causes.
         """
         named = op if isinstance(op, str) else named_reduction(op)
-        wanted = _all_reduce_of(named, strategy, timeout_s, borrows=not copy)
+        wanted = _all_reduce_of(named, strategy, timeout_s, DEFAULT_BUCKET_BYTES, borrows=not copy)
         reduction = wanted.reduction
         if out is not None and not copy:
             raise UsageError("out= is where the result is copied to: not with copy=False")
@@ -465,12 +465,14 @@ def _drop(_: object) -> None:
 
 
 @lru_cache(maxsize=64)  # a training makes the same few calls again and again
-def _all_reduce_of(op: str, strategy: Strategy, timeout_s: float, *, borrows: bool) -> Collective:
+def _all_reduce_of(
+    op: str, strategy: Strategy, timeout_s: float, bucket_bytes: int, *, borrows: bool
+) -> Collective:
     return Collective(
         kind="all_reduce",
         reduction=named_reduction(op),
         strategy=named_strategy(strategy),
-        bucket_bytes=DEFAULT_BUCKET_BYTES,
+        bucket_bytes=bucket_bytes,
         timeout_s=check_timeout(timeout_s),
         borrows=borrows,
     )
