@@ -25,7 +25,7 @@ from simulation.wire import decode_request_untrusted
 WARM_UP, OPS, SIZE = 5, 20, 2
 MOST_IN_CLIENT = 50
 MOST_UNTIL_SENT = 25
-MOST_IN_AGENT = 110  # for each of the two ranks of an agent
+MOST_IN_AGENT = 117  # for each of the two ranks of an agent
 
 _ROOT = str(Path(pmesh.__file__).parent) + "/"
 
