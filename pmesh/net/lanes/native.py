@@ -40,6 +40,7 @@ _NOWHERE: Final = np.zeros(1, np.uint64).view(np.uint8).data
 
 WAITS_MS: Final = 1
 """The event loop's thread waits so long for what the others of a small op have still to send."""
+_WAITS_TO_BYTES: Final = 256 * 1024  # sent and received; more may take longer on a busy machine
 _MOST_SKIPPED: Final = 64
 
 
@@ -150,9 +151,9 @@ class Runner:
         self._op = Op(seal=aead.SEAL_ADDRESS, open=aead.OPEN_ADDRESS, aead=aead.LIBRARY)
         self._lanes: Sequence[Lane] = ()
         self._states = array("Q")
-        self._memory: tuple[_FlatPlan | None, Sequence[memoryview]] = None, ()
-        """What the library uses while an op runs, so that it stays."""
-        self._awaits_here = False
+        self._flat: _FlatPlan | None = None
+        self._regions: Sequence[memoryview] = ()
+        """With the plan, the memory that the library uses while an op runs, so that it stays."""
         self._state = int(State.OVER)
 
     def stop(self) -> None:
@@ -161,7 +162,7 @@ class Runner:
 
     def rest(self) -> None:
         """Be free for another op; if many others rest already, end."""
-        self._lanes, self._memory = (), (None, ())
+        self._lanes, self._flat, self._regions = (), None, ()
         _busy.remove(self)
         if len(_idle) < _KEPT_RUNNERS:
             _idle.append(self)
@@ -186,7 +187,7 @@ class Runner:
             lane.check_open()
         self._states = array("Q", [lane.share_state() for lane in lanes])
         op.lanes, _ = self._states.buffer_info()
-        self._lanes, self._memory, self._awaits_here = lanes, (flat, regions), flat.awaits_here
+        self._lanes, self._flat, self._regions = lanes, flat, regions
         self._state = self._library.pmesh_begin(self._runner, ctypes.byref(op))
 
     def ends_at_once(self, patience: Patience) -> bool:
@@ -195,8 +196,9 @@ class Runner:
         Nothing else happens in the event loop meanwhile: no view comes between. It does not wait
         for ranks of this agent, which need the event loop.
         """
-        awaits_others = self._state == State.AWAITS and all(x.leads_away for x in self._lanes)
-        if awaits_others and patience.waits():
+        flat = self._flat
+        waits = self._state == State.AWAITS and flat is not None and flat.is_short
+        if waits and all(lane.leads_away for lane in self._lanes) and patience.waits():
             self._state = self._library.pmesh_wait(self._runner, WAITS_MS)
             patience.note(late=self._state != State.OVER)
         if self._state != State.OVER or self._library.pmesh_end(self._runner) != Status.DONE:
@@ -230,7 +232,7 @@ class Runner:
         try:
             if state == State.OVER:
                 await trio.lowlevel.checkpoint()
-            elif state == State.AWAITS and self._awaits_here:
+            elif state == State.AWAITS and self._flat is not None and self._flat.awaits_here:
                 await lanes[0].wait_for(Wait.READABLE)
                 for lane in lanes:
                     lane.check_open()
@@ -321,6 +323,7 @@ class _FlatPlan:
             two_threads=plan.moving_bytes >= TWO_THREADS_FROM_BYTES,
         )
         self.address = ctypes.addressof(self._struct)
+        self.is_short = plan.moving_bytes <= _WAITS_TO_BYTES
         self.awaits_here = [len(queue) for queue in plan.receives.values()] in ([1], [2])
         """Whether so little is awaited that the event loop wakes up sooner than a thread and the
         event loop."""
