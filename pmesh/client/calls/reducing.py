@@ -40,6 +40,7 @@ from pmesh.client.session.session import TrainerSession
 from pmesh.client.trees.arrays import WIRE_OF, Leaf, describe_one
 from pmesh.compression.schemes import Scheme
 from pmesh.core.ops.reductions import Values
+from pmesh.core.wire.trainer import World
 from pmesh.errors import OpMismatch, UnsupportedArray, UsageError
 
 DEFAULT_BUCKET_BYTES = 32 * 1024 * 1024  # so large that latency hardly counts, yet little memory
@@ -366,7 +367,7 @@ class Reducing(Caller):
         def ops(session: TrainerSession) -> tuple[Values, LastOp]:
             return run_reduce_scatter(session, leaf, reduction=reduction, timeout_s=timeout_s)
 
-        alone = partial(single_alone, leaf)
+        alone = cast("Callable[[World], tuple[Values, LastOp]]", partial(single_alone, leaf))
         result = self._call(
             ops, alone, arrays.leaves[0].rebuild, timeout_s=timeout_s, async_op=async_op
         )
