@@ -4,6 +4,7 @@
 or a fetch of the result.
 """
 
+import contextlib
 from dataclasses import dataclass
 from typing import TypeAlias, assert_never
 
@@ -131,15 +132,16 @@ def _ends_at_once(rank: LocalRank, op: Op, jobs: Jobs) -> bool:
     lanes = rank.lanes.if_open(plan.receives, plan.sends)
     if lanes is None:
         return False
-    op.begun = begin_plan(
-        plan,
-        lanes,
-        _header(rank, op),
-        source=NOTHING.memory if op.source is None else op.source.memory,  # only read (I8)
-        result=op.result.memory,
-        dtype=op.request.wire_dtype if op.kind.reduces else "",
-        reduction=op.request.call.reduction or "sum",
-    )
+    with contextlib.suppress(LaneBroken):  # the attempt that follows meets it, too
+        op.begun = begin_plan(
+            plan,
+            lanes,
+            _header(rank, op),
+            source=NOTHING.memory if op.source is None else op.source.memory,  # only read (I8)
+            result=op.result.memory,
+            dtype=op.request.wire_dtype if op.kind.reduces else "",
+            reduction=op.request.call.reduction or "sum",
+        )
     if op.begun is None or not op.begun.ends_at_once(rank.patience):
         return False
     op.begun, op.contributors = None, rank.roster.ids

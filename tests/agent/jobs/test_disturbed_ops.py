@@ -23,6 +23,7 @@ from pmesh.core.wire.lanes import AskResult
 from pmesh.core.wire.trainer import StartOp
 from pmesh.errors import LaneBroken
 from pmesh.ids import OpNumber, TrainerId
+from pmesh.net.lanes import native
 from pmesh.net.lanes.lane import CallsDiffer
 from tests.worlds.lanes import forgotten
 from tests.worlds.trainer import together, until
@@ -210,6 +211,24 @@ async def test_a_root_whose_broadcast_was_interrupted_has_its_result_already(
         x = np.arange(9, dtype=np.float32)
         results = await together(lambda: a.broadcast(x), lambda: b.broadcast(x))
         assert np.array_equal(results[1], x)
+
+
+async def test_an_op_for_which_the_system_has_no_pipe_runs_as_soon_as_it_has_one(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails = iter([True, True])
+    async with training(clock, 2) as (_, trainers):
+        await reduce_all(trainers)
+        real = native.begin
+
+        def begin(*arguments: object, **named: object) -> native.Runner:
+            if next(fails, False):
+                raise LaneBroken("the data connections have no pipe: the system has no room for it")
+            return real(*arguments, **named)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(native, "begin", begin)
+        assert [r[0] for r in await reduce_all(trainers)] == [2.0] * 2
+    assert next(fails, None) is None
 
 
 async def test_nobody_is_served_what_is_not_retained(clock: MockClock) -> None:
