@@ -221,8 +221,8 @@ def run_collective(
     """
     leaves = arrays.leaves
     if arrays.tree.is_bare and wanted.weight is None:
-        result, last = run_single(session, wanted, leaves[0])
-        return [result], last
+        result, only = run_single(session, wanted, leaves[0])
+        return [result], only
     buckets = wanted.buckets_of(leaves)
     overlap = _Overlap(session, wanted, arrays, buckets)
     label = _label(wanted, arrays)
