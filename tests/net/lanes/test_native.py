@@ -354,6 +354,25 @@ async def test_who_waits_in_vain_goes_on_as_ever_and_does_not_wait_the_next_time
     assert result == 3 * BODY[:100]
 
 
+async def test_a_plan_stays_as_long_as_it_runs_however_many_others_begin_meanwhile() -> None:
+    result, room = memoryview(bytearray(300)), memoryview(bytearray(400))
+    with raw_receiving_lane() as (peer, lane), trio.fail_after(10):
+        begun = begin_plan(
+            PLAN, [lane], EXPECTED, source=result[:0], result=result, dtype="", reduction=""
+        )
+        assert begun is not None
+        for count in range(100):
+            other = plan_direct(rank=0, size=1, count=count, itemsize=1)
+            at_once = begin_plan(
+                other, [], EXPECTED, source=room, result=room[200:], dtype="int8", reduction="sum"
+            )
+            assert at_once is not None
+            assert at_once.ends_at_once(Patience())
+        peer.sendall(on_the_wire([Sent(EXPECTED._replace(segment=n)) for n in range(3)]))
+        await begun.finish()
+    assert result == 3 * BODY[:100]
+
+
 def test_the_more_often_others_are_late_the_more_rarely_anybody_waits_for_them() -> None:
     patience, waits = Patience(), list[int]()
     for number in range(400):
