@@ -12,6 +12,7 @@
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 
 enum { RECEIVES = 1, SENDS = 2, BOTH = RECEIVES | SENDS };
@@ -294,21 +295,27 @@ static bool is_over(const struct pmesh_runner *runner, unsigned duties) {
     return !(duties & RECEIVES) || runner->copy == plan->copy_count;
 }
 
-// Wait for a socket, for the other side to get further than `seen`, or for `stop`.
-static void sleep_until_woken(struct pmesh_runner *runner, struct side *side, uint32_t seen) {
+// Write down the sockets for which these duties wait; note whether they wait for another track.
+static nfds_t awaited(const struct pmesh_runner *runner, unsigned duties, struct pollfd *polled,
+                      bool *progress) {
     const struct pmesh_plan *plan = runner->op->plan;
-    struct side *other = &runner->sides[side == runner->sides];
-    bool progress = false;
-    nfds_t polled = 1;
-    side->polled[0] = (struct pollfd){.fd = side->wake[0], .events = POLLIN};
-    for (uint32_t t = first_track(plan, side->duties); t < end_of_tracks(plan, side->duties); t++) {
-        progress |= runner->waiting[t].progress;
+    nfds_t count = 0;
+    for (uint32_t t = first_track(plan, duties); t < end_of_tracks(plan, duties); t++) {
+        *progress |= runner->waiting[t].progress;
         if (runner->waiting[t].network) {
             const short events = t < plan->receiving ? POLLIN : POLLOUT;
-            side->polled[polled++] =
-                (struct pollfd){.fd = runner->op->lanes[t]->fd, .events = events};
+            polled[count++] = (struct pollfd){.fd = runner->op->lanes[t]->fd, .events = events};
         }
     }
+    return count;
+}
+
+// Wait for a socket, for the other side to get further than `seen`, or for `stop`.
+static void sleep_until_woken(struct pmesh_runner *runner, struct side *side, uint32_t seen) {
+    struct side *other = &runner->sides[side == runner->sides];
+    bool progress = false;
+    side->polled[0] = (struct pollfd){.fd = side->wake[0], .events = POLLIN};
+    const nfds_t polled = 1 + awaited(runner, side->duties, side->polled + 1, &progress);
     if (progress) {
         atomic_store(&side->sleeping, true);
         if (atomic_load(&other->progress) != seen) {
@@ -506,6 +513,27 @@ int32_t pmesh_advance(struct pmesh_runner *runner) {
         }
     }
     return PMESH_AWAITS;
+}
+
+static int64_t now_ms(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (int64_t)time.tv_sec * 1000 + time.tv_nsec / 1000000;
+}
+
+int32_t pmesh_wait(struct pmesh_runner *runner, int32_t most_ms) {
+    struct side *side = &runner->sides[0];
+    const int64_t until = now_ms() + most_ms;
+    int32_t state = PMESH_AWAITS;
+    for (int64_t left = most_ms; state == PMESH_AWAITS && left > 0; left = until - now_ms()) {
+        bool progress = false;
+        const nfds_t polled = awaited(runner, BOTH, side->polled, &progress);
+        if (poll(side->polled, polled, (int)left) <= 0) {
+            break;
+        }
+        state = pmesh_advance(runner);
+    }
+    return state;
 }
 
 bool pmesh_hand_over(struct pmesh_runner *runner) {

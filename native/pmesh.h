@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 // One higher with each change that Python must know of; pmesh/native/__init__.py has the same.
-#define PMESH_ABI 2
+#define PMESH_ABI 3
 
 #define PMESH_API __attribute__((visibility("default")))
 
@@ -208,6 +208,9 @@ enum pmesh_state {
 PMESH_API int32_t pmesh_begin(struct pmesh_runner *runner, struct pmesh_op *op);
 // Do what can be done at once. Returns an `enum pmesh_state`, as `pmesh_begin` does.
 PMESH_API int32_t pmesh_advance(struct pmesh_runner *runner);
+// Wait in the caller's thread for what arrives, at most about twice `most_ms`, and do what can be
+// done then; nothing wakes it earlier. Only after PMESH_AWAITS; returns an `enum pmesh_state`.
+PMESH_API int32_t pmesh_wait(struct pmesh_runner *runner, int32_t most_ms);
 // Let threads do the rest: await the descriptor, or call `pmesh_stop`. Returns false if there are
 // no threads.
 PMESH_API bool pmesh_hand_over(struct pmesh_runner *runner);

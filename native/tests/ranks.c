@@ -501,7 +501,11 @@ static void go_on(struct world *world, bool here) {
         for (uint32_t r = 0; r < world->size; r++) {
             struct rank *rank = &world->ranks[r];
             if (rank->state == PMESH_AWAITS && here) {
-                rank->state = has_arrived(rank) ? pmesh_advance(rank->runner) : PMESH_AWAITS;
+                if (below(&world->random, 2)) {
+                    rank->state = pmesh_wait(rank->runner, 1);
+                } else if (has_arrived(rank)) {
+                    rank->state = pmesh_advance(rank->runner);
+                }
                 all_over &= rank->state == PMESH_OVER;
             } else if (rank->state != PMESH_OVER) {
                 rank->under_way = pmesh_hand_over(rank->runner);

@@ -9,7 +9,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-ABI = 2  # PMESH_ABI in native/pmesh.h
+ABI = 3  # PMESH_ABI in native/pmesh.h
 PATH = Path(__file__).with_name("libpmesh.dylib" if sys.platform == "darwin" else "libpmesh.so")
 
 _PROTOTYPES = {
@@ -30,6 +30,7 @@ _PROTOTYPES = {
     "pmesh_runner_fd": (ctypes.c_int, ctypes.c_void_p),
     "pmesh_begin": (ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p),
     "pmesh_advance": (ctypes.c_int32, ctypes.c_void_p),
+    "pmesh_wait": (ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32),
     "pmesh_hand_over": (ctypes.c_bool, ctypes.c_void_p),
     "pmesh_stop": (None, ctypes.c_void_p),
     "pmesh_end": (ctypes.c_int32, ctypes.c_void_p),

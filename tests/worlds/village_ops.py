@@ -1,7 +1,7 @@
 """Calls that several trainers make together."""
 
 import contextlib
-from collections.abc import Awaitable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from functools import partial
 
 import numpy as np
@@ -128,8 +128,14 @@ def hold_ops(
             held.append(rank.rank or 0)
             await trio.sleep_forever()
 
-    monkeypatch.setattr(op_task, "run_on_lanes", run)
+    run_on_lanes_by(monkeypatch, run)
     return held
+
+
+def run_on_lanes_by(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Awaitable[None]]) -> None:
+    """Let each op run by `run`, also one that could end at once."""
+    monkeypatch.setattr(op_task, "begin_plan", lambda *_, **__: None)
+    monkeypatch.setattr(op_task, "run_on_lanes", run)
 
 
 async def swallow(call: Awaitable[object]) -> None:

@@ -4,11 +4,13 @@
 or a fetch of the result.
 """
 
-from dataclasses import dataclass, replace
+import contextlib
+from dataclasses import dataclass
 from typing import TypeAlias, assert_never
 
 import numpy as np
 import trio
+from msgspec import structs
 
 from pmesh.agent.jobs.driver import Jobs
 from pmesh.agent.jobs.ranks import LocalRank, Result
@@ -22,6 +24,7 @@ from pmesh.core.jobs.attempt import (
     Fail,
     Failed,
     Fetch,
+    NextStep,
     OpState,
     ReportLate,
     RequestView,
@@ -38,8 +41,9 @@ from pmesh.core.wire.records import RecordHeader
 from pmesh.core.wire.trainer import OpDone, OpFailed, StartOp
 from pmesh.errors import LaneBroken, ProtocolError, UsageError
 from pmesh.ids import OpNumber, Rank
-from pmesh.net.lanes.executor import run_plan
+from pmesh.net.lanes.executor import begin_plan, run_plan
 from pmesh.net.lanes.lane import CallsDiffer, PathLost
+from pmesh.net.lanes.native import Runner
 from pmesh.net.lanes.ring import RingPosition, Tensors, all_reduce_coded
 from pmesh.net.sessions.arenas import Arena
 
@@ -48,6 +52,7 @@ BEAT_EVERY_OPS = 8  # unstable ops: after so many, a heartbeat with our progress
 RANKS_POLL_S = 0.1  # while there are too few ranks: half a heartbeat
 
 _CODED_DTYPE = "float32"
+_IN_STEPS = frozenset({"broadcast", "reduce"})  # they decide between two plans who holds the result
 _MOST_RANKS = 1024  # as many as a job can wait for; newcomers may make a sync's table longer
 
 OpReply: TypeAlias = tuple[OpDone | OpFailed, Arena | None]
@@ -69,6 +74,8 @@ class Op(OpState):
     clipped: int = 0
     """How many values the codec has clipped in the last attempt."""
     attempts: int = 0
+    begun: Runner | None = None
+    """What the library does for the first attempt already."""
 
     @property
     def row_bytes(self) -> int:
@@ -100,6 +107,8 @@ async def run_op(rank: LocalRank, request: StartOp, jobs: Jobs) -> OpReply:
         let_go(rank, op, keep=None)
         return _failed(request.op, attempts.report_late(rank))
     attempts.start(rank, op, trio.current_time())
+    if _ends_at_once(rank, op, jobs):
+        return _deliver(rank, op, jobs)
     while True:
         attempts.begin_attempt(rank, op, trio.current_time())
         with rank.attempt():
@@ -107,6 +116,36 @@ async def run_op(rank: LocalRank, request: StartOp, jobs: Jobs) -> OpReply:
                 return await _attempt(rank, op, jobs)
             verdict = attempts.timed_out(rank, op, jobs.progress, jobs.newcomers(rank))
             await _await_view(rank, verdict, op.number, jobs)
+
+
+def _ends_at_once(rank: LocalRank, op: Op, jobs: Jobs) -> bool:
+    """Run a small op in one turn of the event loop, into which no view can come.
+
+    Returns False if it can't run so. What has begun then is `op.begun`, which the first attempt
+    takes to its end.
+    """
+    if op.codec is not None or op.kind.row or op.call.kind in _IN_STEPS:
+        return False
+    if not isinstance(_next_step(rank, op, jobs), Run) or _leaves_the_choice(rank, op):
+        return False
+    plan = op.kind.plan(_setting(rank, op))
+    lanes = rank.lanes.if_open(plan.receives, plan.sends)
+    if lanes is None:
+        return False
+    with contextlib.suppress(LaneBroken):  # the attempt that follows meets it, too
+        op.begun = begin_plan(
+            plan,
+            lanes,
+            _header(rank, op),
+            source=NOTHING.memory if op.source is None else op.source.memory,  # only read (I8)
+            result=op.result.memory,
+            dtype=op.request.wire_dtype if op.kind.reduces else "",
+            reduction=op.request.call.reduction or "sum",
+        )
+    if op.begun is None or not op.begun.ends_at_once(rank.patience):
+        return False
+    op.begun, op.contributors = None, rank.roster.ids
+    return True
 
 
 def _doomed(request: StartOp, verdict: Verdict) -> Op:
@@ -125,12 +164,7 @@ async def _attempt(rank: LocalRank, op: Op, jobs: Jobs) -> OpReply:
     """Make one attempt. If it can't go on, it waits here for a view change that cancels it."""
     try:
         while True:
-            step = attempts.next_step(
-                rank,
-                op,
-                newcomers=lambda: jobs.newcomers(rank),
-                retained_bytes=rank.retained_bytes,
-            )
+            step = Run() if op.begun is not None else _next_step(rank, op, jobs)
             match step:
                 case Fail(outcome):
                     let_go(rank, op, keep=None)
@@ -158,6 +192,12 @@ async def _attempt(rank: LocalRank, op: Op, jobs: Jobs) -> OpReply:
     except LaneBroken as e:
         await _await_lanes(rank, op, e, jobs)
     raise AssertionError("a view ends the wait for it")
+
+
+def _next_step(rank: LocalRank, op: Op, jobs: Jobs) -> NextStep:
+    return attempts.next_step(
+        rank, op, newcomers=lambda: jobs.newcomers(rank), retained_bytes=rank.retained_bytes
+    )
 
 
 async def _await_lanes(rank: LocalRank, op: Op, broken: LaneBroken, jobs: Jobs) -> None:
@@ -233,7 +273,7 @@ async def _fetch(rank: LocalRank, op: Op, outcome: OpOutcome, jobs: Jobs) -> Non
     if op.result.is_input or not op.gets:
         return  # a broadcast's root had the result all along, and I8: its input is never written
     if op.kind.row:
-        op.result = replace(op.result, nbytes=len(op.contributors) * op.row_bytes)
+        op.result = structs.replace(op.result, nbytes=len(op.contributors) * op.row_bytes)
     job = rank.roster.job
     text = f"op {op.number} of job {job!r} had ended elsewhere: its result is fetched"
     jobs.event_log.note("op fetched", text, job=job, op=op.number)
@@ -384,7 +424,10 @@ async def run_on_network(rank: LocalRank, op: Op, jobs: Jobs) -> None:
         await trio.sleep_forever()
         raise AssertionError("nobody wakes it")
     op.contributors, rendezvous = rank.roster.ids, jobs.rendezvous
-    root = None if op.root is None else rank.roster.rank_of(op.root)
+    if op.begun is not None:
+        begun, op.begun = op.begun, None
+        await begun.finish()
+        return
     if _leaves_the_choice(rank, op):
         ring = await rank.ring(rendezvous)
         members = tuple(trainer.member for trainer in rank.roster.trainers)
@@ -394,26 +437,31 @@ async def run_on_network(rank: LocalRank, op: Op, jobs: Jobs) -> None:
     if op.codec is not None:
         await _all_reduce_coded(rank, op, op.codec, await rank.ring(rendezvous))
         return
-    here = Setting(
+    here = _setting(rank, op)
+    if op.call.kind == "broadcast":
+        await rank.ring(rendezvous)  # both lanes, also where one is not needed
+        here = structs.replace(here, reach=_reach(rank, op, Rank(here.root)))
+        op.holds = (here.rank - here.root) % here.size <= (here.reach or 0)
+    if op.kind.row:
+        op.result = structs.replace(op.result, nbytes=rank.size * op.row_bytes)
+    await run_on_lanes(rank, op, op.kind.plan(here), rendezvous)
+    if op.call.kind == "reduce":
+        # No rank ends the op before the root has, so that it can run again among others.
+        op.holds = here.root == rank.rank
+        await rank.ring(rendezvous)
+        news = plan_broadcast(**here.rooted, nbytes=0)
+        await run_on_lanes(rank, op, news, rendezvous)
+
+
+def _setting(rank: LocalRank, op: Op) -> Setting:
+    root = None if op.root is None else rank.roster.rank_of(op.root)
+    return Setting(
         request=op.request,
-        rank=rank.rank,
+        rank=rank.rank or 0,
         size=rank.size,
         root=root or 0,
         edges=rank.costs.edges,
     )
-    if op.call.kind == "broadcast":
-        await rank.ring(rendezvous)  # both lanes, also where one is not needed
-        here = replace(here, reach=_reach(rank, op, Rank(here.root)))
-        op.holds = (here.rank - here.root) % here.size <= (here.reach or 0)
-    if op.kind.row:
-        op.result = replace(op.result, nbytes=rank.size * op.row_bytes)
-    await run_on_lanes(rank, op, op.kind.plan(here), rendezvous)
-    if op.call.kind == "reduce":
-        # No rank ends the op before the root has, so that it can run again among others.
-        op.holds = root == rank.rank
-        await rank.ring(rendezvous)
-        news = plan_broadcast(**here.at, root=here.root, nbytes=0)
-        await run_on_lanes(rank, op, news, rendezvous)
 
 
 def _reach(rank: LocalRank, op: Op, root: Rank) -> int:

@@ -1,8 +1,8 @@
 """One local rank: the events that its op waits for, its lanes, the memory of its results."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
+import msgspec
 import trio
 
 from pmesh.agent.lanes.edge_costs import RingCosts
@@ -15,6 +15,7 @@ from pmesh.core.wire.calls import Call
 from pmesh.core.wire.views import KnownPrimary
 from pmesh.ids import OpNumber, TrainerId
 from pmesh.net.lanes.lane import Lane, Pace
+from pmesh.net.lanes.native import Patience
 from pmesh.net.lanes.ring import RingPosition
 from pmesh.net.sessions.arena_pools import SessionArenas
 from pmesh.net.sessions.arenas import Arena
@@ -23,8 +24,7 @@ MEASURED_BYTES = 1024 * 1024  # that a lane must bring to be measured: 8 ms at 1
 MAX_LOSSES = 64  # that are kept until a trainer's next call, which may be hours away
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class Result(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """An op's result in shared memory, which the agent keeps until the op is stable (O2)."""
 
     arena: Arena | None
@@ -71,6 +71,7 @@ class LocalRank(RankState[Result]):
         self.own_time = OwnTime()
         self.losses: list[str] = []
         """What the trainer must still be told about ranks that are gone."""
+        self.patience = Patience()
         self._changed = trio.Event()
         self._attempt: trio.CancelScope | None = None
 
@@ -298,6 +299,21 @@ class RankLanes:
                 self._from[ids[rank]] = await rendezvous.take(self._end_from(ids[rank]))
             lanes_from[rank] = self._from[ids[rank]]
         return lanes_to, lanes_from
+
+    def if_open(self, from_: Iterable[int], to: Iterable[int]) -> list[Lane] | None:
+        """Return the lanes from and to these ranks of the roster; None if one is not open."""
+        ids, lanes = self._roster.ids, list[Lane]()
+        for rank in from_:
+            lane = self._from.get(ids[rank])
+            if lane is None or lane.is_closed:
+                return None
+            lanes.append(lane)
+        for rank in to:
+            lane = self._to.get(ids[rank])
+            if lane is None or lane.is_closed or ids[rank] in self._asked:
+                return None
+            lanes.append(lane)
+        return lanes
 
     def all_open(self) -> tuple[Lane, ...]:
         """Return the lanes of the current roster, first those that send."""

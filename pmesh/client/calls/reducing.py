@@ -5,7 +5,7 @@ import operator
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast, get_args, overload
 
 import numpy as np
@@ -16,12 +16,17 @@ from pmesh.client.collective.bucketed import (
     Arrays,
     Collective,
     LastOp,
-    reduce_scatter_alone,
+    allow_reduction,
+    as_it_is,
+    detached,
     run_alone,
     run_collective,
     run_reduce_scatter,
+    run_single,
+    single_alone,
     take_apart,
     written_into,
+    written_into_one,
 )
 from pmesh.client.collective.differences import name_differences, only_orders_differ
 from pmesh.client.elastic.place import Place
@@ -32,9 +37,10 @@ from pmesh.client.feedback.call import (
 )
 from pmesh.client.feedback.memory import Feedback
 from pmesh.client.session.session import TrainerSession
-from pmesh.client.trees.arrays import WIRE_OF
+from pmesh.client.trees.arrays import WIRE_OF, Leaf, describe_one
 from pmesh.compression.schemes import Scheme
 from pmesh.core.ops.reductions import Values
+from pmesh.core.wire.trainer import World
 from pmesh.errors import OpMismatch, UnsupportedArray, UsageError
 
 DEFAULT_BUCKET_BYTES = 32 * 1024 * 1024  # so large that latency hardly counts, yet little memory
@@ -70,6 +76,7 @@ def named_reduction(op: Reduction) -> str:
 
 
 Strategy = Literal["auto", "ring", "tree", "centralized", "hierarchical", "chain", "direct"]
+_STRATEGIES = get_args(Strategy)
 
 
 class Reducing(Caller):
@@ -190,23 +197,22 @@ class Reducing(Caller):
             AgentStopped: the agent on this machine has stopped; `sync` comes back through another.
             GroupBroken: in a group, instead of the errors that a lost rank causes.
         """
-        reduction = named_reduction(op)
+        named = op if isinstance(op, str) else named_reduction(op)
+        wanted = _all_reduce_of(named, strategy, timeout_s, DEFAULT_BUCKET_BYTES, borrows=not copy)
+        reduction = wanted.reduction
+        if out is not None and not copy:
+            raise UsageError("out= is where the result is copied to: not with copy=False")
+        leaf = describe_one(x) if compression is None else None
+        if leaf is not None:
+            allow_reduction(reduction, leaf.dtype)
+            if out is not None:
+                leaf = written_into_one(leaf, x, out)
+            return cast("T", self._run_one(wanted, leaf, async_op=async_op))
         arrays = take_apart(x, reduction=reduction)
-        named = named_strategy(strategy)
-        wanted = Collective(
-            kind="all_reduce",
-            reduction=reduction,
-            strategy=named,
-            bucket_bytes=DEFAULT_BUCKET_BYTES,
-            timeout_s=check_timeout(timeout_s),
-            borrows=not copy,
-        )
         scheme = None
         if compression is not None:
-            scheme = chosen(compression, arrays, reduction=reduction, strategy=named)
+            scheme = chosen(compression, arrays, reduction=reduction, strategy=wanted.strategy)
         if out is not None:
-            if not copy:
-                raise UsageError("out= is where the result is copied to: not with copy=False")
             arrays = written_into(arrays, out)
         return cast("T", self._run(wanted, arrays, compression=scheme, async_op=async_op))
 
@@ -361,11 +367,21 @@ class Reducing(Caller):
         def ops(session: TrainerSession) -> tuple[Values, LastOp]:
             return run_reduce_scatter(session, leaf, reduction=reduction, timeout_s=timeout_s)
 
-        alone = partial(reduce_scatter_alone, leaf)
+        alone = cast("Callable[[World], tuple[Values, LastOp]]", partial(single_alone, leaf))
         result = self._call(
             ops, alone, arrays.leaves[0].rebuild, timeout_s=timeout_s, async_op=async_op
         )
         return cast("T | Handle[T]", result)
+
+    def _run_one(self, wanted: Collective, leaf: Leaf, *, async_op: bool) -> object:
+        """Run the op of an array that is no part of a tree; return one like it, or a handle."""
+        late = async_op or not self._line.idle
+        laid = detached(leaf) if late else leaf
+        ops = partial(run_single, wanted=wanted, leaf=laid)
+        alone = partial(single_alone, laid)
+        run = partial(Place.run, ops=ops, alone=alone, timeout_s=wanted.timeout_s)
+        finish: Callable[[Any], object] = leaf.rebuild if late else as_it_is
+        return self._do(run, finish, async_op=async_op)
 
     def _run(
         self,
@@ -449,8 +465,22 @@ def _drop(_: object) -> None:
     """Return None, on the ranks that are not the root."""
 
 
+@lru_cache(maxsize=64)  # a training makes the same few calls again and again
+def _all_reduce_of(
+    op: str, strategy: Strategy, timeout_s: float, bucket_bytes: int, *, borrows: bool
+) -> Collective:
+    return Collective(
+        kind="all_reduce",
+        reduction=named_reduction(op),
+        strategy=named_strategy(strategy),
+        bucket_bytes=bucket_bytes,
+        timeout_s=check_timeout(timeout_s),
+        borrows=borrows,
+    )
+
+
 def named_strategy(strategy: Strategy) -> str:
     """Return the strategy as `Call` names it; empty if the agents choose."""
-    if strategy not in get_args(Strategy):
-        raise UsageError(f"strategy is one of {get_args(Strategy)}, not {strategy!r}")
+    if strategy not in _STRATEGIES:
+        raise UsageError(f"strategy is one of {_STRATEGIES}, not {strategy!r}")
     return "" if strategy == "auto" else strategy

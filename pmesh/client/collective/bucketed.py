@@ -1,21 +1,24 @@
 """One collective call: check a tree, cut it into buckets, run an op for each, and rebuild it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from itertools import zip_longest
 from typing import Any, cast
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from pmesh.client.collective.buckets import Backward, Bucket, plan_buckets
 from pmesh.client.session.arenas import Region
 from pmesh.client.session.session import Done, TrainerSession
 from pmesh.client.trees.arrays import (
+    WIRE_OF,
     Leaf,
     Tree,
     describe,
+    describe_one,
     digest,
     divided,
     flatten,
@@ -81,6 +84,7 @@ def read(
     return found
 
 
+_UNLIKE = "out= must have the same paths, shapes and dtypes as the input"
 _WEIGHT_BYTES = 8  # a weight is sent as a value of its bucket
 ALONE = OpNumber(-1)
 
@@ -164,15 +168,11 @@ class Arrays:
     def is_like(self, other: "Arrays") -> bool:
         """Return True if all paths, dtypes and shapes are the same."""
         pairs = zip(self.leaves, other.leaves, strict=False)
-        return self.tree.paths == other.tree.paths and all(
-            one.users_dtype == two.users_dtype and one.values.shape == two.values.shape
-            for one, two in pairs
-        )
+        return self.tree.paths == other.tree.paths and all(_are_alike(*pair) for pair in pairs)
 
     def detached(self) -> "Arrays":
         """Return the same arrays, with results in numpy, for a thread that is not the user's."""
-        plain = (replace(leaf, rebuild=_as_it_is, rebuild_copies=False) for leaf in self.leaves)
-        return Arrays(self.tree, tuple(plain))
+        return Arrays(self.tree, tuple(map(detached, self.leaves)))
 
     def attach(self, results: Sequence[Values]) -> list[object]:
         """Return the user's arrays, made from the results of `detached`."""
@@ -197,12 +197,18 @@ def take_apart(
     else:
         leaves = tuple(describe(tree, lazily=lazily))
     for path, leaf in zip(tree.paths, leaves, strict=True):
-        try:
-            if reduction:
-                check_reduction(reduction, leaf.wire)
-        except ValueError as e:
-            raise UnsupportedArray(f"{path}: {e}" if path else str(e)) from e
+        if reduction:
+            allow_reduction(reduction, leaf.dtype, path)
     return Arrays(tree, leaves, lazy=lazily)
+
+
+@lru_cache(maxsize=256)  # a training reduces a few dtypes, again and again
+def allow_reduction(reduction: str, dtype: str, path: str = "") -> None:
+    """Raise UnsupportedArray if values of a user's dtype can't be reduced so."""
+    try:
+        check_reduction(reduction, WIRE_OF[dtype])
+    except ValueError as e:
+        raise UnsupportedArray(f"{path}: {e}" if path else str(e)) from e
 
 
 def run_collective(
@@ -215,7 +221,8 @@ def run_collective(
     """
     leaves = arrays.leaves
     if arrays.tree.is_bare and wanted.weight is None:
-        return _run_single(session, wanted, leaves[0])
+        result, only = run_single(session, wanted, leaves[0])
+        return [result], only
     buckets = wanted.buckets_of(leaves)
     overlap = _Overlap(session, wanted, arrays, buckets)
     label = _label(wanted, arrays)
@@ -253,11 +260,9 @@ def run_collective(
     return overlap.results, last
 
 
-def _run_single(
-    session: TrainerSession, wanted: Collective, leaf: Leaf
-) -> tuple[list[object], LastOp]:
+def run_single(session: TrainerSession, wanted: Collective, leaf: Leaf) -> tuple[object, LastOp]:
     """Run the op of an array that is no part of a tree: there is nothing to overlap."""
-    wire, values, broadcasts = leaf.wire, leaf.values, wanted.kind == "broadcast"
+    wire, values, broadcasts = WIRE_OF[leaf.dtype], leaf.values, wanted.kind == "broadcast"
     nbytes = values.size * WIRE_DTYPES[wire].itemsize
     root = -1 if wanted.root is None else _rank_of(wanted.root, session.world)
     # O2: what a broadcast's root has sent is retained, but the user may change this memory.
@@ -284,7 +289,7 @@ def _run_single(
     if done.values.size or not values.size:  # else only the root of a reduce has the result
         keeps = not done.lent and leaf.may_keep(done.values.dtype)
         result = leaf.of(done.values.copy() if keeps else done.values)
-    return [result], LastOp.among(done.op, done.world, nbytes)
+    return result, LastOp.among(done.op, done.world, nbytes)
 
 
 class _Overlap:
@@ -376,14 +381,16 @@ def run_alone(wanted: Collective, arrays: Arrays, world: World) -> tuple[list[ob
     """Return the result for a rank that is alone for now: its own values, without an op."""
     if wanted.weight is not None:
         checked_total(wanted.weight)
-    results: list[object] = []
-    nbytes = 0
-    for leaf in arrays.evaluated().leaves:
-        region = np.empty(leaf.values.size, WIRE_DTYPES[leaf.wire])
-        leaf.fill(region)
-        results.append(leaf.like(region))
-        nbytes += region.nbytes
-    return results, LastOp.among(ALONE, world, nbytes)
+    ended = [single_alone(leaf, world) for leaf in arrays.evaluated().leaves]
+    nbytes = sum(last.bytes for _, last in ended)
+    return [result for result, _ in ended], LastOp.among(ALONE, world, nbytes)
+
+
+def single_alone(leaf: Leaf, world: World) -> tuple[object, LastOp]:
+    """Return the result of one array for a rank that is alone for now: its own values."""
+    region = np.empty(leaf.values.size, WIRE_DTYPES[leaf.wire])
+    leaf.fill(region)
+    return leaf.like(region), LastOp.among(ALONE, world, region.nbytes)
 
 
 def run_reduce_scatter(
@@ -414,15 +421,8 @@ def run_reduce_scatter(
     return cast("Values", own.like(done.values)), LastOp.among(done.op, done.world, region.nbytes)
 
 
-def reduce_scatter_alone(leaf: Leaf, world: World) -> tuple[Values, LastOp]:
-    """Return the part of a rank that is alone: the whole array."""
-    region = np.empty(leaf.values.size, WIRE_DTYPES[leaf.wire])
-    leaf.fill(region)
-    return cast("Values", leaf.like(region)), LastOp.among(ALONE, world, region.nbytes)
-
-
 def _part_of(leaf: Leaf, begin: int, end: int) -> Leaf:
-    return replace(leaf, values=leaf.values[begin:end])
+    return structs.replace(leaf, values=leaf.values[begin:end])
 
 
 def _rank_of(root: TrainerId | None, world: World) -> int:
@@ -450,7 +450,13 @@ def checked_total(total: float) -> float:
     return total
 
 
-def _as_it_is(values: Values) -> object:
+def detached(leaf: Leaf) -> Leaf:
+    """Return the same array, with a result in numpy, for a thread that is not the user's."""
+    return structs.replace(leaf, rebuild=as_it_is, rebuild_copies=False)
+
+
+def as_it_is(values: Values) -> object:
+    """Return the values."""
     return values
 
 
@@ -464,16 +470,28 @@ def written_into(arrays: Arrays, out: object, *, only_moves: bool = False) -> Ar
     in_place = out is arrays.tree.source  # usual with torch: skip what is known already
     targets = arrays if in_place else take_apart(out, only_moves=only_moves)
     if not (in_place or targets.is_like(arrays)):
-        raise UsageError("out= must have the same paths, shapes and dtypes as the input")
-    leaves = tuple(
-        replace(
-            leaf, rebuild=_writer(target, x, path), rebuild_copies=True, target=_divisible(target)
-        )
-        for leaf, target, x, path in zip(
-            arrays.leaves, targets.leaves, targets.tree.leaves, targets.tree.paths, strict=True
-        )
+        raise UsageError(_UNLIKE)
+    together = zip(
+        arrays.leaves, targets.leaves, targets.tree.leaves, targets.tree.paths, strict=True
     )
-    return Arrays(targets.tree, leaves)
+    return Arrays(targets.tree, tuple(_writes(*each) for each in together))
+
+
+def written_into_one(leaf: Leaf, x: object, out: object) -> Leaf:
+    """Return the same array `x`, with a result written into `out`; raises as `written_into`."""
+    target = leaf if out is x else describe_one(out)
+    if target is None or not _are_alike(leaf, target):
+        raise UsageError(_UNLIKE)
+    return _writes(leaf, target, out)
+
+
+def _are_alike(one: Leaf, two: Leaf) -> bool:
+    return one.users_dtype == two.users_dtype and one.values.shape == two.values.shape
+
+
+def _writes(leaf: Leaf, target: Leaf, x: object, path: str = "") -> Leaf:
+    write = _writer(target, x, path)
+    return structs.replace(leaf, rebuild=write, rebuild_copies=True, target=_divisible(target))
 
 
 def _writer(target: Leaf, x: object, path: str) -> Callable[[Values], object]:

@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar
 
@@ -125,8 +126,7 @@ class Place:
             self.check_synced()
         if takes_part or not self.is_alone:
             try:
-                with in_step(self._session, timeout_s=timeout_s):
-                    result = ops(self._session)
+                result = in_step(self._session, ops, timeout_s=timeout_s)
             except (HistorySuperseded, AgentStopped) as e:
                 self._note_cut_off(e)
                 if not self.is_alone:
@@ -174,9 +174,8 @@ class Place:
                 if self._lost_agent:
                     self._reconnect(deadline)
                 self._session.step = self.step + 1
-                with in_step(self._session, timeout_s=timeout_s, syncs=True):
-                    offer = self._offer(packed)
-                    synced = run_sync(self._session, packed, offer, timeout_s=timeout_s)
+                ops = partial(self._sync_once, packed, timeout_s)
+                synced = in_step(self._session, ops, timeout_s=timeout_s, syncs=True)
             except (HistorySuperseded, AgentStopped) as e:
                 is_default = self._on_superseded is None and isinstance(e, HistorySuperseded)
                 comes_back = is_default or self._on_superseded == "sync"
@@ -194,6 +193,9 @@ class Place:
                 return synced
             finally:
                 self._update_world()
+
+    def _sync_once(self, packed: Packed, timeout_s: float, session: TrainerSession) -> Synced:
+        return run_sync(session, packed, self._offer(packed), timeout_s=timeout_s)
 
     def open(self, job: JobName, members: tuple[TrainerId, ...], timeout_s: float) -> "Place":
         """Join a job of these trainers, on the same terms, except that any loss ends it."""

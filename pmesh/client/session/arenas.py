@@ -73,16 +73,17 @@ class UsersArrays:
 
     def __init__(self) -> None:
         self.inputs: dict[int, tuple[Mapped, int]] = {}  # each with its address
-        self._dropped: deque[int] = deque()
+        self.dropped: deque[int] = deque()
+        """The numbers that `take_dropped` returns next."""
 
     def result(self, arena: Mapped, values: Values) -> Values:
         """Return the same values; their arena stays until the last view of them is gone."""
-        return _tracked(values, arena.number, self._dropped)
+        return _tracked(values, arena.number, self.dropped)
 
     def input(self, arena: Mapped, values: Values) -> Values:
         """Return the same values, for the user to write; `region_of` finds them."""
         self.inputs[arena.number] = arena, _address(values)
-        return _tracked(values, arena.number, self._dropped)
+        return _tracked(values, arena.number, self.dropped)
 
     def region_of(self, values: Values, wire: str) -> Region | None:
         """Return where these values lie in an arena, ready to be sent; None if they do not."""
@@ -99,8 +100,8 @@ class UsersArrays:
     def take_dropped(self) -> list[int]:
         """Return the numbers of the arenas whose arrays are gone since the last call."""
         gone = list[int]()
-        while self._dropped:
-            gone.append(self._dropped.popleft())
+        while self.dropped:
+            gone.append(self.dropped.popleft())
             self.inputs.pop(gone[-1], None)
         return gone
 

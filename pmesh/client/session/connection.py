@@ -91,8 +91,14 @@ class AgentConnection(Generic[_Reply_co]):
 
     def send(self, *requests: SessionMessage) -> None:
         """Send requests in one write; raise AgentStopped if the agent has ended."""
+        data = b"".join([frame(encode(request)) for request in requests])
         try:
-            self._socket.sendall(b"".join(map(frame, map(encode, requests))))
+            try:  # it is non-blocking, as it has a timeout: Python would wait for it first
+                sent = os.write(self._socket.fileno(), data)
+            except BlockingIOError:
+                sent = 0
+            if sent < len(data):
+                self._socket.sendall(data[sent:])
         except OSError as e:
             raise self._stopped(e) from e
 

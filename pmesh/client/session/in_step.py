@@ -1,22 +1,30 @@
 """O10: after a call that failed, the ranks compare their numbers of calls before the next one."""
 
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import TypeVar
 
-from pmesh.client.session.interrupts import interrupts, postponed
+from pmesh.client.session.interrupts import Postponed, interrupts
 from pmesh.client.session.session import TrainerSession
 from pmesh.core.jobs.call_count import COMPARE, MOST_COMPARED
 from pmesh.errors import OpMismatch
 
+R = TypeVar("R")
 
-@contextmanager
-def in_step(session: TrainerSession, *, timeout_s: float, syncs: bool = False) -> Generator[None]:
-    """Run the block as a call of the program.
+
+def in_step(
+    session: TrainerSession,
+    ops: Callable[[TrainerSession], R],
+    *,
+    timeout_s: float,
+    syncs: bool = False,
+) -> R:
+    """Run the ops of a call of the program.
 
     If a signal interrupts it after an op, the session ends, as the others continue the call.
 
     Args:
         session: the session of the call.
+        ops: runs the ops.
         timeout_s: for each op in which the counts are compared.
         syncs: the call is a `sync`, which every rank may make after an error, whatever its count.
 
@@ -25,14 +33,14 @@ def in_step(session: TrainerSession, *, timeout_s: float, syncs: bool = False) -
         PmeshError: the counts could not be compared; the call is not made.
     """
     calls, ops_before = session.calls, session.calls.ops
-    with postponed():
+    with Postponed():
         calls.begin()
         try:
             if calls.doubtful and not session.enters:
                 calls.compared(_most_calls(session, timeout_s))
-            if not syncs and (why := calls.why_skipped()):
-                raise OpMismatch(why)  # noqa: TRY301 - this call has failed, too
-            yield
+            if not syncs and calls.made < calls.resumes_at:
+                raise OpMismatch(calls.why_skipped())  # noqa: TRY301 - this call has failed, too
+            return ops(session)
         except BaseException as e:
             calls.failed()
             if calls.ops > ops_before and interrupts(e):

@@ -10,8 +10,7 @@ the call at once, and so does a second exception.
 import logging
 import signal
 import threading
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import CodeType
 from typing import TypeVar
 
@@ -29,24 +28,26 @@ class _MainThread:
     raised: Exception | None = None
 
 
-@contextmanager
-def postponed() -> Generator[None]:
-    """Postpone what a handler raises in a `wait` inside this block to the block's end."""
-    if threading.current_thread() is not threading.main_thread() or _MainThread.calls:
-        yield
-        return
-    _MainThread.calls = True
-    try:
-        yield
-    except PmeshError as e:
-        if _MainThread.raised is not None:
-            raise _MainThread.raised from e
-        raise
-    else:
-        if _MainThread.raised is not None:
-            raise _MainThread.raised
-    finally:
+class Postponed:
+    """A block, at whose end is raised what a handler has raised in a `wait` inside it."""
+
+    __slots__ = ("_is_outer",)
+
+    def __enter__(self) -> None:
+        is_main = threading.current_thread() is threading.main_thread()
+        self._is_outer = is_main and not _MainThread.calls
+        if self._is_outer:
+            _MainThread.calls = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        if not self._is_outer:
+            return
+        raised = _MainThread.raised
         _MainThread.calls, _MainThread.raised = False, None
+        if raised is not None and (error is None or isinstance(error, PmeshError)):
+            raise raised from error
 
 
 def wait(for_something: Callable[[], T], otherwise: T) -> T:

@@ -256,6 +256,8 @@ class TrainerSession:
         number = OpNumber(ENTERS) if enters else self.next_op
         wire = cast("WireDtype", dtype)
         kept = (-1, -1) if residuals is None else self._arenas_of(residuals, count)
+        world = self.world
+        is_root = call.kind == "broadcast" and call.root == world.rank
         request = StartOp(
             number,
             call,
@@ -269,36 +271,27 @@ class TrainerSession:
             borrows=borrows,
             step=self.step,
         )
-        world = self.world
         before = extent_of(request, rank=world.rank, size=len(world.trainers))
         source = self._input if before.gives else None
         if region is None and source is not None:
             region = Region(source.number, 0)
         if region is not None:
             request = msgspec.structs.replace(request, arena=region.arena, offset=region.offset)
-        is_root = call.kind == "broadcast" and call.root == world.rank
         self._input_retained = self._input_retained or is_root
         self._ahead_is_filled = False
         self.calls.ops += 1
         if self.ended is not None:
             raise mesh_ended(self.ended)
-        with self._end_on_error():
+        try:
             reply = self._converse(request, meanwhile)
             if isinstance(reply, OpDone) and (reply.op == number or (enters and reply.op >= 0)):
                 self._op_has_ended(reply, consumed=True)
-                if call.kind == "sync":
-                    self.calls.synced()
-                world, gets = self.world, before.gets
-                if residuals is not None and world.rank >= 0:
+                if residuals is not None and self.world.rank >= 0:
                     residuals.swap()  # O9: also if the result was fetched
-                if KINDS[call.kind].row:
-                    # A table has a row for each rank after the op; a root has its rank from before.
-                    gets = extent_of(request, rank=world.rank, size=len(world.trainers)).gets
-                arena = source if is_root else self._outputs.get(reply.arena)
-                values = values_in(arena, dtype, gets)
-                if reply.lent and arena is not None:
-                    values = self._users.result(arena, values)
-                return Done(reply.op, self.ranks, values, reply.clipped, reply.lent)
+                return self._done(request, reply, before.gets, source if is_root else None)
+        except BaseException as e:
+            self._end_by(e)
+            raise
         match reply:
             case OpFailed(op, verdict, consumed) if op == number or enters:
                 self._op_has_ended(reply, consumed=consumed)
@@ -307,6 +300,20 @@ class TrainerSession:
                 raise error
             case _:
                 raise self._answer_error(reply)
+
+    def _done(self, request: StartOp, reply: OpDone, gets: int, retained: Mapped | None) -> Done:
+        """Return the result of an op: `gets` values, or as many as its table has now."""
+        call, world = request.call, self.world
+        if call.kind == "sync":
+            self.calls.synced()
+        if KINDS[call.kind].row:
+            # A table has a row for each rank after the op; a root has its rank from before.
+            gets = extent_of(request, rank=world.rank, size=len(world.trainers)).gets
+        arena = retained or self._outputs.get(reply.arena)
+        values = values_in(arena, request.wire_dtype, gets)
+        if reply.lent and arena is not None:
+            values = self._users.result(arena, values)
+        return Done(reply.op, self.ranks, values, reply.clipped, reply.lent)
 
     def show_compression(self, text: str) -> None:
         """Send the text on compression for `pmesh status`, if it has changed."""
@@ -393,7 +400,8 @@ class TrainerSession:
     ) -> TrainerReply:
         """Send a request; return the reply that ends it, and handle all replies before."""
         due_s = FIRST_ANSWER_S if isinstance(request, Connect) else ANSWER_S
-        self._connection.send(*map(DropArena, self._users.take_dropped()), request)
+        dropped = self._users.dropped and self._users.take_dropped()
+        self._connection.send(*map(DropArena, dropped), request)
         if meanwhile is not None:
             meanwhile()
         waited = False
@@ -426,14 +434,18 @@ class TrainerSession:
         try:
             yield
         except BaseException as e:
-            self._waiting.end()
-            closed = self.ended
-            self.end(f"{type(e).__name__}: {e}".rstrip(": "))
-            if closed is not None and isinstance(e, PmeshError):
-                raise mesh_ended(closed) from e
-            if isinstance(e, ProtocolError):
-                raise self._connection.nonsense(str(e)) from e
+            self._end_by(e)
             raise
+
+    def _end_by(self, e: BaseException) -> None:
+        """End the session by an error; raise another one if that tells the user more."""
+        self._waiting.end()
+        closed = self.ended
+        self.end(f"{type(e).__name__}: {e}".rstrip(": "))
+        if closed is not None and isinstance(e, PmeshError):
+            raise mesh_ended(closed) from e
+        if isinstance(e, ProtocolError):
+            raise self._connection.nonsense(str(e)) from e
 
     def _answer_error(self, reply: TrainerReply) -> PmeshError:
         if isinstance(reply, Refused):

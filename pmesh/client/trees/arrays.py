@@ -15,6 +15,7 @@ from operator import itemgetter
 from types import MappingProxyType, NoneType
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 
 from pmesh.core.ops.reductions import Values, parts_of
@@ -129,8 +130,7 @@ WIRE_OF = MappingProxyType(
 """The dtype in which each dtype is sent."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Leaf:
+class Leaf(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """An array of the user's."""
 
     dtype: str
@@ -190,8 +190,10 @@ class Leaf:
         shaped = values.reshape(self.values.shape)
         if self.dtype == "bfloat16":
             return self.rebuild(_bfloat16_bits(shaped))
+        if self.dtype == _name_of(values.dtype):
+            return self.rebuild(shaped)
         with np.errstate(over="ignore", invalid="ignore"):
-            return self.rebuild(shaped.astype(self.dtype, casting="same_kind", copy=False))
+            return self.rebuild(shaped.astype(self.dtype, casting="same_kind"))
 
     def quotient(self, values: Values, divisor: float) -> object:
         """Return an array with the quotients, which are written into `target` if there is one."""
@@ -255,6 +257,21 @@ def describe(
     if not lazily:
         evaluate_mlx([tree.leaves[index] for index in chosen])
     return [_describe(tree.leaves[index], tree.paths[index], lazily=lazily) for index in chosen]
+
+
+def describe_one(x: object) -> Leaf | None:
+    """Return an array that is no part of a tree, evaluated; None for a container.
+
+    Raises:
+        UnsupportedArray: it is not an array, or its dtype is not supported.
+    """
+    if type(x) is np.ndarray:
+        return numpy_leaf(cast("Values", x))
+    if isinstance(x, _CONTAINERS):
+        return None
+    if is_mlx(x):
+        evaluate_mlx([x])
+    return _describe(x, "", lazily=False)
 
 
 def _describe(x: object, path: str, *, lazily: bool) -> Leaf:

@@ -24,7 +24,9 @@ def describe(x: Any, where: str) -> Leaf:  # noqa: ANN401 - a torch.Tensor
     _check_dense(x, where)
     dtype = str(x.dtype).removeprefix("torch.")
     check_dtype(dtype, where)
-    here = x.detach().to("cpu").resolve_neg().resolve_conj()
+    here = x.detach()
+    if not x.is_cpu or x.is_neg() or x.is_conj():
+        here = here.to("cpu").resolve_neg().resolve_conj()
     values = np.asarray(_Memory(here, np.dtype("uint16" if dtype == "bfloat16" else dtype)))
 
     def rebuild(fresh: Values) -> object:

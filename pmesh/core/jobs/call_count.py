@@ -24,7 +24,8 @@ class CallCount:
         """Whether the ranks must compare their counts before the next call."""
         self.ops = 0
         """How many ops have been called, those in which counts are compared included."""
-        self._resumes_at = 0
+        self.resumes_at = 0
+        """The call from which on this rank takes part; the ones before fail without an op."""
         self._ops_before = 0
         """How many ops had been called when the current call began."""
 
@@ -36,16 +37,16 @@ class CallCount:
     def compared(self, most: int) -> None:
         """Note that all ranks have compared their counts; the highest is `most`."""
         self.doubtful, self._ops_before = False, self.ops
-        self._resumes_at = most
+        self.resumes_at = most
 
     def why_skipped(self) -> str:
         """Return why this call fails without an op; empty if it takes part."""
-        if self.made >= self._resumes_at:
+        if self.made >= self.resumes_at:
             return ""
         return (
             f"this call was not made, as this rank is behind: after an error the ranks have "
             f"compared how many calls each has made, this is call {self.made}, and they go on "
-            f"together from call {self._resumes_at}"
+            f"together from call {self.resumes_at}"
         )
 
     def failed(self) -> None:
@@ -57,4 +58,4 @@ class CallCount:
 
     def synced(self) -> None:
         """Begin to count anew: all ranks, and newcomers, have made the same call, a `sync`."""
-        self.made, self._resumes_at, self.doubtful = 0, 0, False
+        self.made, self.resumes_at, self.doubtful = 0, 0, False

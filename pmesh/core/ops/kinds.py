@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
+import msgspec
+
 from pmesh.core.ops.cost import Edges, choose, is_far, segment_bytes_of
 from pmesh.core.ops.moving import (
     plan_all_gather,
@@ -79,8 +81,7 @@ def _all_parts_in(request: StartOp, _rank: int, size: int) -> int:
     return sum(request.parts_in)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """All on which a rank's plan of an op depends."""
 
     request: StartOp

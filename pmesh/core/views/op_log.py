@@ -4,7 +4,7 @@ Frozen values and functions; the op's own task writes, the agreement reads.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -40,7 +40,8 @@ class Ledger:
 
 def start(ledger: Ledger, op: OpNumber, call: Call, *, is_root: bool = False) -> Ledger:
     """The trainer has called the op, perhaps as a broadcast's root."""
-    return replace(ledger, ops={**ledger.ops, op: OpReport(op, call, is_root=is_root)})
+    report = OpReport(op, call, is_root=is_root)
+    return Ledger(stable=ledger.stable, ops={**ledger.ops, op: report})
 
 
 def complete(
@@ -50,7 +51,7 @@ def complete(
     report = msgspec.structs.replace(
         ledger.ops[op], completed=True, contributors=contributors, holds=holds
     )
-    return replace(ledger, ops={**ledger.ops, op: report})
+    return Ledger(stable=ledger.stable, ops={**ledger.ops, op: report})
 
 
 def fail(ledger: Ledger, outcome: OpOutcome) -> Ledger:
@@ -62,7 +63,7 @@ def fail(ledger: Ledger, outcome: OpOutcome) -> Ledger:
         verdict=outcome.verdict,
         contributors=outcome.contributors,
     )
-    return replace(ledger, ops={**ledger.ops, op: report})
+    return Ledger(stable=ledger.stable, ops={**ledger.ops, op: report})
 
 
 def apply_failures(ledger: Ledger, outcomes: Iterable[OpOutcome]) -> Ledger:

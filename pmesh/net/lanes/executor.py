@@ -79,9 +79,7 @@ def run_plan(
         LaneBroken: one of the lanes is gone.
         ValueError: the plan needs a lane that there isn't.
     """
-    nbytes = plan.scratch_bytes
-    scratch = np.empty(nbytes, np.uint8).data if nbytes else _NOTHING
-    regions = (source, result, scratch)
+    regions = _regions_of(plan, source, result)
     _check_lanes(plan, lanes_to, lanes_from)
     lanes = [*map(lanes_from.__getitem__, plan.receives), *map(lanes_to.__getitem__, plan.sends)]
     library = native.library_for(plan, lanes, dtype, reduction)
@@ -90,6 +88,34 @@ def run_plan(
     return run_in_python(
         plan, lanes_to, lanes_from, header, regions, dtype=dtype, reduction=reduction
     )
+
+
+def begin_plan(
+    plan: RankPlan,
+    lanes: Sequence[Lane],
+    header: RecordHeader,
+    *,
+    source: memoryview,
+    result: memoryview,
+    dtype: str,
+    reduction: str,
+) -> native.Runner | None:
+    """Begin a plan, if the native library can run it: over lanes as `native.begin` takes them.
+
+    For the other arguments see `run_plan`.
+    """
+    library = native.library_for(plan, lanes, dtype, reduction)
+    if library is None:
+        return None
+    regions = _regions_of(plan, source, result)
+    return native.begin(library, plan, lanes, header, regions, dtype=dtype, reduction=reduction)
+
+
+def _regions_of(
+    plan: RankPlan, source: memoryview, result: memoryview
+) -> tuple[memoryview, memoryview, memoryview]:
+    nbytes = plan.scratch_bytes
+    return source, result, np.empty(nbytes, np.uint8).data if nbytes else _NOTHING
 
 
 def run_in_python(

@@ -110,6 +110,8 @@ class Lane:
         self.sending = sending
         self.hosts = _hosts_of(sock)
         """The addresses of its two ends, ours first, without scopes; "" within one agent."""
+        self.leads_away = bool(self.hosts[1])
+        """Whether the peer is at another agent."""
         self.state = LaneState(peer_completed=-1, wake_up_bytes=wake_up_bytes, asked=1)
         """What the native library reads and writes, too."""
         self.paces: dict[tuple[str, str], Pace] = {}
@@ -211,10 +213,12 @@ class Lane:
         """Return the address of the lane's state, which the library uses until `take_back`."""
         state = self.state
         if self.sending:
-            self._out = _whole(self._out, state.unsent_end)
+            if len(self._out) < _WHOLE_BYTES:
+                self._out = _whole(self._out, state.unsent_end)
             state.out = _address(self._out)
         else:
-            self._in = _whole(self._in, state.filled)
+            if len(self._in) < _WHOLE_BYTES:
+                self._in = _whole(self._in, state.filled)
             state.in_ = _address(self._in)
         state.fd = self._socket.fileno()
         state.sealed, state.opened = self._sealer.records, self._opener.records
@@ -456,8 +460,6 @@ class Lane:
 
 def _whole(buffer: memoryview, used: int) -> memoryview:
     """Return a buffer for any record, which begins with what was used of this one."""
-    if len(buffer) == _WHOLE_BYTES:
-        return buffer
     whole = memoryview(bytearray(_WHOLE_BYTES))
     whole[:used] = buffer[:used]
     return whole

@@ -9,11 +9,11 @@ import ctypes
 import os
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
 import trio
-from numpy.typing import NDArray
 
 from pmesh import native
 from pmesh.core.ops.plan import Event, Need, RankPlan, Receive, Send
@@ -34,22 +34,90 @@ MOST_RUNNERS: Final = 16
 """Each has six descriptors. Ops beyond, of jobs and groups that all run at once, run in Python."""
 _DTYPES: Final = {name: number for number, name in enumerate(WIRE_DTYPES)}
 _REDUCTIONS: Final = {name: number for number, name in enumerate(REDUCTIONS)}
-_NOWHERE: Final = np.zeros(1, np.uint64).view(np.uint8)
+_NOWHERE: Final = np.zeros(1, np.uint64).view(np.uint8).data
 """Where a region without values lies."""
+
+
+WAITS_MS: Final = 1
+"""The event loop's thread waits so long for what the others of a small op have still to send."""
+_WAITS_TO_BYTES: Final = 256 * 1024  # sent and received; more may take longer on a busy machine
+_MOST_SKIPPED: Final = 64
+
+
+class Patience:
+    """Whether the event loop's thread waits for the others of an op, and serves nobody meanwhile.
+
+    It saves a fifth of a small op's time if the others come at once. If they were late several
+    times, the ops of the next times do not wait.
+    """
+
+    def __init__(self) -> None:
+        self._late, self._skips = 0, 0
+
+    def waits(self) -> bool:
+        """Return whether the next op waits."""
+        self._skips -= 1
+        return self._skips < 0
+
+    def note(self, *, late: bool) -> None:
+        """Note whether an op has waited in vain."""
+        self._late = min(2 * self._late + 1, _MOST_SKIPPED) if late else 0
+        self._skips = self._late
 
 
 def library_for(
     plan: RankPlan, lanes: Sequence[Lane], dtype: str, reduction: str
 ) -> ctypes.CDLL | None:
-    """Return the library if it can run this plan over these lanes; for the arguments see `run`."""
+    """Return the library if it can run this plan over these lanes; see `begin`."""
     library = native.library()
-    if library is None or plan.works or not all(lane.has_one_socket for lane in lanes):
+    if library is None or plan.works or len(_busy) >= MOST_RUNNERS:
         return None
-    if len(_busy) >= MOST_RUNNERS:
-        return None
-    if dtype and not library.pmesh_itemsize(_DTYPES[dtype], _REDUCTIONS[reduction]):
+    for lane in lanes:
+        if not lane.has_one_socket:
+            return None
+    if dtype and not _adds(library, dtype, reduction):
         return None
     return library
+
+
+@lru_cache(maxsize=128)
+def _adds(library: ctypes.CDLL, dtype: str, reduction: str) -> bool:
+    return bool(library.pmesh_itemsize(_DTYPES[dtype], _REDUCTIONS[reduction]))
+
+
+def begin(
+    library: ctypes.CDLL,
+    plan: RankPlan,
+    lanes: Sequence[Lane],
+    header: RecordHeader,
+    regions: Sequence[memoryview],
+    *,
+    dtype: str,
+    reduction: str,
+) -> "Runner":
+    """Begin a plan, and do what can be done at once.
+
+    Args:
+        library: as `library_for` has returned it.
+        plan: what to do.
+        lanes: one for each rank in `plan.receives`, then one for each in `plan.sends`.
+        header: the header of every record, except its size and its segment.
+        regions: the source, the result and the scratch.
+        dtype: one of WIRE_DTYPES if the plan reduces, else empty.
+        reduction: one of REDUCTIONS; only for plans that reduce.
+
+    Raises:
+        LaneBroken: one of the lanes is closed.
+    """
+    runner = _idle.pop() if _idle else Runner(library)
+    _busy.add(runner)
+    try:
+        values = (_DTYPES[dtype], _REDUCTIONS[reduction]) if dtype else (-1, -1)
+        runner.begin(plan, lanes, header, regions, values)
+    except BaseException:
+        runner.rest()
+        raise
+    return runner
 
 
 async def run(
@@ -64,34 +132,14 @@ async def run(
 ) -> None:
     """Run a plan to its end, as `pmesh.net.lanes.executor.run_plan` does.
 
-    Args:
-        library: as `library_for` has returned it.
-        plan: what to do.
-        lanes: one for each rank in `plan.receives`, then one for each in `plan.sends`.
-        header: the header of every record, except its size and its segment.
-        regions: the source, the result and the scratch.
-        dtype: one of WIRE_DTYPES if the plan reduces, else empty.
-        reduction: one of REDUCTIONS; only for plans that reduce.
-
-    Raises:
-        CallsDiffer: a rank that sends to this one called something else.
-        LaneBroken: one of the lanes is gone.
+    For the arguments see `begin`, for the errors `Runner.finish`.
     """
     await trio.lowlevel.checkpoint_if_cancelled()
-    runner = _idle.pop() if _idle else _Runner(library)
-    _busy.add(runner)
-    try:
-        values = (_DTYPES[dtype], _REDUCTIONS[reduction]) if dtype else (-1, -1)
-        await runner.run(plan, lanes, header, regions, values)
-    finally:
-        _busy.remove(runner)
-        if len(_idle) < _KEPT_RUNNERS:
-            _idle.append(runner)
-        else:
-            runner.close()
+    runner = begin(library, plan, lanes, header, regions, dtype=dtype, reduction=reduction)
+    await runner.finish()
 
 
-class _Runner:
+class Runner:
     """Two threads of the library, which run one op at a time. They begin when they are needed."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -101,16 +149,27 @@ class _Runner:
             raise LaneBroken("the data connections have no pipe: the system has no room for it")
         self._ended: int = library.pmesh_runner_fd(self._runner)
         self._op = Op(seal=aead.SEAL_ADDRESS, open=aead.OPEN_ADDRESS, aead=aead.LIBRARY)
-
-    def close(self) -> None:
-        """End the threads."""
-        self._library.pmesh_runner_free(self._runner)
+        self._lanes: Sequence[Lane] = ()
+        self._states = array("Q")
+        self._flat: _FlatPlan | None = None
+        self._regions: Sequence[memoryview] = ()
+        """With the plan, the memory that the library uses while an op runs, so that it stays."""
+        self._state = int(State.OVER)
 
     def stop(self) -> None:
         """Make the threads end soon; a lane that is closed calls this from the event loop."""
         self._library.pmesh_stop(self._runner)
 
-    async def run(
+    def rest(self) -> None:
+        """Be free for another op; if many others rest already, end."""
+        self._lanes, self._flat, self._regions = (), None, ()
+        _busy.remove(self)
+        if len(_idle) < _KEPT_RUNNERS:
+            _idle.append(self)
+        else:
+            self._library.pmesh_runner_free(self._runner)
+
+    def begin(
         self,
         plan: RankPlan,
         lanes: Sequence[Lane],
@@ -118,33 +177,62 @@ class _Runner:
         regions: Sequence[memoryview],
         values: tuple[int, int],
     ) -> None:
-        """Run one op. No thread works on it any more when this ends, however it ends (V3)."""
-        op, flat, memory = self._op, _laid_out(plan), list(map(_array, regions))
+        """Begin an op; for the arguments see the function `begin`."""
+        op, flat = self._op, _laid_out(plan)
         op.plan, (op.dtype, op.reduction) = flat.address, values
         _, op.roster, op.number, _, op.fingerprint, op.completed = header
-        for place, (octets, region) in enumerate(zip(memory, regions, strict=True)):
-            op.regions[place] = octets.__array_interface__["data"][0]
-            op.region_bytes[place] = len(region)
+        for place, region in enumerate(regions):
+            op.regions[place], op.region_bytes[place] = _address_of(region), len(region)
         for lane in lanes:
             lane.check_open()
-        states = array("Q", [lane.share_state() for lane in lanes])
-        op.lanes, _ = states.buffer_info()
+        self._states = array("Q", [lane.share_state() for lane in lanes])
+        op.lanes, _ = self._states.buffer_info()
+        self._lanes, self._flat, self._regions = lanes, flat, regions
+        self._state = self._library.pmesh_begin(self._runner, ctypes.byref(op))
+
+    def ends_at_once(self, patience: Patience) -> bool:
+        """Return True if the op is done: then it needs no `finish`. Wait for the others a little.
+
+        Nothing else happens in the event loop meanwhile: no view comes between. It does not wait
+        for ranks of this agent, which need the event loop.
+        """
+        flat = self._flat
+        waits = self._state == State.AWAITS and flat is not None and flat.is_short
+        if waits and all(lane.leads_away for lane in self._lanes) and patience.waits():
+            self._state = self._library.pmesh_wait(self._runner, WAITS_MS)
+            patience.note(late=self._state != State.OVER)
+        if self._state != State.OVER or self._library.pmesh_end(self._runner) != Status.DONE:
+            return False
+        self._take_back()
+        return True
+
+    async def finish(self) -> None:
+        """Run the op to its end. No thread works on it any more when this ends, however (V3).
+
+        Raises:
+            CallsDiffer: a rank that sends to this one called something else.
+            LaneBroken: one of the lanes is gone.
+        """
+        lanes = self._lanes
         try:
-            status = await self._run(lanes, awaits_here=flat.awaits_here)
+            status = await self._finish()
         finally:
-            for lane in lanes:
-                lane.take_back()
+            self._take_back()
         if status != Status.DONE:
             await trio.lowlevel.checkpoint_if_cancelled()
             raise self._failure(status, lanes)
 
-    async def _run(self, lanes: Sequence[Lane], *, awaits_here: bool) -> int:
-        library, runner = self._library, self._runner
+    def _take_back(self) -> None:
+        for lane in self._lanes:
+            lane.take_back()
+        self.rest()
+
+    async def _finish(self) -> int:
+        library, runner, lanes, state = self._library, self._runner, self._lanes, self._state
         try:
-            state = library.pmesh_begin(runner, ctypes.byref(self._op))
             if state == State.OVER:
                 await trio.lowlevel.checkpoint()
-            elif state == State.AWAITS and awaits_here:
+            elif state == State.AWAITS and self._flat is not None and self._flat.awaits_here:
                 await lanes[0].wait_for(Wait.READABLE)
                 for lane in lanes:
                     lane.check_open()
@@ -174,8 +262,8 @@ class _Runner:
                 return _failure_of(lanes[self._op.track], status, self._op.detail)
 
 
-_idle: list[_Runner] = []
-_busy: set[_Runner] = set()
+_idle: list[Runner] = []
+_busy: set[Runner] = set()
 
 
 def _failure_of(lane: Lane, status: int, detail: int) -> PmeshError:
@@ -194,8 +282,13 @@ def _failure_of(lane: Lane, status: int, detail: int) -> PmeshError:
             return lane.broken(f"broke: {os.strerror(detail)}")
 
 
-def _array(region: memoryview) -> NDArray[np.uint8]:
-    return np.frombuffer(region, np.uint8) if len(region) else _NOWHERE
+def _address_of(region: memoryview) -> int:
+    if not len(region):
+        region = _NOWHERE
+    if region.readonly:
+        address: int = np.frombuffer(region, np.uint8).ctypes.data
+        return address
+    return ctypes.addressof(ctypes.c_char.from_buffer(region))  # a quarter of the time
 
 
 # --- a plan, laid out flat
@@ -230,6 +323,7 @@ class _FlatPlan:
             two_threads=plan.moving_bytes >= TWO_THREADS_FROM_BYTES,
         )
         self.address = ctypes.addressof(self._struct)
+        self.is_short = plan.moving_bytes <= _WAITS_TO_BYTES
         self.awaits_here = [len(queue) for queue in plan.receives.values()] in ([1], [2])
         """Whether so little is awaited that the event loop wakes up sooner than a thread and the
         event loop."""

@@ -130,14 +130,21 @@ class Session:
             trio.EndOfChannel: The program has closed its end, or is gone.
         """
         while (message := self._reader.next_message_untrusted()) is None:
-            try:
-                data = await self._stream.receive_some(_RECEIVE_BYTES)
-            except trio.BrokenResourceError as e:
-                raise trio.EndOfChannel from e
-            if not data:
-                raise trio.EndOfChannel
-            self._reader.receive_data(data)
+            # Not trio's streams, which try first and yield after each call: a request is never
+            # there yet, and the wait for it is the turn of other tasks.
+            await trio.lowlevel.wait_readable(self._stream.socket)
+            with contextlib.suppress(BlockingIOError):
+                self._reader.receive_data(self._read())
         return requests.decode_untrusted(message)
+
+    def _read(self) -> bytes:
+        try:
+            data = os.read(self._stream.socket.fileno(), _RECEIVE_BYTES)
+        except ConnectionError as e:
+            raise trio.EndOfChannel from e
+        if not data:
+            raise trio.EndOfChannel
+        return data
 
     async def await_end(self) -> NoReturn:
         """Wait until the program is gone. Run it beside whatever answers for long.

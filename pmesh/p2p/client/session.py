@@ -18,7 +18,7 @@ import numpy as np
 
 from pmesh.client.session.arenas import Mapped
 from pmesh.client.session.connection import AgentConnection, error_of, mesh_ended
-from pmesh.client.session.interrupts import postponed, wait
+from pmesh.client.session.interrupts import Postponed, wait
 from pmesh.core.ops.reductions import Values
 from pmesh.core.values import Verdict
 from pmesh.core.wire.calls import Envelope
@@ -219,7 +219,7 @@ class P2PSession:
     @contextlib.contextmanager
     def _end_if_torn(self) -> Generator[None]:
         """End the session if Ctrl-C interrupts a call, as nobody would take its answer."""
-        with postponed():
+        with Postponed():
             try:
                 yield
             except (TimeoutError, PmeshError):

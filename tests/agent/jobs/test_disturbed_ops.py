@@ -23,6 +23,7 @@ from pmesh.core.wire.lanes import AskResult
 from pmesh.core.wire.trainer import StartOp
 from pmesh.errors import LaneBroken
 from pmesh.ids import OpNumber, TrainerId
+from pmesh.net.lanes import native
 from pmesh.net.lanes.lane import CallsDiffer
 from tests.worlds.lanes import forgotten
 from tests.worlds.trainer import together, until
@@ -34,6 +35,7 @@ from tests.worlds.village_ops import (
     ones,
     ranks_of,
     reduce_all,
+    run_on_lanes_by,
     swallow,
     verdicts_of_all,
 )
@@ -108,7 +110,7 @@ async def test_an_op_whose_path_fails_runs_again_over_another_at_once(
                     machine.agent.peers._end_path(link, path, "it is silent")  # noqa: SLF001
             await real(rank, op, plan, rendezvous)
 
-        monkeypatch.setattr(op_task, "run_on_lanes", fail_in_the_middle)
+        run_on_lanes_by(monkeypatch, fail_in_the_middle)
         began = trio.current_time()
         results = await reduce_all(trainers)
         assert [r[0] for r in results] == [2.0] * 2
@@ -137,7 +139,7 @@ async def test_what_breaks_because_a_view_has_come_is_no_news(
             finally:
                 raise error
 
-        monkeypatch.setattr(op_task, "run_on_lanes", break_with_the_view)
+        run_on_lanes_by(monkeypatch, break_with_the_view)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(swallow, c.reduce(ones(1000)))
 
@@ -182,7 +184,7 @@ async def test_a_rank_that_missed_the_end_fetches_the_same_bits(
             fetched += 1
             await real_fetch(*arguments)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(op_task, "run_on_lanes", miss_the_end)
+        run_on_lanes_by(monkeypatch, miss_the_end)
         monkeypatch.setattr(op_task, "_fetch", count_fetches)
         results = await reduce_all(trainers, x)
         assert fetched == 1
@@ -205,10 +207,28 @@ async def test_a_root_whose_broadcast_was_interrupted_has_its_result_already(
             raise LaneBroken("it ended")
 
     async with training(clock, 2) as (_, (a, b)):
-        monkeypatch.setattr(op_task, "run_on_lanes", break_at_the_end)
+        run_on_lanes_by(monkeypatch, break_at_the_end)
         x = np.arange(9, dtype=np.float32)
         results = await together(lambda: a.broadcast(x), lambda: b.broadcast(x))
         assert np.array_equal(results[1], x)
+
+
+async def test_an_op_for_which_the_system_has_no_pipe_runs_as_soon_as_it_has_one(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails = iter([True, True])
+    async with training(clock, 2) as (_, trainers):
+        await reduce_all(trainers)
+        real = native.begin
+
+        def begin(*arguments: object, **named: object) -> native.Runner:
+            if next(fails, False):
+                raise LaneBroken("the data connections have no pipe: the system has no room for it")
+            return real(*arguments, **named)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(native, "begin", begin)
+        assert [r[0] for r in await reduce_all(trainers)] == [2.0] * 2
+    assert next(fails, None) is None
 
 
 async def test_nobody_is_served_what_is_not_retained(clock: MockClock) -> None:

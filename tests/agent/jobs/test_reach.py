@@ -26,6 +26,7 @@ from tests.worlds.village_ops import (
     machine_of,
     ranks_of,
     reduce_all,
+    run_on_lanes_by,
     swallow,
     verdicts_of_all,
 )
@@ -151,7 +152,7 @@ async def test_those_beyond_complete_only_after_the_last_receiver_has_got_it(
                 await go_on.wait()
             await real(rank, op, plan, rendezvous)
 
-        monkeypatch.setattr(op_task, "run_on_lanes", late)
+        run_on_lanes_by(monkeypatch, late)
         async with trio.open_nursery() as nursery:
             for trainer in trainers:
                 nursery.start_soon(send_to, [1, 2], trainer)

@@ -17,9 +17,9 @@ from pmesh.core.ops.reduce_scatter import plan_reduce_scatter
 from pmesh.core.ops.reducing import plan_direct, plan_ring, plan_tree
 from pmesh.core.wire.records import OVERHEAD_BYTES, RecordHeader, Sealer
 from pmesh.errors import LaneBroken, PmeshError
-from pmesh.net.lanes.executor import run_in_python, run_plan
-from pmesh.net.lanes.lane import CallsDiffer
-from pmesh.net.lanes.native import MOST_RUNNERS
+from pmesh.net.lanes.executor import begin_plan, run_in_python, run_plan
+from pmesh.net.lanes.lane import CallsDiffer, Lane
+from pmesh.net.lanes.native import MOST_RUNNERS, Patience
 from tests.worlds.lanes import (
     Collective,
     Web,
@@ -244,18 +244,33 @@ class Outcome:
     completed: int
 
 
-async def outcome_of(wire: bytes, *, in_python: bool) -> Outcome:
+WAYS = ("in Python", "in the library", "at once")
+
+
+async def run_receives(lane: Lane, source: memoryview, result: memoryview, *, way: str) -> None:
+    """Run PLAN; "at once" it waits for nobody before it lets the event loop go on."""
+    if way == "in Python":
+        regions = source, result, memoryview(b"")
+        await run_in_python(PLAN, {}, {0: lane}, EXPECTED, regions, dtype="", reduction="")
+    elif way == "in the library":
+        await run_plan(PLAN, {}, {0: lane}, EXPECTED, source=source, result=result)
+    else:
+        begun = begin_plan(
+            PLAN, [lane], EXPECTED, source=source, result=result, dtype="", reduction=""
+        )
+        assert begun is not None
+        if not begun.ends_at_once(Patience()):
+            await begun.finish()
+
+
+async def outcome_of(wire: bytes, *, way: str) -> Outcome:
     result = bytearray(300)
-    regions = memoryview(b""), memoryview(result), memoryview(b"")
     with raw_receiving_lane() as (peer, lane), trio.fail_after(10):
         peer.sendall(wire)
         peer.close()
-        lanes_from, error = {0: lane}, ""
+        error = ""
         try:
-            if in_python:
-                await run_in_python(PLAN, {}, lanes_from, EXPECTED, regions, dtype="", reduction="")
-            else:
-                await run_plan(PLAN, {}, lanes_from, EXPECTED, source=regions[0], result=regions[1])
+            await run_receives(lane, memoryview(b""), memoryview(result), way=way)
         except (LaneBroken, CallsDiffer) as e:
             error = _text_of(e)
         got = bytes(result) if not error else b""  # else garbage
@@ -270,22 +285,107 @@ def _text_of(error: PmeshError) -> str:
 @given(transcripts())
 async def test_whatever_a_peer_sends_has_the_same_consequences(transcript: list[Sent]) -> None:
     wire = on_the_wire(transcript)
-    assert await outcome_of(wire, in_python=False) == await outcome_of(wire, in_python=True)
+    first, *others = [await outcome_of(wire, way=way) for way in WAYS]
+    assert others == [first, first]
 
 
 @given(st.binary(max_size=200))
 async def test_what_is_no_record_has_the_same_consequences(wire: bytes) -> None:
     wire = bytes(12) + wire  # else most claim too much, or wait for a higher roster (V4)
-    ours, theirs = [await outcome_of(wire, in_python=choice) for choice in (False, True)]
-    assert ours == theirs
-    assert ours.error
+    first, *others = [await outcome_of(wire, way=way) for way in WAYS]
+    assert others == [first, first]
+    assert first.error
 
 
 async def test_a_claim_of_4_gib_is_refused_in_the_same_words() -> None:
     wire = b"\xff" * 40
-    ours, theirs = [await outcome_of(wire, in_python=choice) for choice in (False, True)]
-    assert ours == theirs
-    assert "a record claims 4294967295 bytes, 1048576 are allowed" in ours.error
+    first, *others = [await outcome_of(wire, way=way) for way in WAYS]
+    assert others == [first, first]
+    assert "a record claims 4294967295 bytes, 1048576 are allowed" in first.error
+
+
+# --- in one turn of the event loop
+
+
+async def test_the_event_loops_thread_waits_for_the_others_of_a_small_op() -> None:
+    """The records come while the thread waits: no task could read them meanwhile."""
+    result = memoryview(bytearray(300))
+    wire = on_the_wire([Sent(EXPECTED._replace(segment=n)) for n in range(3)])
+    with raw_receiving_lane() as (peer, lane):
+        lane.leads_away = True
+        begun = begin_plan(
+            PLAN, [lane], EXPECTED, source=result[:0], result=result, dtype="", reduction=""
+        )
+        assert begun is not None
+        peer.sendall(wire)
+        assert begun.ends_at_once(Patience())
+    assert result == 3 * BODY[:100]
+
+
+async def test_it_does_not_wait_for_ranks_of_its_own_agent_which_need_it() -> None:
+    result = memoryview(bytearray(300))
+    wire = on_the_wire([Sent(EXPECTED._replace(segment=n)) for n in range(3)])
+    with raw_receiving_lane() as (peer, lane), trio.fail_after(10):
+        lane.leads_away = False
+        begun = begin_plan(
+            PLAN, [lane], EXPECTED, source=result[:0], result=result, dtype="", reduction=""
+        )
+        assert begun is not None
+        peer.sendall(wire)
+        assert not begun.ends_at_once(Patience())
+        await begun.finish()
+    assert result == 3 * BODY[:100]
+
+
+async def test_who_waits_in_vain_goes_on_as_ever_and_does_not_wait_the_next_time() -> None:
+    result, patience = memoryview(bytearray(300)), Patience()
+    with raw_receiving_lane() as (peer, lane), trio.fail_after(10):
+        lane.leads_away = True
+        begun = begin_plan(
+            PLAN, [lane], EXPECTED, source=result[:0], result=result, dtype="", reduction=""
+        )
+        assert begun is not None
+        assert not begun.ends_at_once(patience)
+        assert not patience.waits()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(begun.finish)
+            await wait_all_tasks_blocked()
+            peer.sendall(on_the_wire([Sent(EXPECTED._replace(segment=n)) for n in range(3)]))
+    assert result == 3 * BODY[:100]
+
+
+async def test_a_plan_stays_as_long_as_it_runs_however_many_others_begin_meanwhile() -> None:
+    result, room = memoryview(bytearray(300)), memoryview(bytearray(400))
+    with raw_receiving_lane() as (peer, lane), trio.fail_after(10):
+        begun = begin_plan(
+            PLAN, [lane], EXPECTED, source=result[:0], result=result, dtype="", reduction=""
+        )
+        assert begun is not None
+        for count in range(100):
+            other = plan_direct(rank=0, size=1, count=count, itemsize=1)
+            at_once = begin_plan(
+                other, [], EXPECTED, source=room, result=room[200:], dtype="int8", reduction="sum"
+            )
+            assert at_once is not None
+            assert at_once.ends_at_once(Patience())
+        peer.sendall(on_the_wire([Sent(EXPECTED._replace(segment=n)) for n in range(3)]))
+        await begun.finish()
+    assert result == 3 * BODY[:100]
+
+
+def test_the_more_often_others_are_late_the_more_rarely_anybody_waits_for_them() -> None:
+    patience, waits = Patience(), list[int]()
+    for number in range(400):
+        if patience.waits():
+            waits.append(number)
+            patience.note(late=True)
+    assert waits == [0, 2, 6, 14, 30, 62, 126, 191, 256, 321, 386]
+    while not patience.waits():
+        pass
+    patience.note(late=False)
+    assert patience.waits()
+    patience.note(late=False)
+    assert patience.waits()
 
 
 async def test_a_record_of_a_higher_roster_stays_until_it_is_expected() -> None:
