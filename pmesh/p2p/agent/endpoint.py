@@ -15,12 +15,13 @@ import xxhash
 
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.lanes.rendezvous import LaneEnd, LaneKey, LaneRendezvous
-from pmesh.core.ops.plan import SEGMENT_BYTES
+from pmesh.core.ops.moving import plan_broadcast
 from pmesh.core.values import Roster, Verdict
 from pmesh.core.wire.calls import Envelope
 from pmesh.core.wire.records import RecordHeader
 from pmesh.errors import LaneBroken, PmeshError, UsageError
 from pmesh.ids import TrainerId
+from pmesh.net.lanes.executor import run_plan
 from pmesh.net.lanes.lane import CallsDiffer, Lane
 from pmesh.net.sessions.arena_pools import OutputArenas
 from pmesh.net.sessions.arenas import Arena
@@ -37,6 +38,7 @@ from pmesh.p2p.wire import (
 
 ASK_AGAIN_S = 0.2  # a request may have been lost, or have arrived before its view
 STALL_S = 5.0  # a lane that is silent this long is broken; Wi-Fi may be silent just as long
+_NOTHING = memoryview(b"")
 _FIRST_EDGE = -2  # used as op number for the pair's first lane, then -3 and so on
 
 
@@ -136,9 +138,8 @@ class LanesOut(_Lanes):
             try:
                 lane = await self._open(entry)
                 header = _header(asked, envelope)
-                for segment, piece in enumerate(_pieces(values)):
-                    sent = header._replace(body_bytes=piece.nbytes, segment=segment)
-                    await lane.send(sent, piece)
+                plan = plan_broadcast(rank=0, size=2, root=0, nbytes=values.nbytes)
+                await run_plan(plan, {1: lane}, {}, header, source=values, result=_NOTHING)
             except BaseException:  # half a message was sent, so nothing may follow it on this lane
                 self._end(entry)
                 raise
@@ -173,10 +174,8 @@ class LanesIn(_Lanes):
         header = _header(asked, transfer.envelope)
         try:
             self._send(sender, asked)
-            await self._await_lane(entry, asked)
-            for segment, piece in enumerate(_pieces(target)):
-                expected = header._replace(body_bytes=piece.nbytes, segment=segment)
-                await self._receive(entry, asked, expected, piece)
+            lane = await self._await_lane(entry, asked)
+            await self._receive(lane, asked, header, target)
         except CallsDiffer as e:
             self._end(entry)
             raise LaneBroken(str(e)) from e
@@ -184,36 +183,39 @@ class LanesIn(_Lanes):
             self._end(entry)
             raise
 
-    async def _await_lane(self, entry: _Lane, asked: RequestMessage) -> None:
+    async def _await_lane(self, entry: _Lane, asked: RequestMessage) -> Lane:
         deadline = trio.current_time() + STALL_S
         while trio.current_time() < deadline:
             with trio.move_on_after(ASK_AGAIN_S):
-                await self._open(entry)
-                return
+                return await self._open(entry)
             self._send(asked.address.sender, asked)
         raise LaneBroken(f"no data connection was opened within {STALL_S:g} s")
 
     async def _receive(
-        self, entry: _Lane, asked: RequestMessage, expected: RecordHeader, into: memoryview
+        self, lane: Lane, asked: RequestMessage, header: RecordHeader, target: memoryview
     ) -> None:
-        lane = await self._open(entry)
+        plan = plan_broadcast(rank=1, size=2, root=0, nbytes=target.nbytes)
+        failure: LaneBroken | CallsDiffer | None = None
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._watch, lane, asked)
+            try:
+                await run_plan(plan, {}, {0: lane}, header, source=_NOTHING, result=target)
+            except (LaneBroken, CallsDiffer) as e:  # a plain error; a nursery would raise a group
+                failure = e
+            nursery.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+
+    async def _watch(self, lane: Lane, asked: RequestMessage) -> None:
+        """Request the message again while nothing comes; close the lane if that lasts too long."""
         moved, since = lane.bytes_received, trio.current_time()
-        while True:
-            with trio.move_on_after(ASK_AGAIN_S):
-                await lane.receive(expected, into)
-                return
-            now = trio.current_time()
+        while trio.current_time() - since < STALL_S:
+            await trio.sleep(ASK_AGAIN_S)
             if lane.bytes_received != moved:
-                moved, since = lane.bytes_received, now
-            elif now - since >= STALL_S:
-                raise LaneBroken(f"the data connection from {lane.peer} is silent")
-            self._send(asked.address.sender, asked)
-
-
-def _pieces(values: memoryview) -> list[memoryview]:
-    """Cut values into the bodies of records. A message without values has one empty record."""
-    begins = range(0, max(values.nbytes, 1), SEGMENT_BYTES)
-    return [values[begin : begin + SEGMENT_BYTES] for begin in begins]
+                moved, since = lane.bytes_received, trio.current_time()
+            else:
+                self._send(asked.address.sender, asked)
+        lane.close()
 
 
 def _header(asked: RequestMessage, envelope: Envelope) -> RecordHeader:
