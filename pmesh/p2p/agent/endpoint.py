@@ -6,8 +6,9 @@ receive runs in its own task, which messages from the other side wake up.
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 import trio
@@ -16,6 +17,7 @@ import xxhash
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.lanes.rendezvous import LaneEnd, LaneKey, LaneRendezvous
 from pmesh.core.ops.moving import plan_broadcast
+from pmesh.core.ops.plan import segments
 from pmesh.core.values import Roster, Verdict
 from pmesh.core.wire.calls import Envelope
 from pmesh.core.wire.records import RecordHeader
@@ -38,6 +40,7 @@ from pmesh.p2p.wire import (
 
 ASK_AGAIN_S = 0.2  # a request may have been lost, or have arrived before its view
 STALL_S = 5.0  # a lane that is silent this long is broken; Wi-Fi may be silent just as long
+FEW_BYTES = 1024 * 1024  # up to here, to start a plan takes longer than it saves
 _NOTHING = memoryview(b"")
 _FIRST_EDGE = -2  # used as op number for the pair's first lane, then -3 and so on
 
@@ -138,8 +141,12 @@ class LanesOut(_Lanes):
             try:
                 lane = await self._open(entry)
                 header = _header(asked, envelope)
-                plan = plan_broadcast(rank=0, size=2, root=0, nbytes=values.nbytes)
-                await run_plan(plan, {1: lane}, {}, header, source=values, result=_NOTHING)
+                if values.nbytes > FEW_BYTES:
+                    plan = plan_broadcast(rank=0, size=2, root=0, nbytes=values.nbytes)
+                    await run_plan(plan, {1: lane}, {}, header, source=values, result=_NOTHING)
+                    return
+                for sent, piece in _records(header, values):
+                    await lane.send(sent, piece)
             except BaseException:  # half a message was sent, so nothing may follow it on this lane
                 self._end(entry)
                 raise
@@ -175,7 +182,11 @@ class LanesIn(_Lanes):
         try:
             self._send(sender, asked)
             lane = await self._await_lane(entry, asked)
-            await self._receive(lane, asked, header, target)
+            if target.nbytes > FEW_BYTES:
+                await self._receive_many(lane, asked, header, target)
+                return
+            for expected, piece in _records(header, target):
+                await self._receive(lane, asked, expected, piece)
         except CallsDiffer as e:
             self._end(entry)
             raise LaneBroken(str(e)) from e
@@ -192,6 +203,16 @@ class LanesIn(_Lanes):
         raise LaneBroken(f"no data connection was opened within {STALL_S:g} s")
 
     async def _receive(
+        self, lane: Lane, asked: RequestMessage, expected: RecordHeader, into: memoryview
+    ) -> None:
+        seen = _Seen(lane.bytes_received, trio.current_time())
+        while True:
+            with trio.move_on_after(ASK_AGAIN_S):
+                await lane.receive(expected, into)
+                return
+            seen = self._look(lane, asked, seen)
+
+    async def _receive_many(
         self, lane: Lane, asked: RequestMessage, header: RecordHeader, target: memoryview
     ) -> None:
         plan = plan_broadcast(rank=1, size=2, root=0, nbytes=target.nbytes)
@@ -207,15 +228,33 @@ class LanesIn(_Lanes):
             raise failure
 
     async def _watch(self, lane: Lane, asked: RequestMessage) -> None:
-        """Request the message again while nothing comes; close the lane if that lasts too long."""
-        moved, since = lane.bytes_received, trio.current_time()
-        while trio.current_time() - since < STALL_S:
+        seen = _Seen(lane.bytes_received, trio.current_time())
+        while True:
             await trio.sleep(ASK_AGAIN_S)
-            if lane.bytes_received != moved:
-                moved, since = lane.bytes_received, trio.current_time()
-            else:
-                self._send(asked.address.sender, asked)
-        lane.close()
+            seen = self._look(lane, asked, seen)
+
+    def _look(self, lane: Lane, asked: RequestMessage, seen: "_Seen") -> "_Seen":
+        """Request the message again if nothing has come; close the lane if that lasts too long."""
+        now = trio.current_time()
+        if lane.bytes_received != seen.nbytes:
+            return _Seen(lane.bytes_received, now)
+        self._send(asked.address.sender, asked)
+        if now - seen.at >= STALL_S:
+            lane.close()
+        return seen
+
+
+class _Seen(NamedTuple):
+    """How much had come on a lane, and since when."""
+
+    nbytes: int
+    at: float
+
+
+def _records(header: RecordHeader, values: memoryview) -> Iterator[tuple[RecordHeader, memoryview]]:
+    """Yield the records of a message, as a plan has them; without values it has an empty one."""
+    for segment, (begin, nbytes) in enumerate(segments(0, values.nbytes)):
+        yield header._replace(body_bytes=nbytes, segment=segment), values[begin : begin + nbytes]
 
 
 def _header(asked: RequestMessage, envelope: Envelope) -> RecordHeader:
