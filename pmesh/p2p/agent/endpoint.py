@@ -224,8 +224,11 @@ class LanesIn(_Lanes):
             except (LaneBroken, CallsDiffer) as e:  # a plain error; a nursery would raise a group
                 failure = e
             nursery.cancel_scope.cancel()
-        if failure is not None:
-            raise failure
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure  # whose traceback has this frame, which would keep the arena's memory
 
     async def _watch(self, lane: Lane, asked: RequestMessage) -> None:
         seen = _Seen(lane.bytes_received, trio.current_time())
