@@ -13,6 +13,7 @@ from trio.testing import MockClock
 from pmesh.core.ops.plan import RankPlan
 from pmesh.errors import LaneBroken
 from pmesh.net.lanes import native
+from pmesh.net.lanes.executor import run_plan
 from pmesh.net.lanes.lane import Lane
 from pmesh.p2p.agent import endpoint
 from tests.p2p.p2p import some
@@ -31,7 +32,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[RankPlan]:
     """The plans that the library runs."""
     real, seen = native.run, list[RankPlan]()
 
-    def run(library: Any, plan: RankPlan, *rest: Any, **values: str) -> Any:  # noqa: ANN401
+    def run(library: Any, plan: RankPlan, *rest: Any, **values: Any) -> Any:  # noqa: ANN401
         seen.append(plan)
         return real(library, plan, *rest, **values)
 
@@ -63,21 +64,21 @@ async def test_a_lane_that_is_given_up_in_the_middle_is_replaced_and_the_message
     at_sender: bool,  # noqa: FBT001 - parameters
     cancelled: bool,  # noqa: FBT001
 ) -> None:
-    real, given_up = endpoint.run_plan, list[Lane]()
+    given_up = list[Lane]()
 
-    async def run_plan(plan: RankPlan, *lanes: Any, **regions: memoryview) -> None:  # noqa: ANN401
+    async def run_or_not(plan: RankPlan, *lanes: Any, **regions: Any) -> None:  # noqa: ANN401
         if given_up or bool(plan.sends) != at_sender:
-            await real(plan, *lanes, **regions)
+            await run_plan(plan, *lanes, **regions)
             return
         (lane,) = given_up[:] = (lanes[0] or lanes[1]).values()
         async with trio.open_nursery() as nursery:
             cancel = nursery.cancel_scope.cancel
             nursery.start_soon(at_half, lane, cancel if cancelled else lane.close)
             with contextlib.suppress(LaneBroken):
-                await real(plan, *lanes, **regions)
+                await run_plan(plan, *lanes, **regions)
         raise lane.broken("was given up")
 
-    monkeypatch.setattr(endpoint, "run_plan", run_plan)
+    monkeypatch.setattr(endpoint, "run_plan", run_or_not)
     async with some(clock) as ranks:
         follow_the_time(clock)
         await ranks.deliver(LARGE)

@@ -11,6 +11,7 @@ from trio.testing import MockClock
 
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.records import RecordHeader
+from pmesh.net.lanes.executor import run_plan
 from pmesh.net.lanes.lane import Lane, Steps, Wait
 from pmesh.p2p.agent import endpoint
 from pmesh.p2p.agent.endpoint import LanesIn
@@ -318,7 +319,7 @@ async def test_a_request_that_is_lost_while_the_lane_is_open_is_repeated(
 async def test_a_slow_lane_is_given_the_time_that_it_needs(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch, values: Values
 ) -> None:
-    receive, run_plan = Lane.receive, endpoint.run_plan
+    receive = Lane.receive
 
     async def trickle(lane: Lane) -> None:
         lane.state.bytes_received += 1_000_000  # as a slow network brings it
@@ -329,7 +330,7 @@ async def test_a_slow_lane_is_given_the_time_that_it_needs(
             await trickle(lane)
         await receive(lane, header, into)
 
-    async def run_slowly(*plan: Any, **regions: memoryview) -> None:  # noqa: ANN401
+    async def run_slowly(*plan: Any, **regions: Any) -> None:  # noqa: ANN401
         for lane in plan[2].values():
             while lane.bytes_received < 10_000_000:
                 await trickle(lane)

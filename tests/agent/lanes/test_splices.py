@@ -112,7 +112,7 @@ async def test_the_library_runs_ops_over_a_connection_that_is_forwarded(
     """At both ends it is a lane like any other."""
     real, runs = native.run, list[RankPlan]()
 
-    def run(library: Any, plan: RankPlan, *rest: Any, **values: str) -> Any:  # noqa: ANN401
+    def run(library: Any, plan: RankPlan, *rest: Any, **values: Any) -> Any:  # noqa: ANN401
         runs.append(plan)
         return real(library, plan, *rest, **values)
 
