@@ -173,9 +173,9 @@ class LanesIn(_Lanes):
         sender, number = transfer.sender, self._rank.roster.number
         entry = self._lanes.get(sender)
         if entry is None or entry.closed:
-            lane = 0 if entry is None else entry.number + 1
-            end = LaneEnd(self._edge(sender, self._rank.id, lane), sending=False)
-            entry = self._lanes[sender] = _Lane(end, lane)
+            following = 0 if entry is None else entry.number + 1
+            end = LaneEnd(self._edge(sender, self._rank.id, following), sending=False)
+            entry = self._lanes[sender] = _Lane(end, following)
         asked = RequestMessage(address, number, entry.number, entry.transfers)
         entry.transfers += 1
         header = _header(asked, transfer.envelope)
