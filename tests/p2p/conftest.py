@@ -1,4 +1,4 @@
-"""The clock of the tests of messages, which no thread of the library escapes."""
+"""The clock of the tests of messages, which jumps."""
 
 import pytest
 from trio.testing import MockClock
