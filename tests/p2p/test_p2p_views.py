@@ -1,6 +1,7 @@
 """O4: messages while views change, ranks are lost, and agents doubt."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -8,8 +9,10 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.records import RecordHeader
-from pmesh.net.lanes.lane import Lane
+from pmesh.net.lanes.executor import run_plan
+from pmesh.net.lanes.lane import Lane, Steps, Wait
 from pmesh.p2p.agent import endpoint
 from pmesh.p2p.agent.endpoint import LanesIn
 from pmesh.p2p.agent.router import P2PRouter
@@ -24,35 +27,32 @@ from tests.p2p.p2p import X, attach, lose_first, some, told
 from tests.worlds.trainer import until
 from tests.worlds.village_ops import machine_of, ranks_of, reduce_all
 
+FEW = X[:4096]
+"""In one record, which takes no plan."""
 
-async def stands_still(lane: Lane) -> None:
+
+def stands_still(lane: Lane) -> Steps:
     """Nothing moves on the lane until it is closed."""
-    await lane._closed.wait()  # noqa: SLF001 - nobody else needs to know
+    while not lane.is_closed:
+        yield Wait.CLOSED
 
 
-async def closes(lane: Lane) -> None:
+def closes(lane: Lane) -> Steps:
     lane.close()
-    await trio.lowlevel.checkpoint()
-
-
-async def hangs(_: Lane) -> None:
-    await trio.sleep_forever()
+    yield Wait.TURN
 
 
 def disturb_once(
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    segment: int,
-    how: Callable[[Lane], Awaitable[None]],
+    monkeypatch: pytest.MonkeyPatch, name: str, segment: int, how: Callable[[Lane], Steps]
 ) -> list[int]:
     """At this record of a message, do something to the lane first; returns what was done."""
     real, done = getattr(Lane, name), list[int]()
 
-    async def disturbed(lane: Lane, header: RecordHeader, *rest: object) -> None:
+    def disturbed(lane: Lane, header: RecordHeader, body: memoryview) -> Steps:
         if header.segment == segment and header.body_bytes and not done:
             done.append(segment)
-            await how(lane)
-        await real(lane, header, *rest)
+            yield from how(lane)
+        yield from real(lane, header, body)
 
     monkeypatch.setattr(Lane, name, disturbed)
     return done
@@ -76,7 +76,7 @@ async def test_messages_go_on_when_another_rank_is_lost(clock: MockClock) -> Non
         assert [r[0] for r in await reduce_all(ranks.trainers[:2])] == [2.0, 2.0]
 
 
-@pytest.mark.parametrize("name", ["send", "receive"])
+@pytest.mark.parametrize("name", ["sends", "receives"])
 async def test_a_view_that_comes_while_a_message_travels_has_it_sent_again_once(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -142,7 +142,7 @@ async def test_a_message_from_a_rank_that_dies_while_it_travels_gives_way_to_ano
 ) -> None:
     async with some(clock, 3) as ranks:
         a, b, c = ranks.envelopes
-        held = disturb_once(monkeypatch, "send", 2, hangs)
+        held = disturb_once(monkeypatch, "sends", 2, stands_still)
         await c.begin_send(a.id, X)
         call = await a.begin_receive(b.id, c.id)
         await until(lambda: bool(held))
@@ -260,7 +260,7 @@ async def test_a_withdrawal_that_is_lost_is_told_to_who_asks(
         await ranks.check_that_nothing_is_left()
 
 
-@pytest.mark.parametrize("name", ["send", "receive"])
+@pytest.mark.parametrize("name", ["sends", "receives"])
 @pytest.mark.parametrize("segment", [0, 3])
 async def test_a_lane_that_breaks_is_replaced_and_the_message_comes_whole(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch, name: str, segment: int
@@ -273,14 +273,15 @@ async def test_a_lane_that_breaks_is_replaced_and_the_message_comes_whole(
         await ranks.check_that_nothing_is_left()
 
 
+@pytest.mark.parametrize("segment", [0, 3])
 async def test_a_lane_that_brings_nothing_is_replaced(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch, segment: int
 ) -> None:
     async with some(clock) as ranks:
-        disturb_once(monkeypatch, "send", 3, stands_still)
+        disturb_once(monkeypatch, "sends", segment, stands_still)
         asks = told(monkeypatch)
         began = trio.current_time()
-        await ranks.deliver(X)
+        await ranks.deliver(X if segment else FEW)
         assert 5 <= trio.current_time() - began < 10
         assert {ask.lane for ask in asks if isinstance(ask, RequestMessage)} == {0, 1}
         await ranks.check_that_nothing_is_left()
@@ -303,23 +304,45 @@ async def test_a_lane_that_does_not_come_is_asked_for_again(
         assert len(offers) == 2
 
 
-async def test_a_slow_lane_is_given_the_time_that_it_needs(
+async def test_a_request_that_is_lost_while_the_lane_is_open_is_repeated(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Lane.receive
+    async with some(clock) as ranks:
+        await ranks.deliver(X)
+        lose_first(monkeypatch, RequestMessage, 1)
+        asks = told(monkeypatch)
+        await ranks.deliver(X)
+        assert {ask.lane for ask in asks if isinstance(ask, RequestMessage)} == {0}
 
-    async def trickle(lane: Lane, header: RecordHeader, into: memoryview) -> None:
-        if header.body_bytes == 32 * 1024 and lane.bytes_received < 10_000_000:
-            lane.state.bytes_received += 1_000_000  # as a slow network brings it
-            await trio.sleep(4)
-        await real(lane, header, into)
+
+@pytest.mark.parametrize("values", [FEW, X])
+async def test_a_slow_lane_is_given_the_time_that_it_needs(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch, values: Values
+) -> None:
+    receive = Lane.receive
+
+    async def trickle(lane: Lane) -> None:
+        lane.state.bytes_received += 1_000_000  # as a slow network brings it
+        await trio.sleep(4)
+
+    async def receive_slowly(lane: Lane, header: RecordHeader, into: memoryview) -> None:
+        if header.body_bytes == FEW.nbytes and lane.bytes_received < 10_000_000:
+            await trickle(lane)
+        await receive(lane, header, into)
+
+    async def run_slowly(*plan: Any, **regions: Any) -> None:  # noqa: ANN401
+        for lane in plan[2].values():
+            while lane.bytes_received < 10_000_000:
+                await trickle(lane)
+        await run_plan(*plan, **regions)
 
     monkeypatch.setattr(endpoint, "ASK_AGAIN_S", 1.0)
     async with some(clock) as ranks:
         asks = told(monkeypatch)
-        monkeypatch.setattr(Lane, "receive", trickle)
+        monkeypatch.setattr(Lane, "receive", receive_slowly)
+        monkeypatch.setattr(endpoint, "run_plan", run_slowly)
         began = trio.current_time()
-        await ranks.deliver(np.zeros(4096))
+        await ranks.deliver(values)
         assert trio.current_time() - began >= 10
         assert {ask.lane for ask in asks if isinstance(ask, RequestMessage)} == {0}
 
@@ -327,7 +350,7 @@ async def test_a_slow_lane_is_given_the_time_that_it_needs(
 async def test_a_sender_that_gives_up_half_way_leaves_the_receiver_to_the_next_message(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disturb_once(monkeypatch, "send", 2, hangs)
+    disturb_once(monkeypatch, "sends", 2, stands_still)
     async with some(clock) as ranks:
         one, other = ranks.envelopes
         call = await other.begin_receive(one.id)

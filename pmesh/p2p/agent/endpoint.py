@@ -6,8 +6,9 @@ receive runs in its own task, which messages from the other side wake up.
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 import trio
@@ -15,12 +16,14 @@ import xxhash
 
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.lanes.rendezvous import LaneEnd, LaneKey, LaneRendezvous
-from pmesh.core.ops.plan import SEGMENT_BYTES
+from pmesh.core.ops.moving import plan_broadcast
+from pmesh.core.ops.plan import segments
 from pmesh.core.values import Roster, Verdict
 from pmesh.core.wire.calls import Envelope
 from pmesh.core.wire.records import RecordHeader
 from pmesh.errors import LaneBroken, PmeshError, UsageError
 from pmesh.ids import TrainerId
+from pmesh.net.lanes.executor import run_plan
 from pmesh.net.lanes.lane import CallsDiffer, Lane
 from pmesh.net.sessions.arena_pools import OutputArenas
 from pmesh.net.sessions.arenas import Arena
@@ -37,6 +40,8 @@ from pmesh.p2p.wire import (
 
 ASK_AGAIN_S = 0.2  # a request may have been lost, or have arrived before its view
 STALL_S = 5.0  # a lane that is silent this long is broken; Wi-Fi may be silent just as long
+FEW_BYTES = 1024 * 1024  # up to here, to start a plan takes longer than it saves
+_NOTHING = memoryview(b"")
 _FIRST_EDGE = -2  # used as op number for the pair's first lane, then -3 and so on
 
 
@@ -136,8 +141,11 @@ class LanesOut(_Lanes):
             try:
                 lane = await self._open(entry)
                 header = _header(asked, envelope)
-                for segment, piece in enumerate(_pieces(values)):
-                    sent = header._replace(body_bytes=piece.nbytes, segment=segment)
+                if values.nbytes > FEW_BYTES:
+                    plan = plan_broadcast(rank=0, size=2, root=0, nbytes=values.nbytes)
+                    await run_plan(plan, {1: lane}, {}, header, source=values, result=_NOTHING)
+                    return
+                for sent, piece in _records(header, values):
                     await lane.send(sent, piece)
             except BaseException:  # half a message was sent, so nothing may follow it on this lane
                 self._end(entry)
@@ -165,18 +173,20 @@ class LanesIn(_Lanes):
         sender, number = transfer.sender, self._rank.roster.number
         entry = self._lanes.get(sender)
         if entry is None or entry.closed:
-            lane = 0 if entry is None else entry.number + 1
-            end = LaneEnd(self._edge(sender, self._rank.id, lane), sending=False)
-            entry = self._lanes[sender] = _Lane(end, lane)
+            following = 0 if entry is None else entry.number + 1
+            end = LaneEnd(self._edge(sender, self._rank.id, following), sending=False)
+            entry = self._lanes[sender] = _Lane(end, following)
         asked = RequestMessage(address, number, entry.number, entry.transfers)
         entry.transfers += 1
         header = _header(asked, transfer.envelope)
         try:
             self._send(sender, asked)
-            await self._await_lane(entry, asked)
-            for segment, piece in enumerate(_pieces(target)):
-                expected = header._replace(body_bytes=piece.nbytes, segment=segment)
-                await self._receive(entry, asked, expected, piece)
+            lane = await self._await_lane(entry, asked)
+            if target.nbytes > FEW_BYTES:
+                await self._receive_many(lane, asked, header, target)
+                return
+            for expected, piece in _records(header, target):
+                await self._receive(lane, asked, expected, piece)
         except CallsDiffer as e:
             self._end(entry)
             raise LaneBroken(str(e)) from e
@@ -184,36 +194,70 @@ class LanesIn(_Lanes):
             self._end(entry)
             raise
 
-    async def _await_lane(self, entry: _Lane, asked: RequestMessage) -> None:
+    async def _await_lane(self, entry: _Lane, asked: RequestMessage) -> Lane:
         deadline = trio.current_time() + STALL_S
         while trio.current_time() < deadline:
             with trio.move_on_after(ASK_AGAIN_S):
-                await self._open(entry)
-                return
+                return await self._open(entry)
             self._send(asked.address.sender, asked)
         raise LaneBroken(f"no data connection was opened within {STALL_S:g} s")
 
     async def _receive(
-        self, entry: _Lane, asked: RequestMessage, expected: RecordHeader, into: memoryview
+        self, lane: Lane, asked: RequestMessage, expected: RecordHeader, into: memoryview
     ) -> None:
-        lane = await self._open(entry)
-        moved, since = lane.bytes_received, trio.current_time()
+        seen = _Seen(lane.bytes_received, trio.current_time())
         while True:
             with trio.move_on_after(ASK_AGAIN_S):
                 await lane.receive(expected, into)
                 return
-            now = trio.current_time()
-            if lane.bytes_received != moved:
-                moved, since = lane.bytes_received, now
-            elif now - since >= STALL_S:
-                raise LaneBroken(f"the data connection from {lane.peer} is silent")
-            self._send(asked.address.sender, asked)
+            seen = self._look(lane, asked, seen)
+
+    async def _receive_many(
+        self, lane: Lane, asked: RequestMessage, header: RecordHeader, target: memoryview
+    ) -> None:
+        plan = plan_broadcast(rank=1, size=2, root=0, nbytes=target.nbytes)
+        failure: LaneBroken | CallsDiffer | None = None
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._watch, lane, asked)
+            try:
+                await run_plan(plan, {}, {0: lane}, header, source=_NOTHING, result=target)
+            except (LaneBroken, CallsDiffer) as e:  # a plain error; a nursery would raise a group
+                failure = e
+            nursery.cancel_scope.cancel()
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure  # whose traceback has this frame, which would keep the arena's memory
+
+    async def _watch(self, lane: Lane, asked: RequestMessage) -> None:
+        seen = _Seen(lane.bytes_received, trio.current_time())
+        while True:
+            await trio.sleep(ASK_AGAIN_S)
+            seen = self._look(lane, asked, seen)
+
+    def _look(self, lane: Lane, asked: RequestMessage, seen: "_Seen") -> "_Seen":
+        """Request the message again if nothing has come; close the lane if that lasts too long."""
+        now = trio.current_time()
+        if lane.bytes_received != seen.nbytes:
+            return _Seen(lane.bytes_received, now)
+        self._send(asked.address.sender, asked)
+        if now - seen.at >= STALL_S:
+            lane.close()
+        return seen
 
 
-def _pieces(values: memoryview) -> list[memoryview]:
-    """Cut values into the bodies of records. A message without values has one empty record."""
-    begins = range(0, max(values.nbytes, 1), SEGMENT_BYTES)
-    return [values[begin : begin + SEGMENT_BYTES] for begin in begins]
+class _Seen(NamedTuple):
+    """How much had come on a lane, and since when."""
+
+    nbytes: int
+    at: float
+
+
+def _records(header: RecordHeader, values: memoryview) -> Iterator[tuple[RecordHeader, memoryview]]:
+    """Yield the records of a message, as a plan has them; without values it has an empty one."""
+    for segment, (begin, nbytes) in enumerate(segments(0, values.nbytes)):
+        yield header._replace(body_bytes=nbytes, segment=segment), values[begin : begin + nbytes]
 
 
 def _header(asked: RequestMessage, envelope: Envelope) -> RecordHeader:

@@ -241,14 +241,15 @@ class _Connection:
 
     async def _end(self, request: "_MessageCall", ending: "_Ending", waiting: _Pending) -> None:
         call = request.call
-        reply: MessageSent | MessageFailed | Received
-        reply = MessageFailed(call, _timed_out(request, waiting.on))
+        reply: MessageSent | MessageFailed | Received | None = None
         try:
             with trio.move_on_after(min(request.timeout_s, 1e9)):
                 reply = await ending()
         except MessageLost as e:
             reply = MessageFailed(call, e.verdict)
         del self._waiting[call]
+        if reply is None:
+            reply = MessageFailed(call, _timed_out(request, waiting.on))
         if isinstance(reply, Received):
             await self._report_received(call, reply)
         else:

@@ -4,21 +4,28 @@ import socket
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from itertools import count
+from typing import Any
 
+import numpy as np
 import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from pmesh.agent.lanes.rendezvous import LaneEnd, LaneRendezvous
 from pmesh.agent.lanes.splices import ARRIVAL_S, IDLE_S, MAX_ALL_SPLICES, MAX_DIALS, MAX_SPLICES
+from pmesh.core.ops.moving import plan_broadcast
+from pmesh.core.ops.plan import RankPlan
 from pmesh.core.wire.lanes import OfferLane, Splice
 from pmesh.core.wire.records import PREAMBLE_BYTES, Preamble, encode_preamble
 from pmesh.errors import LaneBroken, NetworkError, PeerUnreachable
 from pmesh.ids import Member
+from pmesh.net.lanes import native
+from pmesh.net.lanes.executor import run_plan
+from pmesh.net.lanes.opening import dial_lane, welcome_lane
 from tests.agent.lanes.sides import A, B, C, edge
 from tests.worlds.builders import make_member
-from tests.worlds.lanes import descriptors
-from tests.worlds.trainer import until
+from tests.worlds.lanes import EMPTY, descriptors, header, offer_between
+from tests.worlds.trainer import together, until
 from tests.worlds.village import NoReach
 
 TICKET = b"t" * 16
@@ -97,6 +104,46 @@ async def test_bytes_go_both_ways_and_an_end_ends_both(autojump_clock: MockClock
             assert await receive(ada, len(sent)) == sent
         await ada.aclose()
         assert await receive(cara, 1) == b""
+
+
+async def test_the_library_runs_ops_over_a_connection_that_is_forwarded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At both ends it is a lane like any other."""
+    real, runs = native.run, list[RankPlan]()
+
+    def run(library: Any, plan: RankPlan, *rest: Any, **values: Any) -> Any:  # noqa: ANN401
+        runs.append(plan)
+        return real(library, plan, *rest, **values)
+
+    monkeypatch.setattr(native, "run", run)
+    offer, value = offer_between(0, 1), np.random.default_rng(1).bytes(3_000_000)
+    got, plans = bytearray(len(value)), [message_plan(rank, len(value)) for rank in (0, 1)]
+    async with between() as here:
+        here.rendezvous.accept(A, Splice(TICKET, C))
+        ada = await here.connect()
+
+        async def send() -> None:
+            lane = await dial_lane(ada, offer, peer="cara")
+            source = memoryview(value)
+            await run_plan(plans[0], {1: lane}, {}, header(), source=source, result=EMPTY)
+            lane.close()
+
+        async def receive_it() -> None:
+            await until(lambda: bool(here.caras))
+            await receive(here.caras[0], PREAMBLE_BYTES)
+            lane = await welcome_lane(here.caras[0], offer, peer="ada")
+            target = memoryview(got)
+            await run_plan(plans[1], {}, {0: lane}, header(), source=EMPTY, result=target)
+            lane.close()
+
+        await together(send, receive_it)
+    assert got == value
+    assert len(runs) == 2
+
+
+def message_plan(rank: int, nbytes: int) -> RankPlan:
+    return plan_broadcast(rank=rank, size=2, root=0, nbytes=nbytes)
 
 
 async def test_a_ticket_serves_once_and_not_for_long(autojump_clock: MockClock) -> None:

@@ -30,6 +30,7 @@ from tests.worlds.lanes import (
     web,
 )
 
+NOTHING = np.empty(0, np.uint8)
 COUNTS = st.sampled_from([0, 1, 1000, 40_000, 300_001])
 REDUCING = {"ring": plan_ring, "tree": plan_tree, "direct": plan_direct}
 
@@ -46,8 +47,12 @@ def test_the_library_is_here() -> None:
 def collectives(draw: st.DrawFn) -> Collective:
     """By some ranks with the library, and by some without it."""
     size, count = draw(st.integers(1, 5)), draw(COUNTS)
-    kind = draw(st.sampled_from([*REDUCING, "reduce_scatter", "all_to_all"]))
-    asked = {"all_to_all": _all_to_all, "reduce_scatter": _reduce_scatter}.get(kind)
+    kind = draw(st.sampled_from([*REDUCING, "reduce_scatter", "all_to_all", "broadcast"]))
+    asked = {
+        "all_to_all": _all_to_all,
+        "reduce_scatter": _reduce_scatter,
+        "broadcast": _broadcast,
+    }.get(kind)
     made = _reducing(kind, size, count) if asked is None else asked(size, count)
     return replace(made, in_python=draw(st.sets(st.integers(0, size - 1))))
 
@@ -71,6 +76,13 @@ def _reduce_scatter(size: int, count: int) -> Collective:
         dtype="int16",
         reduction="prod",
     )
+
+
+def _broadcast(size: int, count: int) -> Collective:
+    """With two ranks also a message from one to the other."""
+    plans = [plan_broadcast(rank=r, size=size, root=0, nbytes=9 * count) for r in range(size)]
+    sources = [np.arange(9 * count).astype(np.uint8) if not r else NOTHING for r in range(size)]
+    return Collective(plans=plans, sources=sources, results=[0] + [9 * count] * (size - 1))
 
 
 def _all_to_all(size: int, count: int) -> Collective:
