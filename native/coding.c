@@ -28,9 +28,10 @@ static bool hop_fits(const struct pmesh_op *op, const struct pmesh_work *work) {
            work->offset + work->nbytes <= work->arrived;
 }
 
-static bool work_fits(const struct pmesh_op *op, const struct pmesh_work *work, bool decodes) {
+static bool work_fits(const struct pmesh_op *op, const struct pmesh_work *work, uint32_t queue) {
     const struct pmesh_coding *coding = op->coding;
     const uint64_t begin = work->begin * sizeof(float), nbytes = work->count * sizeof(float);
+    const bool decodes = queue > 0;
     if (work->begin > UINT64_MAX / sizeof(float) || work->count > UINT64_MAX / sizeof(float) ||
         !pmesh_fits(op, PMESH_SOURCE, begin, nbytes) ||
         !pmesh_fits(op, PMESH_RESULT, begin, nbytes)) {
@@ -42,8 +43,11 @@ static bool work_fits(const struct pmesh_op *op, const struct pmesh_work *work, 
         !pmesh_fits(op, work->region, work->offset, work->nbytes)) {
         return false;
     }
-    return decodes ? work->region == PMESH_SCRATCH || work->nbytes <= coding->bounce_bytes
-                   : hop_fits(op, work);
+    if (!decodes) {
+        return hop_fits(op, work);
+    }
+    // Only one side may use the bounce.
+    return work->region == PMESH_SCRATCH || (queue == 1 && work->nbytes <= coding->bounce_bytes);
 }
 
 bool pmesh_works_fit(const struct pmesh_op *op) {
@@ -61,7 +65,7 @@ bool pmesh_works_fit(const struct pmesh_op *op) {
             return false;
         }
         for (uint32_t i = queues[q].begin; i < queues[q].end; i++) {
-            if (!work_fits(op, &plan->works[i], q > 0)) {
+            if (!work_fits(op, &plan->works[i], q)) {
                 return false;
             }
         }

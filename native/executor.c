@@ -286,10 +286,10 @@ static uint32_t tracks_of(const struct pmesh_plan *plan) {
     return lanes_of(plan) + plan->computing;
 }
 
-// The side that receives also does the hops, as it adds in other ops; the other one decodes.
-static bool is_ours(const struct pmesh_plan *plan, unsigned duties, uint32_t track) {
-    const bool receives = track < plan->receiving || track == lanes_of(plan);
-    return duties & (receives ? RECEIVES : SENDS);
+// The side that sends also does the second queue of works: it decodes what it has sent.
+static bool is_ours(const struct pmesh_plan *plan, unsigned duties, uint32_t t) {
+    const bool sends = t < lanes_of(plan) ? t >= plan->receiving : t == lanes_of(plan) + 1;
+    return duties & (sends ? SENDS : RECEIVES);
 }
 
 // Do all that can be done at once; returns whether anything was.

@@ -96,7 +96,7 @@ struct pmesh_track {
 };
 
 // A plan laid out flat. Tracks that receive come first, then those that send, then those of works:
-// the first one has hops only, the others have decodings only.
+// first hops; then decodings of what was sent, maybe where it lies; then those of the scratch.
 struct pmesh_plan {
     const struct pmesh_record *records;
     const struct pmesh_need *needs;
@@ -128,7 +128,7 @@ struct pmesh_terms {
 struct pmesh_coding {
     const uint8_t *residual; // as many floats as the source has; NULL for zeros
     uint8_t *residual_out;   // as many, written; NULL for no feedback
-    uint8_t *bounce;         // for a piece that is decoded where it lies
+    uint8_t *bounce;         // for a piece that is decoded in the result, by the side that sends
     uint64_t bounce_bytes;
     uint64_t draw, block;        // `pmesh.core.ops.coded.draw_key`
     int64_t clipped;             // finite values so far; only the side that receives writes it

@@ -40,7 +40,8 @@ static void stumble(void) {
 enum {
     MOST_RANKS = 5,
     HOPS = 2 * (MOST_RANKS - 1), // the queues of works come after the lanes
-    DECODINGS,
+    DECODINGS,                   // by the side that sends
+    DECODINGS_OF_SCRATCH,
     TRACKS,
     MOST_CELLS = 20, // pieces of each region; a record moves one
     MOST_TOUCHES = 12,
@@ -418,7 +419,8 @@ static void plain_decode(struct rank *rank, const struct pmesh_work *work) {
 // A hop, or a decoding, of some values of a cell; encoded, they are in the cell, too.
 static void plan_work(struct world *world, struct rank *rank, uint32_t cell, bool decodes) {
     const uint64_t at = world->offsets[cell], nbytes = world->offsets[cell + 1] - at;
-    const uint32_t queue = decodes ? DECODINGS : HOPS;
+    const bool scratch = below(&world->random, 2), other = scratch && below(&world->random, 2);
+    const uint32_t queue = !decodes ? HOPS : other ? DECODINGS_OF_SCRATCH : DECODINGS;
     const struct pmesh_need done = next_event(rank, queue);
     struct pmesh_work work = {.begin = at / 4, .offset = at, .arrived = PMESH_FIRST_HOP};
     work.count = below(&world->random, nbytes / 4 + 1) % LARGEST_PIECE;
@@ -426,7 +428,7 @@ static void plan_work(struct world *world, struct rank *rank, uint32_t cell, boo
         work.count /= 2;
     }
     work.nbytes = pmesh_wire_bytes(world->codec, work.count);
-    work.region = below(&world->random, 2) ? PMESH_RESULT : PMESH_SCRATCH;
+    work.region = scratch ? PMESH_SCRATCH : PMESH_RESULT;
     work.decodes = decodes;
     work.divides = (uint8_t)below(&world->random, 2);
     work.need_begin = rank->plan.need_count;

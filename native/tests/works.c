@@ -15,7 +15,7 @@ struct fixture {
     struct pmesh_runner *runner;
     struct pmesh_work works[4];
     struct pmesh_need needs[2];
-    struct pmesh_track tracks[2];
+    struct pmesh_track tracks[3];
     struct pmesh_plan plan;
     struct pmesh_coding coding;
     struct pmesh_op op;
@@ -207,6 +207,11 @@ static void terms_that_are_none(struct fixture *f) {
 static void too_small_a_bounce(struct fixture *f) {
     f->coding.bounce_bytes = f->works[2].nbytes - 1;
 }
+static void a_bounce_for_two_sides(struct fixture *f) {
+    f->tracks[1].end = 3;
+    f->tracks[2] = (struct pmesh_track){.begin = 3, .end = 4};
+    f->plan.computing = 3;
+}
 static void no_coding(struct fixture *f) {
     f->op.coding = NULL;
 }
@@ -261,6 +266,7 @@ static void works_that_do_not_fit_are_refused(void) {
         a_decoding_among_hops,
         terms_that_are_none,
         too_small_a_bounce,
+        a_bounce_for_two_sides,
         no_coding,
         a_codec_below_the_first,
         a_codec_beyond_the_last,
