@@ -16,7 +16,7 @@
 #include <unistd.h>
 
 enum { RECEIVES = 1, SENDS = 2, BOTH = RECEIVES | SENDS };
-enum { SIDES = 2, COPY_BYTES = 256 * 1024, LATE_RECORDS = 64, MOST_TRACKS = 1 << 16 };
+enum { SIDES = 2, COPY_BYTES = 256 * 1024, LATE_RECORDS = 64 };
 
 // One thread, and what wakes it.
 struct side {
@@ -47,87 +47,6 @@ struct pmesh_runner {
     int ended[2]; // a pipe
 };
 
-static void *work(void *argument);
-
-// --- a plan that does not fit its memory is refused before anything is read or written
-
-static bool fits(const struct pmesh_op *op, uint32_t region, uint64_t offset, uint64_t nbytes) {
-    return region < PMESH_REGIONS && offset <= op->region_bytes[region] &&
-           nbytes <= op->region_bytes[region] - offset;
-}
-
-static bool record_fits(const struct pmesh_op *op, const struct pmesh_record *record, bool receives,
-                        uint64_t itemsize) {
-    const struct pmesh_plan *plan = op->plan;
-    if (record->nbytes > PMESH_MAX_BODY_BYTES || record->need_begin > record->need_end ||
-        record->need_end > plan->need_count ||
-        !fits(op, record->region, record->offset, record->nbytes)) {
-        return false;
-    }
-    if (!receives) {
-        return true;
-    }
-    if (record->region == PMESH_SOURCE || record->then > PMESH_ADD_TO_RESULT) {
-        return false;
-    }
-    if (record->then == PMESH_KEEP) {
-        return true;
-    }
-    const uint32_t other = record->then == PMESH_ADD_SOURCE ? PMESH_SOURCE : PMESH_RESULT;
-    return itemsize && (record->offset | record->other | record->nbytes) % itemsize == 0 &&
-           record->region != other && fits(op, other, record->other, record->nbytes);
-}
-
-static bool lane_fits(const struct pmesh_lane *lane) {
-    const uint64_t room = PMESH_OVERHEAD_BYTES + PMESH_MAX_BODY_BYTES;
-    return lane->filled <= room && lane->unsent_begin <= lane->unsent_end &&
-           lane->unsent_end <= room;
-}
-
-static bool is_aligned(const struct pmesh_op *op, uint64_t itemsize) {
-    const uint64_t alignment = itemsize < sizeof(double) ? itemsize : sizeof(double);
-    for (int i = 0; i < PMESH_REGIONS && itemsize; i++) {
-        if ((uintptr_t)op->regions[i] % alignment) {
-            return false;
-        }
-    }
-    return true;
-}
-
-static bool plan_fits(const struct pmesh_op *op) {
-    const struct pmesh_plan *plan = op->plan;
-    const uint64_t itemsize = pmesh_itemsize(op->dtype, op->reduction);
-    const uint64_t tracks = (uint64_t)plan->receiving + plan->sending;
-    if (!is_aligned(op, itemsize) || !plan->size || tracks > MOST_TRACKS) {
-        return false;
-    }
-    for (uint32_t t = 0; t < tracks; t++) {
-        const struct pmesh_track *track = &plan->tracks[t];
-        if (track->begin > track->end || track->end > plan->record_count ||
-            !lane_fits(op->lanes[t])) {
-            return false;
-        }
-        for (uint32_t i = track->begin; i < track->end; i++) {
-            if (!record_fits(op, &plan->records[i], t < plan->receiving, itemsize)) {
-                return false;
-            }
-        }
-    }
-    for (uint32_t i = 0; i < plan->need_count; i++) {
-        if (plan->needs[i].track >= tracks) {
-            return false;
-        }
-    }
-    for (uint32_t i = 0; i < plan->copy_count; i++) {
-        const struct pmesh_copy *copy = &plan->copies[i];
-        if (!fits(op, PMESH_SOURCE, copy->source, copy->nbytes) ||
-            !fits(op, PMESH_RESULT, copy->result, copy->nbytes)) {
-            return false;
-        }
-    }
-    return true;
-}
-
 // --- what one side does
 
 static void wake(const struct side *side) {
@@ -157,9 +76,9 @@ static void count(struct pmesh_runner *runner, struct side *side, uint32_t track
     }
 }
 
-static bool has(const struct pmesh_runner *runner, const struct pmesh_record *record) {
+static bool has(const struct pmesh_runner *runner, uint32_t need_begin, uint32_t need_end) {
     const struct pmesh_need *needs = runner->op->plan->needs;
-    for (uint32_t i = record->need_begin; i < record->need_end; i++) {
+    for (uint32_t i = need_begin; i < need_end; i++) {
         if (atomic_load(&runner->done[needs[i].track]) < needs[i].number) {
             return false;
         }
@@ -167,11 +86,16 @@ static bool has(const struct pmesh_runner *runner, const struct pmesh_record *re
     return true;
 }
 
+static bool has_next(const struct pmesh_runner *runner, uint32_t track) {
+    const struct pmesh_track *all = &runner->op->plan->tracks[track];
+    return atomic_load(&runner->done[track]) < all->end - all->begin;
+}
+
 // The next record of a track; NULL after the last one.
 static const struct pmesh_record *next_record(const struct pmesh_runner *runner, uint32_t track) {
     const struct pmesh_plan *plan = runner->op->plan;
     const uint32_t i = plan->tracks[track].begin + atomic_load(&runner->done[track]);
-    return i < plan->tracks[track].end ? &plan->records[i] : NULL;
+    return has_next(runner, track) ? &plan->records[i] : NULL;
 }
 
 static void add(const struct pmesh_op *op, const struct pmesh_record *record) {
@@ -202,7 +126,7 @@ static bool receive_some(struct pmesh_runner *runner, struct side *side, uint32_
     if (!record || waiting->held) {
         return false;
     }
-    if (!has(runner, record)) {
+    if (!has(runner, record->need_begin, record->need_end)) {
         waiting->progress = true;
         return false;
     }
@@ -226,7 +150,7 @@ static bool send_some(struct pmesh_runner *runner, struct side *side, uint32_t t
         if (!record) {
             return false;
         }
-        if (!has(runner, record)) {
+        if (!has(runner, record->need_begin, record->need_end)) {
             waiting->progress = true;
             return false;
         }
@@ -238,6 +162,20 @@ static bool send_some(struct pmesh_runner *runner, struct side *side, uint32_t t
     case PMESH_WAITS: waiting->network = true; return false;
     default: stop(runner); return false;
     }
+}
+
+static bool compute_some(struct pmesh_runner *runner, struct side *side, uint32_t track) {
+    const struct pmesh_plan *plan = runner->op->plan;
+    const uint32_t i = plan->tracks[track].begin + atomic_load(&runner->done[track]);
+    const struct pmesh_work *work = has_next(runner, track) ? &plan->works[i] : NULL;
+    const bool waits = work && !has(runner, work->need_begin, work->need_end);
+    runner->waiting[track].progress = waits;
+    if (!work || waits) {
+        return false;
+    }
+    pmesh_compute(runner->op, work);
+    count(runner, side, track);
+    return true;
 }
 
 static bool copy_some(struct pmesh_runner *runner) {
@@ -260,35 +198,49 @@ static bool copy_some(struct pmesh_runner *runner) {
     return true;
 }
 
-// The tracks of these duties: from `begin` up to `end`.
-static uint32_t first_track(const struct pmesh_plan *plan, unsigned duties) {
-    return duties & RECEIVES ? 0 : plan->receiving;
+// The tracks with a lane; queues of works follow.
+static uint32_t lanes_of(const struct pmesh_plan *plan) {
+    return plan->receiving + plan->sending;
 }
 
-static uint32_t end_of_tracks(const struct pmesh_plan *plan, unsigned duties) {
-    return duties & SENDS ? plan->receiving + plan->sending : plan->receiving;
+static uint32_t tracks_of(const struct pmesh_plan *plan) {
+    return lanes_of(plan) + plan->computing;
+}
+
+// The side that sends also does the second queue of works: it decodes what it has sent.
+static bool is_ours(const struct pmesh_plan *plan, unsigned duties, uint32_t t) {
+    const bool sends = t < lanes_of(plan) ? t >= plan->receiving : t == lanes_of(plan) + 1;
+    return duties & (sends ? SENDS : RECEIVES);
 }
 
 // Do all that can be done at once; returns whether anything was.
 static bool advance(struct pmesh_runner *runner, struct side *side, unsigned duties) {
     const struct pmesh_plan *plan = runner->op->plan;
+    const uint32_t lanes = lanes_of(plan);
     bool moved = false;
-    // What is received makes others go on, so all that may be sent goes first.
-    for (uint32_t t = end_of_tracks(plan, duties); t-- > first_track(plan, duties);) {
+    for (uint32_t i = 0; i < tracks_of(plan); i++) {
+        // What is received makes others go on, so all that may be sent goes first.
+        const uint32_t t = i < lanes ? lanes - 1 - i : i;
+        if (!is_ours(plan, duties, t)) {
+            continue;
+        }
         if (runner->stopped) {
             return false;
         }
-        moved |= t < plan->receiving ? receive_some(runner, side, t) : send_some(runner, side, t);
+        moved |= t < plan->receiving ? receive_some(runner, side, t)
+                 : t < lanes         ? send_some(runner, side, t)
+                                     : compute_some(runner, side, t);
     }
     return moved || (duties & RECEIVES && copy_some(runner));
 }
 
 static bool is_over(const struct pmesh_runner *runner, unsigned duties) {
     const struct pmesh_plan *plan = runner->op->plan;
-    for (uint32_t t = first_track(plan, duties); t < end_of_tracks(plan, duties); t++) {
-        const struct pmesh_lane *lane = runner->op->lanes[t];
-        if (next_record(runner, t) ||
-            (t >= plan->receiving && lane->unsent_begin != lane->unsent_end)) {
+    for (uint32_t t = 0; t < tracks_of(plan); t++) {
+        const bool sends = t >= plan->receiving && t < lanes_of(plan);
+        const struct pmesh_lane *lane = sends ? runner->op->lanes[t] : NULL;
+        if (is_ours(plan, duties, t) &&
+            (has_next(runner, t) || (lane && lane->unsent_begin != lane->unsent_end))) {
             return false;
         }
     }
@@ -300,7 +252,10 @@ static nfds_t awaited(const struct pmesh_runner *runner, unsigned duties, struct
                       bool *progress) {
     const struct pmesh_plan *plan = runner->op->plan;
     nfds_t count = 0;
-    for (uint32_t t = first_track(plan, duties); t < end_of_tracks(plan, duties); t++) {
+    for (uint32_t t = 0; t < tracks_of(plan); t++) {
+        if (!is_ours(plan, duties, t)) {
+            continue;
+        }
         *progress |= runner->waiting[t].progress;
         if (runner->waiting[t].network) {
             const short events = t < plan->receiving ? POLLIN : POLLOUT;
@@ -461,13 +416,13 @@ static bool make_room(struct pmesh_runner *runner, uint32_t tracks) {
 }
 
 static bool set_up(struct pmesh_runner *runner, struct pmesh_op *op) {
-    const uint32_t tracks = op->plan->receiving + op->plan->sending;
+    const uint32_t tracks = tracks_of(op->plan);
     op->has_failed = false;
     runner->op = op;
     runner->stopped = runner->two = false;
     runner->copy = 0;
     runner->copied = 0;
-    if (!plan_fits(op) || !make_room(runner, tracks)) {
+    if (!pmesh_plan_fits(op) || !make_room(runner, tracks)) {
         op->failure = PMESH_INVALID;
         op->has_failed = true;
         return false;
@@ -482,7 +437,8 @@ static bool set_up(struct pmesh_runner *runner, struct pmesh_op *op) {
 // Do what can be done at once, by the caller; return false if more could be. Late records and large
 // copies must not keep it long.
 static bool run_at_once(struct pmesh_runner *runner) {
-    const uint32_t most = runner->op->plan->record_count + LATE_RECORDS;
+    const struct pmesh_plan *plan = runner->op->plan;
+    const uint32_t most = plan->record_count + plan->work_count + LATE_RECORDS;
     for (uint32_t i = 0; i < most; i++) {
         if (!advance(runner, runner->sides, BOTH)) {
             return true;
@@ -495,7 +451,7 @@ int32_t pmesh_begin(struct pmesh_runner *runner, struct pmesh_op *op) {
     if (!set_up(runner, op)) {
         return PMESH_OVER;
     }
-    return op->plan->two_threads ? PMESH_BUSY : pmesh_advance(runner);
+    return op->plan->two_threads || op->plan->computes_much ? PMESH_BUSY : pmesh_advance(runner);
 }
 
 int32_t pmesh_advance(struct pmesh_runner *runner) {
@@ -579,10 +535,13 @@ const uint32_t *pmesh_layout(void) {
         sizeof(struct pmesh_record),
         sizeof(struct pmesh_need),
         sizeof(struct pmesh_copy),
+        sizeof(struct pmesh_work),
+        sizeof(struct pmesh_coding),
         sizeof(struct pmesh_track),
         sizeof(struct pmesh_plan),
         sizeof(struct pmesh_op),
         offsetof(struct pmesh_lane, seal_key),
+        offsetof(struct pmesh_coding, codec),
         offsetof(struct pmesh_op, has_failed),
     };
     return layout;

@@ -7,8 +7,9 @@ _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the wire is little-en
 
 /* x86-64 alone has no vector instructions of 32 bytes, which most machines have. Where gcc compiles
  * for glibc, the loader picks one of two versions. (Those of clang 14 lack the symbol without a
- * suffix.) */
-#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__)
+ * suffix. When the loader picks, ThreadSanitizer is not there yet.) */
+#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) &&                            \
+    !defined(__SANITIZE_THREAD__)
 #define FOR_EACH_PROCESSOR __attribute__((target_clones("avx2", "default")))
 #else
 #define FOR_EACH_PROCESSOR
@@ -335,6 +336,20 @@ FOR_EACH_PROCESSOR int64_t pmesh_decode_int8(const void *wire, size_t wire_bytes
     if (whole < count)
         decode_int8(values + whole, codes + whole, scales[whole / BLOCK], count - whole);
     return 0;
+}
+
+uint64_t pmesh_wire_bytes(int32_t codec, uint64_t count) {
+    switch (codec) {
+    case PMESH_CODEC_FP16:
+    case PMESH_CODEC_BF16: return bytes_of_halves(count);
+    case PMESH_CODEC_INT8:
+    case PMESH_CODEC_INT8_STOCHASTIC: return bytes_of_int8(count);
+    default: return 0;
+    }
+}
+
+uint64_t pmesh_start_of(uint64_t key) {
+    return finalized(key);
 }
 
 /* --- one bit: float[blocks] mean magnitudes, a bit for each value, zeros up to 4 bytes */

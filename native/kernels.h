@@ -38,6 +38,11 @@ PMESH_API int64_t pmesh_decode_fp16(const void *wire, size_t wire_bytes, void *o
 PMESH_API int64_t pmesh_decode_bf16(const void *wire, size_t wire_bytes, void *out, size_t count);
 PMESH_API int64_t pmesh_decode_int8(const void *wire, size_t wire_bytes, void *out, size_t count);
 
+/* The bytes of `count` values in the form of a codec (`enum pmesh_codec`); 0 if there is none. */
+uint64_t pmesh_wire_bytes(int32_t codec, uint64_t count);
+/* `draws.start_of`: the counter of the first random word. */
+uint64_t pmesh_start_of(uint64_t key);
+
 /* `one_bit.compress` and `one_bit.accumulate`; a residual is float[count], or NULL. */
 PMESH_API int64_t pmesh_compress_one_bit(const void *own, const void *residual, void *residual_out,
                                          size_t count, void *wire, size_t wire_bytes);

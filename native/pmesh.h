@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 // One higher with each change that Python must know of; pmesh/native/__init__.py has the same.
-#define PMESH_ABI 3
+#define PMESH_ABI 4
 
 #define PMESH_API __attribute__((visibility("default")))
 
@@ -78,21 +78,62 @@ struct pmesh_copy {
     uint64_t source, result, nbytes;
 };
 
-// The records of one lane, in order.
+// What a codec does to a part of the tensor: `pmesh.core.ops.plan.Work`. Encoded bytes lie in the
+// result or in the scratch. A hop writes them there; a decoding reads them, and writes the values
+// into the result.
+struct pmesh_work {
+    uint64_t begin, count; // values of the source and of the result
+    uint64_t offset, nbytes;
+    uint64_t arrived; // where in the scratch a hop finds what has arrived, or PMESH_FIRST_HOP
+    uint32_t need_begin, need_end;
+    uint8_t region, decodes, divides, unused[5];
+};
+#define PMESH_FIRST_HOP UINT64_MAX
+
+// The records of one lane, or a queue of works, in order.
 struct pmesh_track {
-    uint32_t begin, end; // in the plan's records
+    uint32_t begin, end; // in the plan's records or works
 };
 
-// A plan laid out flat. Tracks that receive come first, then those that send.
+// A plan laid out flat. Tracks that receive come first, then those that send, then those of works:
+// first hops; then decodings of what was sent, maybe where it lies; then those of the scratch.
 struct pmesh_plan {
     const struct pmesh_record *records;
     const struct pmesh_need *needs;
     const struct pmesh_copy *copies;
+    const struct pmesh_work *works;
     const struct pmesh_track *tracks;
-    uint32_t record_count, need_count, copy_count;
-    uint32_t receiving, sending; // tracks
-    uint32_t size;               // the ranks, by which a mean is divided
-    uint8_t added_twice, two_threads, unused[6];
+    uint32_t record_count, need_count, copy_count, work_count;
+    uint32_t receiving, sending, computing; // tracks
+    uint32_t size;                          // the ranks, by which a mean is divided
+    uint8_t added_twice, two_threads;
+    uint8_t computes_much; // too much for the thread that calls pmesh_begin
+    uint8_t unused[5];
+};
+
+enum pmesh_codec {
+    PMESH_CODEC_FP16,
+    PMESH_CODEC_BF16,
+    PMESH_CODEC_INT8,
+    PMESH_CODEC_INT8_STOCHASTIC,
+    PMESH_CODECS,
+};
+
+// The factors of a hop: see `struct pmesh_hop`.
+struct pmesh_terms {
+    float own_scale, divisor, residual_factor;
+};
+
+// How one run of a plan encodes. Python owns it and its memory.
+struct pmesh_coding {
+    const uint8_t *residual; // as many floats as the source has; NULL for zeros
+    uint8_t *residual_out;   // as many, written; NULL for no feedback
+    uint8_t *bounce;         // for a piece that is decoded in the result, by the side that sends
+    uint64_t bounce_bytes;
+    uint64_t draw, block;        // `pmesh.core.ops.coded.draw_key`
+    int64_t clipped;             // finite values so far; only the side that receives writes it
+    struct pmesh_terms terms[2]; // of a hop, and of one that divides
+    int32_t codec;               // `enum pmesh_codec`
 };
 
 enum pmesh_status {
@@ -114,7 +155,8 @@ struct pmesh_op {
     struct pmesh_lane *const *lanes; // one for each track
     uint8_t *regions[PMESH_REGIONS];
     uint64_t region_bytes[PMESH_REGIONS];
-    pmesh_function seal, open; // of the library that `aead` names
+    struct pmesh_coding *coding; // NULL for a plan without works
+    pmesh_function seal, open;   // of the library that `aead` names
     uint64_t roster, number, fingerprint;
     int64_t completed;
     int32_t dtype, reduction; // `enum pmesh_dtype`, or -1; `enum pmesh_reduction`
@@ -189,9 +231,20 @@ enum pmesh_progress pmesh_receive(struct pmesh_op *op, uint32_t track,
                                   const struct pmesh_record *record, uint32_t segment,
                                   struct pmesh_waiting *waiting);
 
+// --- coding.c
+
+// Whether all works fit the op's memory, and their queues what they may have.
+bool pmesh_works_fit(const struct pmesh_op *op);
+void pmesh_compute(const struct pmesh_op *op, const struct pmesh_work *work);
+
 // --- executor.c
 
 struct pmesh_runner;
+
+// Whether the plan fits its memory: checked before anything is read or written.
+bool pmesh_plan_fits(const struct pmesh_op *op);
+// Whether these bytes of a region are there.
+bool pmesh_fits(const struct pmesh_op *op, uint32_t region, uint64_t offset, uint64_t nbytes);
 
 PMESH_API struct pmesh_runner *pmesh_runner_new(void);
 PMESH_API void pmesh_runner_free(struct pmesh_runner *runner);

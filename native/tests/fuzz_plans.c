@@ -3,6 +3,7 @@
 #include "toy.h"
 
 #include "../executor.c"
+#include "../kernels.h"
 
 void pmesh_seal_record(const struct pmesh_op *op, struct pmesh_lane *lane,
                        const struct pmesh_record *record, uint32_t segment) {
@@ -62,16 +63,33 @@ static struct pmesh_record record_of(struct input *input) {
     return record;
 }
 
+// Mostly one whose sizes fit; what else may be wrong is the fuzzer's.
+static struct pmesh_work work_of(struct input *input, int32_t codec) {
+    struct pmesh_work work = {
+        .begin = number_of(input), .count = number_of(input), .offset = number_of(input)};
+    const uint8_t flags = byte_of(input);
+    work.nbytes = flags >> 5 == 7 ? number_of(input) : pmesh_wire_bytes(codec, work.count);
+    work.arrived = flags & 1 ? PMESH_FIRST_HOP : number_of(input);
+    work.region = flags >> 1 & 3;
+    work.decodes = flags >> 3 & 1;
+    work.divides = flags >> 4 & 1;
+    work.need_begin = byte_of(input);
+    work.need_end = work.need_begin + byte_of(input) % 8U;
+    return work;
+}
+
 struct arrays {
+    struct pmesh_work *works;
     struct pmesh_record *records;
     struct pmesh_need *needs;
     struct pmesh_copy *copies;
     struct pmesh_track *tracks;
 };
 
-static struct arrays arrays_of(struct input *input, struct pmesh_plan *plan) {
-    const uint32_t tracks = plan->receiving + plan->sending;
+static struct arrays arrays_of(struct input *input, struct pmesh_plan *plan, int32_t codec) {
+    const uint32_t tracks = plan->receiving + plan->sending + plan->computing;
     const struct arrays arrays = {
+        .works = exactly(plan->work_count * sizeof *arrays.works),
         .records = exactly(plan->record_count * sizeof *arrays.records),
         .needs = exactly(plan->need_count * sizeof *arrays.needs),
         .copies = exactly(plan->copy_count * sizeof *arrays.copies),
@@ -91,6 +109,10 @@ static struct arrays arrays_of(struct input *input, struct pmesh_plan *plan) {
         arrays.copies[i] = (struct pmesh_copy){
             .source = number_of(input), .result = number_of(input), .nbytes = number_of(input)};
     }
+    for (uint32_t i = 0; i < plan->work_count; i++) {
+        arrays.works[i] = work_of(input, codec);
+    }
+    plan->works = arrays.works;
     plan->records = arrays.records;
     plan->needs = arrays.needs;
     plan->copies = arrays.copies;
@@ -99,12 +121,14 @@ static struct arrays arrays_of(struct input *input, struct pmesh_plan *plan) {
 }
 
 static void free_arrays(const struct arrays *arrays) {
+    free(arrays->works);
     free(arrays->records);
     free(arrays->needs);
     free(arrays->copies);
     free(arrays->tracks);
 }
 
+// Of records.
 static uint32_t done_of(const struct pmesh_runner *runner) {
     uint32_t done = 0;
     for (uint32_t t = 0; t < runner->op->plan->receiving + runner->op->plan->sending; t++) {
@@ -130,6 +154,23 @@ static void run_op(struct pmesh_op *op, const struct pmesh_lane *lane) {
     }
 }
 
+static struct pmesh_coding coding_of(struct input *input, int32_t codec, uint64_t values) {
+    const uint8_t flags = byte_of(input);
+    struct pmesh_coding coding = {
+        .draw = number_of(input), .block = byte_of(input), .codec = codec};
+    coding.bounce_bytes = number_of(input) % PMESH_MAX_BODY_BYTES;
+    coding.bounce = exactly(coding.bounce_bytes);
+    coding.residual_out = flags & 1 ? exactly(4 * values) : NULL;
+    if (coding.residual_out) {
+        memset(coding.residual_out, flags, 4 * values);
+    }
+    coding.residual = flags & 2 ? coding.residual_out : NULL;
+    for (int i = 0; i < 2; i++) {
+        coding.terms[i] = (struct pmesh_terms){byte_of(input), byte_of(input), byte_of(input)};
+    }
+    return coding;
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t nbytes) {
     static uint8_t *out;
     struct input input = {data, nbytes};
@@ -142,7 +183,13 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t nbytes) {
     plan.size = byte_of(&input);
     plan.two_threads = (flags & 7) == 7; // seldom: threads take long
     plan.added_twice = flags >> 3 & 1;
-    const struct arrays arrays = arrays_of(&input, &plan);
+    int32_t codec = -1;
+    if (flags >> 4 & 1) { // else as before there were works, for the older seeds
+        plan.computing = byte_of(&input) % 4;
+        plan.work_count = byte_of(&input) % 16;
+        codec = byte_of(&input) % (PMESH_CODECS + 2) - 1;
+    }
+    const struct arrays arrays = arrays_of(&input, &plan, codec);
     if (flags >> 4 == 15) {
         plan.receiving += UINT32_MAX - 7; // refused before the arrays are read
         plan.sending += 8;
@@ -162,7 +209,11 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t nbytes) {
         memset(memory[i], i, op.region_bytes[i] + shift);
         op.regions[i] = memory[i] + shift;
     }
+    struct pmesh_coding coding = coding_of(&input, codec, op.region_bytes[PMESH_SOURCE] / 4);
+    op.coding = flags >> 4 & 1 ? &coding : NULL;
     run_op(&op, &lane);
+    free(coding.bounce);
+    free(coding.residual_out);
     for (int i = 0; i < PMESH_REGIONS; i++) {
         free(memory[i]);
     }

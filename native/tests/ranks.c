@@ -1,7 +1,7 @@
 // Many ranks in one process, each with its own runner: all-reduces over a ring, and random records
-// from any rank to any, which need each other as they do in plans. Some ops are stopped, at any
-// point; the next one, of a higher roster, then uses the same lanes. A plain loop does what the
-// ranks do, and the memory must be equal.
+// from any rank to any and works of codecs, which need each other as they do in plans. Some ops are
+// stopped, at any point; the next one, of a higher roster, then uses the same lanes. A plain loop
+// does what the ranks do, and the memory must be equal.
 //
 // Run: ranks [FIRST_SEED [COUNT]]
 #include "toy.h"
@@ -33,17 +33,22 @@ static void stumble(void) {
 #define atomic_fetch_add(object, value)                                                            \
     (stumble(), atomic_fetch_add_explicit(object, value, memory_order_seq_cst))
 #include "../executor.c"
+#include "../kernels.h"
 #undef atomic_store
 #undef atomic_fetch_add
 
 enum {
     MOST_RANKS = 5,
-    TRACKS = 2 * (MOST_RANKS - 1),
+    HOPS = 2 * (MOST_RANKS - 1), // the queues of works come after the lanes
+    DECODINGS,                   // by the side that sends
+    DECODINGS_OF_SCRATCH,
+    TRACKS,
     MOST_CELLS = 20, // pieces of each region; a record moves one
     MOST_TOUCHES = 12,
     MOST_RECORDS = 80, // of a track
     MOST_NEEDS = 4096,
-    HANGS_MS = 60 * 1000, // a wake-up was lost
+    LARGEST_PIECE = 64 * 1024, // values: kernels take long under TSan
+    HANGS_MS = 60 * 1000,      // a wake-up was lost
 };
 
 // What the records of one rank have done to a piece of its memory.
@@ -61,13 +66,17 @@ struct rank {
     uint32_t counts[TRACKS];
     struct pmesh_need needs[MOST_NEEDS];
     struct pmesh_copy copies[MOST_CELLS];
+    struct pmesh_work works[TRACKS - HOPS][MOST_RECORDS];
     struct pmesh_track tracks[TRACKS];
+    struct pmesh_coding coding;
     struct pmesh_lane *lanes[TRACKS];
     struct pmesh_plan plan;
     struct pmesh_op op;
     uint8_t *model[PMESH_REGIONS]; // what the plain loop does
-    int32_t state;                 // `enum pmesh_state`
-    bool under_way;                // in threads
+    uint8_t *residual, *model_residual;
+    int64_t model_clipped;
+    int32_t state;  // `enum pmesh_state`
+    bool under_way; // in threads
 };
 
 struct world {
@@ -75,7 +84,8 @@ struct world {
     uint32_t size, cells;
     uint64_t offsets[MOST_CELLS + 1]; // in each region
     bool copied[MOST_CELLS];          // from the source to the result, at each rank
-    bool reduces, means;
+    bool reduces, means, codes;
+    int32_t codec;
     uint64_t roster, number;
     struct rank ranks[MOST_RANKS];
     struct pmesh_lane to[MOST_RANKS][MOST_RANKS], from[MOST_RANKS][MOST_RANKS]; // [here][there]
@@ -188,8 +198,32 @@ static void fill_randomly(struct world *world, uint8_t *memory, uint64_t nbytes)
     }
 }
 
+static void new_coding(struct world *world, struct rank *rank) {
+    const uint64_t nbytes = world->offsets[world->cells];
+    const bool adds = below(&world->random, 2), keeps = below(&world->random, 2);
+    uint8_t *residual = exactly(nbytes);
+    rank->model_residual = exactly(nbytes);
+    rank->model_clipped = 0;
+    fill_randomly(world, residual, nbytes);
+    memcpy(rank->model_residual, residual, nbytes);
+    rank->residual = residual;
+    rank->coding = (struct pmesh_coding){
+        .residual = adds ? residual : NULL,
+        .residual_out = keeps ? residual : NULL,
+        .bounce = exactly(ROOM),
+        .bounce_bytes = ROOM,
+        .draw = below(&world->random, UINT64_MAX),
+        .block = 256,
+        .codec = world->codec,
+    };
+    for (int i = 0; i < 2; i++) {
+        const float divisor = (float)(1 + below(&world->random, world->size));
+        rank->coding.terms[i] = (struct pmesh_terms){1 / divisor, divisor, divisor * divisor};
+    }
+}
+
 static void new_memory(struct world *world, uint32_t cells, uint64_t same_size) {
-    const uint64_t unit = world->reduces ? 4 : 1;
+    const uint64_t unit = world->reduces || world->codes ? 4 : 1;
     world->cells = cells;
     for (uint32_t i = 0; i < cells; i++) {
         const uint64_t nbytes = same_size ? same_size : any_size(world);
@@ -208,11 +242,15 @@ static void new_memory(struct world *world, uint32_t cells, uint64_t same_size) 
             fill_randomly(world, rank->model[i], nbytes);
             memcpy(rank->op.regions[i], rank->model[i], nbytes);
         }
+        new_coding(world, rank);
     }
 }
 
 static void free_memory(struct world *world) {
     for (uint32_t r = 0; r < world->size; r++) {
+        free(world->ranks[r].residual);
+        free(world->ranks[r].model_residual);
+        free(world->ranks[r].coding.bounce);
         for (int i = 0; i < PMESH_REGIONS; i++) {
             free(world->ranks[r].op.regions[i]);
             free(world->ranks[r].model[i]);
@@ -341,8 +379,95 @@ static void plan_ring(struct world *world) {
     }
 }
 
+static void plain_hop(struct rank *rank, const struct pmesh_work *work) {
+    const struct pmesh_coding *coding = &rank->coding;
+    const struct pmesh_terms *terms = &coding->terms[work->divides];
+    const uint64_t begin = 4 * work->begin;
+    const struct pmesh_hop hop = {
+        .incoming =
+            work->arrived == PMESH_FIRST_HOP ? NULL : rank->model[PMESH_SCRATCH] + work->arrived,
+        .outgoing = rank->model[work->region] + work->offset,
+        .wire_bytes = work->nbytes,
+        .own = rank->model[PMESH_SOURCE] + begin,
+        .residual = coding->residual ? rank->model_residual + begin : NULL,
+        .residual_out = coding->residual_out ? rank->model_residual + begin : NULL,
+        .count = work->count,
+        .counter = mixed(coding->draw | work->begin / 256),
+        .own_scale = terms->own_scale,
+        .divisor = terms->divisor,
+        .residual_factor = terms->residual_factor,
+    };
+    switch (coding->codec) {
+    case PMESH_CODEC_FP16: rank->model_clipped += pmesh_hop_fp16(&hop); break;
+    case PMESH_CODEC_BF16: rank->model_clipped += pmesh_hop_bf16(&hop); break;
+    case PMESH_CODEC_INT8: rank->model_clipped += pmesh_hop_int8(&hop); break;
+    default: rank->model_clipped += pmesh_hop_int8_stochastic(&hop); break;
+    }
+}
+
+static void plain_decode(struct rank *rank, const struct pmesh_work *work) {
+    uint8_t *values = rank->model[PMESH_RESULT] + 4 * work->begin, *wire = exactly(work->nbytes);
+    memcpy(wire, rank->model[work->region] + work->offset, work->nbytes);
+    switch (rank->coding.codec) {
+    case PMESH_CODEC_FP16: pmesh_decode_fp16(wire, work->nbytes, values, work->count); break;
+    case PMESH_CODEC_BF16: pmesh_decode_bf16(wire, work->nbytes, values, work->count); break;
+    default: pmesh_decode_int8(wire, work->nbytes, values, work->count); break;
+    }
+    free(wire);
+}
+
+// A hop, or a decoding, of some values of a cell; encoded, they are in the cell, too.
+static void plan_work(struct world *world, struct rank *rank, uint32_t cell, bool decodes) {
+    const uint64_t at = world->offsets[cell], nbytes = world->offsets[cell + 1] - at;
+    const bool scratch = below(&world->random, 2), other = scratch && below(&world->random, 2);
+    const uint32_t queue = !decodes ? HOPS : other ? DECODINGS_OF_SCRATCH : DECODINGS;
+    const struct pmesh_need done = next_event(rank, queue);
+    struct pmesh_work work = {.begin = at / 4, .offset = at, .arrived = PMESH_FIRST_HOP};
+    work.count = below(&world->random, nbytes / 4 + 1) % LARGEST_PIECE;
+    while (pmesh_wire_bytes(world->codec, work.count) > nbytes) {
+        work.count /= 2;
+    }
+    work.nbytes = pmesh_wire_bytes(world->codec, work.count);
+    work.region = scratch ? PMESH_SCRATCH : PMESH_RESULT;
+    work.decodes = decodes;
+    work.divides = (uint8_t)below(&world->random, 2);
+    work.need_begin = rank->plan.need_count;
+    if (decodes) {
+        if (work.region == PMESH_SCRATCH) {
+            read_cell(rank, &rank->cells[PMESH_SCRATCH][cell], done);
+        }
+        write_cell(rank, &rank->cells[PMESH_RESULT][cell], done);
+        plain_decode(rank, &work);
+    } else {
+        if (work.region == PMESH_RESULT && below(&world->random, 2)) {
+            work.arrived = at;
+            read_cell(rank, &rank->cells[PMESH_SCRATCH][cell], done);
+        }
+        write_cell(rank, &rank->cells[work.region][cell], done);
+        plain_hop(rank, &work);
+    }
+    work.need_end = rank->plan.need_count;
+    rank->works[queue - HOPS][rank->counts[queue]++] = work;
+}
+
+static void plan_any_work(struct world *world) {
+    struct rank *rank = &world->ranks[below(&world->random, world->size)];
+    const uint32_t cell = (uint32_t)below(&world->random, world->cells);
+    const bool decodes = below(&world->random, 2);
+    if (!world->copied[cell] && !is_full(rank, PMESH_RESULT, cell) &&
+        !is_full(rank, PMESH_SCRATCH, cell)) {
+        plan_work(world, rank, cell, decodes);
+    }
+}
+
 static void plan_random_moves(struct world *world) {
-    for (uint64_t left = below(&world->random, MOST_RECORDS); left && world->size > 1; left--) {
+    for (uint64_t left = below(&world->random, MOST_RECORDS); left; left--) {
+        if (world->codes && below(&world->random, 2)) {
+            plan_any_work(world);
+        }
+        if (world->size == 1) {
+            continue;
+        }
         struct move move = {.from = (uint32_t)below(&world->random, world->size)};
         const uint32_t further = (uint32_t)below(&world->random, world->size - 1);
         move.to = (move.from + 1 + further) % world->size;
@@ -407,6 +532,10 @@ static uint32_t number_tracks(struct world *world, struct rank *rank, uint32_t n
         }
     }
     plan->sending = used - plan->receiving;
+    for (uint32_t t = HOPS; t < TRACKS && world->codes; t++) {
+        numbers[t] = used++;
+        plan->computing++;
+    }
     for (uint32_t i = 0; i < plan->need_count; i++) {
         rank->needs[i].track = numbers[rank->needs[i].track];
     }
@@ -426,6 +555,14 @@ static void lay_out(struct world *world, struct rank *rank) {
             rank->tracks[numbers[t]] = (struct pmesh_track){.begin = begin, .end = begin + count};
         }
     }
+    struct pmesh_work *works = exactly(sizeof rank->works);
+    for (uint32_t t = HOPS; t < TRACKS && world->codes; t++) {
+        const uint32_t begin = plan->work_count, count = rank->counts[t];
+        memcpy(works + begin, rank->works[t - HOPS], count * sizeof *works);
+        plan->work_count += count;
+        rank->tracks[numbers[t]] = (struct pmesh_track){.begin = begin, .end = begin + count};
+    }
+    plan->works = copy_exactly(works, plan->work_count * sizeof *works);
     plan->records = copy_exactly(records, plan->record_count * sizeof *records);
     plan->needs = copy_exactly(rank->needs, plan->need_count * sizeof *rank->needs);
     plan->copies = copy_exactly(rank->copies, plan->copy_count * sizeof *rank->copies);
@@ -434,12 +571,14 @@ static void lay_out(struct world *world, struct rank *rank) {
     plan->added_twice = (uint8_t)below(&world->random, 2);
     plan->two_threads |= (uint8_t)below(&world->random, 2);
     free(records);
+    free(works);
 }
 
 static void free_plan(const struct pmesh_plan *plan) {
     free((void *)plan->records);
     free((void *)plan->needs);
     free((void *)plan->copies);
+    free((void *)plan->works);
     free((void *)plan->tracks);
 }
 
@@ -449,6 +588,7 @@ static void set_op(struct world *world, struct rank *rank) {
     struct pmesh_op *op = &rank->op;
     op->plan = &rank->plan;
     op->lanes = rank->lanes;
+    op->coding = world->codes ? &rank->coding : NULL;
     op->aead = below(&world->random, 2) ? PMESH_LIBAEGIS : PMESH_LIBSODIUM;
     op->seal = op->aead ? (pmesh_function)toy_aegis_seal : (pmesh_function)toy_seal;
     op->open = op->aead ? (pmesh_function)toy_aegis_open : (pmesh_function)toy_open;
@@ -550,6 +690,8 @@ static void check_memory(const struct world *world) {
         for (int i = 0; i < PMESH_REGIONS; i++) {
             assert(!memcmp(rank->op.regions[i], rank->model[i], rank->op.region_bytes[i]));
         }
+        assert(!memcmp(rank->residual, rank->model_residual, world->offsets[world->cells]));
+        assert(rank->coding.clipped == rank->model_clipped);
     }
 }
 
@@ -586,6 +728,8 @@ static void one_op(struct world *world, bool stopped) {
     const bool ring = kind < 2;
     world->reduces = ring || below(&world->random, 2);
     world->means = world->reduces && below(&world->random, 3) == 0;
+    world->codes = kind > 2 && below(&world->random, 2);
+    world->codec = (int32_t)below(&world->random, PMESH_CODECS);
     memset(world->copied, 0, sizeof world->copied);
     if (ring) {
         const uint32_t pieces = (uint32_t)(1 + below(&world->random, MOST_CELLS / MOST_RANKS));

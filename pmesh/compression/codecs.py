@@ -166,8 +166,8 @@ class HopInput:
 
     @property
     def residual_factor(self) -> np.float32:
-        """The factor from an error of the encoded sum to an error of this rank's own values."""
-        return np.float32(self.divisor / self.own_scale)
+        """See `residual_factor`."""
+        return residual_factor(self.own_scale, self.divisor)
 
     def run(
         self,
@@ -191,6 +191,11 @@ class HopInput:
             residual_factor=float(self.residual_factor),
             counter=counter,
         )
+
+
+def residual_factor(own_scale: float, divisor: int) -> np.float32:
+    """Return the factor from an error of the encoded sum to an error of a rank's own values."""
+    return np.float32(divisor / own_scale)
 
 
 def check_wire(wire: Bytes, wire_bytes: int, count: int) -> None:

@@ -134,6 +134,14 @@ class Kernels:
         )
 
 
+def address_of_floats(array: Float32s | None, count: int, *, written: bool) -> int | None:
+    """Return where so many values begin, for C; None for None.
+
+    Raises ValueError if they are not in one piece, or can't be written but are to be.
+    """
+    return (_result if written else _address)(array, _FLOAT32, count)
+
+
 def _read(array: _Array, dtype: _Dtype) -> tuple[int | None, int]:
     return _address(array, dtype), len(array)
 

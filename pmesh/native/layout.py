@@ -92,6 +92,26 @@ NEED = np.dtype([("track", np.uint32), ("number", np.uint32)])
 """`struct pmesh_need`."""
 COPY = np.dtype([("source", np.uint64), ("result", np.uint64), ("nbytes", np.uint64)])
 """`struct pmesh_copy`."""
+WORK = np.dtype(
+    [
+        ("begin", np.uint64),
+        ("count", np.uint64),
+        ("offset", np.uint64),
+        ("nbytes", np.uint64),
+        ("arrived", np.uint64),
+        ("need_begin", np.uint32),
+        ("need_end", np.uint32),
+        ("region", np.uint8),
+        ("decodes", np.uint8),
+        ("divides", np.uint8),
+    ],
+    align=True,
+)
+"""`struct pmesh_work`."""
+FIRST_HOP: Final = 2**64 - 1
+"""`PMESH_FIRST_HOP`."""
+CODECS: Final = ("fp16", "bf16", "int8", "int8-stochastic")
+"""Their names in `pmesh.compression.codecs`, in the order of `enum pmesh_codec`."""
 TRACK = np.dtype([("begin", np.uint32), ("end", np.uint32)])
 """`struct pmesh_track`."""
 
@@ -103,17 +123,52 @@ class Plan(ctypes.Structure):
         ("records", ctypes.c_void_p),
         ("needs", ctypes.c_void_p),
         ("copies", ctypes.c_void_p),
+        ("works", ctypes.c_void_p),
         ("tracks", ctypes.c_void_p),
         ("record_count", ctypes.c_uint32),
         ("need_count", ctypes.c_uint32),
         ("copy_count", ctypes.c_uint32),
+        ("work_count", ctypes.c_uint32),
         ("receiving", ctypes.c_uint32),
         ("sending", ctypes.c_uint32),
+        ("computing", ctypes.c_uint32),
         ("size", ctypes.c_uint32),
         ("added_twice", ctypes.c_uint8),
         ("two_threads", ctypes.c_uint8),
-        ("unused", ctypes.c_uint8 * 6),
+        ("computes_much", ctypes.c_uint8),
+        ("unused", ctypes.c_uint8 * 5),
     )
+
+
+class Terms(ctypes.Structure):
+    """`struct pmesh_terms`: the factors of a hop."""
+
+    _fields_ = (
+        ("own_scale", ctypes.c_float),
+        ("divisor", ctypes.c_float),
+        ("residual_factor", ctypes.c_float),
+    )
+    own_scale: float
+    divisor: float
+    residual_factor: float
+
+
+class Coding(ctypes.Structure):
+    """`struct pmesh_coding`: how one run of a plan encodes."""
+
+    _fields_ = (
+        ("residual", ctypes.c_void_p),
+        ("residual_out", ctypes.c_void_p),
+        ("bounce", ctypes.c_void_p),
+        ("bounce_bytes", ctypes.c_uint64),
+        ("draw", ctypes.c_uint64),
+        ("block", ctypes.c_uint64),
+        ("clipped", ctypes.c_int64),
+        ("terms", Terms * 2),
+        ("codec", ctypes.c_int32),
+    )
+    clipped: int
+    terms: ctypes.Array[Terms]
 
 
 class Op(ctypes.Structure):
@@ -124,6 +179,7 @@ class Op(ctypes.Structure):
         ("lanes", ctypes.c_void_p),
         ("regions", ctypes.c_void_p * REGIONS),
         ("region_bytes", ctypes.c_uint64 * REGIONS),
+        ("coding", ctypes.c_void_p),
         ("seal", ctypes.c_void_p),
         ("open", ctypes.c_void_p),
         ("roster", ctypes.c_uint64),
@@ -140,6 +196,7 @@ class Op(ctypes.Structure):
     )
     plan: int
     lanes: int
+    coding: int | None
     roster: int
     number: int
     fingerprint: int

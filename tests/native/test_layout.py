@@ -20,10 +20,13 @@ def test_the_structs_have_the_same_sizes_and_offsets() -> None:
         layout.RECORD.itemsize,
         layout.NEED.itemsize,
         layout.COPY.itemsize,
+        layout.WORK.itemsize,
+        ctypes.sizeof(layout.Coding),
         layout.TRACK.itemsize,
         ctypes.sizeof(layout.Plan),
         ctypes.sizeof(layout.Op),
         layout.LaneState.seal_key.offset,
+        layout.Coding.codec.offset,
         layout.Op.has_failed.offset,
     ]
     assert library.pmesh_layout()[: len(sizes)] == sizes
@@ -37,3 +40,8 @@ def test_the_enums_have_the_same_names_in_the_same_order(name: str) -> None:
     enum = getattr(layout, name.capitalize())
     assert [member.name for member in enum] == names
     assert [member.value for member in enum] == list(range(len(names)))
+
+
+def test_the_codecs_have_the_same_order() -> None:
+    names = re.findall(r"PMESH_CODEC_(\w+),", HEADER.read_text())
+    assert [name.lower().replace("_", "-") for name in names] == list(layout.CODECS)

@@ -15,11 +15,13 @@ pytestmark = pytest.mark.skipif(not build.find_compiler(), reason="needs a C com
 TESTS = build.SOURCES / "tests"
 MEMORY: Final = "address,undefined"
 THREADS: Final = "thread"
+COMPUTING = ("fits.c", "reduce.c", "coding.c", "kernels.c")
 SOURCES = {
-    "ranks": ("tests/ranks.c", "lane.c", "reduce.c"),  # it includes executor.c
-    "faults": ("tests/faults.c", "lane.c", "reduce.c"),  # likewise
+    "ranks": ("tests/ranks.c", "lane.c", *COMPUTING),  # it includes executor.c
+    "faults": ("tests/faults.c", "lane.c", *COMPUTING),  # likewise
+    "works": ("tests/works.c", "executor.c", "lane.c", *COMPUTING),
     "fuzz_records": ("tests/fuzz_records.c", "tests/fuzz_driver.c"),  # it includes lane.c
-    "fuzz_plans": ("tests/fuzz_plans.c", "tests/fuzz_driver.c", "reduce.c"),  # executor.c
+    "fuzz_plans": ("tests/fuzz_plans.c", "tests/fuzz_driver.c", *COMPUTING),  # executor.c
 }
 FLAGS = ("-std=c11", "-O1", "-g", "-pthread", "-ffp-contract=off", "-fno-sanitize-recover=all")
 ENVIRONMENT = {
@@ -66,6 +68,13 @@ def test_lies_of_peers_plans_that_do_not_fit_and_a_full_system_are_noticed(
     sanitizers: str, tmp_path: Path
 ) -> None:
     build_and_run(tmp_path, "faults", sanitizers)
+
+
+@pytest.mark.parametrize("sanitizers", [MEMORY, THREADS])
+def test_codecs_take_any_bytes_and_works_that_do_not_fit_are_noticed(
+    sanitizers: str, tmp_path: Path
+) -> None:
+    build_and_run(tmp_path, "works", sanitizers)
 
 
 @pytest.mark.parametrize("target", ["records", "plans"])

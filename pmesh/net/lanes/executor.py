@@ -80,8 +80,7 @@ def run_plan(
         ValueError: the plan needs a lane that there isn't.
     """
     regions = _regions_of(plan, source, result)
-    _check_lanes(plan, lanes_to, lanes_from)
-    lanes = [*map(lanes_from.__getitem__, plan.receives), *map(lanes_to.__getitem__, plan.sends)]
+    lanes = lanes_of(plan, lanes_to, lanes_from)
     library = native.library_for(plan, lanes, dtype, reduction)
     if library is not None:
         return native.run(library, plan, lanes, header, regions, dtype=dtype, reduction=reduction)
@@ -133,11 +132,16 @@ def run_in_python(
     return execute(plan, lanes_to, lanes_from, header, regions, landed=landed)
 
 
-def _check_lanes(
+def lanes_of(
     plan: RankPlan, lanes_to: Mapping[int, Lane], lanes_from: Mapping[int, Lane]
-) -> None:
+) -> list[Lane]:
+    """Return the lanes of a plan: those from others, then those to others.
+
+    Raises ValueError if one is missing.
+    """
     if not (lanes_to.keys() >= plan.sends.keys() and lanes_from.keys() >= plan.receives.keys()):
         raise ValueError("a plan among several ranks needs its lanes")
+    return [*map(lanes_from.__getitem__, plan.receives), *map(lanes_to.__getitem__, plan.sends)]
 
 
 def _keep(_: Receive | Work) -> None:
@@ -238,7 +242,7 @@ class _Execution:
         landed: Callable[[Receive], None],
         work: Callable[[Work], None],
     ) -> None:
-        _check_lanes(plan, lanes_to, lanes_from)
+        lanes_of(plan, lanes_to, lanes_from)
         self._plan = plan
         self._to: dict[int, _Track[Send]] = {}
         for peer, sends in plan.sends.items():

@@ -1,11 +1,12 @@
 """Runs plans in the native library (native/executor.c), whose threads need no interpreter.
 
 `pmesh.net.lanes.executor` runs the same plans in Python, with the same results, bytes on the wire
-and errors. It serves where there is no library, and for what the library does not do: plans with
-works of a codec, lanes over several connections, and products of complex numbers.
+and errors. It serves where there is no library, and for what the library does not do: lanes over
+several connections, and products of complex numbers.
 """
 
 import ctypes
+import itertools
 import os
 from array import array
 from collections.abc import Sequence
@@ -16,22 +17,40 @@ import numpy as np
 import trio
 
 from pmesh import native
-from pmesh.core.ops.plan import Event, Need, RankPlan, Receive, Send
+from pmesh.compression.codecs import Codec, codec_of
+from pmesh.compression.compiled import kernels
+from pmesh.core.ops.plan import Event, Need, RankPlan, Receive, Send, Work
 from pmesh.core.ops.reductions import REDUCTIONS, WIRE_DTYPES
 from pmesh.core.wire import aead
 from pmesh.core.wire.records import RecordHeader, too_large
 from pmesh.errors import LaneBroken, PmeshError
-from pmesh.native.layout import COPY, NEED, RECORD, TRACK, Op, Plan, State, Status
+from pmesh.native.layout import (
+    CODECS,
+    COPY,
+    FIRST_HOP,
+    NEED,
+    RECORD,
+    TRACK,
+    WORK,
+    Coding,
+    Op,
+    Plan,
+    State,
+    Status,
+)
 from pmesh.net.lanes.lane import CallsDiffer, Lane, Wait
 
 HAS_CORES: Final = (os.cpu_count() or 1) > 2  # noqa: PLR2004 - the trainer needs one, too
 TWO_THREADS_FROM_BYTES: Final = 512 * 1024 if HAS_CORES else 4 * 1024 * 1024
 """To wake a second thread takes longer than it saves below; on two cores an op of 1 MiB takes 0.8
 of the time with one."""
+COMPUTING_THREAD_FROM_BYTES: Final = 128 * 1024
+"""Encoded: more would hold up the event loop for some tenths of a millisecond."""
 _KEPT_PLANS: Final = 64
 _KEPT_RUNNERS: Final = 4
 MOST_RUNNERS: Final = 16
 """Each has six descriptors. Ops beyond, of jobs and groups that all run at once, run in Python."""
+NUMBERS_OF_CODECS: Final = {codec_of(name): number for number, name in enumerate(CODECS)}
 _DTYPES: Final = {name: number for number, name in enumerate(WIRE_DTYPES)}
 _REDUCTIONS: Final = {name: number for number, name in enumerate(REDUCTIONS)}
 _NOWHERE: Final = np.zeros(1, np.uint64).view(np.uint8).data
@@ -66,11 +85,17 @@ class Patience:
 
 
 def library_for(
-    plan: RankPlan, lanes: Sequence[Lane], dtype: str, reduction: str
+    plan: RankPlan,
+    lanes: Sequence[Lane],
+    dtype: str = "",
+    reduction: str = "",
+    codec: Codec | None = None,
 ) -> ctypes.CDLL | None:
     """Return the library if it can run this plan over these lanes; see `begin`."""
     library = native.library()
-    if library is None or plan.works or len(_busy) >= MOST_RUNNERS:
+    if library is None or len(_busy) >= MOST_RUNNERS:
+        return None
+    if plan.works and (codec not in NUMBERS_OF_CODECS or kernels() is None):
         return None
     for lane in lanes:
         if not lane.has_one_socket:
@@ -92,8 +117,9 @@ def begin(
     header: RecordHeader,
     regions: Sequence[memoryview],
     *,
-    dtype: str,
-    reduction: str,
+    dtype: str = "",
+    reduction: str = "",
+    coding: Coding | None = None,
 ) -> "Runner":
     """Begin a plan, and do what can be done at once.
 
@@ -105,6 +131,8 @@ def begin(
         regions: the source, the result and the scratch.
         dtype: one of WIRE_DTYPES if the plan reduces, else empty.
         reduction: one of REDUCTIONS; only for plans that reduce.
+        coding: how a codec does the works; only for plans that have any. It must live as long as
+            the op.
 
     Raises:
         LaneBroken: one of the lanes is closed.
@@ -113,7 +141,7 @@ def begin(
     _busy.add(runner)
     try:
         values = (_DTYPES[dtype], _REDUCTIONS[reduction]) if dtype else (-1, -1)
-        runner.begin(plan, lanes, header, regions, values)
+        runner.begin(plan, lanes, header, regions, values=values, coding=coding)
     except BaseException:
         runner.rest()
         raise
@@ -127,15 +155,18 @@ async def run(
     header: RecordHeader,
     regions: Sequence[memoryview],
     *,
-    dtype: str,
-    reduction: str,
+    dtype: str = "",
+    reduction: str = "",
+    coding: Coding | None = None,
 ) -> None:
     """Run a plan to its end, as `pmesh.net.lanes.executor.run_plan` does.
 
     For the arguments see `begin`, for the errors `Runner.finish`.
     """
     await trio.lowlevel.checkpoint_if_cancelled()
-    runner = begin(library, plan, lanes, header, regions, dtype=dtype, reduction=reduction)
+    runner = begin(
+        library, plan, lanes, header, regions, dtype=dtype, reduction=reduction, coding=coding
+    )
     await runner.finish()
 
 
@@ -175,11 +206,14 @@ class Runner:
         lanes: Sequence[Lane],
         header: RecordHeader,
         regions: Sequence[memoryview],
+        *,
         values: tuple[int, int],
+        coding: Coding | None,
     ) -> None:
         """Begin an op; for the arguments see the function `begin`."""
         op, flat = self._op, _laid_out(plan)
         op.plan, (op.dtype, op.reduction) = flat.address, values
+        op.coding = None if coding is None else ctypes.addressof(coding)
         _, op.roster, op.number, _, op.fingerprint, op.completed = header
         for place, region in enumerate(regions):
             op.regions[place], op.region_bytes[place] = _address_of(region), len(region)
@@ -302,25 +336,29 @@ class _FlatPlan:
         """Kept, so that no other plan gets its id."""
         peers = [(Event.LANDED, peer) for peer in plan.receives]
         peers += [(Event.SENT, peer) for peer in plan.sends]
+        peers += [(Event.COMPUTED, queue) for queue in range(len(plan.works))]
         self._tracks = {at: number for number, at in enumerate(peers)}
         self._needs = list[tuple[int, int]]()
         queues: list[tuple[Send | Receive, ...]] = [*plan.receives.values(), *plan.sends.values()]
         records = [self._record(record) for queue in queues for record in queue]
-        ends = np.cumsum([len(queue) for queue in queues], dtype=np.uint32)
+        works = [self._work(work) for queue in plan.works for work in queue]
         self._tables = (
             np.array(records, RECORD),
             np.array(self._needs, NEED),
             np.array(list(plan.copies), COPY),
-            np.array([(end - len(q), end) for q, end in zip(queues, ends, strict=True)], TRACK),
+            np.array(works, WORK),
+            np.array([*_tracks(queues), *_tracks(plan.works)], TRACK),
         )
         self._struct = Plan(
             *[table.__array_interface__["data"][0] for table in self._tables],
-            *[len(table) for table in self._tables[:3]],
+            *[len(table) for table in self._tables[:4]],
             receiving=len(plan.receives),
             sending=len(plan.sends),
+            computing=len(plan.works),
             size=plan.size,
             added_twice=plan.added_twice,
             two_threads=plan.moving_bytes >= TWO_THREADS_FROM_BYTES,
+            computes_much=bool(plan.works) and plan.moving_bytes >= COMPUTING_THREAD_FROM_BYTES,
         )
         self.address = ctypes.addressof(self._struct)
         self.is_short = plan.moving_bytes <= _WAITS_TO_BYTES
@@ -343,8 +381,30 @@ class _FlatPlan:
             receive is not None and receive.finishes,
         )
 
+    def _work(self, work: Work) -> tuple[int, ...]:
+        begin = len(self._needs)
+        self._needs += map(self._need, work.needs)
+        return (
+            work.begin,
+            work.length,
+            work.offset,
+            work.nbytes,
+            FIRST_HOP if work.arrived < 0 else work.arrived,
+            begin,
+            len(self._needs),
+            work.region,
+            work.decodes,
+            work.divides,
+        )
+
     def _need(self, need: Need) -> tuple[int, int]:
         return self._tracks[need.event, need.peer], need.number
+
+
+def _tracks(queues: Sequence[Sequence[object]]) -> list[tuple[int, int]]:
+    """Return where each queue begins and ends in a table of all."""
+    bounds = [0, *itertools.accumulate(map(len, queues))]
+    return list(itertools.pairwise(bounds))
 
 
 _flat_plans: dict[int, _FlatPlan] = {}  # by the id of the plan; the oldest first

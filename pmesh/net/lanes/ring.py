@@ -7,14 +7,17 @@ import numpy as np
 import trio
 
 from pmesh.compression.blocks import Bytes, Float32s
-from pmesh.compression.codecs import Codec
+from pmesh.compression.codecs import Codec, residual_factor
+from pmesh.compression.compiled import address_of_floats
 from pmesh.core.ops.coded import PIECE_VALUES, draw_key, hop_terms, plan_coded_ring
 from pmesh.core.ops.moving import plan_broadcast
 from pmesh.core.ops.plan import RankPlan, Region, Work
 from pmesh.core.ops.reducing import plan_along_ring
 from pmesh.core.ops.reductions import WIRE_DTYPES, check_reduction
 from pmesh.core.wire.records import RecordHeader
-from pmesh.net.lanes.executor import execute, run_plan
+from pmesh.native.layout import Coding
+from pmesh.net.lanes import native
+from pmesh.net.lanes.executor import execute, lanes_of, run_plan
 from pmesh.net.lanes.lane import Lane
 
 
@@ -157,7 +160,16 @@ async def all_reduce_coded(
         return 0
     plan = plan_coded_ring(rank=ring.rank, size=ring.size, count=len(tensors.own), codec=codec)
     header = RecordHeader(0, ring.roster, op, 0, fingerprint, completed)
+    own, result = (values.view(np.uint8).data for values in (tensors.own, tensors.result))
     scratch = np.empty(plan.scratch_bytes, np.uint8)
+    regions = own, result, scratch.data
+    lanes = lanes_of(plan, *ring.lanes())
+    library = native.library_for(plan, lanes, codec=codec)
+    if library is not None:
+        bounce = np.empty(_bounce_bytes(plan), np.uint8)
+        coding = _coding(ring, tensors, codec, op=op, reduction=reduction, bounce=bounce)
+        await native.run(library, plan, lanes, header, regions, coding=coding)
+        return coding.clipped
     kernels = _Kernels(
         plan,
         rank=ring.rank,
@@ -167,8 +179,7 @@ async def all_reduce_coded(
         codec=codec,
         reduction=reduction,
     )
-    own, result = (values.view(np.uint8).data for values in (tensors.own, tensors.result))
-    await execute(plan, *ring.lanes(), header, (own, result, scratch.data), work=kernels.work)
+    await execute(plan, *ring.lanes(), header, regions, work=kernels.work)
     return kernels.clipped
 
 
@@ -183,8 +194,40 @@ async def _keep_own(tensors: Tensors) -> None:
     await trio.lowlevel.checkpoint()
 
 
+def _bounce_bytes(plan: RankPlan) -> int:
+    """Return how much room a piece takes that is decoded where it lies."""
+    return 0 if plan.small else plan.largest
+
+
+def _coding(
+    ring: RingPosition,
+    tensors: Tensors,
+    codec: Codec,
+    *,
+    op: int,
+    reduction: str,
+    bounce: Bytes,
+) -> Coding:
+    """Return how the native library does the works of a plan, in these arrays."""
+    count = len(tensors.own)
+    coding = Coding(
+        residual=address_of_floats(tensors.residual, count, written=False),
+        residual_out=address_of_floats(tensors.residual_out, count, written=True),
+        bounce=bounce.ctypes.data,
+        bounce_bytes=len(bounce),
+        draw=draw_key(op=op, rank=ring.rank, begin=0, codec=codec),
+        block=codec.block,
+        codec=native.NUMBERS_OF_CODECS[codec],
+    )
+    for owner, terms in enumerate(coding.terms):
+        own_scale, divisor = hop_terms(codec, reduction, size=ring.size, owner=bool(owner))
+        terms.own_scale, terms.divisor = own_scale, divisor
+        terms.residual_factor = residual_factor(own_scale, divisor)
+    return coding
+
+
 class _Kernels:
-    """Does the works of one plan."""
+    """Does the works of one plan in Python."""
 
     def __init__(
         self,
@@ -206,7 +249,7 @@ class _Kernels:
         self._reduction = reduction
         self._scratch = scratch
         self._bytes = {Region.RESULT: tensors.result.view(np.uint8), Region.SCRATCH: scratch}
-        self._bounce = np.empty(0 if plan.small else plan.largest, np.uint8)
+        self._bounce = np.empty(_bounce_bytes(plan), np.uint8)
 
     def work(self, work: Work) -> None:
         """Do one work of the plan."""
