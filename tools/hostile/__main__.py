@@ -13,14 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tools.chaos.results import Results, Table
-from tools.hostile.lies import run_lies
 from tools.hostile.rows import ROWS, Judged, Row
 from tools.hostile.turns import run_turns
 from tools.lab.commands import Flag, LabError, new_app, run_app
 from tools.lab.results import describe_commit, describe_machine, write_results
 
 SHORT_S = 5.0
-LIES = "lies"
 app = new_app("hostile", __doc__)
 
 
@@ -29,8 +27,6 @@ def run(
     *names: str,
     turns: int = 3,
     seconds: float | None = None,
-    views: int = 1000,
-    seed: int = 1,
     short: Flag = False,
     json: Path | None = None,
     logs: Path | None = None,
@@ -41,23 +37,17 @@ def run(
         names: Of rows.
         turns: How often the attack and its control follow each other; medians count.
         seconds: Of each attack and each control, if not as the bar says.
-        views: That the lying member tells.
-        seed: Of the lying member and the kills.
-        short: One turn of 5 seconds, 20 views, for CI: its figures say little.
+        short: One turn of 5 seconds, for CI: its figures say little.
         json: Where the table goes, for `python -m tools.chaos report`.
         logs: A folder for what all machines have printed.
     """
     if short:
-        turns, seconds, views = 1, SHORT_S, 20
+        turns, seconds = 1, SHORT_S
     rows: list[tuple[str, ...]] = []
     for row in ROWS:
         if not names or row.name in names:
             print(f"{row.name}: {row.what} …", flush=True)
             rows.append(_tell(row.what, _measure(row, turns, seconds, logs)))
-    if not names or LIES in names:
-        what = f"{views:,} views of a lying member, with kills"
-        print(f"{LIES}: {what} …", flush=True)
-        rows.append(_tell(what, run_lies(views, seed, logs)))
     if json is not None:
         write_results(json, Results(tables=(_table(rows),)))
     return int(any(cells[-1] != "met" for cells in rows))
