@@ -1,4 +1,4 @@
-"""Flipped bits on lanes and links; `python -m tools.chaos run bits` tries 100,000."""
+"""Flipped bits on lanes and links; `python -m tools run bits` tries 100,000."""
 
 from random import Random
 
@@ -7,7 +7,7 @@ import pytest
 
 from pmesh.core.wire.records import HEADER_BYTES, Opener
 from tools.chaos import bits
-from tools.chaos.episodes import Run
+from tools.lab.campaign import Run
 
 FLIPS = 1000
 

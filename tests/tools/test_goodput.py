@@ -2,8 +2,8 @@
 
 import pytest
 
-from tools.chaos.episodes import Run
 from tools.chaos.goodput import GOODPUT, run_goodput, samples_per_s
+from tools.lab.campaign import Run
 
 
 def test_what_is_counted_begins_with_the_end_of_the_first_round() -> None:

@@ -9,8 +9,8 @@ from zeroconf._protocol.incoming import DNSIncoming
 from pmesh.core.identity import advertisement as adverts
 from pmesh.core.identity.keys import AdvertisementKey
 from tools.hostile.packets import RECORDS, announce, invent
-from tools.hostile.rows import ROWS
-from tools.hostile.turns import Measured, Turn
+from tools.hostile.rows import ATTACKS
+from tools.hostile.turns import Pairs, Turn
 
 KEY = AdvertisementKey(b"meshmesh", bytes(32))
 RESTING = Turn(ops_per_s=100, slowest_s=0.1, more_descriptors=1, more_mib=1, join_s=1, rest_s=1)
@@ -39,10 +39,9 @@ def test_an_invented_machine_is_announced_and_withdrawn_in_one_packet_each(rando
     [
         ({}, []),
         ({"ops_per_s": 80}, ["ratio"]),
-        ({"slowest_s": 0.4}, ["slowest op"]),
-        ({"more_descriptors": 21, "more_mib": 11}, ["descriptors", "memory"]),
-        ({"join_s": 11, "rest_s": 6}, ["join", "at rest"]),
-        ({"faults": ("an agent has died",)}, ["faults"]),
+        ({"slowest_s": 0.4}, ["slowest op later by, s"]),
+        ({"more_descriptors": 21, "more_mib": 11}, ["more descriptors", "more memory, MiB"]),
+        ({"join_s": 11, "rest_s": 6}, ["join, s", "at rest again after, s"]),
     ],
 )
 def test_a_flood_is_judged_by_each_figure_beside_its_control(
@@ -50,13 +49,17 @@ def test_a_flood_is_judged_by_each_figure_beside_its_control(
 ) -> None:
     attack = msgspec.structs.replace(RESTING, **changed)
 
-    figures = list(ROWS[0].judge(Measured([RESTING], [attack])))
+    assert ATTACKS[0].missed(Pairs([RESTING], [attack]).facts) == missed
 
-    assert [figure.name for figure in figures if not figure.met] == missed
+
+def test_what_goes_wrong_beside_an_attack_or_its_control_is_told() -> None:
+    wrong = msgspec.structs.replace(RESTING, faults=("an agent has died",))
+
+    assert Pairs([RESTING, wrong], [wrong]).faults == ["an agent has died"] * 2
 
 
 def test_each_attack_is_compared_with_its_own_control() -> None:
     slow, fast = (msgspec.structs.replace(RESTING, ops_per_s=ops) for ops in (50.0, 200.0))
     half = [msgspec.structs.replace(turn, ops_per_s=turn.ops_per_s / 2) for turn in (slow, fast)]
 
-    assert Measured([slow, fast, slow], [*half, slow]).ratio == 0.5
+    assert Pairs([slow, fast, slow], [*half, slow]).ratio == 0.5

@@ -62,16 +62,16 @@ def test_the_switch_delays_and_a_cut_holds_what_is_sent() -> None:
 @pytest.mark.parametrize(
     ("command", "shown"),
     [
-        ("run", "crowded, seed 1, pmesh: "),
-        ("calls", "homes, seed 1, pmesh: "),
-        ("faults", "healed after a partition of 1 s, longest: "),
+        ("slow-steps", "crowded, seed 1, pmesh: "),
+        ("slow-calls", "homes, seed 1, pmesh: "),
+        ("slow-faults", "healed after a partition of 1 s, longest: "),
     ],
 )
 def test_the_short_forms_find_nothing_wrong(command: str, shown: str) -> None:
     pytest.importorskip("torch")  # gloo has its turn too
     began = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-m", "tools.networks", command, "--short"],
+        [sys.executable, "-m", "tools", "run", command, "--short"],
         cwd=ROOT,
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
         capture_output=True,

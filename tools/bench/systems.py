@@ -21,13 +21,14 @@ import msgspec
 
 from tools.bench.cases import DRAWN, MEGABIT, Case
 from tools.bench.results import Answer, Order
+from tools.bench.worker import work
+from tools.lab.call import words_for
 from tools.lab.commands import LabError
 from tools.lab.mesh import ROOT, Mesh, Node, inherited, status_of
 from tools.lab.net import Host, NetLab, loopbacks
 from tools.lab.program import PATIENCE_S, Program
 
 AGENT_PID = "BENCH_AGENT"
-WORKER = "tools.bench.worker"
 FIRST_PORT = 5100  # in a lab, where nothing else listens
 IPERF_S = 2
 IPERF_ATTEMPTS = 20
@@ -288,13 +289,13 @@ def start_ranks(
     folder: Path,
     stack: contextlib.ExitStack,
 ) -> list[Program]:
-    """A program for each rank, which is told what to do, and whose errors go into a file."""
+    """A program of Python for each rank: `commands` are its words. Its errors go into a file."""
     settings = inherited() | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
     return [
         stack.enter_context(
             Program.start(
                 f"{name}-{rank}",
-                command,
+                [sys.executable, *command],
                 environment=settings | dict(environment),
                 host=hosts[rank],
                 errors=folder / f"{name}-{rank}.log",
@@ -312,10 +313,7 @@ def _start_workers(
     stack: contextlib.ExitStack,
     environments: Sequence[Mapping[str, str]],
 ) -> list[Program]:
-    commands = [
-        [sys.executable, "-m", WORKER, system, str(rank), str(place.ranks)]
-        for rank in range(place.ranks)
-    ]
+    commands = [words_for(work, system, rank, place.ranks) for rank in range(place.ranks)]
     workers = start_ranks(place.hosts, system, commands, environments, folder=folder, stack=stack)
     for worker in workers:
         worker.hear()  # it has joined

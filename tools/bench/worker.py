@@ -1,7 +1,5 @@
 """One rank of one system: makes the calls it is told, times each, and checks each result.
 
-    python -m tools.bench.worker pmesh|gloo|mlx RANK SIZE
-
 Orders come on standard input, answers go to standard output. Each system gets its own kind of
 array and its own call, blocking, until the result can be read:
 
@@ -218,8 +216,8 @@ def _is(result: Any, right: Values) -> bool:  # noqa: ANN401 - what the system c
     return place == right.size
 
 
-def main() -> None:
-    name, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+def work(name: str, rank: int, size: int) -> None:
+    """Be one rank of this system: see JOIN."""
     system = JOIN[name](rank, size)
     print(msgspec.json.encode(Answer()).decode(), flush=True)
     for line in sys.stdin:
@@ -232,7 +230,3 @@ def main() -> None:
         else:
             answer = carry_out(system, size, order)
         print(msgspec.json.encode(answer).decode(), flush=True)
-
-
-if __name__ == "__main__":
-    main()

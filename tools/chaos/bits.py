@@ -23,7 +23,7 @@ from pmesh.core.wire.records import (
 )
 from pmesh.errors import ProtocolError
 from pmesh.net.links.tls import DataReceived, TlsContexts, TlsFailed, TlsProtocol
-from tools.chaos.episodes import Run, Tally
+from tools.lab.campaign import Run, Tally
 
 Sums: TypeAlias = list[NDArray[np.float32]]
 

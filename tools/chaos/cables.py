@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable
 from random import Random
 
-from tools.chaos.episodes import Run, Tally
 from tools.chaos.steady import check_undisturbed
+from tools.lab.campaign import Run, Tally
 from tools.lab.cluster import Cluster
 from tools.lab.commands import LabError
 from tools.lab.mesh import Node

@@ -14,7 +14,8 @@ from random import Random
 
 import psutil
 
-from tools.chaos.episodes import ANY_PARTS, CLEAN_OPS, Run, Tally
+from tools.chaos.episodes import ANY_PARTS
+from tools.lab.campaign import CLEAN_OPS, Run, Tally
 from tools.lab.cluster import Cluster, ops_of, settled_ops
 from tools.lab.commands import LabError
 from tools.lab.mesh import Node, Trainer

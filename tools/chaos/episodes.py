@@ -3,16 +3,15 @@
 import signal
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from random import Random
-from typing import Any, Literal
+from typing import Literal
 
+from tools.lab.campaign import CLEAN_OPS, Run, Tally
 from tools.lab.cluster import Cluster, ops_of
 from tools.lab.commands import LabError
 from tools.lab.mesh import BOTH, Node, Part
-from tools.lab.oplog import Op, Options, clean_ops_s, find_violations, next_step
+from tools.lab.oplog import Op, clean_ops_s, find_violations, next_step
 
 ANY_PARTS: tuple[tuple[Part, ...], ...] = (("agent",), ("trainer",), BOTH)
 WIFI_PATCH = """
@@ -119,57 +118,7 @@ class Cut(Fault):
             cluster.lab.mend(victim.host)
 
 
-CLEAN_OPS = 3  # before each fault
 MOST_HANGS = 3  # then the campaign ends: each has cost its patience, and more would say no more
-
-
-@dataclass(slots=True)
-class Tally:
-    """What the episodes of one campaign have come to."""
-
-    recovery_s: list[float] = field(default_factory=list[float])
-    clean_s: list[float] = field(default_factory=list[float])
-    in_flight: int = 0
-    """Faults that struck when all had called the op and none had completed it."""
-    ops_checked: int = 0
-    hangs: int = 0
-    violations: list[str] = field(default_factory=list[str])
-    facts: dict[str, float] = field(default_factory=dict[str, float])
-    """What else was measured, by name."""
-
-    def check(self, ops: Mapping[str, Sequence[Op]], survivors: Iterable[str] = ()) -> None:
-        """Compare ops with each other: see `find_violations`."""
-        self.ops_checked += sum(map(len, ops.values()))
-        self.violations += find_violations(ops, survivors=survivors)
-
-    def note_errors(self, nodes: Sequence[Node], since: float) -> None:
-        """What the calls of these nodes' trainers have raised is a violation."""
-        for node in nodes:
-            self.violations += [f"{node.name}: {e.says}" for e in node.life.errors(since)]
-
-    def await_clean(self, cluster: Cluster, nodes: Sequence[Node] | None = None) -> float:
-        """Until some undisturbed ops are done, which are measured; when that began."""
-        began = cluster.await_ops(CLEAN_OPS, nodes)
-        lives = [node.life for node in (cluster.nodes if nodes is None else nodes)]
-        self.clean_s += clean_ops_s(lives, since=began, until=time.monotonic())
-        return began
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """How often, how large, with which dice: what the command line says."""
-
-    episodes: int
-    op_bytes: int
-    seed: int
-    logs: Path | None = None
-
-    def options(self, wait_for: int = 4, **more: Any) -> Options:  # noqa: ANN401 - of Options
-        return Options(number=0, wait_for=wait_for, op_bytes=self.op_bytes, **more)
-
-    def random(self) -> Random:
-        """The dice: the same seed, the same faults, though not at the same instructions."""
-        return Random(self.seed)  # noqa: S311 - repeats a run
 
 
 def run_faults(run: Run, fault: Fault, *, nodes: int = 4, calls: str = "sum") -> Tally:

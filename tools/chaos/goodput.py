@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from tools.chaos.episodes import Run, Tally
+from tools.lab.campaign import Run, Tally
 from tools.lab.cluster import Cluster, settled_ops
 from tools.lab.mesh import Node, Trainer
 

@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tools.chaos.episodes import ANY_PARTS, Run, Tally
+from tools.chaos.episodes import ANY_PARTS
+from tools.lab.campaign import Run, Tally
 from tools.lab.cluster import Cluster, ops_of
 from tools.lab.mesh import Node
 from tools.lab.oplog import clean_ops_s, longest_gap_s

@@ -94,7 +94,7 @@ class Weight(NamedTuple):
         return Weight(max(w.descriptors for w in weights), max(w.nbytes for w in weights))
 
 
-class Measured(NamedTuple):
+class Pairs(NamedTuple):
     controls: list[Turn]
     attacks: list[Turn]
 
@@ -104,8 +104,27 @@ class Measured(NamedTuple):
         pairs = zip(self.attacks, self.controls, strict=True)
         return statistics.median(a.ops_per_s / max(c.ops_per_s, 1e-9) for a, c in pairs)
 
+    @property
+    def faults(self) -> list[str]:
+        return [fault for turn in (*self.controls, *self.attacks) for fault in turn.faults]
 
-def run_turns(order: Order, turns: int, logs: Path | None = None) -> Measured:
+    @property
+    def facts(self) -> dict[str, float]:
+        """Medians; the descriptors and the memory are of the agent that took most more of them."""
+        control, attack = Turn.median_of(self.controls), Turn.median_of(self.attacks)
+        return {
+            "ops/s of the control": control.ops_per_s,
+            "ops/s": attack.ops_per_s,
+            "ratio": self.ratio,
+            "slowest op later by, s": attack.slowest_s - control.slowest_s,
+            "more descriptors": attack.more_descriptors,
+            "more memory, MiB": attack.more_mib,
+            "join, s": attack.join_s,
+            "at rest again after, s": attack.rest_s,
+        }
+
+
+def run_turns(order: Order, turns: int, logs: Path | None = None) -> Pairs:
     """So many turns, each a control and an attack."""
     shared = {"PMESH_KEY": new_key(), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     options = Options(number=0, wait_for=2, op_bytes=OP_BYTES)
@@ -125,7 +144,7 @@ def run_turns(order: Order, turns: int, logs: Path | None = None) -> Measured:
             measured[now.control].append(turn)
             who = "control" if now.control else "attack "
             print(f"  {who} {msgspec.json.encode(turn).decode()}", flush=True)
-    return Measured(measured[True], measured[False])
+    return Pairs(measured[True], measured[False])
 
 
 def _prepare(host: Host, kind: str) -> None:

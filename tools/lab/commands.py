@@ -3,8 +3,8 @@
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 import cyclopts
 
@@ -17,44 +17,37 @@ class LabError(Exception):
     """A measurement could not be made; says what the programs have printed."""
 
 
-def new_app(name: str, text: str | None) -> cyclopts.App:
-    return cyclopts.App(name=name, help=text, help_format="plaintext", version_flags=[])
-
-
-def run_app(
-    app: cyclopts.App,
-    arguments: Sequence[str] | None,
-    *,
-    starts: str | None = "run",
-    needs_lab: bool = True,
+def run_command(
+    function: Callable[..., Any], words: Sequence[str], *, name: str, needs_lab: bool = False
 ) -> int:
-    """Run a command; a Ctrl-C or a kill ends all that was started, too.
+    """Call a function as the words of a command line say; a Ctrl-C ends all that it starts, too.
 
     Args:
-        app: Has the command.
-        arguments: The process's own if None.
-        starts: The command that starts hosts; None: whatever is asked for.
+        function: Its parameters are the options, its docstring the help.
+        words: What follows the name.
+        name: For errors and the help.
         needs_lab: It can't do without network namespaces.
 
     Returns:
         The exit code.
     """
-    name = app.name[0]
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    may_clean = starts is None or arguments[:1] == [starts]
-    reason = why_not() if may_clean else None
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
+    app = cyclopts.App(name=name, help_format="plaintext", version_flags=[])
+    app.default(function)
+    asks = {"--help", "-h"} & {*words}
+    reason = None if asks else why_not()
     if needs_lab and reason is not None:
         print(f"{name}: {reason}", file=sys.stderr)
         return 1
     try:
-        if may_clean and reason is None:
+        if reason is None and not asks:
             clean()  # what a run that was killed has left
-        return app(arguments, result_action="return_int_as_exit_code_else_zero") or 0
+        return app(words, result_action="return_int_as_exit_code_else_zero") or 0
     except (LabError, NetLabError, ValueError) as e:
         print(f"{name}: {e}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"{name}: interrupted: {shlex.join(arguments)}", file=sys.stderr)
+        print(f"{name}: interrupted: {shlex.join(words)}", file=sys.stderr)
         return 130

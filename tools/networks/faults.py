@@ -10,7 +10,8 @@ from random import Random
 from typing import NamedTuple
 
 from tools.chaos.campaigns import check_after
-from tools.chaos.episodes import CLEAN_OPS, Cut, Fault, Kill, Run, Tally, run_episodes
+from tools.chaos.episodes import Cut, Fault, Kill, run_episodes
+from tools.lab.campaign import CLEAN_OPS, Run, Tally
 from tools.lab.cluster import Cluster
 from tools.lab.commands import LabError
 from tools.lab.mesh import BOTH
@@ -21,7 +22,7 @@ HOSTS = 3
 PATIENCE_S = 90.0  # what has not come then has hung
 
 
-class Row(NamedTuple):
+class Trouble(NamedTuple):
     """One fault and its bar."""
 
     what: str
@@ -55,14 +56,14 @@ def judge_faults(
         yield _judge(row, tally, timed=timed)
 
 
-def _rows(profile: str, trip_s: float, partitions_s: tuple[float, ...]) -> Iterator[Row]:
+def _rows(profile: str, trip_s: float, partitions_s: tuple[float, ...]) -> Iterator[Trouble]:
     killed_s, cut_s = 4 * trip_s + 0.020, 2.5 if profile in {"wired", "wifi"} else 10.0
     for what, limit_s, fault in (
         ("a rank killed", killed_s, Kill(parts=("trainer",), patience_s=PATIENCE_S)),
         ("a host's agent and rank killed", killed_s, Kill(parts=BOTH, patience_s=PATIENCE_S)),
         ("a host's link cut", cut_s, Cut(patience_s=PATIENCE_S)),
     ):
-        yield Row(
+        yield Trouble(
             what,
             limit_s,
             _episodes_of(fault),
@@ -70,7 +71,7 @@ def _rows(profile: str, trip_s: float, partitions_s: tuple[float, ...]) -> Itera
         )
     for apart_s in partitions_s:
         what = f"healed after a partition of {apart_s:g} s"
-        yield Row(what, 10 * trip_s + 5.0, partial(run_partitions, apart_s=apart_s))
+        yield Trouble(what, 10 * trip_s + 5.0, partial(run_partitions, apart_s=apart_s))
 
 
 def _episodes_of(fault: Fault) -> Callable[[Cluster, int, Random], Tally]:
@@ -97,7 +98,7 @@ def run_partitions(cluster: Cluster, count: int, random: Random, *, apart_s: flo
     return tally
 
 
-def _judge(row: Row, tally: Tally, *, timed: bool) -> Verdict:
+def _judge(row: Trouble, tally: Tally, *, timed: bool) -> Verdict:
     what, value_s = f"{row.what}, longest", max(tally.recovery_s, default=math.inf)
     if row.beyond_clean and tally.clean_s and tally.recovery_s:
         clean_s = statistics.median(tally.clean_s)

@@ -1,7 +1,4 @@
-"""One rank that averages gradients without end; each step is a line of JSON on standard output.
-
-python -m tools.networks.worker pmesh|gloo RANK SIZE BYTES SYNC
-"""
+"""One rank that averages gradients without end; each step is a line of JSON on standard output."""
 
 import importlib
 import logging
@@ -15,8 +12,6 @@ import msgspec
 import numpy as np
 
 from tools.networks.results import Line
-
-TAKEN_BACK = "taken back"
 
 
 def say(line: Line) -> None:
@@ -77,13 +72,13 @@ def steps_of_gloo(rank: int, size: int, count: int) -> Iterator[Callable[[], int
         yield step
 
 
-def main(system: str, rank: str, size: str, nbytes: str, sync: str) -> None:
-    """Make steps until the process is killed."""
-    count = int(nbytes) // 4
+def work(system: str, rank: int, size: int, nbytes: int, sync: bool) -> None:  # noqa: FBT001 - of JSON
+    """Make steps until the process is killed; only pmesh's ranks sync."""
+    count = nbytes // 4
     if system == "pmesh":
-        steps = steps_of_pmesh(int(size), count, sync=sync == "sync")
+        steps = steps_of_pmesh(size, count, sync=sync)
     else:
-        steps = steps_of_gloo(int(rank), int(size), count)
+        steps = steps_of_gloo(rank, size, count)
     say(Line(what="joined", at=time.monotonic()))
     for step in steps:
         began = time.monotonic()
@@ -93,7 +88,3 @@ def main(system: str, rank: str, size: str, nbytes: str, sync: str) -> None:
             say(Line(what="error", at=time.monotonic(), says=f"{type(e).__name__}: {e}"))
             sys.exit(1)
         say(Line(what="step", at=time.monotonic(), took_s=time.monotonic() - began, ranks=ranks))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

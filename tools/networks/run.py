@@ -1,15 +1,9 @@
 """pmesh on networks as people have them: steps of training and small calls beside gloo, and faults.
 
-    $ sudo .venv/bin/python -m tools.networks run --short
-    $ sudo .venv/bin/python -m tools.networks run far crowded --seconds 120 --seeds 1 --seeds 2
-    $ sudo .venv/bin/python -m tools.networks calls
-    $ sudo .venv/bin/python -m tools.networks faults homes --episodes 10 --partition-s 30
-
 Linux, root, a C compiler, torch. Each profile is in `tools.networks.lab`.
 """
 
 import contextlib
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
@@ -20,8 +14,9 @@ import msgspec
 from msgspec.json import decode
 
 from tools.bench.systems import start_ranks
-from tools.chaos.episodes import Run
-from tools.lab.commands import Flag, new_app, run_app
+from tools.lab.call import words_for
+from tools.lab.campaign import Run
+from tools.lab.commands import Flag
 from tools.lab.mesh import Mesh, Node
 from tools.lab.net import Host
 from tools.lab.program import await_that
@@ -29,11 +24,11 @@ from tools.lab.report import Verdict
 from tools.networks.faults import judge_faults
 from tools.networks.lab import PROFILES, SlowLab, measure_round_trip_s
 from tools.networks.results import Line, Outcome, verdicts_of, verdicts_of_calls
+from tools.networks.worker import work
 
 SHORT = ("wired", "crowded")
 SHORT_S = 5.0
 SYSTEMS = ("gloo", "pmesh")
-app = new_app("networks", __doc__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +42,7 @@ class Load:
     """pmesh's ranks call mesh.sync() before each step."""
 
 
-@app.command
-def run(
+def steps(
     *profiles: str,
     seconds: float = 30.0,
     seeds: tuple[int, ...] = (1,),
@@ -82,7 +76,6 @@ def run(
     return int(missed > 0)
 
 
-@app.command
 def calls(
     *profiles: str,
     seconds: float = 30.0,
@@ -111,7 +104,6 @@ def calls(
     return int(missed > 0)
 
 
-@app.command
 def faults(
     *profiles: str,
     episodes: int = 5,
@@ -184,10 +176,7 @@ def measure(hosts: Sequence[Host], system: str, folder: Path, load: Load) -> Out
             mesh.await_view()
             nodes, environments = mesh.nodes, [node.environment for node in mesh.nodes]
         commands = [
-            [
-                *(sys.executable, "-m", "tools.networks.worker", system, str(rank)),
-                *(str(len(hosts)), str(load.nbytes), "sync" if load.sync else "plain"),
-            ]
+            words_for(work, system, rank, len(hosts), load.nbytes, load.sync)
             for rank, _ in enumerate(hosts)
         ]
         workers = start_ranks(hosts, system, commands, environments, folder=folder, stack=stack)
@@ -210,12 +199,3 @@ def measure(hosts: Sequence[Host], system: str, folder: Path, load: Load) -> Out
 
 def _views(nodes: Sequence[Node]) -> int:
     return max((node.epoch for node in nodes), default=0)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; errors are one line."""
-    return run_app(app, arguments, starts=None)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,33 +1,22 @@
 """pmesh beside gloo and MLX's ring, compressed all-reduces beside uncompressed ones; in turns.
 
-    $ python -m tools.bench list
-    $ python -m tools.bench run loopback-2 --json docs/explanation/benchmarks/loopback-2.json
-    $ sudo .venv/bin/python -m tools.bench run gigabit-4 --json ...      # Linux
-    $ sudo .venv/bin/python -m tools.bench run 1gbit --schemes none,int8 --rounds 1
-    $ python -m tools.bench report benchmarks docs/explanation/benchmarks/*.json
-    $ python -m tools.bench report compression-speed docs/explanation/compression/*.json
-
-It needs torch and MLX (`pip install '.[torch,mlx]'`), a network lab also iperf3. The kernels alone
-are measured by `python -m tools.bench.kernels`, what compression does to a training by
-`python -m tools.bench.training`.
+It needs torch and MLX (`pip install '.[torch,mlx]'`), a network lab also iperf3.
 """
 
 import importlib.util
 import os
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from tools.bench.cases import CASES, SOAK_OPS, Case, find_case
 from tools.bench.compressed import find_way
 from tools.bench.measuring import Taken, take_rounds
-from tools.bench.report import COMPRESSION_PAGE, lines_of, render
+from tools.bench.report import lines_of
 from tools.bench.results import Measured, Results, Run
 from tools.bench.soaking import soak
-from tools.lab.commands import Flag, LabError, new_app, run_app
+from tools.lab.commands import Flag, LabError
 from tools.lab.results import (
     describe_commit,
     describe_machine,
@@ -35,7 +24,7 @@ from tools.lab.results import (
     replaced,
     write_results,
 )
-from tools.lab.units import KIB, size_text
+from tools.lab.units import KIB
 
 SHORT_BYTES = 64 * KIB
 SHORT_SIDE = 256
@@ -46,18 +35,8 @@ LAG_OPS = 40
 MODULES = {"gloo": "torch", "mlx": "mlx.core"}
 # One thread for each rank's linear algebra, as torchrun sets it: they share the machine's cores.
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-app = new_app("bench", __doc__)
 
 
-@app.command(name="list")
-def list_cases() -> None:
-    """The cases, with their sizes and who has turns."""
-    for case in CASES:
-        sizes = ", ".join(map(size_text, case.sizes))
-        print(f"{case.name:12} {sizes:32} {case.what}: {', '.join(case.turns)}")
-
-
-@app.command
 def run(
     *cases: str,
     sizes: tuple[int, ...] = (),
@@ -97,25 +76,6 @@ def run(
         if case.is_compression:
             os.environ.update(ONE_THREAD)
         _measure(chosen, rounds_, ops or _ops(case, short=short), json, add=add)
-
-
-@app.command
-def report(
-    page: Literal["benchmarks", "compression-speed"], *files: Path, plot: Path | None = None
-) -> None:
-    """Write the page, from the results in these files, to standard output.
-
-    Args:
-        page: Which one.
-        files: As `run --json` has written them.
-        plot: Where a picture of the schemes' speeds goes: .svg, .png or .pdf.
-    """
-    results = [read_results(file, Results) for file in files]
-    print(render(page, results), end="")
-    if plot is not None and page == COMPRESSION_PAGE:
-        from tools.bench.plots import draw_speeds  # noqa: PLC0415 - who asks has matplotlib
-
-        draw_speeds(plot, [measured for each in results for measured in each.measured])
 
 
 def _ops(case: Case, *, short: bool) -> int:
@@ -159,7 +119,7 @@ def _describe(case: Case, taken: Taken, ops: int) -> Measured:
     is_soak = case.kind in {"memory", "lag"}
     options += f" --ops {ops}" if is_soak else f" --rounds {len(taken.rounds)}"
     made = Run(
-        command=f"python -m tools.bench run {case.name}{options}",
+        command=f"python -m tools run {case.name}{options}",
         commit=describe_commit(),
         machine=describe_machine(),
         rounds=taken.rounds,
@@ -184,11 +144,3 @@ def _check(case: Case) -> None:
         missing = importlib.util.find_spec(module.partition(".")[0]) is None
         if missing and system in needed:
             raise LabError(f"{system} needs {module}: pip install '.[torch,mlx]'")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    return run_app(app, arguments, needs_lab=False)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
