@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from tools.bench.systems import FIRST_PORT, start_ranks
+from tools.bench.systems import Place, ring_settings, start_ranks
 from tools.lab.call import words_for
 from tools.lab.mesh import AGENT, Mesh
 from tools.lab.net import Host, NetLab, loopbacks
@@ -102,11 +102,7 @@ def _launched(ranks: int, words: Sequence[str]) -> list[str]:
 
 
 def _run_ring(hosts: Sequence[Host], folder: Path, sizes: Sizes) -> dict[str, float]:
-    file = folder / "hosts.json"
-    file.write_text(json.dumps([[f"{host.ipv4}:{FIRST_PORT}"] for host in hosts]))
-    environments = [
-        {"MLX_HOSTFILE": str(file), "MLX_RANK": str(rank)} for rank, _ in enumerate(hosts)
-    ]
+    environments = ring_settings(Place(hosts=tuple(hosts)), folder)
     return _steps(hosts, words_for(worker, "ring", *sizes), environments, folder)
 
 

@@ -6,14 +6,13 @@ The model is a tiny random one, so nearly all of the time is the network's: two 
 import json
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 from mlx_lm.generate import generate_step
 from mlx_lm.models import qwen2
 
 from pmesh.mlx_lm.libraries import mx
-from tools.bench.systems import Place
+from tools.bench.systems import Place, ring_settings
 from tools.lab.call import words_for
 from tools.lab.commands import LabError
 from tools.lab.mesh import Mesh
@@ -104,19 +103,12 @@ def _take_turn(name: str, mesh: Mesh, number: int, tokens: int) -> list[dict[str
         turn = ("--wait-for", str(RANKS), "--job", f"turn-{number}")
         words = ["-m", "pmesh.cli", "mlx", *turn, *words]
     else:
-        variables = _ring(nodes[0].home.with_name("hosts.json"))
+        variables = ring_settings(Place(hosts=loopbacks(RANKS)), mesh.folder)
     ranks = [
         mesh.start_program(node, *words, variables=its)
         for node, its in zip(nodes, variables, strict=False)
     ]
     return [_result_of(rank) for rank in ranks]
-
-
-def _ring(hosts: Path) -> list[dict[str, str]]:
-    # MLX's ring takes its ports from a file, so they are free now and, mostly, a moment later.
-    ports = Place(hosts=loopbacks(RANKS)).free_ports()
-    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
-    return [{"MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank)} for rank in range(RANKS)]
 
 
 def _result_of(rank: Program) -> dict[str, Any]:

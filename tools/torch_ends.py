@@ -10,13 +10,13 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 from pmesh.testing import agent_in_a_thread
 from tools.lab.call import words_for
 from tools.lab.mesh import inherited
+from tools.lab.program import keep_busy
 
 RANKS = (3, 6)
 STEPS = 10
@@ -31,8 +31,7 @@ def run(*, runs: int = 100, busy: int = 4) -> int:
     """
     with tempfile.TemporaryDirectory(prefix="pmesh-") as home, ExitStack() as stack:
         stack.enter_context(agent_in_a_thread(Path(home)))
-        for _ in range(busy):
-            stack.enter_context(_busy())
+        stack.enter_context(keep_busy(busy))
         # A process of its own: it forks, and must have no threads.
         command = [sys.executable, "-W", "ignore", *words_for(fork, runs)]
         settings = {"PMESH_HOME": home, "OMP_NUM_THREADS": "1"}
@@ -85,12 +84,3 @@ def _forked(*, destroy: bool) -> int:
         train(destroy=destroy)
         sys.exit(0)  # not os._exit: how Python ends is what this is about
     return child
-
-
-@contextmanager
-def _busy() -> Iterator[None]:
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
-        try:
-            yield
-        finally:
-            process.kill()

@@ -42,7 +42,7 @@ Bars = tuple[tuple[str, float], ...]
 """Of schemes, by name."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Case:
     """What is measured together, in one start of the systems."""
 
@@ -87,16 +87,11 @@ class Case:
 _ALL = (UNCOMPRESSED, "bf16", "fp16", "int8", "topk", "onebit", "powersgd-4", "auto", "auto-any")
 
 
+# fmt: off
 def _peers(name: str, what: str, ranks: int, *sizes: int, bits_per_s: int | None = None) -> Case:
     return Case(
-        name=f"{name}-{ranks}",
-        what=what,
-        ranks=ranks,
-        kind="peers",
-        turns=(PMESH, GLOO, MLX),
-        sizes=sizes,
-        in_lab=bits_per_s is not None,
-        link_bits_per_s=bits_per_s,
+        f"{name}-{ranks}", what, ranks, "peers", (PMESH, GLOO, MLX), sizes=sizes,
+        in_lab=bits_per_s is not None, link_bits_per_s=bits_per_s,
     )
 
 
@@ -104,22 +99,13 @@ def _network(name: str, what: str, network: Network, size: int, *megabits: int) 
     """Hosts that pmesh alone has to find its ways between."""
     first, *more = (each * MEGABIT for each in megabits)
     return Case(
-        name=name,
-        what=what,
-        ranks=int(name.rpartition("-")[2]),
-        kind="peers",
-        turns=(PMESH,),
-        network=network,
-        link_bits_per_s=first,
-        more_bits_per_s=tuple(more),
-        sizes=(size,),
+        name, what, int(name.rpartition("-")[2]), "peers", (PMESH,), sizes=(size,),
+        network=network, link_bits_per_s=first, more_bits_per_s=tuple(more),
     )
 
 
 def _alone(kind: Kind, what: str, size: int) -> Case:
-    what = f"{what}, 2 ranks"
-    turns = (PMESH,)
-    return Case(name=kind, what=what, ranks=2, kind=kind, turns=turns, sizes=(size,), in_lab=False)
+    return Case(kind, f"{what}, 2 ranks", 2, kind, (PMESH,), sizes=(size,), in_lab=False)
 
 
 CASES: tuple[Case, ...] = (
@@ -139,66 +125,26 @@ CASES: tuple[Case, ...] = (
     _network("twice-2", "2 hosts, 1 Gbit/s twice", "cables", 64 * MIB, 1000, 1000),
     _network("chain-3", "3 hosts in a chain, 1 Gbit/s", "chain", 16 * MIB, 1000),
     _network("mixed-8", "8 hosts, 25 to 200 Mbit/s by pair", "mixed", 4 * MIB, max(DRAWN)),
-    _alone(
-        "gradients",
-        f"average_gradients of {GRADIENT_ARRAYS} arrays against all_reduce of one",
-        GRADIENT_BYTES,
-    ),
+    _alone("gradients",
+           f"average_gradients of {GRADIENT_ARRAYS} arrays against all_reduce of one",
+           GRADIENT_BYTES),
     _alone("memory", f"{SOAK_OPS:,} ops one after the other", SOAK_BYTES),
     _alone("lag", "ops back to back", BUSY_BYTES),
-    Case(
-        name="100mbit",
-        what="4 hosts, 100 Mbit/s",
-        ranks=4,
-        kind="compressed",
-        link_bits_per_s=100 * MEGABIT,
-        turns=_ALL,
-        speed_bars=(("int8", 3.3), ("topk", 10.0), ("powersgd-4", 30.0)),
-    ),
-    Case(
-        name="1gbit",
-        what="4 hosts, 1 Gbit/s",
-        ranks=4,
-        kind="compressed",
-        link_bits_per_s=1000 * MEGABIT,
-        turns=_ALL,
-        speed_bars=(("int8", 2.5), ("powersgd-4", 5.0)),
-    ),
-    Case(
-        name="loopback",
-        what="4 ranks on loopback",
-        ranks=4,
-        kind="compressed",
-        in_lab=False,
-        turns=_ALL,
-    ),
-    Case(
-        name="wire",
-        what="8 hosts, bytes on the wire",
-        ranks=8,
-        kind="compressed",
-        turns=(UNCOMPRESSED, "bf16", "fp16", "int8", "topk", "topk-compact", "onebit"),
-        side=WIRE_SIDE,
-        wire_bars=(("bf16", 1.98), ("int8", 3.85), ("topk", 12.0), ("topk-compact", 24.0)),
-    ),
-    Case(
-        name="resnet18",
-        what="4 hosts, the parameters of a ResNet18 for CIFAR",
-        ranks=4,
-        kind="compressed",
-        turns=(UNCOMPRESSED, "powersgd-1", "powersgd-2", "powersgd-4"),
-        layout="resnet18",
-        wire_bars=(("powersgd-1", 240.0), ("powersgd-2", 135.0), ("powersgd-4", 71.0)),
-    ),
-    Case(
-        name="training",
-        what="training, 4 hosts, 100 Mbit/s",
-        ranks=4,
-        link_bits_per_s=100 * MEGABIT,
-        kind="train",
-        turns=(PMESH, GLOO),
-    ),
+    Case("100mbit", "4 hosts, 100 Mbit/s", 4, "compressed", _ALL, link_bits_per_s=100 * MEGABIT,
+         speed_bars=(("int8", 3.3), ("topk", 10.0), ("powersgd-4", 30.0))),
+    Case("1gbit", "4 hosts, 1 Gbit/s", 4, "compressed", _ALL, link_bits_per_s=1000 * MEGABIT,
+         speed_bars=(("int8", 2.5), ("powersgd-4", 5.0))),
+    Case("loopback", "4 ranks on loopback", 4, "compressed", _ALL, in_lab=False),
+    Case("wire", "8 hosts, bytes on the wire", 8, "compressed",
+         (UNCOMPRESSED, "bf16", "fp16", "int8", "topk", "topk-compact", "onebit"), side=WIRE_SIDE,
+         wire_bars=(("bf16", 1.98), ("int8", 3.85), ("topk", 12.0), ("topk-compact", 24.0))),
+    Case("resnet18", "4 hosts, the parameters of a ResNet18 for CIFAR", 4, "compressed",
+         (UNCOMPRESSED, "powersgd-1", "powersgd-2", "powersgd-4"), layout="resnet18",
+         wire_bars=(("powersgd-1", 240.0), ("powersgd-2", 135.0), ("powersgd-4", 71.0))),
+    Case("training", "training, 4 hosts, 100 Mbit/s", 4, "train", (PMESH, GLOO),
+         link_bits_per_s=100 * MEGABIT),
 )
+# fmt: on
 
 
 def find_case(name: str) -> Case:

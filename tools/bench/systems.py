@@ -266,15 +266,15 @@ def start_gloo(place: Place, folder: Path, stack: contextlib.ExitStack) -> Runni
 
 def start_mlx(place: Place, folder: Path, stack: contextlib.ExitStack) -> Running:
     """A process for each rank, which find each other by a host file."""
+    return Running(_start_workers(place, "mlx", folder, stack, ring_settings(place, folder)))
+
+
+def ring_settings(place: Place, folder: Path) -> list[dict[str, str]]:
+    """What each rank of MLX's ring reads from its environment; the ports are free for now."""
     file = folder / "hosts.json"
-    ports = place.free_ports()
-    file.write_text(
-        json.dumps([[f"{h.ipv4}:{p}"] for h, p in zip(place.hosts, ports, strict=True)])
-    )
-    environments = [
-        {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(file)} for rank in range(place.ranks)
-    ]
-    return Running(_start_workers(place, "mlx", folder, stack, environments))
+    hosts = zip(place.hosts, place.free_ports(), strict=True)
+    file.write_text(json.dumps([[f"{host.ipv4}:{port}"] for host, port in hosts]))
+    return [{"MLX_RANK": str(rank), "MLX_HOSTFILE": str(file)} for rank in range(place.ranks)]
 
 
 START: Mapping[str, Start] = {"pmesh": start_pmesh, "gloo": start_gloo, "mlx": start_mlx}

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from tools.lab.campaign import Run, Tally
 from tools.lab.cluster import Cluster, ops_of
 from tools.lab.mesh import Node
 from tools.lab.oplog import clean_ops_s, longest_gap_s
+from tools.lab.program import keep_busy
 
 PAUSE_S = 1.0
 MINUTE_S = 60.0
@@ -82,7 +82,7 @@ def run_pauses(run: Run) -> Tally:
 
 def run_pegged(run: Run) -> Tally:
     """All cores busy with other work, twice as many processes as cores, for a minute."""
-    return _run_disturbed(run, lambda _: _busy_processes(2 * (os.cpu_count() or 1)))
+    return _run_disturbed(run, lambda _: keep_busy(2 * (os.cpu_count() or 1)))
 
 
 def run_losses(run: Run) -> Tally:
@@ -157,17 +157,6 @@ def _run_disturbed(
             cluster.forget_ops(before=time.monotonic())
     tally.facts = {"ops meanwhile": len(tally.recovery_s), "longest gap between ops, s": max(gaps)}
     return tally
-
-
-@contextlib.contextmanager
-def _busy_processes(count: int) -> Iterator[None]:
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for process in busy:
-            process.kill()
-            process.wait()
 
 
 STRAGGLER_AFTER_S = 4.0

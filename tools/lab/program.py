@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -269,3 +270,13 @@ def await_that(
                 raise LabError("\n".join([f"{what} did not come {when}", *shown]))
             NEWS.wait(min(left_s, LOOK_EVERY_S))
     return time.monotonic() - began
+
+
+@contextlib.contextmanager
+def keep_busy(count: int) -> Iterator[None]:
+    """So many processes that compute without a rest, from `with` to its end."""
+    with contextlib.ExitStack() as stack:
+        for number in range(count):
+            command = [sys.executable, "-c", "while True: pass"]
+            stack.enter_context(Program.start(f"busy {number}", command, environment=os.environ))
+        yield
