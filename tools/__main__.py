@@ -21,7 +21,7 @@ from tools.lab.report import PAGES
 from tools.lab.results import read_results
 
 
-class Row(Protocol):
+class NamedRow(Protocol):
     @property
     def name(self) -> str: ...
     @property
@@ -41,8 +41,8 @@ class Tool:
     needs_lab: bool = False
     """It can't do without network namespaces: Linux, root."""
 
-    def rows(self) -> Iterable[Row]:
-        found: Iterable[Row] = resolve_name(self.table) if self.table else ()
+    def rows(self) -> Iterable[NamedRow]:
+        found: Iterable[NamedRow] = resolve_name(self.table) if self.table else ()
         return found
 
 
@@ -147,7 +147,7 @@ def report(
     else:
         from tools.bench import report, results
 
-        found = [read_results(file, results.Results) for file in files]
+        found = [read_results(file, results.CaseResults) for file in files]
         print(report.render(page, found), end="")
         if plot is not None:
             from tools.bench.plots import draw_speeds

@@ -9,7 +9,7 @@ import cyclopts
 from tools.chaos.bars import CAMPAIGNS as CHAOS
 from tools.hostile.rows import CAMPAIGNS as HOSTILE
 from tools.kills.rows import CAMPAIGNS as KILLS
-from tools.lab.campaign import Campaign, Run, Tally
+from tools.lab.campaign import Campaign, CampaignRun, Tally
 from tools.lab.commands import Flag, LabError
 from tools.lab.measured import Measured, Results, figures_of
 from tools.lab.results import (
@@ -70,7 +70,7 @@ def run(
     met = True
     for campaign in chosen:
         for size in size_mb[:1] if campaign.one_size else size_mb:
-            order = Run(
+            order = CampaignRun(
                 episodes=episodes or (campaign.short_episodes if short else campaign.episodes),
                 op_bytes=int(size * MIB),
                 seed=seed,
@@ -87,7 +87,7 @@ def run(
     return 0 if met else 1
 
 
-def _measure(campaign: Campaign, order: Run) -> Measured:
+def _measure(campaign: Campaign, order: CampaignRun) -> Measured:
     began = time.monotonic()
     print(f"{campaign.name}: {campaign.what}; {order.episodes:,} times …", flush=True)
     try:

@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from tools.bench.systems import Place, ring_settings, start_ranks
+from tools.bench.systems import RankHosts, ring_settings, start_ranks
 from tools.lab.call import words_for
-from tools.lab.mesh import AGENT, Mesh
-from tools.lab.net import Host, NetLab, loopbacks
+from tools.lab.mesh import AGENT, LabMesh
+from tools.lab.net import LabHost, NetLab, loopbacks
 from tools.lab.program import PATIENCE_S
 
 HIDDEN_BAR = 0.80
@@ -74,7 +74,7 @@ def call(*, ranks: int = 2, kib: int = 1024, calls: int = 200) -> int:
     """
     with (
         tempfile.TemporaryDirectory(prefix="mlx-speed-") as folder,
-        Mesh(1) as mesh,
+        LabMesh(1) as mesh,
     ):
         mesh.start_agents()
         mesh.await_view()
@@ -88,8 +88,8 @@ def call(*, ranks: int = 2, kib: int = 1024, calls: int = 200) -> int:
     return int(more_ms > CALL_BAR_MS)
 
 
-def _run_pmesh(hosts: Sequence[Host], folder: Path, sizes: Sizes) -> dict[str, float]:
-    with Mesh(hosts) as mesh:
+def _run_pmesh(hosts: Sequence[LabHost], folder: Path, sizes: Sizes) -> dict[str, float]:
+    with LabMesh(hosts) as mesh:
         mesh.start_agents()
         mesh.await_view()
         environments = [node.environment for node in mesh.nodes]
@@ -101,13 +101,13 @@ def _launched(ranks: int, words: Sequence[str]) -> list[str]:
     return ["-c", AGENT, "mlx", "--wait-for", str(ranks), *words]
 
 
-def _run_ring(hosts: Sequence[Host], folder: Path, sizes: Sizes) -> dict[str, float]:
-    environments = ring_settings(Place(hosts=tuple(hosts)), folder)
+def _run_ring(hosts: Sequence[LabHost], folder: Path, sizes: Sizes) -> dict[str, float]:
+    environments = ring_settings(RankHosts(hosts=tuple(hosts)), folder)
     return _steps(hosts, words_for(worker, "ring", *sizes), environments, folder)
 
 
 def _steps(
-    hosts: Sequence[Host],
+    hosts: Sequence[LabHost],
     command: Sequence[str],
     environments: Sequence[Mapping[str, str]],
     folder: Path,

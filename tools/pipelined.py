@@ -12,12 +12,12 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import qwen2
 
 from pmesh.mlx_lm.libraries import mx
-from tools.bench.systems import Place, ring_settings
+from tools.bench.systems import RankHosts, ring_settings
 from tools.lab.call import words_for
 from tools.lab.commands import LabError
-from tools.lab.mesh import Mesh
+from tools.lab.mesh import LabMesh
 from tools.lab.net import loopbacks
-from tools.lab.program import Program
+from tools.lab.program import LabProgram
 
 RANKS = 2
 TOKENS = 200
@@ -77,7 +77,7 @@ def measure(*, rounds: int = 5, tokens: int = TOKENS) -> int:
     """
     found: dict[str, list[float]] = {name: [] for name in SYSTEMS}
     texts: list[list[int]] = []
-    with Mesh(RANKS) as mesh:
+    with LabMesh(RANKS) as mesh:
         mesh.start_agents()
         mesh.await_view()
         for number in range(rounds):
@@ -93,7 +93,7 @@ def measure(*, rounds: int = 5, tokens: int = TOKENS) -> int:
     return 0
 
 
-def _take_turn(name: str, mesh: Mesh, number: int, tokens: int) -> list[dict[str, Any]]:
+def _take_turn(name: str, mesh: LabMesh, number: int, tokens: int) -> list[dict[str, Any]]:
     """Return what each rank has printed."""
     words = words_for(work, name == SYSTEMS[1], tokens)
     nodes, variables = mesh.nodes, [dict[str, str]()] * RANKS
@@ -103,7 +103,7 @@ def _take_turn(name: str, mesh: Mesh, number: int, tokens: int) -> list[dict[str
         turn = ("--wait-for", str(RANKS), "--job", f"turn-{number}")
         words = ["-m", "pmesh.cli", "mlx", *turn, *words]
     else:
-        variables = ring_settings(Place(hosts=loopbacks(RANKS)), mesh.folder)
+        variables = ring_settings(RankHosts(hosts=loopbacks(RANKS)), mesh.folder)
     ranks = [
         mesh.start_program(node, *words, variables=its)
         for node, its in zip(nodes, variables, strict=False)
@@ -111,7 +111,7 @@ def _take_turn(name: str, mesh: Mesh, number: int, tokens: int) -> list[dict[str
     return [_result_of(rank) for rank in ranks]
 
 
-def _result_of(rank: Program) -> dict[str, Any]:
+def _result_of(rank: LabProgram) -> dict[str, Any]:
     if rank.join(within_s=PATIENCE_S) or not rank.reports:
         raise LabError(rank.shown)
     return rank.reports[-1]

@@ -9,7 +9,7 @@ import time
 
 import psutil
 
-from tools.lab.mesh import Mesh
+from tools.lab.mesh import LabMesh
 from tools.lab.units import MIB
 
 PARTS = 10
@@ -58,7 +58,7 @@ print(f"the newcomer entered after {entered:.2f} s", flush=True)
 
 def run(*, writes: int = 1_000_000) -> None:
     """What very many writes cost while somebody waits, and whether one can still join."""
-    with Mesh(3) as mesh:
+    with LabMesh(3) as mesh:
         mesh.start_agents()
         mesh.await_view()
         agents = [psutil.Process(node.pid) for node in mesh.nodes]

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tools.lab.call import words_for
-from tools.lab.mesh import Mesh, inherited
-from tools.lab.net import Host, NetLab
-from tools.lab.program import Program, await_that
+from tools.lab.mesh import LabMesh, inherited
+from tools.lab.net import LabHost, NetLab
+from tools.lab.program import LabProgram, await_that
 
 PORT = 7000
 CONTROL_S = 5.0
@@ -41,7 +41,7 @@ with socket.create_server(("", {PORT})) as server:
 """
 
 
-def rate(trainer: Program, since: float) -> str:
+def rate(trainer: LabProgram, since: float) -> str:
     """Ops a second since then, and the longest pause between two."""
     steps = [float(line) for line in trainer.printed(since=since)]
     pauses = [after - before for before, after in itertools.pairwise(steps)]
@@ -49,7 +49,7 @@ def rate(trainer: Program, since: float) -> str:
     return f"{speed:.0f} ops/s, the longest pause {max(pauses, default=0) * 1e3:.0f} ms"
 
 
-def start_training(mesh: Mesh) -> Program:
+def start_training(mesh: LabMesh) -> LabProgram:
     """Agents that may run what others ask for, and a trainer at each; returns the first one."""
     for node in mesh.nodes:
         mesh.run_command(node, "allow", "run", "--as-root")
@@ -61,10 +61,10 @@ def start_training(mesh: Mesh) -> Program:
     return trainers[0]
 
 
-def copy_plainly(hosts: Sequence[Host], data: bytes) -> None:
+def copy_plainly(hosts: Sequence[LabHost], data: bytes) -> None:
     """Send the bytes from the first host to all others at once, as one process."""
     receivers = [
-        Program.start(
+        LabProgram.start(
             f"receiver {host.number}",
             [sys.executable, "-c", RECEIVER],
             environment=inherited(),
@@ -107,7 +107,7 @@ def run(*, megabytes: int = 50, mbit: float = 200.0, hosts: int = 4) -> None:
     """
     data = os.urandom(megabytes * 1_000_000)
     lab = NetLab(hosts)
-    with Mesh(lab) as mesh, tempfile.TemporaryDirectory(prefix="pmesh-") as folder:
+    with LabMesh(lab) as mesh, tempfile.TemporaryDirectory(prefix="pmesh-") as folder:
         for host in lab.hosts:
             if mbit:
                 lab.shape(host, bits_per_s=round(mbit * 1e6))

@@ -13,7 +13,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -22,9 +22,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 import cyclopts
 import psutil
 
-from tools.bench.systems import AGENT_PID, Place, start_agents, start_ranks
+from tools.bench.cases import MEGABIT, PMESH, Case
+from tools.bench.systems import AGENT_PID, place_of, start_agents, start_ranks
 from tools.lab.call import words_for
-from tools.lab.net import NetLab, loopbacks
 from tools.lab.program import PATIENCE_S
 
 MODELS = ("ResNet18", "transformer")
@@ -233,17 +233,6 @@ def _cpu_s() -> float:
     return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
-@contextlib.contextmanager
-def _place(ranks: int, mbit: int) -> Iterator[Place]:
-    if not mbit:
-        yield Place(hosts=loopbacks(ranks))
-        return
-    with NetLab(ranks) as lab:
-        for host in lab.hosts:
-            lab.shape(host, bits_per_s=mbit * 1_000_000)
-        yield Place(hosts=lab.hosts)
-
-
 def run(
     what: Literal["ops", "python", "ddp", "fsdp"],
     *,
@@ -266,9 +255,11 @@ def run(
     if what == "python":
         measure_python()
         return
+    speed = mbit * MEGABIT or None
+    case = Case("torch", what, ranks, "peers", (PMESH,), in_lab=bool(mbit), link_bits_per_s=speed)
     with (
         tempfile.TemporaryDirectory(prefix="pmesh-") as name,
-        _place(ranks, mbit) as place,
+        place_of(case) as place,
         contextlib.ExitStack() as stack,
     ):
         folder = Path(name)

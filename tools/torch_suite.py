@@ -23,7 +23,7 @@ from typing import Any
 from pmesh.testing import agent_in_a_thread
 from tools.lab.call import words_for
 from tools.lab.commands import Flag, LabError
-from tools.lab.program import Program, await_that
+from tools.lab.program import LabProgram, await_that
 
 RANKS = 3
 _RESULT = re.compile("^RESULT (.*)")
@@ -56,7 +56,7 @@ class Workers:
         )
         self._backend = backend
         self._folder = folder
-        self._ranks: list[Program] = []
+        self._ranks: list[LabProgram] = []
         self._count = 0
 
     def run(self, case: str) -> str:
@@ -96,7 +96,7 @@ class Workers:
         Path(self._folder, "barrier").mkdir(exist_ok=True)
         Path(self._folder, "test_dir").mkdir(exist_ok=True)
         self._ranks = [
-            Program.start(
+            LabProgram.start(
                 f"rank {rank} of {self._backend}",
                 [sys.executable, "-W", "ignore", *words_for(work, self._backend, rank)],
                 environment=self._environment,

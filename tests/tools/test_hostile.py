@@ -10,10 +10,12 @@ from pmesh.core.identity import advertisement as adverts
 from pmesh.core.identity.keys import AdvertisementKey
 from tools.hostile.packets import RECORDS, announce, invent
 from tools.hostile.rows import ATTACKS
-from tools.hostile.turns import Pairs, Turn
+from tools.hostile.turns import AttackTurn, Pairs
 
 KEY = AdvertisementKey(b"meshmesh", bytes(32))
-RESTING = Turn(ops_per_s=100, slowest_s=0.1, more_descriptors=1, more_mib=1, join_s=1, rest_s=1)
+RESTING = AttackTurn(
+    ops_per_s=100, slowest_s=0.1, more_descriptors=1, more_mib=1, join_s=1, rest_s=1
+)
 
 
 @pytest.fixture

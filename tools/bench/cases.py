@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tools.bench.compressed import UNCOMPRESSED, WAYS
-from tools.bench.results import Figure, Layout, Measured, cpu_s_of, seconds_of, wire_bytes_of
-from tools.lab.report import Verdict, at_least, at_most
+from tools.bench.results import CaseResult, Figure, Layout, cpu_s_of, seconds_of, wire_bytes_of
+from tools.lab.report import BarVerdict, at_least, at_most
 from tools.lab.units import KIB, MIB, size_text
 
 MEGABIT = 10**6
@@ -155,7 +155,7 @@ def find_case(name: str) -> Case:
     raise ValueError(f"no case {name!r}; there are: {', '.join(case.name for case in CASES)}")
 
 
-def judge(measured: Measured, ours: str = PMESH) -> list[Verdict]:
+def judge(measured: CaseResult, ours: str = PMESH) -> list[BarVerdict]:
     """What the bars say of one measurement, by one of pmesh's series; nothing of what had no turn.
 
     What does not depend on the series is said of the first one only.
@@ -175,9 +175,9 @@ def judge(measured: Measured, ours: str = PMESH) -> list[Verdict]:
     return [*verdicts, *(measured.judge_results() if ours == PMESH else ())]
 
 
-def judge_flatness(measured: Sequence[Measured], ours: str = PMESH) -> Iterator[Verdict]:
+def judge_flatness(measured: Sequence[CaseResult], ours: str = PMESH) -> Iterator[BarVerdict]:
     """Bus bandwidth with the number of hosts, for each link and size with several numbers."""
-    kinds: dict[tuple[int, int], list[Measured]] = {}
+    kinds: dict[tuple[int, int], list[CaseResult]] = {}
     for m in measured:
         case = find_case(m.case)
         link = case.link_bits_per_s
@@ -192,7 +192,7 @@ def judge_flatness(measured: Sequence[Measured], ours: str = PMESH) -> Iterator[
             yield at_least(f"{what}{size_text(op_bytes)}", share, goal=0.95)
 
 
-def _judge_loopback(case: Case, measured: Measured, ours: str) -> Iterator[Verdict]:
+def _judge_loopback(case: Case, measured: CaseResult, ours: str) -> Iterator[BarVerdict]:
     def ratio(other: str, figure: Figure = seconds_of) -> float:
         return measured.ratio(ours, other, figure) or 0.0
 
@@ -208,7 +208,7 @@ def _judge_loopback(case: Case, measured: Measured, ours: str) -> Iterator[Verdi
         yield at_most("CPU seconds per GB over gloo's", cpu, goal=1.5, floor=2.0)
 
 
-def _judge_lan(case: Case, measured: Measured, ours: str) -> Iterator[Verdict]:
+def _judge_lan(case: Case, measured: CaseResult, ours: str) -> Iterator[BarVerdict]:
     share = measured.share_of_ceiling(ours)
     match case.network:
         case "plain" if case.ranks <= 4:  # noqa: PLR2004 - eight hosts are judged by flatness
@@ -232,7 +232,7 @@ def _judge_lan(case: Case, measured: Measured, ours: str) -> Iterator[Verdict]:
         yield at_most(CONTROL_SHARE, control * 100, goal=0.1, form="{:.3f} %")
 
 
-def _judge_alone(measured: Measured) -> Iterator[Verdict]:
+def _judge_alone(measured: CaseResult) -> Iterator[BarVerdict]:
     facts = measured.facts
     ratio = measured.ratio("average_gradients", "all_reduce", seconds_of)
     if ratio is not None:
@@ -245,7 +245,7 @@ def _judge_alone(measured: Measured) -> Iterator[Verdict]:
         yield at_most(LAG_P99, facts[LAG_P99], goal=20.0, form="{:.1f}")
 
 
-def _judge_compression(case: Case, measured: Measured) -> Iterator[Verdict]:
+def _judge_compression(case: Case, measured: CaseResult) -> Iterator[BarVerdict]:
     for bars, what, figure in (
         (case.speed_bars, "times as fast", seconds_of),
         (case.wire_bars, "times fewer bytes", wire_bytes_of),
@@ -262,7 +262,7 @@ def _judge_compression(case: Case, measured: Measured) -> Iterator[Verdict]:
             yield at_most(what, ratio, goal=AUTO_MARGIN)
 
 
-def _best_allowed(measured: Measured, auto: str) -> str | None:
+def _best_allowed(measured: CaseResult, auto: str) -> str | None:
     """The fastest of what Auto may pick; None unless all of them had turns."""
     allowed = WAYS[auto].allowed if auto in WAYS else ()
     if not allowed or not set(allowed) <= set(measured.names):
@@ -270,7 +270,7 @@ def _best_allowed(measured: Measured, auto: str) -> str | None:
     return min(allowed, key=lambda name: measured.median(name, seconds_of))
 
 
-def _judge_training(measured: Measured) -> Iterator[Verdict]:
+def _judge_training(measured: CaseResult) -> Iterator[BarVerdict]:
     ratio = measured.ratio(PMESH, GLOO, seconds_of)
     if ratio is not None:
         yield at_most("time per step over that of powerSGD_hook", ratio, goal=1.0)

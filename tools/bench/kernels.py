@@ -33,7 +33,7 @@ Run: TypeAlias = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kernel:
+class KernelRuns:
     name: str
     runs: Mapping[str, Run]
     """By NUMPY and IN_C; the second is missing where nothing is compiled."""
@@ -44,7 +44,7 @@ def gaussian(count: int, *, seed: int) -> Float32s:
     return np.random.default_rng(seed).standard_normal(count, np.float32)
 
 
-def codec_rows(codec: Codec, count: int) -> list[Kernel]:
+def codec_rows(codec: Codec, count: int) -> list[KernelRuns]:
     """A first hop, a later one, one with feedback, and decoding."""
     own, residual = gaussian(count, seed=0), gaussian(count, seed=1)
     residual *= np.float32(0.01)
@@ -63,10 +63,10 @@ def codec_rows(codec: Codec, count: int) -> list[Kernel]:
     return rows_of(rows | {"copy": {NUMPY: lambda: np.copyto(out, own)}})
 
 
-def rows_of(runs: Mapping[str, Run | Mapping[str, Run]]) -> list[Kernel]:
+def rows_of(runs: Mapping[str, Run | Mapping[str, Run]]) -> list[KernelRuns]:
     """A row for each name; a run that stands alone is not compiled."""
     return [
-        Kernel(name=name, runs=run if isinstance(run, Mapping) else {NUMPY: run})
+        KernelRuns(name=name, runs=run if isinstance(run, Mapping) else {NUMPY: run})
         for name, run in runs.items()
     ]
 
@@ -81,7 +81,7 @@ def in_both(run: Run) -> dict[str, Run]:
     return {NUMPY: by_numpy} if kernels() is None else {NUMPY: by_numpy, IN_C: run}
 
 
-def top_k_rows(count: int) -> list[Kernel]:
+def top_k_rows(count: int) -> list[KernelRuns]:
     """One percent; beside it what finds the same values without a sampled threshold."""
     k = top_k.kept(count, 0.01)
     own, before = gaussian(count, seed=0), gaussian(count, seed=1)
@@ -104,7 +104,7 @@ def top_k_rows(count: int) -> list[Kernel]:
     return rows_of(runs)
 
 
-def random_k_rows(count: int) -> list[Kernel]:
+def random_k_rows(count: int) -> list[KernelRuns]:
     k = top_k.kept(count, 0.1)
     own, before = gaussian(count, seed=0), gaussian(count, seed=1)
     after, sent = np.zeros_like(own), np.zeros(k, np.float32)
@@ -120,7 +120,7 @@ def random_k_rows(count: int) -> list[Kernel]:
     return rows_of(runs | {"draw": in_both(runs["draw"])})
 
 
-def one_bit_rows(count: int) -> list[Kernel]:
+def one_bit_rows(count: int) -> list[KernelRuns]:
     """Signs, and a mean magnitude for each block."""
     own, before = gaussian(count, seed=0), gaussian(count, seed=1)
     after, wire = np.zeros_like(own), np.zeros(one_bit.wire_bytes(count), np.uint8)
@@ -135,7 +135,7 @@ def one_bit_rows(count: int) -> list[Kernel]:
     )
 
 
-def power_sgd_rows(count: int) -> list[Kernel]:
+def power_sgd_rows(count: int) -> list[KernelRuns]:
     """Rank 4 of a square matrix, with feedback; its two products with a vector are BLAS's."""
     side = math.isqrt(count)
     plan = power_sgd.plan_matrices([(side, side)], rank=4)
@@ -167,7 +167,7 @@ def power_sgd_rows(count: int) -> list[Kernel]:
     )
 
 
-KERNELS: Mapping[str, Callable[[int], list[Kernel]]] = MappingProxyType(
+KERNELS: Mapping[str, Callable[[int], list[KernelRuns]]] = MappingProxyType(
     {
         "int8": partial(codec_rows, codec_of("int8")),
         "int8-stochastic": partial(codec_rows, codec_of("int8-stochastic")),
@@ -181,7 +181,7 @@ KERNELS: Mapping[str, Callable[[int], list[Kernel]]] = MappingProxyType(
 )
 
 
-def measure(rows: Sequence[Kernel], rounds: int) -> dict[tuple[str, str], list[float]]:
+def measure(rows: Sequence[KernelRuns], rounds: int) -> dict[tuple[str, str], list[float]]:
     """Milliseconds of each round, by row and place; the runs of a round in turn, one unmeasured."""
     taken: dict[tuple[str, str], list[float]] = {}
     for number in range(rounds + 1):
@@ -195,7 +195,7 @@ def measure(rows: Sequence[Kernel], rounds: int) -> dict[tuple[str, str], list[f
     return taken
 
 
-def line(row: Kernel, taken: Mapping[tuple[str, str], list[float]]) -> str:
+def line(row: KernelRuns, taken: Mapping[tuple[str, str], list[float]]) -> str:
     """One of the table: the shortest and the median of each, and how many times as fast."""
     text = f"  {row.name:20}"
     for where in (NUMPY, IN_C):

@@ -16,7 +16,7 @@ import numpy as np
 
 import pmesh
 from tools.lab.call import words_for
-from tools.lab.mesh import Mesh
+from tools.lab.mesh import LabMesh
 from tools.lab.net import NetLab
 from tools.lab.program import PATIENCE_S
 
@@ -77,7 +77,7 @@ def work() -> None:
 
 def measure() -> list[dict[str, float]]:
     """What each host has counted."""
-    with Mesh(NetLab(RANKS)) as mesh:
+    with LabMesh(NetLab(RANKS)) as mesh:
         mesh.start_agents()
         mesh.await_view()
         workers = [mesh.start_program(node, *words_for(work)) for node in mesh.nodes]

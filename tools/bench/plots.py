@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from tools.bench import training
 from tools.bench.cases import find_case
 from tools.bench.compressed import UNCOMPRESSED, WAYS
-from tools.bench.results import Measured, seconds_of
+from tools.bench.results import CaseResult, seconds_of
 
 _LINKS = ("100mbit", "1gbit", "loopback")
 _NAMES = [case.name for case in training.CASES]
@@ -28,7 +28,7 @@ def _picture(path: Path, width: float, height: float) -> Iterator[Any]:
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def draw_speeds(path: Path, measured: Sequence[Measured]) -> None:
+def draw_speeds(path: Path, measured: Sequence[CaseResult]) -> None:
     """A row of bars for each scheme, a colour for each link; those that were not measured lack."""
     found = {m.case: m for m in measured if m.case in _LINKS}
     links = [found[name] for name in _LINKS if name in found]

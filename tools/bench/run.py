@@ -14,7 +14,7 @@ from tools.bench.cases import CASES, SOAK_OPS, Case, find_case
 from tools.bench.compressed import find_way
 from tools.bench.measuring import Taken, take_rounds
 from tools.bench.report import lines_of
-from tools.bench.results import Measured, Results, Run
+from tools.bench.results import CaseResult, CaseResults, CaseRun
 from tools.bench.soaking import soak
 from tools.lab.commands import Flag, LabError
 from tools.lab.results import (
@@ -85,15 +85,15 @@ def _ops(case: Case, *, short: bool) -> int:
 def _measure(case: Case, rounds: int, ops: int, json: Path | None, *, add: bool) -> None:
     began = time.monotonic()
     print(f"{case.name}: {case.what}", flush=True)
-    old = read_results(json, Results) if json is not None and json.exists() else Results()
-    found: dict[int, Measured] = {}
+    old = read_results(json, CaseResults) if json is not None and json.exists() else CaseResults()
+    found: dict[int, CaseResult] = {}
     for taken in _take(case, rounds, ops):
         found[taken.op_bytes] = measured = _describe(case, taken, ops)
         if json is not None:  # now: who measures may run out of time
             kept = old.measured
             for each in found.values():
-                kept = replaced(kept, each, _identity, Measured.__add__ if add else None)
-            write_results(json, Results(measured=kept))
+                kept = replaced(kept, each, _identity, CaseResult.__add__ if add else None)
+            write_results(json, CaseResults(measured=kept))
         seconds = ", ".join(f"{n} {turn.seconds:.3g} s" for n, turn in taken.rounds[-1].items())
         print(f"  round {len(taken.rounds)}: {seconds}", flush=True)
         if len(taken.rounds) == rounds or case.kind in {"memory", "lag"}:
@@ -101,7 +101,7 @@ def _measure(case: Case, rounds: int, ops: int, json: Path | None, *, add: bool)
     print(f"  took {time.monotonic() - began:.0f} s", flush=True)
 
 
-def _identity(measured: Measured) -> tuple[str, int]:
+def _identity(measured: CaseResult) -> tuple[str, int]:
     return measured.identity
 
 
@@ -112,20 +112,20 @@ def _take(case: Case, rounds: int, ops: int) -> Iterator[Taken]:
         yield from take_rounds(case, rounds, lambda text: print(f"  {text}", flush=True))
 
 
-def _describe(case: Case, taken: Taken, ops: int) -> Measured:
+def _describe(case: Case, taken: Taken, ops: int) -> CaseResult:
     options = f" --sizes {taken.op_bytes}" if case.sizes else f" --schemes {','.join(case.turns)}"
     if case.kind == "compressed" and case.layout == "matrix":
         options += f" --side {case.side}"
     is_soak = case.kind in {"memory", "lag"}
     options += f" --ops {ops}" if is_soak else f" --rounds {len(taken.rounds)}"
-    made = Run(
+    made = CaseRun(
         command=f"python -m tools run {case.name}{options}",
         commit=describe_commit(),
         machine=describe_machine(),
         rounds=taken.rounds,
         ceiling=taken.ceiling,
     )
-    return Measured(
+    return CaseResult(
         case=case.name, ranks=case.ranks, op_bytes=taken.op_bytes, runs=(made,), facts=taken.facts
     )
 

@@ -25,7 +25,7 @@ from pmesh.mlx import ShardedOptimizer, fully_shard
 from pmesh.testing import agent_in_a_thread
 from tools.lab.call import words_for
 from tools.lab.commands import LabError
-from tools.lab.program import Program
+from tools.lab.program import LabProgram
 
 RANKS, BLOCKS, BATCH, STEPS = 3, 4, 12, 20
 WAYS = ("plain", "zero-1", "fully sharded")
@@ -51,7 +51,7 @@ def loss_of(output: mx.array, y: mx.array) -> mx.array:
     return loss
 
 
-class Training:
+class ShardedTraining:
     """One of the three ways, a step at a time."""
 
     def __init__(self, way: str, width: int, mesh: pmesh.Mesh | None) -> None:
@@ -98,7 +98,7 @@ class Training:
 def work(way: str, width: int, home: str, out: str) -> None:
     """Train, and print what it took as a line of JSON; save the weights."""
     mesh = pmesh.connect("memory", RANKS, home=Path(home)) if home else None
-    training = Training(way, width, mesh)
+    training = ShardedTraining(way, width, mesh)
     for number in range(2):
         training.step(number)
     mx.reset_peak_memory()
@@ -124,7 +124,7 @@ def measure(
         home, out = "" if way == "plain" else str(folder / "home"), str(folder / way)
         running = [
             stack.enter_context(
-                Program.start(
+                LabProgram.start(
                     f"rank {rank}",
                     [sys.executable, *words_for(work, way, width, home, f"{out} {rank}.npy")],
                     environment=os.environ,

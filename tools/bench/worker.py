@@ -24,7 +24,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from tools.bench.results import Answer, Order
+from tools.bench.results import Order, RankAnswer
 
 Values: TypeAlias = NDArray[np.float32]
 PERIOD = 4099  # a prime: a segment that went astray changes the phase
@@ -52,7 +52,7 @@ class System:
     """The sum of such an array."""
     average: Callable[[Sequence[Any]], Sequence[Any]] | None = None
     """The mean of a tree of gradients, where the library has that call."""
-    work: Callable[[Order], Answer] | None = None
+    work: Callable[[Order], RankAnswer] | None = None
     """What it does of `tools.bench.compressed`."""
 
 
@@ -102,12 +102,12 @@ def join_gloo(rank: int, size: int) -> System:
         distributed.all_reduce(x)
         return x
 
-    def train(order: Order) -> Answer:
+    def train(order: Order) -> RankAnswer:
         from tools.bench.compressed import training_by_torch  # noqa: PLC0415 - it imports pmesh
 
         if not training:
             training.append(training_by_torch(rank, size))
-        answer: Answer = training[0].run(order.times)
+        answer: RankAnswer = training[0].run(order.times)
         return answer
 
     return System(
@@ -151,7 +151,7 @@ def pattern(count: int) -> Values:
     return np.resize(np.arange(PERIOD, dtype=np.float32), count)
 
 
-def carry_out(system: System, size: int, order: Order) -> Answer:
+def carry_out(system: System, size: int, order: Order) -> RankAnswer:
     """The calls of one order; every result is compared, value by value, with the right one."""
     base = pattern(order.count)
     mine = base * np.float32(system.rank + 1)
@@ -168,10 +168,12 @@ def carry_out(system: System, size: int, order: Order) -> Answer:
         seconds += made.seconds
         cpu_s += made.cpu_s
         wrong += made.wrong
-    return Answer(seconds=tuple(seconds), cpu_s=cpu_s, wrong=wrong)
+    return RankAnswer(seconds=tuple(seconds), cpu_s=cpu_s, wrong=wrong)
 
 
-def _make_calls(system: System, order: Order, mine: Values, right: Values, times: int) -> Answer:
+def _make_calls(
+    system: System, order: Order, mine: Values, right: Values, times: int
+) -> RankAnswer:
     call, inputs = _prepare(system, order, mine, times)
     results: list[Any] = []
     seconds: list[float] = []
@@ -183,7 +185,7 @@ def _make_calls(system: System, order: Order, mine: Values, right: Values, times
         seconds.append(time.perf_counter() - began)
     cpu_s = system.cpu_s() - cpu_s
     wrong = sum(not _is(result, right) for result in results)
-    return Answer(seconds=tuple(seconds), cpu_s=cpu_s, wrong=wrong)
+    return RankAnswer(seconds=tuple(seconds), cpu_s=cpu_s, wrong=wrong)
 
 
 def _prepare(
@@ -219,7 +221,7 @@ def _is(result: Any, right: Values) -> bool:  # noqa: ANN401 - what the system c
 def work(name: str, rank: int, size: int) -> None:
     """Be one rank of this system: see JOIN."""
     system = JOIN[name](rank, size)
-    print(msgspec.json.encode(Answer()).decode(), flush=True)
+    print(msgspec.json.encode(RankAnswer()).decode(), flush=True)
     for line in sys.stdin:
         order = msgspec.json.decode(line, type=Order)
         if order.what == "end":

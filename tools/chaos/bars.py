@@ -16,7 +16,7 @@ from tools.chaos.campaigns import (
     run_partitions,
     run_restarts,
 )
-from tools.chaos.episodes import WIFI_PATCH, AnyKill, Cut, Fault, Kill, StopAgent, run_faults
+from tools.chaos.episodes import WIFI_PATCH, AnyKill, Cut, Fault, FreezeAgent, Kill, run_faults
 from tools.chaos.goodput import GOODPUT, run_goodput
 from tools.chaos.steady import (
     run_computing_trainers,
@@ -28,7 +28,7 @@ from tools.chaos.steady import (
 )
 from tools.lab.campaign import (
     Campaign,
-    Run,
+    CampaignRun,
     Tally,
     after_clean,
     fact_at_least,
@@ -62,7 +62,7 @@ NOTICED_BY_WIFI = (f"≤ {WIFI_SILENCE_S} s", within(WIFI_SILENCE_S))
 CALM = ("nobody expelled, no op fails", nothing_violated)
 
 
-def _of(fault: Fault, calls: str = "sum") -> Callable[[Run], Tally]:
+def _of(fault: Fault, calls: str = "sum") -> Callable[[CampaignRun], Tally]:
     return partial(run_faults, fault=fault, calls=calls)
 
 
@@ -84,9 +84,9 @@ CAMPAIGNS = (
     Campaign("cut", "link cut so that packets vanish", _of(Cut()), *NOTICED, 30),
     Campaign("cut-wifi", "the same, Wi-Fi preset",
              _of(Cut(patch=WIFI_PATCH)), *NOTICED_BY_WIFI, 30),
-    Campaign("stop-agent", "SIGSTOP of an agent for good", _of(StopAgent()), *NOTICED, 30),
+    Campaign("stop-agent", "SIGSTOP of an agent for good", _of(FreezeAgent()), *NOTICED, 30),
     Campaign("stop-agent-wifi", "the same, Wi-Fi preset",
-             _of(StopAgent(patch=WIFI_PATCH)), *NOTICED_BY_WIFI, 30),
+             _of(FreezeAgent(patch=WIFI_PATCH)), *NOTICED_BY_WIFI, 30),
     Campaign("cable",
              "the cable in use of two pulled: its carrier is lost; put back some seconds later",
              partial(run_harm, harm=pull),

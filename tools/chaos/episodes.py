@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
-from tools.lab.campaign import CLEAN_OPS, Run, Tally
-from tools.lab.cluster import Cluster, ops_of
+from tools.lab.campaign import CLEAN_OPS, CampaignRun, Tally
+from tools.lab.cluster import LabCluster, ops_of
 from tools.lab.commands import LabError
 from tools.lab.mesh import BOTH, Node, Part
-from tools.lab.oplog import Op, clean_ops_s, find_violations, next_step
+from tools.lab.oplog import SeenOp, clean_ops_s, find_violations, next_step
 
 ANY_PARTS: tuple[tuple[Part, ...], ...] = (("agent",), ("trainer",), BOTH)
 WIFI_PATCH = """
@@ -46,10 +46,10 @@ class Fault:
         """Whether what the victim had completed binds the survivors: its agent lives (O2)."""
         return False
 
-    def strike(self, cluster: Cluster, random: Random) -> Struck:
+    def strike(self, cluster: LabCluster, random: Random) -> Struck:
         raise NotImplementedError
 
-    def mend(self, cluster: Cluster, struck: Struck) -> None:
+    def mend(self, cluster: LabCluster, struck: Struck) -> None:
         """Bring the victims back; how long that takes does not count."""
         cluster.restart(struck.victims, struck.parts)
 
@@ -69,7 +69,7 @@ class Kill(Fault):
     def keeps_results(self) -> bool:
         return self.parts == ("trainer",)
 
-    def strike(self, cluster: Cluster, random: Random) -> Struck:
+    def strike(self, cluster: LabCluster, random: Random) -> Struck:
         victims = random.sample(cluster.nodes, self.count)
         if self.whom == "leader":
             victims = [cluster.leader()]
@@ -88,15 +88,15 @@ class AnyKill(Fault):
 
     patience_s: float = 10.0
 
-    def strike(self, cluster: Cluster, random: Random) -> Struck:
+    def strike(self, cluster: LabCluster, random: Random) -> Struck:
         return Kill(parts=random.choice(ANY_PARTS)).strike(cluster, random)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StopAgent(Fault):
+class FreezeAgent(Fault):
     """SIGSTOP to an agent, for good: its sockets stay open."""
 
-    def strike(self, cluster: Cluster, random: Random) -> Struck:
+    def strike(self, cluster: LabCluster, random: Random) -> Struck:
         victim = random.choice(cluster.nodes)
         at = time.monotonic()
         victim.send(signal.SIGSTOP, ["agent"])
@@ -107,13 +107,13 @@ class StopAgent(Fault):
 class Cut(Fault):
     """Every packet from and to a node vanishes, without a word to anybody."""
 
-    def strike(self, cluster: Cluster, random: Random) -> Struck:
+    def strike(self, cluster: LabCluster, random: Random) -> Struck:
         victim = random.choice(cluster.nodes)
         at = time.monotonic()
         cluster.lab.cut(victim.host)
         return Struck(at, (victim,))
 
-    def mend(self, cluster: Cluster, struck: Struck) -> None:
+    def mend(self, cluster: LabCluster, struck: Struck) -> None:
         for victim in struck.victims:
             cluster.lab.mend(victim.host)
 
@@ -121,14 +121,14 @@ class Cut(Fault):
 MOST_HANGS = 3  # then the campaign ends: each has cost its patience, and more would say no more
 
 
-def run_faults(run: Run, fault: Fault, *, nodes: int = 4, calls: str = "sum") -> Tally:
+def run_faults(run: CampaignRun, fault: Fault, *, nodes: int = 4, calls: str = "sum") -> Tally:
     """A campaign of episodes with one kind of fault; for the calls see `tools.chaos.calls`."""
     options = run.options(nodes, calls=calls)
-    with Cluster(nodes, options, patch=fault.patch, logs=run.logs) as cluster:
+    with LabCluster(nodes, options, patch=fault.patch, logs=run.logs) as cluster:
         return run_episodes(cluster, fault, run.episodes, run.random())
 
 
-def run_episodes(cluster: Cluster, fault: Fault, count: int, random: Random) -> Tally:
+def run_episodes(cluster: LabCluster, fault: Fault, count: int, random: Random) -> Tally:
     """So many faults, one after the other; every op of every trainer is checked."""
     tally = Tally()
     cluster.start()
@@ -148,7 +148,7 @@ def run_episodes(cluster: Cluster, fault: Fault, count: int, random: Random) -> 
     return tally
 
 
-def _run_episode(cluster: Cluster, fault: Fault, random: Random, tally: Tally) -> list[str]:
+def _run_episode(cluster: LabCluster, fault: Fault, random: Random, tally: Tally) -> list[str]:
     """Count what was measured; return what was violated."""
     began = cluster.await_ops(CLEAN_OPS)
     before = {node.name: node.life for node in cluster.nodes}
@@ -187,8 +187,8 @@ def _run_episode(cluster: Cluster, fault: Fault, random: Random, tally: Tally) -
 
 
 def _ops_to_compare(
-    cluster: Cluster, struck: Struck, began: float, mended: float
-) -> dict[str, list[Op]]:
+    cluster: LabCluster, struck: Struck, began: float, mended: float
+) -> dict[str, list[SeenOp]]:
     """Of this episode; of a victim, those that it did with the others once it was back."""
     survivors = [node for node in cluster.nodes if node not in struck.victims]
     names = {node.name for node in survivors}
@@ -197,7 +197,9 @@ def _ops_to_compare(
     )
 
 
-def _ops_of_the_lost(ops: dict[int, Op], fault: Fault, struck: Struck, began: float) -> list[Op]:
+def _ops_of_the_lost(
+    ops: dict[int, SeenOp], fault: Fault, struck: Struck, began: float
+) -> list[SeenOp]:
     """What a victim had completed before: but for the last one, whose result may be lost with it.
 
     It may have had the last one alone, and then no survivor has seen it (I4).

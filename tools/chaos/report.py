@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from tools.campaigns import CAMPAIGNS, find_campaign, is_met
 from tools.chaos.bars import CAMPAIGNS as CHAOS
 from tools.lab import report
-from tools.lab.measured import Measured, Results, Table, figures_of
+from tools.lab.measured import Measured, PageTable, Results, figures_of
 from tools.lab.units import seconds_text
 
 PAGE = "reliability"
@@ -101,6 +101,6 @@ def _violations(missed: Sequence[Measured]) -> str:
     return "\n".join(["## What went wrong", "", *lines, "", ""]) if lines else ""
 
 
-def _table(table: Table) -> str:
+def _table(table: PageTable) -> str:
     rows = report.table(" | ".join(table.columns), table.rows)
     return f"## {table.title}\n\n{table.text}\n\n    {table.command}\n\n{rows}\n\n"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import coverage as coverage_py
 
-from tools.fuzz.campaign import PATIENCE_S, Arena, FindingError
+from tools.fuzz.campaign import PATIENCE_S, FindingError, FuzzedMesh
 from tools.fuzz.corpus import keep, load
 from tools.lab.commands import Flag
 
@@ -49,7 +49,7 @@ def fuzz(
     findings = episodes = 0
     with tempfile.TemporaryDirectory(prefix="pmesh-fuzz-coverage-") as data:
         runner = ("-m", "coverage", "run", "--branch", "-p", f"--data-file={data}/of")
-        with Arena(runner if coverage else (), patience_s=patience) as arena:
+        with FuzzedMesh(runner if coverage else (), patience_s=patience) as arena:
             while cases or not episodes or (not once and time.monotonic() < deadline):
                 replay = cases.pop(0) if cases else None
                 number = load(replay).seed if replay else seed

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from tools.hostile.attackers import Mix, Order
+from tools.hostile.attackers import AttackOrder, Mix
 from tools.hostile.turns import run_turns
-from tools.lab.campaign import Campaign, Run, Tally
+from tools.lab.campaign import Campaign, CampaignRun, Tally
 from tools.lab.measured import Measured
 
 SHORT_S = 5.0
@@ -30,10 +30,10 @@ class Attack:
     """Of the control's ops/s."""
     mix: Mix = "all"
 
-    def order(self, *, seconds: float | None = None) -> Order:
+    def order(self, *, seconds: float | None = None) -> AttackOrder:
         seconds = seconds or self.seconds
         count = round(self.per_second * seconds)
-        return Order(kind=self.kind, seconds=seconds, count=count, mix=self.mix)
+        return AttackOrder(kind=self.kind, seconds=seconds, count=count, mix=self.mix)
 
     def missed(self, facts: Mapping[str, float]) -> list[str]:
         """The names of the facts that are beyond their limits."""
@@ -80,7 +80,7 @@ ATTACKS = (
 )
 
 
-def run_attack(run: Run, attack: Attack) -> Tally:
+def run_attack(run: CampaignRun, attack: Attack) -> Tally:
     """So many turns (`--episodes`), each the control and then the attack; medians count."""
     order = attack.order(seconds=SHORT_S if run.short else None)
     pairs = run_turns(order, run.episodes, run.logs)

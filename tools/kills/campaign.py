@@ -9,8 +9,8 @@ from random import Random
 from typing import Self
 
 from tools.lab.campaign import Tally
-from tools.lab.mesh import Mesh, Node
-from tools.lab.program import Program, await_that
+from tools.lab.mesh import LabMesh, Node
+from tools.lab.program import LabProgram, await_that
 
 RANKS = 3
 PATIENCE_S = 600.0  # of a machine on which others work, too
@@ -54,30 +54,30 @@ class Workload:
     loads_s: float
     """A rank that is killed while it comes back is killed within this time."""
 
-    def start(self, node: Node, job: str) -> Program:
+    def start(self, node: Node, job: str) -> LabProgram:
         raise NotImplementedError
 
-    def rank_of(self, rank: Program) -> int:
+    def rank_of(self, rank: LabProgram) -> int:
         """Its number when it was last told; -1 before."""
         raise NotImplementedError
 
-    def step_of(self, rank: Program) -> int:
+    def step_of(self, rank: LabProgram) -> int:
         """The last that it has told of."""
         raise NotImplementedError
 
-    def takes_part(self, rank: Program) -> bool:
+    def takes_part(self, rank: LabProgram) -> bool:
         """Whether it trains with all others."""
         raise NotImplementedError
 
-    def await_progress(self, survivors: Sequence[Program], began: float) -> float | None:
+    def await_progress(self, survivors: Sequence[LabProgram], began: float) -> float | None:
         """How long after a kill the last of them completed its next step, if it tells of each."""
 
-    def judge(self, training: "Training", tally: Killed) -> None:
+    def judge(self, training: "KilledTraining", tally: Killed) -> None:
         """Count what the ranks, which have ended, have told."""
         raise NotImplementedError
 
 
-class Training:
+class KilledTraining:
     """One training on these machines."""
 
     def __init__(self, workload: Workload, nodes: Sequence[Node], number: int) -> None:
@@ -99,7 +99,7 @@ class Training:
             lambda: all(map(takes_part, self.ranks)), what, within_s=PATIENCE_S, of=self.ranks
         )
 
-    def _restart(self, place: int, tally: Killed) -> Program:
+    def _restart(self, place: int, tally: Killed) -> LabProgram:
         """Kill one and start it again; returns the dead one."""
         old = self.ranks[place]
         old.end()
@@ -128,12 +128,12 @@ class Training:
             tally.back_s.append(time.monotonic() - began)
 
 
-def run_kills(workload: Workload, mesh: Mesh, kills: int, seed: int) -> Killed:
+def run_kills(workload: Workload, mesh: LabMesh, kills: int, seed: int) -> Killed:
     """Train without a kill, then again and again until so many kills are done."""
     random, tally = Random(seed), Killed()  # noqa: S311 - no secret
     number = 0
     while tally.kills < kills or not number:
-        training = Training(workload, mesh.nodes, number)
+        training = KilledTraining(workload, mesh.nodes, number)
         try:
             training.await_all()
             if number:  # the first is undisturbed

@@ -14,17 +14,17 @@ from tools.kills.campaign import (
     PATIENCE_S,
     RANKS,
     Killed,
-    Training,
+    KilledTraining,
     Workload,
     judge_losses,
     judge_steps,
     run_kills,
 )
-from tools.lab.campaign import Run
+from tools.lab.campaign import CampaignRun
 from tools.lab.commands import LabError
-from tools.lab.mesh import Mesh, Node
-from tools.lab.program import Program, await_that
-from tools.lab.warm import Order, Warm
+from tools.lab.mesh import LabMesh, Node
+from tools.lab.program import LabProgram, await_that
+from tools.lab.warm import ForkOrder, Warm
 
 PROMISED_S = 2.5  # docs/explanation/reliability.md; the death of a process is noticed far sooner
 ELASTIC_STEPS, LORA_STEPS = 300, 600
@@ -35,24 +35,24 @@ IMPORTED = ("torch", "torch._dynamo", "tools.torch_ranks")
 
 
 @dataclass(slots=True)
-class Elastic(Workload):
+class ElasticDdp(Workload):
     """DDP that goes on with whoever is there."""
 
     warm: Warm
 
-    def start(self, node: Node, job: str) -> Program:
+    def start(self, node: Node, job: str) -> LabProgram:
         return start_torch(self.warm, node, job, "elastic", str(self.steps))
 
-    def rank_of(self, rank: Program) -> int:
+    def rank_of(self, rank: LabProgram) -> int:
         return -1 if (number := rank.last("rank")) is None else int(number)
 
-    def step_of(self, rank: Program) -> int:
+    def step_of(self, rank: LabProgram) -> int:
         return rank.last("step") or 0
 
-    def takes_part(self, rank: Program) -> bool:
+    def takes_part(self, rank: LabProgram) -> bool:
         return bool(rank.last("size") == RANKS)
 
-    def await_progress(self, survivors: Sequence[Program], began: float) -> float | None:
+    def await_progress(self, survivors: Sequence[LabProgram], began: float) -> float | None:
         done = [self.step_of(rank) for rank in survivors]
 
         def go_on() -> bool:
@@ -64,7 +64,7 @@ class Elastic(Workload):
         ends = [[r["at"] for r in rank.reports if "step" in r] for rank in survivors]
         return max(next(at for at in its if at > began) for its in ends) - began
 
-    def judge(self, training: Training, tally: Killed) -> None:
+    def judge(self, training: KilledTraining, tally: Killed) -> None:
         """Everybody ends, and all that any rank has told of a step is the same."""
         losses = [rank.last("loss") for rank in training.ranks]
         if None in losses:
@@ -77,26 +77,26 @@ class Elastic(Workload):
         judge_steps(tally, training.name, digests)
 
 
-def start_torch(warm: Warm, node: Node, job: str, *arguments: str) -> Program:
+def start_torch(warm: Warm, node: Node, job: str, *arguments: str) -> LabProgram:
     settings = {"PMESH_JOB": job, "PMESH_WAIT_FOR": str(RANKS)}
-    order = Order(
+    order = ForkOrder(
         program="tools.torch_ranks:main",
         arguments=arguments,
         environment=node.environment | settings,
     )
-    return Program(f"rank at {node.name}", *warm.start(order))
+    return LabProgram(f"rank at {node.name}", *warm.start(order))
 
 
 @contextlib.contextmanager
-def _machines() -> Iterator[Mesh]:
-    with Mesh(RANKS) as mesh:
+def _machines() -> Iterator[LabMesh]:
+    with LabMesh(RANKS) as mesh:
         mesh.start_agents()
         mesh.await_view()
         yield mesh
 
 
 @contextlib.contextmanager
-def _warm(mesh: Mesh) -> Iterator[Warm]:
+def _warm(mesh: LabMesh) -> Iterator[Warm]:
     # One thread: it forks.
     warm = Warm(IMPORTED, mesh.nodes[0].environment | {"OMP_NUM_THREADS": "1"})
     try:
@@ -105,14 +105,14 @@ def _warm(mesh: Mesh) -> Iterator[Warm]:
         warm.close()
 
 
-def run_elastic(run: Run) -> Killed:
+def run_elastic(run: CampaignRun) -> Killed:
     with _machines() as mesh, _warm(mesh) as warm:
         steps = run.steps or ELASTIC_STEPS
-        workload = Elastic(steps=steps, pause_s=PAUSE_S, loads_s=PAUSE_S, warm=warm)
+        workload = ElasticDdp(steps=steps, pause_s=PAUSE_S, loads_s=PAUSE_S, warm=warm)
         return run_kills(workload, mesh, run.episodes, run.seed)
 
 
-def run_fixed(run: Run, kind: str) -> Killed:
+def run_fixed(run: CampaignRun, kind: str) -> Killed:
     """Trainings with torch's own DDP or FSDP2, each of which ends with a kill."""
     tally, random = Killed(), run.random()
     with _machines() as mesh, _warm(mesh) as warm:
@@ -127,7 +127,7 @@ def run_fixed(run: Run, kind: str) -> Killed:
     return tally.sum_up()
 
 
-def _kill_one(tally: Killed, ranks: Sequence[Program], random: Random) -> None:
+def _kill_one(tally: Killed, ranks: Sequence[LabProgram], random: Random) -> None:
     await_that(
         lambda: all((rank.last("step") or 0) >= STEPS_BEFORE for rank in ranks),
         "the first steps",
@@ -176,26 +176,26 @@ _WRONG = re.compile(r"Traceback|Error|had another state|replaces this rank's")
 class Lora(Workload):
     """`pmesh mlx -- mlx_lm.lora --train`."""
 
-    mesh: Mesh
+    mesh: LabMesh
     folder: Path
     words: Sequence[str]
 
-    def start(self, node: Node, job: str) -> Program:
+    def start(self, node: Node, job: str) -> LabProgram:
         train = ("-m", "mlx_lm", "lora", "--train", "--adapter-path", str(self.folder / job))
         options = ("--job", job, "--wait-for", str(RANKS), "--", *train, *self.words)
         return self.mesh.start_command(node, "mlx", *options)
 
-    def rank_of(self, rank: Program) -> int:
+    def rank_of(self, rank: LabProgram) -> int:
         worlds = rank.found(_ENTERED)
         return int(worlds[-1][3]) if worlds else -1
 
-    def step_of(self, rank: Program) -> int:
+    def step_of(self, rank: LabProgram) -> int:
         return max((int(match[1]) for match in rank.found(_AT)), default=0)
 
-    def takes_part(self, rank: Program) -> bool:
+    def takes_part(self, rank: LabProgram) -> bool:
         return any(int(match[2]) == RANKS for match in rank.found(_ENTERED))
 
-    def judge(self, training: Training, tally: Killed) -> None:
+    def judge(self, training: KilledTraining, tally: Killed) -> None:
         """Everybody ends well with the same bits, which are on the disk, and learned as much."""
         from pmesh.mlx_lm.libraries import mx  # noqa: PLC0415 - torch's campaigns need no MLX
         from pmesh.mlx_lm.training import digest  # noqa: PLC0415
@@ -218,7 +218,7 @@ class Lora(Workload):
         judge_losses(tally, where, losses[:1])
 
 
-def run_lora(run: Run) -> Killed:
+def run_lora(run: CampaignRun) -> Killed:
     from tools.lora import make_data, make_model  # noqa: PLC0415 - they need mlx-lm
 
     steps = run.steps or LORA_STEPS

@@ -8,10 +8,10 @@ from pathlib import Path
 from random import Random
 from typing import Any, TypeAlias
 
-from tools.lab.cluster import Cluster
+from tools.lab.cluster import LabCluster
 from tools.lab.measured import Measured, figures_of
 from tools.lab.mesh import Node
-from tools.lab.oplog import Op, Options, clean_ops_s, find_violations
+from tools.lab.oplog import SeenOp, TrainerOptions, clean_ops_s, find_violations
 
 CLEAN_OPS = 3  # before each fault
 
@@ -30,7 +30,7 @@ class Tally:
     facts: dict[str, float] = field(default_factory=dict[str, float])
     """What else was measured, by name."""
 
-    def check(self, ops: Mapping[str, Sequence[Op]], survivors: Iterable[str] = ()) -> None:
+    def check(self, ops: Mapping[str, Sequence[SeenOp]], survivors: Iterable[str] = ()) -> None:
         """Compare ops with each other: see `find_violations`."""
         self.ops_checked += sum(map(len, ops.values()))
         self.violations += find_violations(ops, survivors=survivors)
@@ -43,7 +43,7 @@ class Tally:
     def count(self, fact: str, more: float = 1) -> None:
         self.facts[fact] = self.facts.get(fact, 0) + more
 
-    def await_clean(self, cluster: Cluster, nodes: Sequence[Node] | None = None) -> float:
+    def await_clean(self, cluster: LabCluster, nodes: Sequence[Node] | None = None) -> float:
         """Until some undisturbed ops are done, which are measured; when that began."""
         began = cluster.await_ops(CLEAN_OPS, nodes)
         lives = [node.life for node in (cluster.nodes if nodes is None else nodes)]
@@ -52,7 +52,7 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class CampaignRun:
     """How often, how large, with which dice: what the command line says."""
 
     episodes: int
@@ -65,8 +65,8 @@ class Run:
     words: tuple[str, ...] = ()
     """Further options of the program that trains."""
 
-    def options(self, wait_for: int = 4, **more: Any) -> Options:  # noqa: ANN401 - of Options
-        return Options(number=0, wait_for=wait_for, op_bytes=self.op_bytes, **more)
+    def options(self, wait_for: int = 4, **more: Any) -> TrainerOptions:  # noqa: ANN401 - of Options
+        return TrainerOptions(number=0, wait_for=wait_for, op_bytes=self.op_bytes, **more)
 
     def random(self) -> Random:
         """The dice: the same seed, the same faults, though not at the same instructions."""
@@ -81,7 +81,7 @@ class Campaign:
     name: str
     what: str
     """The fault, as the page names it."""
-    run: Callable[[Run], Tally]
+    run: Callable[[CampaignRun], Tally]
     bar: str
     holds: Judgement
     """Whether the bar is met, if nothing was violated."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, Self
 
 from tools.lab.commands import LabError
-from tools.lab.net import Host
+from tools.lab.net import LabHost
 
 PATIENCE_S = 60.0  # for what must happen; what takes longer has hung
 LOOK_EVERY_S = 0.02  # for what no line tells
@@ -29,7 +29,7 @@ class Line(NamedTuple):
     text: str
 
 
-class Program:
+class LabProgram:
     """A program, and what it has printed; see `start` for one that starts here and now.
 
     Args:
@@ -69,7 +69,7 @@ class Program:
         command: Sequence[str],
         *,
         environment: Mapping[str, str],
-        host: Host | None = None,
+        host: LabHost | None = None,
         errors: Path | None = None,
         told: bool = False,
     ) -> Self:
@@ -235,7 +235,7 @@ class Program:
         self.end()
 
 
-def runs(program: Program | None) -> bool:
+def runs(program: LabProgram | None) -> bool:
     return program is not None and not program.ended
 
 
@@ -244,7 +244,7 @@ def await_that(
     what: str,
     *,
     within_s: float = PATIENCE_S,
-    of: Iterable[Program] = (),
+    of: Iterable[LabProgram] = (),
 ) -> float:
     """Wait until this holds, and return how long that took.
 
@@ -278,5 +278,5 @@ def keep_busy(count: int) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for number in range(count):
             command = [sys.executable, "-c", "while True: pass"]
-            stack.enter_context(Program.start(f"busy {number}", command, environment=os.environ))
+            stack.enter_context(LabProgram.start(f"busy {number}", command, environment=os.environ))
         yield

@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 from sklearn.datasets import load_digits
 
-from tools.lab.campaign import Run, Tally
+from tools.lab.campaign import CampaignRun, Tally
 from tools.lab.commands import LabError
 from tools.lab.mesh import Node
 from tools.lab.program import await_that
@@ -119,7 +119,7 @@ def write_digits(folder: Path) -> Path:
     return path
 
 
-def run_blows(run: Run, case: Blow) -> Tally:
+def run_blows(run: CampaignRun, case: Blow) -> Tally:
     """Strike so many times; what goes wrong is kept, and the house begins anew."""
     dice, tally = Random(f"{case.name} {run.seed}"), Tally()  # noqa: S311 - no secret
     with (

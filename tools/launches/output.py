@@ -17,7 +17,7 @@ from typing import Final, Literal, TypeAlias
 
 import psutil
 
-from tools.lab.campaign import Run, Tally
+from tools.lab.campaign import CampaignRun, Tally
 from tools.lab.commands import LabError
 from tools.lab.mesh import Node
 from tools.lab.program import await_that
@@ -59,7 +59,7 @@ with pmesh.connect() as mesh:
 
 
 @dataclass(slots=True)
-class Memory:
+class MostMemory:
     """The most memory that some processes have held, in bytes, and what they held at first."""
 
     first: dict[str, int] = field(default_factory=dict[str, int])
@@ -81,8 +81,8 @@ class Memory:
 
 
 @contextmanager
-def _watched(pids: dict[str, int]) -> Iterator[Memory]:
-    memory, over = Memory(), threading.Event()
+def _watched(pids: dict[str, int]) -> Iterator[MostMemory]:
+    memory, over = MostMemory(), threading.Event()
 
     def watch() -> None:
         while not over.wait(0.25):
@@ -102,7 +102,7 @@ def _agents(house: House) -> dict[str, int]:
     return {node.name: node.agent.pid for node in house.nodes if node.agent is not None}
 
 
-def run_flood(run: Run) -> Tally:
+def run_flood(run: CampaignRun) -> Tally:
     """Each machine prints so many lines a second, `--episodes` seconds; compare every line."""
     lines_per_s = SHORT_LINES_PER_S if run.short else LINES_PER_S
     with House(4, logs=run.logs) as house:
@@ -163,7 +163,7 @@ TERMINALS: Final[dict[Terminal, str]] = {
 }
 
 
-def run_terminals(run: Run) -> Tally:
+def run_terminals(run: CampaignRun) -> Tally:
     """Train behind each kind of terminal, in turns; `--episodes` of each."""
     speeds: dict[Terminal, list[float]] = {kind: [] for kind in TERMINALS}
     with (
