@@ -252,7 +252,7 @@ ACTIONS: dict[str, Callable[[LiarsLife], Awaitable[None]]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attack:
+class OutsiderAttack:
     """What all lives have in common."""
 
     doors: tuple[Address, ...]
@@ -284,7 +284,7 @@ class Attack:
                 nursery.start_soon(go_on)
 
 
-async def _live(attack: Attack, large: Hello) -> None:
+async def _live(attack: OutsiderAttack, large: Hello) -> None:
     dice = attack.liar.dice
     key = NodeKey.from_seed(dice.randbytes(32))
     largest = replace(
@@ -352,7 +352,7 @@ async def _beat(life: LiarsLife) -> None:
 async def _main(order: OutsiderOrder) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 8192), most))
-    attack = Attack(
+    attack = OutsiderAttack(
         doors=order.peers,
         mesh_key=mesh_key_from_text(os.environ["PMESH_KEY"]),
         liar=new_liar(order.seed),

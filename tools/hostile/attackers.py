@@ -302,7 +302,9 @@ async def _send_anything(order: AttackOrder, folder: Path) -> None:
                 sink = await nursery.start(_serve_sink, mesh_key)
                 doors = (sink,) * len(doors)
             nursery.start_soon(_run_member_with_a_seat, order, folder, begin)
-            attack = outsider.Attack(doors=doors, mesh_key=mesh_key, liar=new_liar(order.seed))
+            attack = outsider.OutsiderAttack(
+                doors=doors, mesh_key=mesh_key, liar=new_liar(order.seed)
+            )
             nursery.start_soon(attack.run)
             await trio.sleep(order.seconds / 10)
             begin.touch()

@@ -23,7 +23,7 @@ NEWS = threading.Condition()
 """Notified of each line of any program, and of its end; who holds it reads what does not change."""
 
 
-class Line(NamedTuple):
+class PrintedLine(NamedTuple):
     at: float
     """When it came, of the monotonic clock."""
     text: str
@@ -51,7 +51,7 @@ class LabProgram:
     ) -> None:
         self.name, self.pid = name, pid
         self.started = time.monotonic()
-        self.lines: list[Line] = []
+        self.lines: list[PrintedLine] = []
         self.ended = False
         """It has, and all that it and its children have printed has been read."""
         self._popen = popen
@@ -100,7 +100,7 @@ class LabProgram:
     def _read(self, output: IO[str]) -> None:
         with output:
             for text in output:
-                line = Line(time.monotonic(), text.rstrip("\n"))
+                line = PrintedLine(time.monotonic(), text.rstrip("\n"))
                 with NEWS:
                     if self._takes(line.text):
                         self.lines.append(line)
@@ -125,11 +125,11 @@ class LabProgram:
     def text(self) -> str:
         return "\n".join(self.printed())
 
-    def last_line(self, start: str, *, since: float = 0.0) -> Line:
+    def last_line(self, start: str, *, since: float = 0.0) -> PrintedLine:
         """The last one from this time on that begins so; else one at 0.0 that is empty."""
         with NEWS:
             found = (x for x in reversed(self.lines) if x.at >= since and x.text.startswith(start))
-            return next(found, Line(0.0, ""))
+            return next(found, PrintedLine(0.0, ""))
 
     def found(self, pattern: re.Pattern[str]) -> list[re.Match[str]]:
         """Where it occurs in a line."""
