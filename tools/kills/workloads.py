@@ -141,6 +141,7 @@ def _kill_one(tally: Killed, ranks: Sequence[LabProgram], random: Random) -> Non
     victim.end()
     tally.kills += 1
     tally.ops_checked += 1
+    tally.count("trainings")
     where = f"kill {tally.kills}"
     try:
         for rank in survivors:
