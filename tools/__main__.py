@@ -16,7 +16,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Literal, Protocol
 
-from tools.lab.commands import run_command
+from tools.lab.commands import Lab, run_command
 from tools.lab.report import PAGES
 from tools.lab.results import read_results
 
@@ -38,8 +38,8 @@ class Tool:
     """MODULE:FUNCTION; imported when it is needed, as some need torch or MLX."""
     table: str = ""
     """MODULE:NAME of its rows, whose names are the function's first arguments."""
-    needs_lab: bool = False
-    """It can't do without network namespaces: Linux, root."""
+    lab: Lab = "none"
+    """Whether it makes network namespaces; if it needs them: Linux, root."""
 
     def rows(self) -> Iterable[NamedRow]:
         found: Iterable[NamedRow] = resolve_name(self.table) if self.table else ()
@@ -50,35 +50,36 @@ CAMPAIGN = "tools.campaigns:run"
 # fmt: off
 TOOLS = (
     Tool("chaos", "losses of agents and trainers", CAMPAIGN, "tools.chaos.bars:CAMPAIGNS",
-         needs_lab=True),
+         lab="needed"),
     Tool("launches", "kills and floods of pmesh run --on", CAMPAIGN,
-         "tools.launches.rows:CAMPAIGNS", needs_lab=True),
+         "tools.launches.rows:CAMPAIGNS", lab="needed"),
     Tool("hostile", "what attacks cost a training", CAMPAIGN, "tools.hostile.rows:CAMPAIGNS",
-         needs_lab=True),
+         lab="needed"),
     Tool("kills", "kills of ranks of torch and mlx-lm", CAMPAIGN, "tools.kills.rows:CAMPAIGNS"),
     Tool("slow-steps", "steps of training on bad networks beside gloo",
-         "tools.networks.run:steps", needs_lab=True),
+         "tools.networks.run:steps", lab="needed"),
     Tool("slow-calls", "small calls beside the round trip", "tools.networks.run:calls",
-         needs_lab=True),
+         lab="needed"),
     Tool("slow-faults", "kills, cuts and partitions on bad networks",
-         "tools.networks.run:faults", needs_lab=True),
+         "tools.networks.run:faults", lab="needed"),
     Tool("fuzz", "members and trainers that lie to real agents", "tools.fuzz.run:fuzz"),
     Tool("torch-ends", "short trainings with torch end well", "tools.torch_ends:run"),
     Tool("torch-suite", "torch's own cases on gloo and on pmesh", "tools.torch_suite:run"),
     Tool("bench", "speed beside gloo and MLX, memory, compression", "tools.bench.run:run",
-         "tools.bench.cases:CASES"),
+         "tools.bench.cases:CASES", lab="some"),
     Tool("losses", "what compression does to a training", "tools.bench.training:run"),
     Tool("kernels", "the kernels of compression alone", "tools.bench.kernels:run"),
     Tool("local-updates", "what local updates do to a training", "tools.bench.local_updates:run"),
-    Tool("local-bytes", "what local updates send", "tools.bench.local_bytes:run", needs_lab=True),
+    Tool("local-bytes", "what local updates send", "tools.bench.local_bytes:run", lab="needed"),
     Tool("sharded", "memory of sharded training", "tools.bench.sharded:run"),
-    Tool("torch-speed", "training with torch beside gloo", "tools.torch_bench:run"),
+    Tool("torch-speed", "training with torch beside gloo", "tools.torch_bench:run",
+         lab="some"),
     Tool("mlx-overlap", "what the drop-in for mx.distributed hides of the network",
-         "tools.mlx_speed:overlap", needs_lab=True),
+         "tools.mlx_speed:overlap", lab="needed"),
     Tool("mlx-call", "what the drop-in adds to a call", "tools.mlx_speed:call"),
     Tool("pipelined", "a token of a model on two machines", "tools.pipelined:measure"),
     Tool("checkpoints", "what an asynchronous save costs a step", "tools.bench_checkpoints:run"),
-    Tool("sync", "what pmesh run --sync costs a training", "tools.sync_speed:run", needs_lab=True),
+    Tool("sync", "what pmesh run --sync costs a training", "tools.sync_speed:run", lab="needed"),
     Tool("store-writes", "a million writes to a store", "tools.store_writes:run"),
     Tool("tiny", "makes a tiny model to fine-tune with mlx-lm", "tools.lora:tiny"),
 )
@@ -113,7 +114,7 @@ def run(name: str, *words: str) -> int:
     elif not words or words[0] not in rows:
         words = (*rows, *words)
     function: Any = resolve_name(tool.function)
-    return run_command(function, words, name=f"tools run {name}", needs_lab=tool.needs_lab)
+    return run_command(function, words, name=f"tools run {name}", lab=tool.lab)
 
 
 def report(

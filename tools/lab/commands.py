@@ -4,7 +4,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import cyclopts
 
@@ -13,12 +13,15 @@ from tools.lab.net import NetLabError, clean, why_not
 Flag = Annotated[bool, cyclopts.Parameter(negative="")]
 
 
+Lab = Literal["needed", "some", "none"]
+
+
 class LabError(Exception):
     """A measurement could not be made; says what the programs have printed."""
 
 
 def run_command(
-    function: Callable[..., Any], words: Sequence[str], *, name: str, needs_lab: bool = False
+    function: Callable[..., Any], words: Sequence[str], *, name: str, lab: Lab = "none"
 ) -> int:
     """Call a function as the words of a command line say; a Ctrl-C ends all that it starts, too.
 
@@ -26,7 +29,7 @@ def run_command(
         function: Its parameters are the options, its docstring the help.
         words: What follows the name.
         name: For errors and the help.
-        needs_lab: It can't do without network namespaces.
+        lab: Whether it can't do without network namespaces, may make some, or makes none.
 
     Returns:
         The exit code.
@@ -37,12 +40,13 @@ def run_command(
     app = cyclopts.App(name=name, help_format="plaintext", version_flags=[])
     app.default(function)
     asks = {"--help", "-h"} & {*words}
-    reason = None if asks else why_not()
-    if needs_lab and reason is not None:
+    may_clean = lab != "none" and not asks
+    reason = why_not() if may_clean else None
+    if lab == "needed" and reason is not None:
         print(f"{name}: {reason}", file=sys.stderr)
         return 1
     try:
-        if reason is None and not asks:
+        if may_clean and reason is None:
             clean()  # what a run that was killed has left
         return app(words, result_action="return_int_as_exit_code_else_zero") or 0
     except (LabError, NetLabError, ValueError) as e:
