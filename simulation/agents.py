@@ -29,11 +29,11 @@ from simulation import ops
 from simulation.healing import Healing
 from simulation.invariants import Violation
 from simulation.lane_messages import LaneMessage, Retained, Token
-from simulation.links import Link, Links, Message, says_the_same
+from simulation.links import Links, Message, SimulatedLink, says_the_same
 from simulation.local_jobs import LocalJobs
 from simulation.network import Network, Timeline
-from simulation.ranks import LocalRank
-from simulation.trainers import Habits, Trainer, chance
+from simulation.ranks import SimulatedRank
+from simulation.trainers import Habits, SimulatedTrainer, chance
 
 if TYPE_CHECKING:
     from simulation.invariants import Invariants
@@ -72,7 +72,7 @@ BACK_AFTER_S = 1.0
 """On average this long after its trainer has gone, a machine starts another."""
 
 
-class Agent:
+class SimulatedAgent:
     """One process start of one node."""
 
     def __init__(
@@ -95,7 +95,7 @@ class Agent:
             self.name, bytes(64)
         )  # the driver checks signatures, and is not simulated
         self.state: MemberState = agreement.first_state(member, said, now=timeline.now)
-        self.before_commit: Callable[[Agent], None] | None = None
+        self.before_commit: Callable[[SimulatedAgent], None] | None = None
         """Called when this agent is about to send a commit: where faults hurt most."""
         self.greeting = Hello(PROTOCOL_VERSION, member, said)
         self._timeline = timeline
@@ -110,7 +110,7 @@ class Agent:
         self._links = Links(network, number)
         self._edges: dict[Incarnation, MeasuredEdge] = {}
         self.jobs = LocalJobs(self)
-        self._trainers: list[Trainer] = []
+        self._trainers: list[SimulatedTrainer] = []
         self._facts: Facts | None = None
         self._shown: Heartbeat | None = None
         self._showing = False
@@ -133,7 +133,7 @@ class Agent:
         return self._network.is_frozen(self.number)
 
     @property
-    def trainers(self) -> list[Trainer]:
+    def trainers(self) -> list[SimulatedTrainer]:
         """The training processes that are connected to this agent."""
         return [trainer for trainer in self._trainers if trainer.alive]
 
@@ -209,7 +209,7 @@ class Agent:
             link.health = health.heard_from(link.health, now=self.now).health
             self._receive_on_link(link, message)
 
-    def _receive_on_link(self, link: Link, message: Message) -> None:
+    def _receive_on_link(self, link: SimulatedLink, message: Message) -> None:
         match message:
             case Heartbeat():
                 self._measure(link, message)
@@ -235,7 +235,7 @@ class Agent:
             or not says_the_same(peer.heartbeat, beat)
         )
 
-    def _measure(self, link: Link, beat: Heartbeat) -> None:
+    def _measure(self, link: SimulatedLink, beat: Heartbeat) -> None:
         round_trip_s = health.measure_round_trip_s(
             now_us=round(self.now * 1e6), echo_us=beat.echo_us, held_us=beat.held_us
         )
@@ -347,7 +347,7 @@ class Agent:
         for habits in self._habits:
             employed = any(trainer.habits is habits for trainer in self._trainers)
             if not employed and chance(self._random, HEARTBEAT_S / BACK_AFTER_S):
-                trainer = Trainer(self._timeline, self._random, self, self.jobs, habits)
+                trainer = SimulatedTrainer(self._timeline, self._random, self, self.jobs, habits)
                 self._trainers.append(trainer)
 
     # --- what a job needs
@@ -359,7 +359,7 @@ class Agent:
             self._showing = True
             self._timeline.after(0.0, self._show_later)
 
-    def lane_patience_s(self, rank: LocalRank) -> float:
+    def lane_patience_s(self, rank: SimulatedRank) -> float:
         """How long the peer at the slower of the two edges may be silent before it is gone."""
         peers = () if rank.rank is None else rank.neighbours()
         return self._links.gone_after_s([peer.member for peer in peers])
@@ -391,24 +391,24 @@ class Agent:
 
     # --- what the invariants see
 
-    def rank_began(self, rank: LocalRank) -> None:
+    def rank_began(self, rank: SimulatedRank) -> None:
         """A trainer has entered its job."""
         self._invariants.began(rank)
 
-    def op_called(self, rank: LocalRank, op: OpNumber) -> None:
+    def op_called(self, rank: SimulatedRank, op: OpNumber) -> None:
         """A rank's trainer has called an op."""
         self._invariants.called(rank, op)
 
-    def op_ended(self, rank: LocalRank, op: OpNumber) -> None:
+    def op_ended(self, rank: SimulatedRank, op: OpNumber) -> None:
         """An op has ended at a local rank."""
         self._note(self.number, f"{rank.roster.job} op {op} at {rank.id}: {rank.ends[op]}")
         self._invariants.ended(rank, op)
 
-    def roster_settled(self, rank: LocalRank, after: Roster) -> None:
+    def roster_settled(self, rank: SimulatedRank, after: Roster) -> None:
         """A rank is about to follow a roster of another number."""
         self._invariants.settled(rank, after, self.state.view)
 
-    def superseded(self, rank: LocalRank) -> None:
+    def superseded(self, rank: SimulatedRank) -> None:
         """A rank learns that the others go on without it."""
         self._note(self.number, f"{rank.roster.job}: {rank.id} is superseded")
 
@@ -440,7 +440,7 @@ class Agent:
         self._shown = beat
         self._links.beat(beat, self.now)
 
-    def _lose(self, link: Link, why: str) -> None:
+    def _lose(self, link: SimulatedLink, why: str) -> None:
         self._note(self.number, f"loses {link.member.node.hex()[-1:]}: {why}")
         self._healing.begin(self.now)
         step = agreement.lose(self.state, link.member.node, why, self._known(), now=self.now)

@@ -10,7 +10,7 @@ from pmesh.core.views.bound import agreement_bound_s
 from pmesh.core.views.quorum import has_majorities, needed_voters
 from pmesh.errors import ProtocolError
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, TrainerId
-from simulation.agents import Agent
+from simulation.agents import SimulatedAgent
 from simulation.drawing import (
     draw_conditions,
     draw_edges,
@@ -104,12 +104,12 @@ class Cluster:
         draw = draw_slow_conditions if slow else draw_conditions
         self.conditions = conditions or draw(self.random)
         self.network: Network[Message] = Network(self.timeline, self.random, self.conditions)
-        self.agents: dict[int, Agent] = {}
+        self.agents: dict[int, SimulatedAgent] = {}
         self.invariants = Invariants(
             self.timeline,
             lambda: (rank for agent in self.agents.values() for rank in agent.jobs.ranks),
         )
-        self.on_start: Callable[[Agent], None] | None = None
+        self.on_start: Callable[[SimulatedAgent], None] | None = None
         """Called for each agent that starts."""
         self._trace = trace
         drawn = draw_habits(self.random, self.size, until_s=self.schedule.calm_from_s, slow=slow)
@@ -130,7 +130,7 @@ class Cluster:
             return
         member = Member(node_of(number), Incarnation(self.random.getrandbits(62) + 1))
         self.note(number, f"starts as {member.incarnation % 1000}")
-        self.agents[number] = Agent(
+        self.agents[number] = SimulatedAgent(
             number,
             member,
             timeline=self.timeline,
@@ -265,7 +265,7 @@ class Cluster:
         )
 
 
-def _standing(agent: Agent) -> str:
+def _standing(agent: SimulatedAgent) -> str:
     state = agent.state
     jobs = ",".join(
         f"{rank.roster.job}#{rank.roster.number}:{rank.id}{'F' * bool(rank.fences)}"

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from pmesh.core.links.health import WIRED
-from simulation.agents import Agent
+from simulation.agents import SimulatedAgent
 from simulation.cluster import Cluster, Outcome
 from simulation.invariants import Violation
 from simulation.network import Conditions
@@ -39,7 +39,7 @@ class Faults:
         first = cluster.schedule.formed_by_s * (self.crashes_only + 2 * self._random.random())
         self._after(first, self._strike)
 
-    def _watch(self, agent: Agent) -> None:
+    def _watch(self, agent: SimulatedAgent) -> None:
         agent.before_commit = self._strike_at_commit
 
     def _after(self, delay_s: float, what: Callable[[], None]) -> None:
@@ -118,7 +118,7 @@ class Faults:
     def _peer_of(self, number: int) -> int:
         return (number + self._random.randrange(1, self._cluster.size)) % self._cluster.size
 
-    def _strike_at_commit(self, agent: Agent) -> None:
+    def _strike_at_commit(self, agent: SimulatedAgent) -> None:
         number, network = agent.number, self._cluster.network
         early = self._cluster.timeline.now < self._cluster.schedule.formed_by_s
         if early or self._over() or not chance(self._random, AIMED):

@@ -14,7 +14,7 @@ from pmesh.core.wire.lanes import AskResult
 from pmesh.ids import Epoch, JobName, Member, OpNumber
 from simulation.lane_messages import OpResult
 from simulation.network import Timeline
-from simulation.ranks import End, LocalRank
+from simulation.ranks import End, SimulatedRank
 
 
 class Violation(AssertionError):  # noqa: N818 - what is found, as in "I3 violation"
@@ -77,7 +77,7 @@ def _may_be(before: Roster, roster: Roster) -> bool:
 class Invariants:
     """Watches what agents install and how ops end."""
 
-    def __init__(self, timeline: Timeline, ranks: Callable[[], Iterable[LocalRank]]) -> None:
+    def __init__(self, timeline: Timeline, ranks: Callable[[], Iterable[SimulatedRank]]) -> None:
         """`ranks` gives all ranks of all live agents."""
         self._timeline = timeline
         self.installs = 0
@@ -144,7 +144,7 @@ class Invariants:
 
     # --- ops
 
-    def began(self, rank: LocalRank) -> None:
+    def began(self, rank: SimulatedRank) -> None:
         """O6: whoever is there has ended all ops before a newcomer's first, and none after."""
         enters = rank.trainer.enters
         if not enters:
@@ -160,7 +160,7 @@ class Invariants:
             if end is not None and isinstance(end.outcome, OpResult) and rank.id not in end.world:
                 raise Violation(f"O6: {rank.id} enters at {enters}, {other.id} has completed it")
 
-    def called(self, rank: LocalRank, op: OpNumber) -> None:
+    def called(self, rank: SimulatedRank, op: OpNumber) -> None:
         """O6 and O5: a newcomer begins with the sync; rank i is the same trainer for all."""
         call = rank.ledger.ops[op].call
         if rank.trainer.enters and not rank.ends and not _fails(rank, op):
@@ -172,7 +172,7 @@ class Invariants:
             if same_op and other.ends and other.world and rank.world not in ((), other.world):
                 raise Violation(f"O5: {rank.id} sees {rank.world}, {other.id} {other.world}")
 
-    def ended(self, rank: LocalRank, op: OpNumber) -> None:
+    def ended(self, rank: SimulatedRank, op: OpNumber) -> None:
         """I4: what has ended has ended. I3 and I5: so it has for those beside us."""
         end = rank.ends[op]
         self.ops_ended += 1
@@ -191,11 +191,11 @@ class Invariants:
             raise Violation(f"I4: op {op} at {rank.id} ends as {end} after {earlier}")
         self._compare(rank, [op])
 
-    def goes_on(self, rank: LocalRank) -> None:
+    def goes_on(self, rank: SimulatedRank) -> None:
         """V10: its ops may run, as far as its agent knows."""
         self.descent.goes_on(rank.roster)
 
-    def _check_sleep(self, rank: LocalRank, op: OpNumber) -> None:
+    def _check_sleep(self, rank: SimulatedRank, op: OpNumber) -> None:
         """V8: a rank that has slept ends nothing in a view that was left meanwhile, without it."""
         member = rank.trainer.member
         since, until = self._slept.get(member, (0.0, 0.0))
@@ -204,7 +204,7 @@ class Invariants:
         if result and left_at is not None and since < left_at < until:
             raise Violation(f"V8: {rank.id} ends op {op}, and was left behind while it slept")
 
-    def agree(self, rank: LocalRank) -> None:
+    def agree(self, rank: SimulatedRank) -> None:
         """I3, I4 and I5: ranks under one roster have ended the same ops in the same way."""
         self._compare(rank, sorted(op for op in rank.ledger.ops if op in rank.ends))
         for outcome in rank.roster.outcomes:
@@ -213,7 +213,7 @@ class Invariants:
             if rank.results.get(outcome.op) is None:
                 raise Violation(f"O2: {rank.id} is named to hold op {outcome.op}")
 
-    def settled(self, rank: LocalRank, after: Roster, view: View) -> None:
+    def settled(self, rank: SimulatedRank, after: Roster, view: View) -> None:
         """I4 and O2: what one who goes on has completed, the settled roster says is complete."""
         if view.previous_epoch_of(rank.trainer.member) is None:
             return
@@ -238,7 +238,7 @@ class Invariants:
             if living & set(outcome.holders) and not set(outcome.holders) <= living:
                 raise Violation(f"O2: a lost holder beside living ones: {outcome}")
 
-    def lost_result(self, rank: LocalRank, ask: AskResult) -> None:
+    def lost_result(self, rank: SimulatedRank, ask: AskResult) -> None:
         """O2: whoever is named as a holder has the result for as long as somebody lacks it."""
         asker = next((other for other in self._beside(rank) if other.id == ask.receiver), None)
         if asker is not None and ask.op not in asker.ends:
@@ -252,7 +252,7 @@ class Invariants:
 
     # --- inside
 
-    def _beside(self, rank: LocalRank) -> Iterable[LocalRank]:
+    def _beside(self, rank: SimulatedRank) -> Iterable[SimulatedRank]:
         """The other ranks that live under the same roster."""
         for other in self._ranks():
             if other is not rank and _same(rank.roster, other.roster):
@@ -287,7 +287,7 @@ class Invariants:
         if all(t.id in ended for t in roster.trainers if t.enters <= op):
             raise Violation(f"O4: op {op} has ended at all, and fails as {outcome}")
 
-    def _compare(self, rank: LocalRank, ops: list[OpNumber]) -> None:
+    def _compare(self, rank: SimulatedRank, ops: list[OpNumber]) -> None:
         for other in self._beside(rank):
             for op in ops:
                 ours, theirs = rank.ends[op], other.ends.get(op)
@@ -299,7 +299,7 @@ class Invariants:
                 raise Violation(f"{_broken(ours, theirs)}: op {op} at {rank.id}: {ours}; {theirs}")
 
 
-def _check_residual(rank: LocalRank, end: End, result: OpResult) -> None:
+def _check_residual(rank: SimulatedRank, end: End, result: OpResult) -> None:
     """O9: what a rank keeps of its last attempt is what that result lacks, also if it fetched it.
 
     So a trainer need not know which attempt it was.
@@ -308,7 +308,7 @@ def _check_residual(rank: LocalRank, end: End, result: OpResult) -> None:
         raise Violation(f"O9: {rank.id} keeps the residual of {end.staged}, and got {result}")
 
 
-def _is_stable(op: OpNumber, *ranks: LocalRank) -> bool:
+def _is_stable(op: OpNumber, *ranks: SimulatedRank) -> bool:
     return all(op <= rank.ledger.stable for rank in ranks)
 
 
@@ -318,7 +318,7 @@ def _is_torn(ours: End, theirs: End) -> bool:
     return one_failed and ours.call.kind in BOUND_KINDS
 
 
-def _fails(rank: LocalRank, op: OpNumber) -> bool:
+def _fails(rank: SimulatedRank, op: OpNumber) -> bool:
     return rank.failure_of(op) is not None
 
 

@@ -25,7 +25,7 @@ Message = Hello | AnyMessage | LaneMessage
 
 
 @dataclass(slots=True)
-class Link:
+class SimulatedLink:
     """An authenticated connection."""
 
     member: Member
@@ -42,8 +42,8 @@ class Links:
     def __init__(self, network: Network[Message], number: int) -> None:
         self._network = network
         self._number = number
-        self.up: dict[int, Link] = {}
-        self._before: dict[int, Link] = {}
+        self.up: dict[int, SimulatedLink] = {}
+        self._before: dict[int, SimulatedLink] = {}
         """The last links with those that are gone."""
         self._dialled_at: dict[int, float] = {}
         self._missing_since: dict[int, float] = {}
@@ -52,13 +52,15 @@ class Links:
         """A connection is up, and the Hello has come."""
         before = self._before.pop(peer, None)
         known = before.health if before is not None and before.member == member else None
-        self.up[peer] = Link(member, health.begin(health.WIRED, now=now, before=known), now)
+        self.up[peer] = SimulatedLink(
+            member, health.begin(health.WIRED, now=now, before=known), now
+        )
 
-    def get(self, peer: int) -> Link | None:
+    def get(self, peer: int) -> SimulatedLink | None:
         """The link with a host, if there is one."""
         return self.up.get(peer)
 
-    def remove(self, peer: int) -> Link | None:
+    def remove(self, peer: int) -> SimulatedLink | None:
         """The link with a host is over; there may have been none."""
         link = self.up.pop(peer, None)
         if link is not None:
@@ -85,10 +87,10 @@ class Links:
         known = [link.health for link in self.up.values() if link.member in members]
         return max((health.gone_after_s for health in known), default=WIRED.gone_after_s)
 
-    def close_silent(self, now: float, vouched: Callable[[Member], bool]) -> list[Link]:
+    def close_silent(self, now: float, vouched: Callable[[Member], bool]) -> list[SimulatedLink]:
         """Judge the silence of all peers, and close the links of those that are gone."""
         deaf = len(self.silent()) == len(self.up) > 1
-        gone = list[Link]()
+        gone = list[SimulatedLink]()
         for peer, link in list(self.up.items()):
             step = health.pass_time(link.health, now=now, vouched=vouched(link.member), deaf=deaf)
             link.health = step.health

@@ -14,30 +14,32 @@ from pmesh.core.wire.views import Heartbeat
 from pmesh.ids import JobName, Member, OpNumber
 from simulation import ops
 from simulation.lane_messages import LaneMessage, age
-from simulation.ranks import LocalRank, Op
+from simulation.ranks import SimulatedOp, SimulatedRank
 
 if TYPE_CHECKING:
-    from simulation.agents import Agent
+    from simulation.agents import SimulatedAgent
 
 
 @dataclass(slots=True, kw_only=True)
-class WaitingTrainer(jobs.WaitingTrainer[LocalRank]):
+class SimulatedWaiting(jobs.WaitingTrainer[SimulatedRank]):
     """A trainer that waits for its job to begin, or to enter it."""
 
     value: Callable[[OpNumber], int]
-    joined: Callable[[LocalRank], None]
+    joined: Callable[[SimulatedRank], None]
 
 
-class LocalJobs(JobsState[WaitingTrainer, LocalRank]):
+class LocalJobs(JobsState[SimulatedWaiting, SimulatedRank]):
     """The jobs of one agent."""
 
-    def __init__(self, host: "Agent") -> None:
+    def __init__(self, host: "SimulatedAgent") -> None:
         super().__init__(host.state.me, self._new_rank)
         self._host = host
         self._early: list[LaneMessage] = []
 
-    def _new_rank(self, roster: Roster, trainer: Trainer, waiter: WaitingTrainer) -> LocalRank:
-        return LocalRank(self._host, self, roster, trainer, waiter.value)
+    def _new_rank(
+        self, roster: Roster, trainer: Trainer, waiter: SimulatedWaiting
+    ) -> SimulatedRank:
+        return SimulatedRank(self._host, self, roster, trainer, waiter.value)
 
     # --- trainers come and go
 
@@ -47,22 +49,24 @@ class LocalJobs(JobsState[WaitingTrainer, LocalRank]):
         wait_for: int,
         terms: Terms,
         value: Callable[[OpNumber], int],
-        joined: Callable[[LocalRank], None],
-    ) -> WaitingTrainer:
+        joined: Callable[[SimulatedRank], None],
+    ) -> SimulatedWaiting:
         """A trainer waits for its job to begin, or to enter it."""
-        waiter = WaitingTrainer(job=job, wait_for=wait_for, terms=terms, value=value, joined=joined)
+        waiter = SimulatedWaiting(
+            job=job, wait_for=wait_for, terms=terms, value=value, joined=joined
+        )
         self.add(waiter)
         self._host.facts_changed()
         return waiter
 
-    def withdraw(self, waiter: WaitingTrainer) -> None:
+    def withdraw(self, waiter: SimulatedWaiting) -> None:
         """The trainer no longer waits; if the job begins all the same, its rank is lost."""
         self.waiters.pop(waiter.slot, None)
         if waiter.rank is not None:
             self.depart(waiter.rank, "is lost: its trainer left")
         self._host.facts_changed()
 
-    def depart(self, rank: LocalRank, why: str) -> None:
+    def depart(self, rank: SimulatedRank, why: str) -> None:
         """The trainer is gone, or has been stopped for too long: the others go on without it."""
         self.leave(rank, why, self._host.now)
 
@@ -78,7 +82,7 @@ class LocalJobs(JobsState[WaitingTrainer, LocalRank]):
         for rank in list(self.ranks):
             ops.unhindered(rank)
 
-    def install(self, view: View) -> tuple[LocalRank, ...]:
+    def install(self, view: View) -> tuple[SimulatedRank, ...]:
         """The view is in force; those are returned whose op under way must begin anew."""
         for rank in self.ranks:
             roster = view.roster_of(rank.roster.job)
@@ -123,7 +127,7 @@ class LocalJobs(JobsState[WaitingTrainer, LocalRank]):
         for message in early:
             self.receive(message)
 
-    def asked_of(self, ask: AskResult) -> LocalRank | None:
+    def asked_of(self, ask: AskResult) -> SimulatedRank | None:
         """Who is asked for a result; None while one side lacks the other's view."""
         asked = (ask.job, ask.born, ask.number, ask.holder)
         return next((r for r in self.ranks if _identity(r) == asked), None)
@@ -135,14 +139,14 @@ class LocalJobs(JobsState[WaitingTrainer, LocalRank]):
 
     # --- what surrounds an op
 
-    def newcomers(self, rank: LocalRank) -> int:
+    def newcomers(self, rank: SimulatedRank) -> int:
         """How many trainers wait to enter the job."""
         return self.newcomers_to(self._host.state, rank.roster.job, self._host.now)
 
-    def timed_out(self, rank: LocalRank, op: Op) -> Verdict:
+    def timed_out(self, rank: SimulatedRank, op: SimulatedOp) -> Verdict:
         """Why an op has not ended by its deadline."""
         return timed_out(rank, op, self.progress, self.newcomers(rank))
 
 
-def _identity(rank: LocalRank) -> tuple[object, ...]:
+def _identity(rank: SimulatedRank) -> tuple[object, ...]:
     return rank.roster.job, rank.roster.born, rank.roster.number, rank.id

@@ -125,7 +125,7 @@ class _Stream(Generic[_Message]):
         self.last_due = 0.0
 
 
-class _Connection(Generic[_Message]):
+class _SimulatedConnection(Generic[_Message]):
     def __init__(self, *ends: int, via: int | None = None) -> None:
         self.via = via
         """The host that forwards between the two ends; None if it is direct."""
@@ -145,8 +145,8 @@ class Network(Generic[_Message]):
         self._timeline = timeline
         self._random = random
         self._hosts: dict[int, Host[_Message]] = {}
-        self._connections: dict[tuple[int, int], _Connection[_Message]] = {}
-        self._latest: dict[tuple[int, int], _Connection[_Message]] = {}
+        self._connections: dict[tuple[int, int], _SimulatedConnection[_Message]] = {}
+        self._latest: dict[tuple[int, int], _SimulatedConnection[_Message]] = {}
         """The last connection of each pair, which may be closed."""
         self._cuts: set[tuple[int, int]] = set()
         self._frozen: dict[int, list[Callable[[], None]]] = {}
@@ -156,7 +156,7 @@ class Network(Generic[_Message]):
     def attach(self, number: int, host: Host[_Message]) -> None:
         """A host starts; it is connected with itself only."""
         self._hosts[number] = host
-        self._connections[number, number] = _Connection[_Message](number)
+        self._connections[number, number] = _SimulatedConnection[_Message](number)
 
     def detach(self, number: int) -> None:
         """A host stops: the system closes its connections."""
@@ -265,7 +265,7 @@ class Network(Generic[_Message]):
                 self._go_on(connection, *pair)
                 self._go_on(connection, *pair[::-1])
 
-    def _go_on(self, connection: _Connection[_Message], number: int, peer: int) -> None:
+    def _go_on(self, connection: _SimulatedConnection[_Message], number: int, peer: int) -> None:
         for to, channel in connection.streams:
             if to == peer:
                 delay = self._travel_s(number, peer, connection.via)
@@ -328,7 +328,7 @@ class Network(Generic[_Message]):
         return share * self.conditions.slowest_s
 
     def _pump(
-        self, connection: _Connection[_Message], number: int, peer: int, channel: str
+        self, connection: _SimulatedConnection[_Message], number: int, peer: int, channel: str
     ) -> None:
         queue = connection.streams[peer, channel].queue
         while (
@@ -355,14 +355,14 @@ class Network(Generic[_Message]):
         ):
             self._timeline.after(HANDSHAKE_TIMEOUT_S, self._time_out, number, peer, dialler)
         else:
-            connection = _Connection[_Message](via=via)
+            connection = _SimulatedConnection[_Message](via=via)
             self._connections[_pair(number, peer)] = self._latest[_pair(number, peer)] = connection
             self._hand(number, self._begin, connection, number, dialler, peer, host.greeting)
             self._hand(peer, self._begin, connection, peer, host, number, dialler.greeting)
 
     def _begin(
         self,
-        connection: _Connection[_Message],
+        connection: _SimulatedConnection[_Message],
         number: int,
         host: Host[_Message],
         peer: int,
@@ -377,7 +377,7 @@ class Network(Generic[_Message]):
 
     def _end(
         self,
-        connection: _Connection[_Message],
+        connection: _SimulatedConnection[_Message],
         number: int,
         peer: int,
         host: Host[_Message] | None,

@@ -15,7 +15,7 @@ from pmesh.core.wire.lanes import AskResult
 from pmesh.ids import Member, OpNumber
 from simulation.invariants import Violation
 from simulation.lane_messages import LaneMessage, OpResult, Retained, Token
-from simulation.ranks import End, LocalRank, Op
+from simulation.ranks import End, SimulatedOp, SimulatedRank
 
 OP_TIMEOUT_S = 4.0
 """How long a call may take before its rank asks for a verdict."""
@@ -24,28 +24,30 @@ ANY_ATTEMPT = 0
 """In the place of a roster's number: what a broadcast brings is the root's in every attempt."""
 
 
-def call_op(rank: LocalRank, call: Call, timeout_s: float = OP_TIMEOUT_S) -> None:
+def call_op(rank: SimulatedRank, call: Call, timeout_s: float = OP_TIMEOUT_S) -> None:
     """A trainer calls its next op; `rank.replied` gets how it ends."""
     if rank.late_failure is not None:
         _reply(rank, attempts.report_late(rank))
         return
     number = OpNumber(rank.ledger.started + 1)
     root, receivers = attempts.roles_in(rank, call)
-    rank.op = Op(number=number, call=call, timeout_s=timeout_s, root=root, receivers=receivers)
+    rank.op = SimulatedOp(
+        number=number, call=call, timeout_s=timeout_s, root=root, receivers=receivers
+    )
     attempts.start(rank, rank.op, rank.host.now)
     rank.host.op_called(rank, number)
     rank.host.facts_changed()
     begin_attempt(rank)
 
 
-def begin_attempt(rank: LocalRank) -> None:
+def begin_attempt(rank: SimulatedRank) -> None:
     """An op has been called, or a view has settled the one under way."""
     if rank.op is not None:
         attempts.begin_attempt(rank, rank.op, rank.host.now)
         _go_on(rank, rank.op)
 
 
-def _go_on(rank: LocalRank, op: Op) -> None:
+def _go_on(rank: SimulatedRank, op: SimulatedOp) -> None:
     op.phase, op.result, op.broken_at = "waiting", None, None
     step = attempts.next_step(
         rank, op, newcomers=lambda: rank.jobs.newcomers(rank), retained_bytes=0
@@ -69,13 +71,13 @@ def _go_on(rank: LocalRank, op: Op) -> None:
             assert_never(step)
 
 
-def abandon(rank: LocalRank) -> None:
+def abandon(rank: SimulatedRank) -> None:
     """The trainer is gone in the middle of its call."""
     rank.op = None
     rank.replied = None
 
 
-def unhindered(rank: LocalRank) -> None:
+def unhindered(rank: SimulatedRank) -> None:
     """A fence has been lifted, or the roster has come into force: what waited for that goes on."""
     op = rank.op
     if op is not None and op.phase == "ready" and op.result is not None:
@@ -84,7 +86,7 @@ def unhindered(rank: LocalRank) -> None:
         _go_on(rank, op)
 
 
-def pass_time(rank: LocalRank) -> None:
+def pass_time(rank: SimulatedRank) -> None:
     """I6: every wait has a deadline; and what no message reports."""
     op, now = rank.op, rank.host.now
     if op is None:
@@ -101,7 +103,7 @@ def pass_time(rank: LocalRank) -> None:
         _ask(rank, op)
 
 
-def lane_broke(rank: LocalRank, peer: Member) -> None:
+def lane_broke(rank: SimulatedRank, peer: Member) -> None:
     """A connection with another agent is lost, and with it what was under way on a lane."""
     op = rank.op
     if op is None or op.phase not in ("ring", "fetching") or rank.rank is None:
@@ -111,7 +113,7 @@ def lane_broke(rank: LocalRank, peer: Member) -> None:
         op.broken_at = rank.host.now
 
 
-def receive(rank: LocalRank, message: LaneMessage) -> None:
+def receive(rank: SimulatedRank, message: LaneMessage) -> None:
     """A lane has brought a message of this roster's number."""
     op = rank.op
     if isinstance(message, Retained):
@@ -127,7 +129,7 @@ def receive(rank: LocalRank, message: LaneMessage) -> None:
         _take(rank, op, message)
 
 
-def serve(rank: LocalRank, ask: AskResult) -> Retained | None:
+def serve(rank: SimulatedRank, ask: AskResult) -> Retained | None:
     """O2: a retained result for a rank that missed the end of its op."""
     result, report = rank.results.get(ask.op), rank.ledger.ops.get(ask.op)
     if result is None or report is None:
@@ -136,7 +138,7 @@ def serve(rank: LocalRank, ask: AskResult) -> Retained | None:
     return Retained(ask.job, ask.born, ask.number, host, ask.receiver, ask.op, report.call, result)
 
 
-def _is_of_our_ring(rank: LocalRank, token: Token) -> bool:
+def _is_of_our_ring(rank: SimulatedRank, token: Token) -> bool:
     """V4: two views may settle a roster under one number; we are in one, and in both rosters."""
     return token.host == rank.neighbours()[0].member
 
@@ -144,7 +146,7 @@ def _is_of_our_ring(rank: LocalRank, token: Token) -> bool:
 # --- one attempt
 
 
-def _will_hold(rank: LocalRank, op: Op) -> bool:
+def _will_hold(rank: SimulatedRank, op: SimulatedOp) -> bool:
     """A broadcast goes along the ring as far as somebody lacks it; beyond goes only the news."""
     if op.root is None:
         return True
@@ -154,7 +156,7 @@ def _will_hold(rank: LocalRank, op: Op) -> bool:
     return (ids.index(rank.id) - root) % rank.size <= reach
 
 
-def _run_ring(rank: LocalRank, op: Op) -> None:
+def _run_ring(rank: SimulatedRank, op: SimulatedOp) -> None:
     op.staged = rank.roster.number
     if op.root in (None, rank.id):
         rank.tokens.setdefault(op.number, {})[rank.id] = _token(rank, op)
@@ -164,7 +166,7 @@ def _run_ring(rank: LocalRank, op: Op) -> None:
     _look_whether_all_came(rank, op)
 
 
-def _token(rank: LocalRank, op: Op) -> Token:
+def _token(rank: SimulatedRank, op: SimulatedOp) -> Token:
     roster, value = rank.roster, rank.value(op.number)
     return Token(
         roster.job,
@@ -179,13 +181,13 @@ def _token(rank: LocalRank, op: Op) -> Token:
     )
 
 
-def _take(rank: LocalRank, op: Op, token: Token) -> None:
+def _take(rank: SimulatedRank, op: SimulatedOp, token: Token) -> None:
     """A token has come by, and this rank has called the op."""
     _hand_on(rank, op, token)
     _look_whether_all_came(rank, op)
 
 
-def _hand_on(rank: LocalRank, op: Op, token: Token) -> None:
+def _hand_on(rank: SimulatedRank, op: SimulatedOp, token: Token) -> None:
     if token.call != op.call:  # O8: the first to see it asks for a verdict
         _differ(rank, op)
         return
@@ -206,7 +208,7 @@ def _hand_on(rank: LocalRank, op: Op, token: Token) -> None:
         rank.host.send_on_lane(following.member, onward)
 
 
-def _look_whether_all_came(rank: LocalRank, op: Op) -> None:
+def _look_whether_all_came(rank: SimulatedRank, op: SimulatedOp) -> None:
     tokens = rank.tokens.get(op.number, {})
     number, ids = rank.roster.number, rank.roster.ids
     if op.phase != "ring":
@@ -220,7 +222,7 @@ def _look_whether_all_came(rank: LocalRank, op: Op) -> None:
         _ready(rank, op, OpResult(number, ids, tuple(tokens[id_].value for id_ in ids)))
 
 
-def _fetch(rank: LocalRank, op: Op, outcome: OpOutcome) -> None:
+def _fetch(rank: SimulatedRank, op: SimulatedOp, outcome: OpOutcome) -> None:
     """O2: the op has been completed by others."""
     op.phase = "fetching"
     op.contributors, op.holds, op.asked = outcome.contributors, True, 0
@@ -239,7 +241,7 @@ def _fetch(rank: LocalRank, op: Op, outcome: OpOutcome) -> None:
         op.broken_at = rank.host.now
 
 
-def _ask(rank: LocalRank, op: Op) -> None:
+def _ask(rank: SimulatedRank, op: SimulatedOp) -> None:
     """Each time another of the holders, so that one who is slow does not stop us."""
     outcome, roster = rank.result_elsewhere(op.number), rank.roster
     if outcome is None:
@@ -252,7 +254,7 @@ def _ask(rank: LocalRank, op: Op) -> None:
         rank.host.ask(host.member, ask)
 
 
-def _take_retained(rank: LocalRank, op: Op, call: Call, result: OpResult) -> None:
+def _take_retained(rank: SimulatedRank, op: SimulatedOp, call: Call, result: OpResult) -> None:
     if call == op.call:
         _ready(rank, op, result)
     else:
@@ -262,14 +264,14 @@ def _take_retained(rank: LocalRank, op: Op, call: Call, result: OpResult) -> Non
 # --- how an attempt ends
 
 
-def _ready(rank: LocalRank, op: Op, result: OpResult) -> None:
+def _ready(rank: SimulatedRank, op: SimulatedOp, result: OpResult) -> None:
     """V3 and V8: behind a fence nothing is delivered."""
     op.phase, op.result = "ready", result
     if not rank.fences:
         _deliver(rank, op, result)
 
 
-def _deliver(rank: LocalRank, op: Op, result: OpResult) -> None:
+def _deliver(rank: SimulatedRank, op: SimulatedOp, result: OpResult) -> None:
     rank.op = None
     kept = result if op.holds else None
     rank.complete(op.number, kept, op.contributors, holds=op.holds)
@@ -279,7 +281,7 @@ def _deliver(rank: LocalRank, op: Op, result: OpResult) -> None:
     _reply(rank, None)
 
 
-def _fail(rank: LocalRank, op: Op, failure: OpOutcome) -> None:
+def _fail(rank: SimulatedRank, op: SimulatedOp, failure: OpOutcome) -> None:
     rank.op = None
     failed = attempts.end_failed(rank, op, failure)
     if failed.consumed and failure.verdict is not None:
@@ -289,23 +291,25 @@ def _fail(rank: LocalRank, op: Op, failure: OpOutcome) -> None:
     _reply(rank, failed)
 
 
-def _end(rank: LocalRank, op: Op, outcome: OpResult | Verdict) -> None:
+def _end(rank: SimulatedRank, op: SimulatedOp, outcome: OpResult | Verdict) -> None:
     rank.ends[op.number] = End(op.call, outcome, rank.world, op.staged)
     rank.host.op_ended(rank, op.number)
 
 
-def _reply(rank: LocalRank, failed: Failed | None) -> None:
+def _reply(rank: SimulatedRank, failed: Failed | None) -> None:
     rank.host.facts_changed()
     replied, rank.replied = rank.replied, None
     if replied is not None:
         replied(None if failed is None else failed.verdict)
 
 
-def _stick(rank: LocalRank, op: Op, verdict: Verdict | None, about: int | None = None) -> None:
+def _stick(
+    rank: SimulatedRank, op: SimulatedOp, verdict: Verdict | None, about: int | None = None
+) -> None:
     """It waits for a view."""
     op.phase = "stuck"
     rank.request_view(verdict, op.number if about is None else about)
 
 
-def _differ(rank: LocalRank, op: Op) -> None:
+def _differ(rank: SimulatedRank, op: SimulatedOp) -> None:
     _stick(rank, op, attempts.differs(rank, op.number, "another rank has called something else"))

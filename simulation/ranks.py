@@ -12,7 +12,7 @@ from pmesh.ids import OpNumber, TrainerId
 from simulation.lane_messages import OpResult, Token
 
 if TYPE_CHECKING:
-    from simulation.agents import Agent
+    from simulation.agents import SimulatedAgent
     from simulation.local_jobs import LocalJobs
 
 
@@ -29,7 +29,7 @@ class End:
 
 
 @dataclass(slots=True, kw_only=True)
-class Op(OpState):
+class SimulatedOp(OpState):
     """An op, and how far it has come."""
 
     phase: Literal["waiting", "ring", "fetching", "stuck", "timed out", "ready"] = "waiting"
@@ -43,12 +43,12 @@ class Op(OpState):
     """When a lane that it needs has ended."""
 
 
-class LocalRank(RankState[OpResult | None]):
+class SimulatedRank(RankState[OpResult | None]):
     """A trainer of a job, connected here. It retains None where an op has left it no result."""
 
     def __init__(
         self,
-        host: "Agent",
+        host: "SimulatedAgent",
         jobs: "LocalJobs",
         roster: Roster,
         trainer: Trainer,
@@ -59,7 +59,7 @@ class LocalRank(RankState[OpResult | None]):
         self.jobs = jobs
         self.value = value
         """What its trainer puts into an op: no two trainers or ops put in the same."""
-        self.op: Op | None = None
+        self.op: SimulatedOp | None = None
         self.replied: Callable[[Verdict | None], None] | None = None
         """Called when the call that is under way has ended: with which error."""
         self.tokens: dict[OpNumber, dict[TrainerId, Token]] = {}

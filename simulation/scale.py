@@ -22,7 +22,7 @@ from pmesh.core.wire.channels import encode
 from pmesh.core.wire.link import Hello
 from pmesh.core.wire.views import Commit, Heartbeat, MeasuredEdge
 from pmesh.ids import Epoch, JobName
-from simulation.agents import HEARTBEAT_S, Agent
+from simulation.agents import HEARTBEAT_S, SimulatedAgent
 from simulation.cluster import Cluster
 from simulation.lane_messages import Retained, Token
 from simulation.links import Message
@@ -117,7 +117,7 @@ def _resting_mesh(nodes: int) -> Cluster:
     cluster = Cluster(0, size=nodes, conditions=Conditions(latency_s=LATENCY_S), habits=habits)
     for row in cluster.edges:
         row.update(dict.fromkeys(row, EDGE))
-    cluster.on_start = Agent.dismiss
+    cluster.on_start = SimulatedAgent.dismiss
     for number in range(nodes):
         cluster.start(number)
     members = [agent.state.me for agent in cluster.agents.values()]
@@ -162,7 +162,7 @@ def _run_until(cluster: Cluster, condition: Callable[[], bool]) -> None:
         cluster.run_until(cluster.timeline.now + LATENCY_S)
 
 
-def _time_heartbeat(agent: Agent, heartbeat: Heartbeat) -> float:
+def _time_heartbeat(agent: SimulatedAgent, heartbeat: Heartbeat) -> float:
     sender = agent.state.view.members[0]
 
     def receive() -> None:

@@ -32,7 +32,7 @@ REPORT_EVERY = 1000  # seeds: some minutes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class SeedVerdict:
     """How one seed went."""
 
     seed: int
@@ -47,12 +47,12 @@ def find_mutation(name: str) -> Mutation:
     return cast("Mutation", found.MUTATIONS[function] if not module else getattr(found, function))
 
 
-def judge(seed: int, *, trace: Callable[[str], None] | None = None) -> Verdict:
+def judge(seed: int, *, trace: Callable[[str], None] | None = None) -> SeedVerdict:
     """Run one seed."""
     try:
-        return Verdict(seed=seed, outcome=run(seed, trace))
+        return SeedVerdict(seed=seed, outcome=run(seed, trace))
     except Violation as violation:
-        return Verdict(seed=seed, outcome=None, violation=str(violation))
+        return SeedVerdict(seed=seed, outcome=None, violation=str(violation))
 
 
 def judge_many(
@@ -61,7 +61,7 @@ def judge_many(
     mutation: str = "",
     processes: int = 1,
     trace: Callable[[str], None] | None = None,
-) -> Iterator[Verdict]:
+) -> Iterator[SeedVerdict]:
     """Run many seeds, in their order; a trace is written in one process only."""
     if processes == 1:
         with find_mutation(mutation)() if mutation else nullcontext():

@@ -10,14 +10,13 @@ from pmesh.core.values import Terms, Verdict
 from pmesh.core.wire.calls import Call
 from pmesh.ids import JobName, OpNumber
 from simulation import ops
-from simulation.local_jobs import LocalJobs, WaitingTrainer
+from simulation.local_jobs import LocalJobs, SimulatedWaiting
 from simulation.network import Timeline
 from simulation.ops import OP_TIMEOUT_S
-from simulation.ranks import LocalRank
+from simulation.ranks import SimulatedRank
 
 if TYPE_CHECKING:
-    from simulation.agents import Agent
-
+    from simulation.agents import SimulatedAgent
 
 POLL_S = 0.1
 """How often a trainer that stands still checks whether it may go on."""
@@ -51,26 +50,26 @@ class Habits:
     op_timeout_s: float = OP_TIMEOUT_S
 
 
-class Trainer:
+class SimulatedTrainer:
     """One training process, and its session with the agent (`pmesh.agent.jobs.session`)."""
 
     def __init__(
         self,
         timeline: Timeline,
         random: Random,
-        host: "Agent",
+        host: "SimulatedAgent",
         jobs: LocalJobs,
         habits: Habits,
     ) -> None:
         self.habits = habits
         self.alive = True
-        self.rank: LocalRank | None = None
+        self.rank: SimulatedRank | None = None
         self._timeline = timeline
         self._random = random
         self._host = host
         self._jobs = jobs
         self._seed = random.getrandbits(40)
-        self._waiter: WaitingTrainer | None = None
+        self._waiter: SimulatedWaiting | None = None
         self._stopped_at: float | None = None
         self._enters = False
         """Its next op must be the sync in which it enters, or comes back."""
@@ -147,7 +146,7 @@ class Trainer:
         )
         self._timeline.after(PATIENCE * habits.op_timeout_s, self._give_up, self._waiter)
 
-    def _give_up(self, waiter: WaitingTrainer) -> None:
+    def _give_up(self, waiter: SimulatedWaiting) -> None:
         if not self.alive or self._waiter is not waiter:
             return
         if self._stands_still():
@@ -155,7 +154,7 @@ class Trainer:
         else:
             self.leave()
 
-    def _joined(self, rank: LocalRank) -> None:
+    def _joined(self, rank: SimulatedRank) -> None:
         self.rank = rank
         rank.replied = self._replied
         if self._enters:

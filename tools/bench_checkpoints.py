@@ -4,17 +4,14 @@ One rank, which writes all of the state, trains without saving and with a save u
 in one run. The steps multiply matrices on all cores. It prints the median step of both, how long
 `save` took, and what the saves cost in all, as a part of the time that they took. A machine whose
 speed drifts by some percent needs several rounds: take a smaller state for more of them.
-
-Run: python -m tools.bench_checkpoints [numpy|mlx] [MB] [FOLDER] [ROUNDS]
 """
 
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -27,13 +24,22 @@ QUIET_STEPS = 12
 LONGEST_STEPS = 240
 
 
-def main() -> None:
-    defaults = ("numpy", "2000", "", "1")
-    library, megabytes, folder, rounds = [*sys.argv[1:], *defaults[len(sys.argv) - 1 :]]
+def run(
+    library: Literal["numpy", "mlx"] = "numpy",
+    megabytes: int = 2000,
+    folder: str = "",
+    rounds: int = 1,
+) -> None:
+    """What an asynchronous save of a large state costs a step.
+
+    Args:
+        library: Of the arrays.
+        megabytes: Of the state.
+        folder: Where it is saved, if not where temporary files are.
+        rounds: How many.
+    """
     with tempfile.TemporaryDirectory(dir=folder or None) as into:
-        SimulatedMesh(1).run(
-            lambda mesh: measure(mesh, library, int(megabytes), Path(into), int(rounds))
-        )
+        SimulatedMesh(1).run(lambda mesh: measure(mesh, library, megabytes, Path(into), rounds))
 
 
 def measure(mesh: pmesh.Mesh, library: str, megabytes: int, folder: Path, rounds: int) -> None:
@@ -47,7 +53,7 @@ def measure(mesh: pmesh.Mesh, library: str, megabytes: int, folder: Path, rounds
         report(f"{library}, copy={copy}", turns)
 
 
-class Turn(NamedTuple):
+class Save(NamedTuple):
     """Seconds of each step without a save, of `save` itself, and of each step while it writes."""
 
     quiet: list[float]
@@ -57,7 +63,7 @@ class Turn(NamedTuple):
 
 def take_turn(
     checkpoints: pmesh.Checkpoints, state: object, step: Callable[[], float], *, copy: bool
-) -> Turn:
+) -> Save:
     quiet = [step() for _ in range(QUIET_STEPS)]
     began = time.perf_counter()
     checkpoints.save(state, 1, copy=copy)
@@ -66,10 +72,10 @@ def take_turn(
     while checkpoints.is_saving and len(busy) < LONGEST_STEPS:
         busy.append(step())
     checkpoints.wait()
-    return Turn(quiet, call_s, busy)
+    return Save(quiet, call_s, busy)
 
 
-def report(name: str, turns: Sequence[Turn]) -> None:
+def report(name: str, turns: Sequence[Save]) -> None:
     plain = statistics.median(s for turn in turns for s in turn.quiet)
     saving = statistics.median(s for turn in turns for s in turn.busy)
     call_s = statistics.median(turn.call_s for turn in turns)
@@ -107,7 +113,3 @@ def make_step() -> Callable[[], float]:
     multiply(3)
     times = max(1, int(STEP_S / (multiply(10) / 10)))
     return lambda: multiply(times)
-
-
-if __name__ == "__main__":
-    main()

@@ -21,7 +21,7 @@ PURE_PARTS = ("rules", "wire")  # of a feature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class Covered:
     """What of one file, or of several, was executed; a branch counts like a statement."""
 
     covered: int
@@ -34,8 +34,8 @@ class Measured:
         """100 for nothing to cover."""
         return 100 * self.covered / self.total if self.total else 100.0
 
-    def __add__(self, other: "Measured") -> "Measured":
-        return Measured(
+    def __add__(self, other: "Covered") -> "Covered":
+        return Covered(
             covered=self.covered + other.covered,
             total=self.total + other.total,
             missing=self.missing + other.missing,
@@ -63,15 +63,15 @@ def floor_of(package: str) -> int:
     return 100 if is_pure else FLOOR_PERCENT
 
 
-def by_package(files: Iterable[tuple[str, Measured]]) -> dict[str, Measured]:
+def by_package(files: Iterable[tuple[str, Covered]]) -> dict[str, Covered]:
     """The sums, in the order of the names."""
-    sums: dict[str, Measured] = defaultdict(lambda: Measured(covered=0, total=0))
+    sums: dict[str, Covered] = defaultdict(lambda: Covered(covered=0, total=0))
     for path, measured in files:
         sums[package_of(path)] += measured
     return dict(sorted(sums.items()))
 
 
-def read_data() -> list[tuple[str, Measured]]:
+def read_data() -> list[tuple[str, Covered]]:
     """What coverage.py has on each file; through its JSON, the only form that it documents."""
     data = coverage.Coverage()
     data.load()
@@ -80,12 +80,12 @@ def read_data() -> list[tuple[str, Measured]]:
         content = json.load(report)
     if not content["meta"]["branch_coverage"]:
         raise SystemExit("no coverage data with branches here: run 'make test-all'")
-    measured: list[tuple[str, Measured]] = []
+    measured: list[tuple[str, Covered]] = []
     for path, file in content["files"].items():
         summary = file["summary"]
         missing = [str(line) for line in file["missing_lines"]]
         missing += [f"{start}->{end}" for start, end in file["missing_branches"]]
-        covered = Measured(
+        covered = Covered(
             covered=summary["covered_lines"] + summary["covered_branches"],
             total=summary["num_statements"] + summary["num_branches"],
             missing=(f"{path}: {', '.join(missing)}",) if missing else (),

@@ -29,8 +29,8 @@ from pmesh.client.control import ask_status
 from pmesh.errors import PmeshError
 from pmesh.terminal.sizes import bytes_text
 from tools.lab.commands import LabError
-from tools.lab.mesh import Mesh, Node
-from tools.lab.program import Program
+from tools.lab.mesh import LabMesh, Node
+from tools.lab.program import LabProgram
 
 CLONE = Path(__file__).resolve().parent.parent
 MACHINES = 3
@@ -45,13 +45,13 @@ console = Console()
 
 
 @contextlib.contextmanager
-def demo_mesh() -> Iterator[Mesh]:
+def demo_mesh() -> Iterator[LabMesh]:
     """Three machines in `.demo`, of which nothing is left."""
     directory = CLONE / ".demo"
     shutil.rmtree(directory, ignore_errors=True)  # of a demo that was killed
     directory.mkdir(mode=0o700)
     try:
-        with Mesh(MACHINES, folder=directory) as mesh:
+        with LabMesh(MACHINES, folder=directory) as mesh:
             yield mesh
     finally:
         shutil.rmtree(directory)
@@ -65,7 +65,7 @@ def status_of(node: Node) -> Status | None:
         return None
 
 
-def meet(mesh: Mesh) -> None:
+def meet(mesh: LabMesh) -> None:
     """Have the three agents find each other; say how."""
     console.print("Starting three agents, each with a home and a port of its own …")
     mesh.start_agents(mdns=True)
@@ -82,13 +82,13 @@ def meet(mesh: Mesh) -> None:
         console.print("They found each other by mDNS, and agreed on a ring.")
 
 
-def start_trainer(mesh: Mesh, node: Node, file: Path, *options: str) -> Program:
+def start_trainer(mesh: LabMesh, node: Node, file: Path, *options: str) -> LabProgram:
     """A training process that saves its weights; each of its lines is a JSON object."""
     script = str(CLONE / "tools" / "demo_training.py")
     return mesh.start_program(node, script, *options, "--save", str(file), name="a trainer")
 
 
-def watch(mesh: Mesh, trainers: Sequence[Program]) -> None:
+def watch(mesh: LabMesh, trainers: Sequence[LabProgram]) -> None:
     """Show the ring and the progress until the trainers have ended."""
     progress = Progress(
         TextColumn("training"),
@@ -122,7 +122,7 @@ def _frame(node: Node, progress: Progress, beat: int) -> RenderableType:
     return Group("", draw_ring(nodes_of(status), width=console.width, beat=beat), "", progress)
 
 
-def bytes_per_step(mesh: Mesh, steps: int) -> float:
+def bytes_per_step(mesh: LabMesh, steps: int) -> float:
     """What the three agents have sent of tensors, headers and encryption in, for one step."""
     statuses = [status for node in mesh.nodes if (status := status_of(node))]
     if len(statuses) < len(mesh.nodes):
@@ -137,7 +137,7 @@ def largest_difference(one: Path, other: Path) -> float:
         return max(float(np.max(np.abs(a[name] - b[name]))) for name in a.files)
 
 
-def run(mesh: Mesh) -> bool:
+def run(mesh: LabMesh) -> bool:
     """The whole demo; whether the result is what it must be."""
     meet(mesh)
     console.print("Training handwritten digits with MLX, one trainer process at each agent:")

@@ -1,8 +1,5 @@
 """The speed of the drop-in for `mx.distributed`: beside MLX's own ring, and beside `Mesh`.
 
-    $ sudo .venv/bin/python -m tools.mlx_speed overlap
-    $ .venv/bin/python -m tools.mlx_speed call
-
 `overlap` needs Linux and root: hosts with slow lines average gradients. The computation is
 imitated, since ranks on one machine would compete for its cores: where MLX would compute gradients,
 the program sleeps for a time in proportion to their bytes. MLX's ring averages what is less than
@@ -12,26 +9,25 @@ the program sleeps for a time in proportion to their bytes. MLX's ring averages 
 import contextlib
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from tools.bench.systems import FIRST_PORT, start_ranks
-from tools.lab.commands import new_app, run_app
-from tools.lab.mesh import AGENT, Mesh
-from tools.lab.net import Host, NetLab, loopbacks
+from tools.bench.systems import RankHosts, ring_settings, start_ranks
+from tools.lab.call import words_for
+from tools.lab.mesh import AGENT, LabMesh
+from tools.lab.net import LabHost, NetLab, loopbacks
 from tools.lab.program import PATIENCE_S
 
 HIDDEN_BAR = 0.80
 STEP_BAR = 0.75
 CALL_BAR_MS = 1.0
-app = new_app("mlx_speed", __doc__)
+Sizes: TypeAlias = tuple[int, int, float]
+"""MiB of gradients, steps, and the seconds that each computes."""
 
 
-@app.command
 def overlap(
     *, hosts: int = 3, mbit: int = 200, mib: int = 26, steps: int = 5, compute_s: float = 2.5
 ) -> int:
@@ -47,12 +43,12 @@ def overlap(
     Returns:
         1 if a bar was missed.
     """
-    words = [str(mib), str(steps), str(compute_s)]
+    sizes = (mib, steps, compute_s)
     with NetLab(hosts) as lab, tempfile.TemporaryDirectory(prefix="mlx-speed-") as name:
         for host in lab.hosts:
             lab.shape(host, bits_per_s=mbit * 1_000_000)
-        ours = _run_pmesh(lab.hosts, Path(name), words)
-        ring = _run_ring(lab.hosts, Path(name), words)
+        ours = _run_pmesh(lab.hosts, Path(name), sizes)
+        ring = _run_ring(lab.hosts, Path(name), sizes)
     communication_s = ours["computed first"] - compute_s
     hidden = (ours["computed first"] - ours["overlapped"]) / communication_s
     ratio = ours["overlapped"] / ring["computed first"]
@@ -65,7 +61,6 @@ def overlap(
     return int(hidden < HIDDEN_BAR or ratio > STEP_BAR)
 
 
-@app.command
 def call(*, ranks: int = 2, kib: int = 1024, calls: int = 200) -> int:
     """What a sum takes longer through the drop-in than by `Mesh.all_reduce`, on one machine.
 
@@ -79,11 +74,11 @@ def call(*, ranks: int = 2, kib: int = 1024, calls: int = 200) -> int:
     """
     with (
         tempfile.TemporaryDirectory(prefix="mlx-speed-") as folder,
-        Mesh(1) as mesh,
+        LabMesh(1) as mesh,
     ):
         mesh.start_agents()
         mesh.await_view()
-        words = ["call", str(kib), str(calls), "0"]
+        words = words_for(worker, "call", kib, calls, 0.0)
         environments = [mesh.nodes[0].environment] * ranks
         took = _steps(loopbacks(ranks), _launched(ranks, words), environments, Path(folder))
     more_ms = 1000 * (took["drop-in"] - took["mesh"])
@@ -93,33 +88,26 @@ def call(*, ranks: int = 2, kib: int = 1024, calls: int = 200) -> int:
     return int(more_ms > CALL_BAR_MS)
 
 
-def _run_pmesh(hosts: Sequence[Host], folder: Path, words: Sequence[str]) -> dict[str, float]:
-    with Mesh(hosts) as mesh:
+def _run_pmesh(hosts: Sequence[LabHost], folder: Path, sizes: Sizes) -> dict[str, float]:
+    with LabMesh(hosts) as mesh:
         mesh.start_agents()
         mesh.await_view()
         environments = [node.environment for node in mesh.nodes]
-        return _steps(hosts, _launched(len(hosts), ["pmesh", *words]), environments, folder)
+        words = words_for(worker, "pmesh", *sizes)
+        return _steps(hosts, _launched(len(hosts), words), environments, folder)
 
 
 def _launched(ranks: int, words: Sequence[str]) -> list[str]:
-    return [sys.executable, "-c", AGENT, "mlx", "--wait-for", str(ranks), *_worker(words)]
+    return ["-c", AGENT, "mlx", "--wait-for", str(ranks), *words]
 
 
-def _run_ring(hosts: Sequence[Host], folder: Path, words: Sequence[str]) -> dict[str, float]:
-    file = folder / "hosts.json"
-    file.write_text(json.dumps([[f"{host.ipv4}:{FIRST_PORT}"] for host in hosts]))
-    environments = [
-        {"MLX_HOSTFILE": str(file), "MLX_RANK": str(rank)} for rank, _ in enumerate(hosts)
-    ]
-    return _steps(hosts, [sys.executable, *_worker(["ring", *words])], environments, folder)
-
-
-def _worker(words: Sequence[str]) -> list[str]:
-    return ["-m", "tools.mlx_speed", "worker", *words]
+def _run_ring(hosts: Sequence[LabHost], folder: Path, sizes: Sizes) -> dict[str, float]:
+    environments = ring_settings(RankHosts(hosts=tuple(hosts)), folder)
+    return _steps(hosts, words_for(worker, "ring", *sizes), environments, folder)
 
 
 def _steps(
-    hosts: Sequence[Host],
+    hosts: Sequence[LabHost],
     command: Sequence[str],
     environments: Sequence[Mapping[str, str]],
     folder: Path,
@@ -133,7 +121,6 @@ def _steps(
     return {kind: max(each[kind] for each in said) for kind in said[0]}
 
 
-@app.command(show=False)
 def worker(what: str, size: int, steps: int, compute_s: float) -> None:
     """One rank, which prints the median of its steps, of each kind, in seconds."""
     kinds = _calls(size) if what == "call" else _averages(what, size, compute_s)
@@ -200,12 +187,3 @@ def _averages(system: str, mib: int, compute_s: float) -> Steps:
 
         kinds["overlapped"] = overlapped
     return kinds
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; errors are one line."""
-    return run_app(app, arguments, starts=None)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

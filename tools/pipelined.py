@@ -1,34 +1,29 @@
 """Inference with a model whose layers lie on two machines: the time of a token, beside MLX's ring.
 
-$ python -m tools.pipelined measure --rounds 5
-
 The model is a tiny random one, so nearly all of the time is the network's: two messages a token.
 """
 
 import json
 import statistics
-import sys
 import time
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from mlx_lm.generate import generate_step
 from mlx_lm.models import qwen2
 
 from pmesh.mlx_lm.libraries import mx
-from tools.bench.systems import Place
-from tools.lab.commands import LabError, new_app, run_app
-from tools.lab.mesh import Mesh
+from tools.bench.systems import RankHosts, ring_settings
+from tools.lab.call import words_for
+from tools.lab.commands import LabError
+from tools.lab.mesh import LabMesh
 from tools.lab.net import loopbacks
-from tools.lab.program import Program
+from tools.lab.program import LabProgram
 
 RANKS = 2
 TOKENS = 200
 WARM = 20  # tokens that are not counted
 PATIENCE_S = 120.0
 SYSTEMS = ("one process", "MLX's ring", "pmesh")
-app = new_app("pipelined", __doc__)
 
 
 def new_model() -> qwen2.Model:
@@ -48,8 +43,7 @@ def new_model() -> qwen2.Model:
     )
 
 
-@app.command
-def work(*, ring: bool = False, tokens: int = TOKENS) -> int:
+def work(ring: bool, tokens: int) -> None:  # noqa: FBT001 - of JSON
     """Be one rank; print the tokens, and the median milliseconds of one.
 
     Args:
@@ -72,10 +66,8 @@ def work(*, ring: bool = False, tokens: int = TOKENS) -> int:
     mx.eval(mx.distributed.all_sum(mx.array(1.0), group=group))  # MLX's ring ends with its first
     millis = round(1e3 * statistics.median(times[min(WARM, tokens // 2) :]), 3)
     print(json.dumps({"size": group.size(), "tokens": made, "ms": millis}), flush=True)
-    return 0
 
 
-@app.command
 def measure(*, rounds: int = 5, tokens: int = TOKENS) -> int:
     """Let one process and two ranks have their turns; exits with 1 if the tokens differ.
 
@@ -85,7 +77,7 @@ def measure(*, rounds: int = 5, tokens: int = TOKENS) -> int:
     """
     found: dict[str, list[float]] = {name: [] for name in SYSTEMS}
     texts: list[list[int]] = []
-    with Mesh(RANKS) as mesh:
+    with LabMesh(RANKS) as mesh:
         mesh.start_agents()
         mesh.await_view()
         for number in range(rounds):
@@ -101,42 +93,25 @@ def measure(*, rounds: int = 5, tokens: int = TOKENS) -> int:
     return 0
 
 
-def _take_turn(name: str, mesh: Mesh, number: int, tokens: int) -> list[dict[str, Any]]:
+def _take_turn(name: str, mesh: LabMesh, number: int, tokens: int) -> list[dict[str, Any]]:
     """Return what each rank has printed."""
-    work = ["-m", "tools.pipelined", "work", "--tokens", str(tokens)]
+    words = words_for(work, name == SYSTEMS[1], tokens)
     nodes, variables = mesh.nodes, [dict[str, str]()] * RANKS
     if name == "one process":
         nodes = nodes[:1]
     elif name == "pmesh":
         turn = ("--wait-for", str(RANKS), "--job", f"turn-{number}")
-        work = ["-m", "pmesh.cli", "mlx", *turn, *work]
+        words = ["-m", "pmesh.cli", "mlx", *turn, *words]
     else:
-        work += ["--ring"]
-        variables = _ring(nodes[0].home.with_name("hosts.json"))
+        variables = ring_settings(RankHosts(hosts=loopbacks(RANKS)), mesh.folder)
     ranks = [
-        mesh.start_program(node, *work, variables=its)
+        mesh.start_program(node, *words, variables=its)
         for node, its in zip(nodes, variables, strict=False)
     ]
     return [_result_of(rank) for rank in ranks]
 
 
-def _ring(hosts: Path) -> list[dict[str, str]]:
-    # MLX's ring takes its ports from a file, so they are free now and, mostly, a moment later.
-    ports = Place(hosts=loopbacks(RANKS)).free_ports()
-    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
-    return [{"MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank)} for rank in range(RANKS)]
-
-
-def _result_of(rank: Program) -> dict[str, Any]:
+def _result_of(rank: LabProgram) -> dict[str, Any]:
     if rank.join(within_s=PATIENCE_S) or not rank.reports:
         raise LabError(rank.shown)
     return rank.reports[-1]
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The process's own arguments if None."""
-    return run_app(app, arguments, starts="", needs_lab=False)  # no command starts hosts
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,16 +3,13 @@
 Three agents on this machine; a thread of rank 0 waits for a key all the time, two ranks write to
 other keys, and at the end a newcomer enters. It prints, for each part of the writes, how long a
 thousand took and what the largest agent holds, in the order of time: all should be the same.
-
-    .venv/bin/python -m tools.store_writes --writes 1000000
 """
 
 import time
 
-import cyclopts
 import psutil
 
-from tools.lab.mesh import Mesh
+from tools.lab.mesh import LabMesh
 from tools.lab.units import MIB
 
 PARTS = 10
@@ -59,9 +56,9 @@ print(f"the newcomer entered after {entered:.2f} s", flush=True)
 """
 
 
-def main(*, writes: int = 1_000_000) -> None:
-    """Measure."""
-    with Mesh(3) as mesh:
+def run(*, writes: int = 1_000_000) -> None:
+    """What very many writes cost while somebody waits, and whether one can still join."""
+    with LabMesh(3) as mesh:
         mesh.start_agents()
         mesh.await_view()
         agents = [psutil.Process(node.pid) for node in mesh.nodes]
@@ -80,7 +77,3 @@ def main(*, writes: int = 1_000_000) -> None:
             if line == str(PARTS - 1):
                 newcomer = mesh.start_program(mesh.nodes[2], "-c", NEWCOMER)
                 print(*newcomer.follow(), sep="\n")
-
-
-if __name__ == "__main__":
-    cyclopts.run(main)

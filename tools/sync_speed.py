@@ -2,8 +2,6 @@
 
 Hosts of a virtual network train; then one of them sends a directory to all others, once with
 `--sync` and once as plain bytes over TCP connections, which is what scp could do at best.
-
-    sudo .venv/bin/python -m tools.sync_speed --megabytes 50 --mbit 200
 """
 
 import itertools
@@ -16,11 +14,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import cyclopts
-
-from tools.lab.mesh import Mesh, inherited
-from tools.lab.net import Host, NetLab
-from tools.lab.program import Program, await_that
+from tools.lab.call import words_for
+from tools.lab.mesh import LabMesh, inherited
+from tools.lab.net import LabHost, NetLab
+from tools.lab.program import LabProgram, await_that
 
 PORT = 7000
 CONTROL_S = 5.0
@@ -44,7 +41,7 @@ with socket.create_server(("", {PORT})) as server:
 """
 
 
-def rate(trainer: Program, since: float) -> str:
+def rate(trainer: LabProgram, since: float) -> str:
     """Ops a second since then, and the longest pause between two."""
     steps = [float(line) for line in trainer.printed(since=since)]
     pauses = [after - before for before, after in itertools.pairwise(steps)]
@@ -52,7 +49,7 @@ def rate(trainer: Program, since: float) -> str:
     return f"{speed:.0f} ops/s, the longest pause {max(pauses, default=0) * 1e3:.0f} ms"
 
 
-def start_training(mesh: Mesh) -> Program:
+def start_training(mesh: LabMesh) -> LabProgram:
     """Agents that may run what others ask for, and a trainer at each; returns the first one."""
     for node in mesh.nodes:
         mesh.run_command(node, "allow", "run", "--as-root")
@@ -64,10 +61,10 @@ def start_training(mesh: Mesh) -> Program:
     return trainers[0]
 
 
-def copy_plainly(hosts: Sequence[Host], data: bytes) -> None:
+def copy_plainly(hosts: Sequence[LabHost], data: bytes) -> None:
     """Send the bytes from the first host to all others at once, as one process."""
     receivers = [
-        Program.start(
+        LabProgram.start(
             f"receiver {host.number}",
             [sys.executable, "-c", RECEIVER],
             environment=inherited(),
@@ -77,11 +74,20 @@ def copy_plainly(hosts: Sequence[Host], data: bytes) -> None:
     ]
     for receiver in receivers:
         receiver.hear()  # it listens
-    names = ",".join(host.ipv4 for host in hosts[1:])
+    addresses = [host.ipv4 for host in hosts[1:]]
     with tempfile.NamedTemporaryFile() as file:
         file.write(data)
         file.flush()
-        hosts[0].run([sys.executable, "-m", "tools.sync_speed", "--send", file.name, "--to", names])
+        hosts[0].run([sys.executable, *words_for(send_to_all, file.name, addresses)])
+
+
+def send_to_all(path: str, hosts: list[str]) -> None:
+    """To each on a connection of its own, as fast as it goes."""
+    threads = [threading.Thread(target=send, args=[path, host]) for host in hosts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def send(path: str, host: str) -> None:
@@ -91,10 +97,17 @@ def send(path: str, host: str) -> None:
         stream.recv(1)
 
 
-def measure(megabytes: int, mbit: float, count: int) -> None:
+def run(*, megabytes: int = 50, mbit: float = 200.0, hosts: int = 4) -> None:
+    """What `pmesh run --sync` costs a training that runs at the same time, and how fast it is.
+
+    Args:
+        megabytes: The size of the directory.
+        mbit: The speed of each line in Mbit/s; 0 for no limit.
+        hosts: How many there are; the first sends to all others.
+    """
     data = os.urandom(megabytes * 1_000_000)
-    lab = NetLab(count)
-    with Mesh(lab) as mesh, tempfile.TemporaryDirectory(prefix="pmesh-") as folder:
+    lab = NetLab(hosts)
+    with LabMesh(lab) as mesh, tempfile.TemporaryDirectory(prefix="pmesh-") as folder:
         for host in lab.hosts:
             if mbit:
                 lab.shape(host, bits_per_s=round(mbit * 1e6))
@@ -111,8 +124,8 @@ def measure(megabytes: int, mbit: float, count: int) -> None:
             elif "more" in what:
                 (project / "train.py").write_text("print(1)")
             since = time.monotonic()
-            run = ("run", "--on", "all", "--sync", "--cwd", str(project), "--", "true")
-            mesh.run_command(mesh.nodes[0], *run)
+            launch = ("run", "--on", "all", "--sync", "--cwd", str(project), "--", "true")
+            mesh.run_command(mesh.nodes[0], *launch)
             took_s = time.monotonic() - since
             print(f"{what}: {took_s:.1f} s; training meanwhile: {rate(trainer, since)}")
         since = time.monotonic()
@@ -121,29 +134,3 @@ def measure(megabytes: int, mbit: float, count: int) -> None:
         print(f"the bytes plainly: {took_s:.1f} s; training meanwhile: {rate(trainer, since)}")
         changes = [node.epoch - first for first, node in zip(before, mesh.nodes, strict=True)]
         print(f"view changes: {changes}")
-
-
-def main(
-    *, megabytes: int = 50, mbit: float = 200.0, hosts: int = 4, send_: str = "", to: str = ""
-) -> None:
-    """Print what was measured.
-
-    Args:
-        megabytes: The size of the directory.
-        mbit: The speed of each line in Mbit/s; 0 for no limit.
-        hosts: How many there are; the first sends to all others.
-        send_: For itself: the file to send plainly.
-        to: For itself: the addresses.
-    """
-    if not to:
-        measure(megabytes, mbit, hosts)
-        return
-    threads = [threading.Thread(target=send, args=[send_, host]) for host in to.split(",")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-if __name__ == "__main__":
-    cyclopts.run(main)

@@ -1,36 +1,30 @@
 """Training by torch over pmesh beside gloo: the same processes, in turns.
 
-    python -m tools.torch_bench ops                       # all_reduce, on this machine's loopback
-    python -m tools.torch_bench python                    # what torch and pmesh.torch add to it
-    python -m tools.torch_bench ddp --ranks 4             # steps of DDP
-    python -m tools.torch_bench fsdp --mbit 1000          # in hosts of a network lab (root)
-    python -m tools.torch_bench ddp --mbit 100 --compression int8 powersgd
-
 With powersgd, torch's powerSGD_hook over gloo is measured, too.
 
 Each rank has an agent of its own. The ways take turns in an order that is drawn for each round. A
 row has a way's median, its ratio to gloo's, and the processor time of a rank and its agent.
 """
 
-import argparse
 import contextlib
 import json
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
+import cyclopts
 import psutil
 
-from tools.bench.systems import AGENT_PID, Place, start_agents, start_ranks
-from tools.lab.net import NetLab, loopbacks
+from tools.bench.cases import MEGABIT, PMESH, Case
+from tools.bench.systems import AGENT_PID, place_of, start_agents, start_ranks
+from tools.lab.call import words_for
 from tools.lab.program import PATIENCE_S
 
 MODELS = ("ResNet18", "transformer")
@@ -47,7 +41,7 @@ ONE_BUCKET_MB = 1024
 Step = Callable[[], None]
 
 
-class Taken(NamedTuple):
+class Times(NamedTuple):
     """What a way has taken, of each run."""
 
     seconds: list[float]
@@ -210,7 +204,7 @@ def work(what: str, model: str, compression: Sequence[str], seconds: float) -> N
         "fsdp": lambda: fsdp(gloo, models),
     }[what]()
     for name, turns in cases.items():
-        taken = {way: Taken([], []) for way in turns}
+        taken = {way: Times([], []) for way in turns}
         for step in (*turns.values(), *turns.values(), *turns.values()):
             step()
         ways = list(turns)
@@ -239,29 +233,38 @@ def _cpu_s() -> float:
     return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
-@contextlib.contextmanager
-def _place(ranks: int, mbit: int) -> Iterator[Place]:
-    if not mbit:
-        yield Place(hosts=loopbacks(ranks))
+def run(
+    what: Literal["ops", "python", "ddp", "fsdp"],
+    *,
+    ranks: int = 4,
+    mbit: int = 0,
+    model: Literal["", "ResNet18", "transformer"] = "",
+    compression: Annotated[list[str] | None, cyclopts.Parameter(consume_multiple=True)] = None,
+    seconds: float = 15.0,
+) -> None:
+    """Measure all-reduces (ops), what Python adds to them (python), or steps of DDP or FSDP2.
+
+    Args:
+        what: Of these four.
+        ranks: How many, each with an agent.
+        mbit: Of each host's line in a network lab; 0: this machine's loopback.
+        model: If not both.
+        compression: What DDP is measured with, too: int8, powersgd.
+        seconds: For each case.
+    """
+    if what == "python":
+        measure_python()
         return
-    with NetLab(ranks) as lab:
-        for host in lab.hosts:
-            lab.shape(host, bits_per_s=mbit * 1_000_000)
-        yield Place(hosts=lab.hosts)
-
-
-def measure(options: argparse.Namespace) -> None:
-    """Start agents and ranks, and print what rank 0 has measured."""
+    speed = mbit * MEGABIT or None
+    case = Case("torch", what, ranks, "peers", (PMESH,), in_lab=bool(mbit), link_bits_per_s=speed)
     with (
         tempfile.TemporaryDirectory(prefix="pmesh-") as name,
-        _place(options.ranks, options.mbit) as place,
+        place_of(case) as place,
         contextlib.ExitStack() as stack,
     ):
         folder = Path(name)
         nodes = start_agents(place, folder, stack)
-        command = [sys.executable, "-W", "ignore", "-m", "tools.torch_bench", options.what]
-        command += ["--worker", "--seconds", str(options.seconds)]
-        command += ["--model", options.model, "--compression", *options.compression]
+        command = ["-W", "ignore", *words_for(work, what, model, compression or [], seconds)]
         settings = {
             "PMESH_WAIT_FOR": str(place.ranks),
             "PMESH_JOB": "bench",
@@ -287,25 +290,3 @@ def _print_case(name: str, taken: dict[str, list[list[float]]]) -> None:
         cpu_ms = statistics.mean(cpu_s) * 1e3  # its clock has steps of 10 ms
         # At once: who reads a file, or a run that is ended early, has all that was measured.
         print(f"{text}  {cpu_ms:8.2f} ms of processor  ({len(seconds)} runs)", flush=True)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=["ops", "python", "ddp", "fsdp"])
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--mbit", type=int, default=0, help="of each host's line; 0: loopback")
-    parser.add_argument("--model", default="", choices=["", *MODELS], help="else both")
-    parser.add_argument("--compression", nargs="*", default=[], help="DDP also with int8, powersgd")
-    parser.add_argument("--seconds", type=float, default=15.0, help="for each case")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.worker:
-        work(options.what, options.model, options.compression, options.seconds)
-    elif options.what == "python":
-        measure_python()
-    else:
-        measure(options)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,5 @@
 """Short DDP trainings on a busy machine, each rank a program that ends by itself: with 0?
 
-$ python -m tools.torch_ends --runs 100
-
 Half of the runs have 3 ranks and half 6, and every second pair of runs calls
 `destroy_process_group`. The ranks are forked from a process that has imported torch.
 """
@@ -12,21 +10,18 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 from pmesh.testing import agent_in_a_thread
-from tools.lab.commands import new_app, run_app
+from tools.lab.call import words_for
 from tools.lab.mesh import inherited
+from tools.lab.program import keep_busy
 
 RANKS = (3, 6)
 STEPS = 10
 
-app = new_app("torch_ends", __doc__)
 
-
-@app.default
 def run(*, runs: int = 100, busy: int = 4) -> int:
     """Run so many trainings; exits with 1 if a rank ends with another code than 0.
 
@@ -36,15 +31,13 @@ def run(*, runs: int = 100, busy: int = 4) -> int:
     """
     with tempfile.TemporaryDirectory(prefix="pmesh-") as home, ExitStack() as stack:
         stack.enter_context(agent_in_a_thread(Path(home)))
-        for _ in range(busy):
-            stack.enter_context(_busy())
+        stack.enter_context(keep_busy(busy))
         # A process of its own: it forks, and must have no threads.
-        command = [sys.executable, "-W", "ignore", "-m", "tools.torch_ends", "fork", str(runs)]
+        command = [sys.executable, "-W", "ignore", *words_for(fork, runs)]
         settings = {"PMESH_HOME": home, "OMP_NUM_THREADS": "1"}
         return subprocess.call(command, env=inherited() | settings)
 
 
-@app.command(show=False)
 def fork(runs: int) -> int:
     """Fork the ranks of each run, and count how they end; `run` calls this."""
     import torch
@@ -91,21 +84,3 @@ def _forked(*, destroy: bool) -> int:
         train(destroy=destroy)
         sys.exit(0)  # not os._exit: how Python ends is what this is about
     return child
-
-
-@contextmanager
-def _busy() -> Iterator[None]:
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
-        try:
-            yield
-        finally:
-            process.kill()
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The process's own arguments if None."""
-    return run_app(app, arguments, starts="", needs_lab=False)  # no command starts hosts
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, interpolate
 
 
-class Model(NamedTuple):
+class TorchModel(NamedTuple):
     """A network, its parts that FSDP2 shards one by one, and the loss of a batch."""
 
     network: nn.Module
@@ -43,7 +43,7 @@ class _Residual(nn.Module):
         return torch.relu(self.residual(x) + self.shortcut(x))
 
 
-def resnet18() -> Model:
+def resnet18() -> TorchModel:
     """ResNet18 for small images, 11.2 M parameters, on 8 of scikit-learn's digits."""
     blocks: list[nn.Module] = []
     inputs = 64
@@ -60,10 +60,10 @@ def resnet18() -> Model:
     )
     images, labels = (torch.from_numpy(each[:8]) for each in load_digits(return_X_y=True))
     x = interpolate(images.float().view(8, 1, 8, 8) / 16, scale_factor=2)
-    return Model(network, blocks, lambda network: cross_entropy(network(x), labels))
+    return TorchModel(network, blocks, lambda network: cross_entropy(network(x), labels))
 
 
-def transformer() -> Model:
+def transformer() -> TorchModel:
     """A transformer that reads bytes, 25 M parameters, on 64 bytes of the standard library."""
     layers: list[nn.Module] = [
         nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True, norm_first=True)
@@ -72,7 +72,7 @@ def transformer() -> Model:
     network = nn.Sequential(nn.Embedding(256, 512), *layers, nn.Linear(512, 256))
     text = torch.tensor(list(Path(inspect.__file__).read_bytes()[:65]))
     before, after = text[None, :-1], text[1:]
-    return Model(network, layers, lambda network: cross_entropy(network(before)[0], after))
+    return TorchModel(network, layers, lambda network: cross_entropy(network(before)[0], after))
 
 
-MODELS: dict[str, Callable[[], Model]] = {"ResNet18": resnet18, "transformer": transformer}
+MODELS: dict[str, Callable[[], TorchModel]] = {"ResNet18": resnet18, "transformer": transformer}

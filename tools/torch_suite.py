@@ -1,9 +1,5 @@
 """torch's own suite of `torch.distributed`, on gloo and on pmesh: what passes there passes here?
 
-    python -m tools.torch_suite                    # all cases; minutes
-    python -m tools.torch_suite --cases all_reduce # those whose names contain this
-    python -m tools.torch_suite --markdown         # the table of docs/explanation/torch.md
-
 The cases are those of `DistributedTest._DistTestBase` in torch's installed test modules. Three
 ranks run each case in turn, in one process each, over a process group made anew for it. The
 decorators that pick cases by the backend's name read gloo, so pmesh runs what gloo does. In a case
@@ -12,7 +8,6 @@ has seen is checked only of the backends that the suite names, as events that ar
 which none can be that Python makes.
 """
 
-import argparse
 import contextlib
 import importlib
 import json
@@ -20,14 +15,15 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from pmesh.testing import agent_in_a_thread
-from tools.lab.commands import LabError
-from tools.lab.program import Program, await_that
+from tools.lab.call import words_for
+from tools.lab.commands import Flag, LabError
+from tools.lab.program import LabProgram, await_that
 
 RANKS = 3
 _RESULT = re.compile("^RESULT (.*)")
@@ -60,7 +56,7 @@ class Workers:
         )
         self._backend = backend
         self._folder = folder
-        self._ranks: list[Program] = []
+        self._ranks: list[LabProgram] = []
         self._count = 0
 
     def run(self, case: str) -> str:
@@ -99,11 +95,10 @@ class Workers:
     def _start(self) -> None:
         Path(self._folder, "barrier").mkdir(exist_ok=True)
         Path(self._folder, "test_dir").mkdir(exist_ok=True)
-        worker = (sys.executable, "-W", "ignore", "-m", "tools.torch_suite", "--worker")
         self._ranks = [
-            Program.start(
+            LabProgram.start(
                 f"rank {rank} of {self._backend}",
-                [*worker, self._backend, "--rank", str(rank)],
+                [sys.executable, "-W", "ignore", *words_for(work, self._backend, rank)],
                 environment=self._environment,
                 errors=Path(self._folder, f"{self._backend}-{rank}.log"),
                 told=True,
@@ -188,7 +183,7 @@ def _as_gloo(suite: Any, dist: Any) -> Iterator[None]:
             module.get_backend = of_torch
 
 
-def compare(part: str, backends: list[str]) -> dict[str, dict[str, str]]:
+def compare(part: str, backends: Sequence[str]) -> dict[str, dict[str, str]]:
     """For each case what it gives on each backend."""
     found: dict[str, dict[str, str]] = {}
     with (
@@ -227,27 +222,22 @@ def _print_table(found: dict[str, dict[str, str]]) -> None:
         print(f"| {on_gloo} | {on_pmesh} | {len(cases)} | {', '.join(cases)} |")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--cases", default="", help="part of the names")
-    parser.add_argument("--backends", nargs="*", default=["gloo", "pmesh"])
-    parser.add_argument("--markdown", action="store_true")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.worker:
-        work(options.worker, options.rank)
-        return
-    found = compare(options.cases, options.backends)
-    if options.markdown:
+def run(
+    *, cases: str = "", backends: tuple[str, ...] = ("gloo", "pmesh"), markdown: Flag = False
+) -> int:
+    """Run torch's own cases; exits with 1 if one passes on gloo and not on pmesh.
+
+    Args:
+        cases: Part of their names, if not all.
+        backends: May be repeated.
+        markdown: Print the table of docs/explanation/torch.md.
+    """
+    found = compare(cases, backends)
+    if markdown:
         _print_table(found)
     passed = [case for case, each in found.items() if each.get("gloo") == "passed"]
     failed = [case for case in passed if found[case].get("pmesh", "passed") != "passed"]
     print(f"{len(found)} cases, {len(passed)} pass on gloo, {len(failed)} of them not on pmesh")
     for case in failed:
         print(f"  {case}: {found[case]['pmesh']}")
-    sys.exit(bool(failed))
-
-
-if __name__ == "__main__":
-    main()
+    return int(bool(failed))

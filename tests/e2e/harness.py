@@ -19,15 +19,15 @@ from pmesh.client.control import ask_status
 from pmesh.errors import AgentNotRunning, AgentStopped
 from tools.lab.commands import LabError
 from tools.lab.mesh import inherited, new_key
-from tools.lab.net import Host
-from tools.lab.program import Program, await_that
+from tools.lab.net import LabHost
+from tools.lab.program import LabProgram, await_that
 
 TIMEOUT_S = 30.0  # imports of several processes on two busy cores take 5 s
 POLL_INTERVAL_S = 0.02
 LOOPBACK = "127.0.0.1:0"  # port 0: the system picks one; the agent's status tells which
 
 
-class Running(Program):
+class Running(LabProgram):
     """A program whose output, both streams together, is kept line by line."""
 
     @property
@@ -74,7 +74,7 @@ class Running(Program):
 class Agent:
     """A `pmesh up` with its home."""
 
-    def __init__(self, process: Running, home: Path, host: Host | None) -> None:
+    def __init__(self, process: Running, home: Path, host: LabHost | None) -> None:
         self.process = process
         self.home = home
         self.host = host
@@ -135,7 +135,7 @@ class Fleet:
         self,
         name: str,
         *options: str,
-        host: Host | None = None,
+        host: LabHost | None = None,
         listen: str | None = None,
         mesh_key: str | None = None,
         patch: str = "",
@@ -216,7 +216,7 @@ class Fleet:
             assert time.monotonic() < deadline, f"the agents never agreed:\n{views}"
 
     def _start(
-        self, name: str, command: list[str], *, host: Host | None, home: Path, **variables: str
+        self, name: str, command: list[str], *, host: LabHost | None, home: Path, **variables: str
     ) -> Running:
         environment = _environment(home) | variables
         running = Running.start(name, command, environment=environment, host=host)

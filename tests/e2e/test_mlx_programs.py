@@ -84,7 +84,7 @@ def test_mlx_lms_lora_learns_what_it_learns_over_mlxs_ring(
     fleet: Fleet, ring: list[Agent], tmp_path: Path
 ) -> None:
     """At the learning rate that it has by default: Adam makes much of rounding at higher ones."""
-    from tools.lora.tiny import make_data, make_model  # noqa: PLC0415 - it needs mlx-lm
+    from tools.lora import make_data, make_model  # noqa: PLC0415 - it needs mlx-lm
 
     words = [
         *("--model", str(make_model(tmp_path / "model")), "--train", "--adapter-path"),

@@ -15,7 +15,7 @@ from pmesh.mlx_lm.libraries import lora, mx
 from pmesh.mlx_lm.session import parse
 from pmesh.mlx_lm.training import digest
 from tests.worlds.watched_agent import watched_agent
-from tools.lora.tiny import make_data, make_model
+from tools.lora import make_data, make_model
 
 
 @pytest.fixture(scope="module")

@@ -18,13 +18,13 @@ from pmesh.core.wire.lanes import AskResult
 from pmesh.core.wire.views import Commit, Heartbeat
 from pmesh.ids import Epoch, JobName, OpNumber, TrainerId
 from simulation import ops
-from simulation.agents import DOUBT_S, Agent
+from simulation.agents import DOUBT_S, SimulatedAgent
 from simulation.cluster import Cluster
 from simulation.lane_messages import OpResult, Token
 from simulation.links import Message
 from simulation.network import Conditions
 from simulation.ops import OP_TIMEOUT_S
-from simulation.ranks import LocalRank
+from simulation.ranks import SimulatedRank
 from simulation.trainers import Habits
 
 JOB = JobName("digits")
@@ -51,19 +51,19 @@ def run_until(cluster: Cluster, condition: Callable[[], bool], patience_s: float
         cluster.run_until(cluster.timeline.now + STEP_S)
 
 
-def by_seniority(cluster: Cluster) -> list[Agent]:
+def by_seniority(cluster: Cluster) -> list[SimulatedAgent]:
     """The agents, the leader first."""
     view = next(iter(cluster.agents.values())).state.view
     agents = {agent.state.me: agent for agent in cluster.agents.values()}
     return [agents[member] for member in view.by_seniority]
 
 
-def ranks_of(cluster: Cluster) -> dict[TrainerId, LocalRank]:
+def ranks_of(cluster: Cluster) -> dict[TrainerId, SimulatedRank]:
     """The ranks of the job, by their trainers' numbers."""
     return {rank.id: rank for agent in cluster.agents.values() for rank in agent.jobs.ranks}
 
 
-def agent_of(cluster: Cluster, rank: LocalRank) -> Agent:
+def agent_of(cluster: Cluster, rank: SimulatedRank) -> SimulatedAgent:
     """Where a rank lives."""
     return next(agent for agent in cluster.agents.values() if rank in agent.jobs.ranks)
 
@@ -114,7 +114,7 @@ def a_half_sent_commit_is_what_the_next_leader_builds_on() -> None:
     assert cluster.invariants.resets == resets
 
 
-def _swallow_results_of(cluster: Cluster, root: LocalRank, op: OpNumber) -> None:
+def _swallow_results_of(cluster: Cluster, root: SimulatedRank, op: OpNumber) -> None:
     """Nobody gets what the root sends of a broadcast, nor its retained result."""
     host = agent_of(cluster, root).number
 
@@ -341,7 +341,7 @@ def nobody_enters_a_sync_that_somebody_has_completed() -> None:
     assert waiting.rank is None
 
 
-def _sides_that_go_on(cluster: Cluster) -> list[Agent]:
+def _sides_that_go_on(cluster: Cluster) -> list[SimulatedAgent]:
     """The agents that have a rank whose ops may run."""
     return [
         agent
@@ -451,7 +451,7 @@ def who_promised_before_its_sleep_ends_nothing_in_the_view_that_it_wakes_up_to()
     (rank,) = sleeper.jobs.ranks
     cluster.network.heal()
 
-    def fall_asleep(_: Agent) -> None:
+    def fall_asleep(_: SimulatedAgent) -> None:
         leader.before_commit = None
         ops.call_op(rank, Call("barrier", "float32", ()))  # it waits for the view (V3)
         cluster.sleep(sleeper.number)

@@ -4,14 +4,14 @@ from pmesh.core.links.health import LONGEST_SILENCE_S, WIRED
 from pmesh.core.values import Verdict
 from pmesh.core.wire.views import MeasuredEdge
 from pmesh.ids import TrainerId
-from simulation.agents import Agent
+from simulation.agents import SimulatedAgent
 from simulation.cluster import Cluster
 from simulation.network import Conditions
 from simulation.trainers import Habits
 from tests.simulation.histories import JOB, by_seniority, formed_cluster, ranks_of, run_until
 
 
-def cut_to_a_chain(cluster: Cluster, *chain: Agent) -> None:
+def cut_to_a_chain(cluster: Cluster, *chain: SimulatedAgent) -> None:
     """Each can only reach its neighbours in the chain; of four, nobody forwards from end to end."""
     for place, agent in enumerate(chain):
         others = [other.number for other in chain[place + 2 :]]

@@ -35,7 +35,7 @@ from pmesh.core.views.state import FenceJobs, Install, MemberState, MemberStep, 
 from pmesh.core.wire.views import Propose
 from pmesh.ids import Epoch, Incarnation, Member
 from simulation import lane_messages, ops
-from simulation.agents import Agent
+from simulation.agents import SimulatedAgent
 from simulation.links import Links
 from tests.simulation import op_rules as without
 
@@ -329,8 +329,8 @@ MUTATIONS = {
     ),
     "no_doubt": Mutation(
         "V8: who has slept delivers nothing before it is confirmed",
-        (Agent._doubt, without.none),
-        owner=Agent,
+        (SimulatedAgent._doubt, without.none),
+        owner=SimulatedAgent,
     ),
     "trust_old_promises": Mutation(
         "V8: a view that was promised before the sleep is as old",

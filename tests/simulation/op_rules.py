@@ -16,7 +16,7 @@ from pmesh.core.views.op_log import Ledger
 from pmesh.core.views.state import MemberState, MemberStep
 from pmesh.ids import Member, OpNumber
 from simulation import ops
-from simulation.ranks import LocalRank
+from simulation.ranks import SimulatedRank
 
 Function: TypeAlias = Callable[..., Any]
 
@@ -37,11 +37,11 @@ def fail_alone(rank: Any, verdict: Any, op: int = -1) -> None:
         rank.op.phase = "waiting"  # so that the driver asks again what comes next
 
 
-def fetch_whatever(rank: LocalRank, op: Any, call: Any, result: Any) -> None:
+def fetch_whatever(rank: SimulatedRank, op: Any, call: Any, result: Any) -> None:
     ops._ready(rank, op, result)
 
 
-def stage_anew(rank: LocalRank, op: Any, outcome: OpOutcome) -> None:
+def stage_anew(rank: SimulatedRank, op: Any, outcome: OpOutcome) -> None:
     op.staged = rank.roster.number
     fetch(rank, op, outcome)
 
@@ -96,7 +96,7 @@ def enter_a_completed_sync(known: Any, after: Any) -> OpNumber | None:
     return OpNumber(known.highest) if is_sync else None
 
 
-def enter_without_sync(rank: LocalRank, call: Any, *rest: Any) -> None:
+def enter_without_sync(rank: SimulatedRank, call: Any, *rest: Any) -> None:
     if rank.trainer.enters and not rank.ends:
         call = msgspec.structs.replace(call, kind="barrier")
     call_op(rank, call, *rest)

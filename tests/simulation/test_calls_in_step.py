@@ -12,7 +12,7 @@ from pmesh.ids import OpNumber
 from simulation import ops
 from simulation.lane_messages import OpResult
 from simulation.network import Timeline
-from simulation.ranks import LocalRank
+from simulation.ranks import SimulatedRank
 from tests.simulation.histories import agent_of, formed_cluster, ranks_of, run_until
 
 CALLS, MISTAKEN = 40, 25
@@ -25,7 +25,9 @@ SEEDS = 12
 class Program:
     """Makes its calls one after the other, whatever becomes of each."""
 
-    def __init__(self, rank: LocalRank, timeline: Timeline, script: int, random: Random) -> None:
+    def __init__(
+        self, rank: SimulatedRank, timeline: Timeline, script: int, random: Random
+    ) -> None:
         self.count = CallCount()
         self.results: dict[int, bool] = {}
         """By the number of the call, whether it has succeeded."""

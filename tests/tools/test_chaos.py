@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.chaos.results import Results
+from tools.lab.measured import Results
 from tools.lab.net import PREFIX, labs
 from tools.lab.results import read_results
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.netns, pytest.mark.timeout(300), pyte
 
 def chaos(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "tools.chaos", *arguments],
+        [sys.executable, "-m", "tools", "run", *arguments],
         cwd=ROOT,
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
@@ -34,7 +34,7 @@ def labs_of(owner: subprocess.Popen[str]) -> set[str]:
 
 def test_a_few_kills_of_each_kind_tear_nothing(tmp_path: Path) -> None:
     results = tmp_path / "short.json"
-    with chaos("run", "--short", "--json", str(results)) as process:
+    with chaos("chaos", "--short", "--json", str(results)) as process:
         output, _ = process.communicate(timeout=200)
 
     # Nothing wrong is asserted; how long it took is printed: this machine may be busy.
@@ -48,7 +48,7 @@ def test_cables_that_are_pulled_and_plugged_in_lose_nobody(tmp_path: Path) -> No
     results = tmp_path / "cables.json"
     names = ["cable", "vanish", "plug", "flap"]
     options = ["--episodes", "1", "--size-mb", "1", "--json", str(results)]
-    with chaos("run", *names, *options) as process:
+    with chaos(*names, *options) as process:
         output, _ = process.communicate(timeout=200)
 
     measured = {m.fault: m for m in read_results(results, Results).measured}
@@ -59,7 +59,7 @@ def test_cables_that_are_pulled_and_plugged_in_lose_nobody(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_leaves_nothing_behind(number: signal.Signals) -> None:
-    with chaos("run", "kill-node", "--episodes", "1000", "--size-mb", "1") as process:
+    with chaos("kill-node", "--episodes", "1000", "--size-mb", "1") as process:
         assert process.stdout is not None
         process.stdout.readline()  # it says what it does, then begins
         while not (started := labs_of(process)):

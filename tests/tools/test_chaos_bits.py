@@ -1,4 +1,4 @@
-"""Flipped bits on lanes and links; `python -m tools.chaos run bits` tries 100,000."""
+"""Flipped bits on lanes and links; `python -m tools run bits` tries 100,000."""
 
 from random import Random
 
@@ -7,13 +7,13 @@ import pytest
 
 from pmesh.core.wire.records import HEADER_BYTES, Opener
 from tools.chaos import bits
-from tools.chaos.episodes import Run
+from tools.lab.campaign import CampaignRun
 
 FLIPS = 1000
 
 
 def test_every_flip_is_noticed_and_no_sum_is_wrong() -> None:
-    tally = bits.run_bit_flips(Run(episodes=FLIPS, op_bytes=0, seed=1))
+    tally = bits.run_bit_flips(CampaignRun(episodes=FLIPS, op_bytes=0, seed=1))
 
     assert tally.violations == []
     assert tally.ops_checked == sum(tally.facts.values()) == FLIPS

@@ -12,9 +12,9 @@ from tools.chaos.calls import (
     CALLS,
     MOST_TRAINERS,
     At,
-    Outcome,
+    CallOutcome,
+    CheckedCall,
     Pattern,
-    Trial,
     Values,
     _envelopes,
     _group,
@@ -42,13 +42,13 @@ def _names_as_in_a_campaign(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "_all_reduced", most)
 
 
-def trial_of(mesh: pmesh.Mesh, kind: str, step: int) -> Trial:
+def trial_of(mesh: pmesh.Mesh, kind: str, step: int) -> CheckedCall:
     return prepare(kind, At(mesh, Pattern(NBYTES), mesh.rank + 1, step))
 
 
 @pytest.mark.parametrize(("kind", "step"), EACH)
 def test_each_call_is_right_and_alike_on_all_ranks(kind: str, step: int) -> None:
-    def train(mesh: pmesh.Mesh) -> Outcome:
+    def train(mesh: pmesh.Mesh) -> CallOutcome:
         trial = trial_of(mesh, kind, step)
         return trial.judge(trial.call())
 
@@ -80,13 +80,13 @@ def test_a_group_that_breaks_and_a_message_that_is_lost_without_a_loss_are_wrong
     # Who does not receive does not end the other's send.
     monkeypatch.setattr(pmesh.Mesh, "send", lambda *_, **__: None)
 
-    def train(mesh: pmesh.Mesh) -> list[Outcome]:
+    def train(mesh: pmesh.Mesh) -> list[CallOutcome]:
         trials = [
             make(At(mesh, Pattern(NBYTES), mesh.rank + 1, 0)) for make in (_group, _envelopes)
         ]
         return [trial.judge(trial.call()) for trial in trials]
 
-    wrong = [Outcome("grouped", right=False), Outcome("told", right=False)]
+    wrong = [CallOutcome("grouped", right=False), CallOutcome("told", right=False)]
     assert SimulatedMesh(SIZE).run(train) == [wrong] * SIZE
 
 
@@ -96,18 +96,18 @@ def test_a_call_that_is_bound_to_its_ranks_may_end_with_an_error_and_a_sum_may_n
     def lose() -> None:
         raise pmesh.RosterChanged("a rank was lost")
 
-    def trial(at: At) -> Trial:
-        return Trial(lose, lambda _: Outcome(f"never at {at.step}", right=False))
+    def trial(at: At) -> CheckedCall:
+        return CheckedCall(lose, lambda _: CallOutcome(f"never at {at.step}", right=False))
 
     monkeypatch.setattr(calls, "CALLS", {"sum": [trial], "collectives": [trial]})
 
-    def train(mesh: pmesh.Mesh) -> Outcome:
+    def train(mesh: pmesh.Mesh) -> CallOutcome:
         with pytest.raises(pmesh.RosterChanged):
             trial_of(mesh, "sum", 0).call()
         bound = trial_of(mesh, "collectives", 0)
         return bound.judge(bound.call())
 
-    assert SimulatedMesh(2).run(train) == [Outcome("RosterChanged", right=True)] * 2
+    assert SimulatedMesh(2).run(train) == [CallOutcome("RosterChanged", right=True)] * 2
 
 
 PATTERN_BYTES = 1 << 20

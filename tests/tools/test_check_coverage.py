@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from tools import check_coverage
-from tools.check_coverage import Measured
+from tools.check_coverage import Covered
 
 TOOL = Path(check_coverage.__file__)
 
 
-def measured(percent: int) -> Measured:
-    return Measured(covered=percent, total=100, missing=("a file: 3",))
+def measured(percent: int) -> Covered:
+    return Covered(covered=percent, total=100, missing=("a file: 3",))
 
 
 @pytest.mark.parametrize(

@@ -24,11 +24,11 @@ from pmesh.store.wire import encode as encode_of_a_store
 from simulation.wire import AnyMessage, decode_request_untrusted, decode_untrusted
 from tests.worlds.builders import ANNA, BERT, make_roster, make_view, unsigned
 from tools.fuzz.agent import accepts, new_liar
-from tools.fuzz.corpus import Case, Recorder, keep, load, recorded
+from tools.fuzz.corpus import KeptCase, Recorder, keep, load, recorded
 from tools.fuzz.large import grow
 from tools.fuzz.liar import MANY_TIMES, Seen, mutate
 from tools.fuzz.oracles import find_bans, find_unprintable_in_json, is_called
-from tools.fuzz.outsider import ACTIONS, Life
+from tools.fuzz.outsider import ACTIONS, LiarsLife
 from tools.fuzz.parts import HOSTS, children, example
 from tools.fuzz.store_lies import sequences
 from tools.fuzz.trainer import REQUESTS, honest_sessions
@@ -138,12 +138,12 @@ def test_a_case_is_kept_with_all_that_was_sent(tmp_path: Path) -> None:
     record(PEERS)
     messages = recorded(tmp_path / "lies")
     assert [decode_untrusted(message) for message in messages] == [COMMIT, PEERS]
-    case = Case(liar="member", seed=7, finding="it died", messages=messages)
+    case = KeptCase(liar="member", seed=7, finding="it died", messages=messages)
     assert load(keep(tmp_path / "corpus", case)) == case
 
 
 @dataclass(eq=False)
-class Silent(Life):
+class Silent(LiarsLife):
     """It keeps what it would send."""
 
     sent: list[Any] = field(default_factory=list)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tools.chaos.episodes import Run
 from tools.chaos.goodput import GOODPUT, run_goodput, samples_per_s
+from tools.lab.campaign import CampaignRun
 
 
 def test_what_is_counted_begins_with_the_end_of_the_first_round() -> None:
@@ -16,7 +16,7 @@ def test_what_is_counted_begins_with_the_end_of_the_first_round() -> None:
 @pytest.mark.netns
 @pytest.mark.timeout(400)
 def test_after_a_kill_the_others_go_on_and_the_killed_rank_takes_part_again() -> None:
-    run = Run(episodes=1, op_bytes=1 << 16, seed=1)
+    run = CampaignRun(episodes=1, op_bytes=1 << 16, seed=1)
 
     tally = run_goodput(run, period_s=6.0, away_s=0.5, round_s=1.0)
 

@@ -1,14 +1,15 @@
 """The short forms of the campaigns that kill ranks of trainings, and their judges."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tools.kills.campaign import Tally, judge_losses, judge_steps
+from tools.kills.campaign import Killed, judge_losses, judge_steps
 from tools.kills.workloads import judge_errors
+from tools.lab.measured import Results
+from tools.lab.results import read_results
 
 
 @pytest.mark.slow
@@ -23,17 +24,18 @@ from tools.kills.workloads import judge_errors
 def test_a_short_campaign_finds_nothing(tmp_path: Path, kind: str, kills: int, steps: int) -> None:
     pytest.importorskip("mlx_lm" if kind == "lora" else "torch")
     results = tmp_path / "kills.json"
-    options = [kind, "--kills", str(kills), "--steps", str(steps), "--json", str(results)]
-    command = [sys.executable, "-m", "tools.kills", "run", *options]
+    options = [kind, "--episodes", str(kills), "--steps", str(steps), "--json", str(results)]
+    command = [sys.executable, "-m", "tools", "run", *options]
 
     done = subprocess.run(command, capture_output=True, text=True, timeout=590, check=False)
 
     assert done.returncode == 0, done.stdout + done.stderr
-    tally = json.loads(results.read_text())
-    assert tally["violations"] == []
-    assert tally["kills"] == kills
-    assert tally["trainings"] >= 1
-    assert tally["back_s" if kind == "lora" else "after_s"]
+    (measured,) = read_results(results, Results).measured
+    assert measured.violations == ()
+    assert measured.facts["kills"] == kills
+    assert measured.facts["trainings"] >= 1
+    back = measured.facts.get("s until the killed rank took part again, median")
+    assert back if kind == "lora" else measured.recovery_s
 
 
 @pytest.mark.parametrize(
@@ -45,7 +47,7 @@ def test_a_short_campaign_finds_nothing(tmp_path: Path, kind: str, kills: int, s
     ],
 )
 def test_another_error_or_a_late_one_is_a_violation(after_s: float, errors: list[str]) -> None:
-    tally = Tally(after_s=[after_s])
+    tally = Killed(recovery_s=[after_s])
 
     judge_errors(tally, "kill 1", "RankLost: rank 1 ", errors)
 
@@ -53,7 +55,7 @@ def test_another_error_or_a_late_one_is_a_violation(after_s: float, errors: list
 
 
 def test_other_weights_after_a_step_are_a_violation() -> None:
-    tally = Tally()
+    tally = Killed()
 
     judge_steps(tally, "training 1", {1: {"a"}, 2: {"a", "b"}})
 
@@ -62,7 +64,7 @@ def test_other_weights_after_a_step_are_a_violation() -> None:
 
 @pytest.mark.parametrize("losses", [[2.0, 2.0, 2.001], [2.03] * 3, [float("nan")] * 3, []])
 def test_another_loss_is_a_violation(losses: list[float]) -> None:
-    tally = Tally(losses=[2.0])
+    tally = Killed(losses=[2.0])
 
     judge_losses(tally, "training 1", losses)
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tools.lab.net import PREFIX, Host, NetLab, clean, labs
+from tools.lab.net import PREFIX, LabHost, NetLab, clean, labs
 
 pytestmark = pytest.mark.netns
 
@@ -36,7 +36,7 @@ SEND = "import socket, sys\ns = socket.socket({family}, socket.SOCK_DGRAM)\n{eac
 class Listener:
     """A program in a host that prints the datagrams it gets."""
 
-    def __init__(self, host: Host, *, family: str = "socket.AF_INET", join: str = "") -> None:
+    def __init__(self, host: LabHost, *, family: str = "socket.AF_INET", join: str = "") -> None:
         script = LISTEN.format(family=family, join=join)
         self.process = host.popen(
             [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -52,7 +52,9 @@ class Listener:
 
 
 @contextmanager
-def listening(host: Host, *, family: str = "socket.AF_INET", join: str = "") -> Iterator[Listener]:
+def listening(
+    host: LabHost, *, family: str = "socket.AF_INET", join: str = ""
+) -> Iterator[Listener]:
     listener = Listener(host, family=family, join=join)
     try:
         yield listener
@@ -60,7 +62,7 @@ def listening(host: Host, *, family: str = "socket.AF_INET", join: str = "") -> 
         listener.close()
 
 
-def send(host: Host, address: str, *texts: str, family: str = "socket.AF_INET") -> None:
+def send(host: LabHost, address: str, *texts: str, family: str = "socket.AF_INET") -> None:
     each = f"for text in sys.argv[1:]: s.sendto(text.encode(), ({address!r}, 5000))"
     script = SEND.format(family=family, each=each)
     # -S -E: without site-packages, which cost more than the test.
@@ -173,7 +175,7 @@ def test_a_lab_that_fails_while_it_is_built_leaves_nothing(monkeypatch: pytest.M
 
     before = mine()
 
-    def interrupt(_lab: NetLab, _host: Host) -> None:
+    def interrupt(_lab: NetLab, _host: LabHost) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(NetLab, "_plug_in", interrupt)

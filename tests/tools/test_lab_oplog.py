@@ -8,8 +8,8 @@ from pmesh.client.elastic import place
 from tools.lab.oplog import (
     TRAINS_ALONE,
     Life,
-    Op,
-    Report,
+    SeenOp,
+    TrainerReport,
     clean_ops_s,
     decode_report,
     encode_report,
@@ -20,16 +20,18 @@ from tools.lab.oplog import (
 )
 
 
-def op(step: int, *, done: float, names: str = "ab", digest: str = "", right: bool = True) -> Op:
-    return Op(step, done - 0.1, done, tuple(names), digest or f"{step} of {names}", right)
+def op(
+    step: int, *, done: float, names: str = "ab", digest: str = "", right: bool = True
+) -> SeenOp:
+    return SeenOp(step, done - 0.1, done, tuple(names), digest or f"{step} of {names}", right)
 
 
-def life(*ops: Op, name: str = "a") -> Life:
+def life(*ops: SeenOp, name: str = "a") -> Life:
     return Life(name, {op.step: op for op in ops})
 
 
 def test_a_line_comes_back_as_it_was_said_and_anything_else_is_no_report() -> None:
-    report = Report(what="done", at=1.5, step=3, names=("mac-1",), digest="ab", right=False)
+    report = TrainerReport(what="done", at=1.5, step=3, names=("mac-1",), digest="ab", right=False)
 
     assert decode_report(encode_report(report).decode()) == report
     assert decode_report("Traceback (most recent call last):") is None
@@ -38,7 +40,7 @@ def test_a_line_comes_back_as_it_was_said_and_anything_else_is_no_report() -> No
 
 def test_who_was_told_so_is_alone_from_then_on() -> None:
     one = life(op(3, done=1.0, names="a"))
-    told = Report(what="waiting", at=2.0, says=f"h1 has ended; until then {TRAINS_ALONE}")
+    told = TrainerReport(what="waiting", at=2.0, says=f"h1 has ended; until then {TRAINS_ALONE}")
     one.hear(told)
 
     assert TRAINS_ALONE in inspect.getsource(place)  # who rewords it, does so here too
@@ -50,13 +52,13 @@ def test_who_was_told_so_is_alone_from_then_on() -> None:
 def test_an_op_is_a_call_and_its_result_and_all_else_is_kept_apart() -> None:
     one = Life("mac-1")
     for report in (
-        Report(what="called", at=1.0, step=7),
-        Report(what="waiting", at=1.5, says="on mac-2"),
-        Report(what="done", at=2.0, step=7, names=("mac-1",), digest="d"),
+        TrainerReport(what="called", at=1.0, step=7),
+        TrainerReport(what="waiting", at=1.5, says="on mac-2"),
+        TrainerReport(what="done", at=2.0, step=7, names=("mac-1",), digest="d"),
     ):
         one.hear(report)
 
-    assert one.ops == {7: Op(7, 1.0, 2.0, ("mac-1",), "d", right=True)}
+    assert one.ops == {7: SeenOp(7, 1.0, 2.0, ("mac-1",), "d", right=True)}
     assert one.last is one.ops[7]
     assert [report.what for report in one.others] == ["waiting"]
 
@@ -77,8 +79,8 @@ def test_a_survivor_that_has_not_completed_it_has_not_recovered() -> None:
 
 
 def test_a_clean_op_lasts_from_the_last_call_to_the_last_return() -> None:
-    one = life(Op(1, 0.0, 5.0, (), "", right=True), Op(2, 5.0, 6.0, (), "", right=True))
-    other = life(Op(1, 3.0, 4.0, (), "", right=True), Op(2, 5.5, 6.5, (), "", right=True))
+    one = life(SeenOp(1, 0.0, 5.0, (), "", right=True), SeenOp(2, 5.0, 6.0, (), "", right=True))
+    other = life(SeenOp(1, 3.0, 4.0, (), "", right=True), SeenOp(2, 5.5, 6.5, (), "", right=True))
 
     assert clean_ops_s([one, other], since=0.0, until=10.0) == [2.0, 1.0]
     assert clean_ops_s([one, other], since=4.0, until=10.0) == [1.0]
@@ -97,7 +99,7 @@ def test_equal_ops_in_the_right_order_are_no_violation() -> None:
     [op(1, done=1.0, digest="other bits"), op(1, done=1.0, names="ba", digest="1 of ab")],
     ids=["other bits", "other contributors"],
 )
-def test_an_op_that_two_saw_differently_is_torn(other: Op) -> None:
+def test_an_op_that_two_saw_differently_is_torn(other: SeenOp) -> None:
     (found,) = find_violations({"a": [op(1, done=1.0)], "b": [other]})
 
     assert found.startswith("step 1 is torn: a: 1 of ab of a,b; b: ")
@@ -131,12 +133,12 @@ def test_who_came_later_or_whose_last_lines_are_not_read_yet_has_skipped_nothing
 def test_forgotten_are_old_ops_but_never_the_last() -> None:
     one = Life("a")
     for step in (1, 2):
-        one.hear(Report(what="called", at=float(step), step=step))
-        one.hear(Report(what="done", at=step + 0.5, step=step))
+        one.hear(TrainerReport(what="called", at=float(step), step=step))
+        one.hear(TrainerReport(what="done", at=step + 0.5, step=step))
 
     one.forget(before=2.2)
     assert (list(one.ops), list(one.calls)) == ([2], [])
-    one.hear(Report(what="called", at=3.0, step=3))
+    one.hear(TrainerReport(what="called", at=3.0, step=3))
     one.forget(before=9.0)
     assert (list(one.ops), list(one.calls)) == ([2], [3])  # the op of the last is under way
 
@@ -144,7 +146,7 @@ def test_forgotten_are_old_ops_but_never_the_last() -> None:
 def test_errors_are_what_calls_raised_since_a_time() -> None:
     one = Life("a")
     for what, at in (("error", 1.0), ("superseded", 2.0), ("waiting", 3.0), ("error", 4.0)):
-        one.hear(Report(what=what, at=at))
+        one.hear(TrainerReport(what=what, at=at))
 
     assert [report.at for report in one.errors(1.5)] == [2.0, 4.0]
 

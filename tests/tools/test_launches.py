@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.chaos.results import Results
+from tools.lab.measured import Results
 from tools.lab.results import read_results
 
 ROOT = Path(__file__).parents[2]
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.netns, pytest.mark.timeout(300), pyte
 
 def launches(*arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "tools.launches", *arguments],
+        [sys.executable, "-m", "tools", "run", *arguments],
         cwd=ROOT,
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
@@ -48,24 +48,24 @@ def launches(*arguments: str) -> str:
 )
 def test_a_blow_leaves_nothing_running_that_must_end(case: str, tmp_path: Path) -> None:
     results = tmp_path / "kills.json"
-    launches("run", case, "--episodes", "1", "--json", str(results))
-    (table,) = read_results(results, Results).tables
-    ((_, _, _, _, tried, *_),) = table.rows
-    assert tried == "1"
+    launches(case, "--episodes", "1", "--json", str(results))
+    (measured,) = read_results(results, Results).measured
+    assert measured.ops_checked == 1
 
 
 def test_no_line_of_a_flood_is_lost_or_torn(tmp_path: Path) -> None:
     results = tmp_path / "flood.json"
-    launches("flood", "--lines-per-s", "2000", "--seconds", "2", "--json", str(results))
-    (table,) = read_results(results, Results).tables
-    assert ("lost, torn, or out of order within a rank", "0") in table.rows
+    launches("flood", "--short", "--json", str(results))
+    (measured,) = read_results(results, Results).measured
+    assert measured.ops_checked == 4 * 2000 * 2
+    assert measured.facts["lost, torn, or out of order"] == 0
 
 
 def test_a_terminal_that_does_not_read_holds_nobody_up() -> None:
-    output = launches("terminals", "--seconds", "1", "--turns", "1")
-    assert "stopped: " in output
+    output = launches("terminals", "--short")
+    assert "is stopped (SIGSTOP): " in output
 
 
 def test_a_case_that_is_not_there_is_named() -> None:
-    output = launches("run", "no-such-case")
-    assert "no case is called no-such-case; 'list' shows them" in output
+    output = launches("no-such-case")
+    assert "nothing is called 'no-such-case'; 'python -m tools list' shows what there is" in output

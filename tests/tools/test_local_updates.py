@@ -1,4 +1,4 @@
-"""A small form of `python -m tools.bench.local_updates`."""
+"""A small form of `python -m tools run local-updates`."""
 
 import json
 from pathlib import Path
@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+from tools.__main__ import main
 from tools.bench import local_updates
-from tools.bench.local_updates import main
 
 pytestmark = pytest.mark.slow
 
@@ -17,7 +17,18 @@ def test_all_ways_begin_with_the_same_synchronous_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local_updates, "MEASURED_WINDOWS", 64)
-    arguments = ["--together-first", "2", "--steps", "4", "--inner-steps", "1", "2", "4"]
+    arguments = [
+        "run",
+        "local-updates",
+        "--together-first",
+        "2",
+        "--steps",
+        "4",
+        "--inner-steps",
+        "1",
+        "2",
+        "4",
+    ]
 
     main([*arguments, "--rate", "0"])
     main(arguments)
@@ -31,5 +42,5 @@ def test_all_ways_begin_with_the_same_synchronous_steps(
     assert max(losses[3:]) < losses[0]
     path = tmp_path / "runs.jsonl"
     path.write_text(printed)
-    main(["--report", str(path)])
+    main(["run", "local-updates", "--report", str(path)])
     assert "1.0000 times synchronous" in capsys.readouterr().out

@@ -13,13 +13,13 @@ if importlib.util.find_spec("mlx_lm") is None and not os.environ.get("CI"):
 
 from mlx_lm import load
 
-from tools.lora.__main__ import main
+from tools.__main__ import main
 
 
 def test_the_tiny_model_and_its_data_are_where_the_command_that_it_prints_says(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["tiny", str(tmp_path)]) == 0
+    assert main(["run", "tiny", str(tmp_path)]) == 0
     words = capsys.readouterr().out.splitlines()[-1].split()
     assert words[:3] == ["pmesh", "mlx", "mlx_lm.lora"]
     options = dict(pairwise(words[3:]))

@@ -8,14 +8,16 @@ import pytest
 
 from tools.lab.commands import LabError
 from tools.lab.mesh import ROOT
-from tools.lab.program import Program, await_that
-from tools.lab.warm import Order, Warm
+from tools.lab.program import LabProgram, await_that
+from tools.lab.warm import ForkOrder, Warm
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 
 
-def python(source: str) -> Program:
-    return Program.start("it", [sys.executable, "-c", source], environment=ENVIRONMENT, told=True)
+def python(source: str) -> LabProgram:
+    return LabProgram.start(
+        "it", [sys.executable, "-c", source], environment=ENVIRONMENT, told=True
+    )
 
 
 def test_reports_are_the_json_objects_among_the_lines() -> None:
@@ -44,14 +46,14 @@ def test_who_waits_for_a_program_that_ends_is_told_at_once_what_it_has_said() ->
 
 def test_a_warm_start_becomes_the_program_with_its_own_environment_and_patch() -> None:
     warm = Warm(["tests.tools.test_program"], ENVIRONMENT)
-    order = Order(
+    order = ForkOrder(
         program="tests.tools.test_program:say",
         arguments=("a", "b"),
         environment={"WHAT": "said"},
         patch="import os; os.environ['MORE'] = 'patched'",
     )
     try:
-        with Program("it", *warm.start(order)) as program:
+        with LabProgram("it", *warm.start(order)) as program:
             assert program.hear() == "['a', 'b'] said patched"
             program.join()
     finally:
@@ -65,7 +67,7 @@ def say() -> None:
 def test_the_errors_of_a_program_go_into_a_file_if_it_has_one(tmp_path: Path) -> None:
     errors = tmp_path / "errors"
     command = ["sh", "-c", "echo line; echo wrong >&2"]
-    with Program.start("it", command, environment={}, errors=errors) as program:
+    with LabProgram.start("it", command, environment={}, errors=errors) as program:
         program.join()
         assert program.printed() == ["line"]
         assert program.shown.endswith("wrong")

@@ -1,4 +1,4 @@
-"""A small form of `python -m tools.bench.sharded`."""
+"""A small form of `python -m tools run sharded`."""
 
 import numpy as np
 import pytest

@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 @pytest.mark.timeout(600)
 def test_two_short_trainings_end_well() -> None:
     # A process of its own: it starts one that forks, and must have no threads.
-    command = [sys.executable, "-W", "ignore", "-m", "tools.torch_ends", "--runs", "2"]
+    command = [sys.executable, "-W", "ignore", "-m", "tools", "run", "torch-ends", "--runs", "2"]
 
     done = subprocess.run(command, capture_output=True, text=True, timeout=590, check=False)
 

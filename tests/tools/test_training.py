@@ -12,15 +12,16 @@ pytest.importorskip("mlx.core")
 pytest.importorskip("sklearn")
 
 from tests.docs.pages import DOCS, read, table_rows
+from tools.__main__ import main
 from tools.bench import training as tool
 from tools.bench.models import MODELS, Model
 from tools.bench.training import (
     CASES,
     RANKS,
     UNCOMPRESSED,
+    Losses,
     Many,
-    Measured,
-    Row,
+    SchemeLosses,
     finite,
     render,
     train,
@@ -34,14 +35,14 @@ RESULTS = DOCS / "explanation" / "compression-training"
 INFINITE = None  # as JSON has it
 
 
-def row(*losses: float | None, case: str = "INT8()", feedback: bool = True) -> Row:
-    return Row(
+def row(*losses: float | None, case: str = "INT8()", feedback: bool = True) -> SchemeLosses:
+    return SchemeLosses(
         case=case, feedback=feedback, is_judged="warmed" not in case, losses=losses, curve=(2.0,)
     )
 
 
-def measured(*rows: Row) -> Measured:
-    return Measured(
+def measured(*rows: SchemeLosses) -> Losses:
+    return Losses(
         model="mlp",
         what="digits, a perceptron",
         weights=26122,
@@ -50,7 +51,7 @@ def measured(*rows: Row) -> Measured:
         steps=500,
         rate=0.5,
         seeds=(1, 2, 3),
-        command="python -m tools.bench.training mlp",
+        command="python -m tools run losses mlp",
         commit="0123abc",
         machine="2 cores",
         plain=row(1.0, 2.0, 3.0, case=UNCOMPRESSED, feedback=False),
@@ -66,11 +67,11 @@ def test_the_short_form_trains_with_every_scheme(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
-    json, page, plot = (tmp_path / name for name in ("m.json", "m.md", "m.svg"))
+    json, plot = (tmp_path / name for name in ("m.json", "m.svg"))
 
-    assert tool.main(["mlp", "--short", "--json", str(json), "--plot", str(plot)]) == 0
+    assert main(["run", "losses", "mlp", "--short", "--json", str(json)]) == 0
     shown = capsys.readouterr().out
-    assert tool.main(["--read", str(json), "--page", str(page)]) in (0, 1)  # the bars are not met
+    assert main(["report", "compression-training", str(json), "--plot", str(plot)]) == 0
 
     (found,) = read_results(json, Many)
     fed = {r.case for r in found.rows if r.feedback}
@@ -81,7 +82,7 @@ def test_the_short_form_trains_with_every_scheme(
     assert [cells[0] for cells in table_rows(shown)] == [
         *("uncompressed", *(case.name for case in CASES))
     ]
-    assert page.read_text() == render([found])
+    assert capsys.readouterr().out == render([found])
     assert plot.read_text().startswith("<?xml")
 
 

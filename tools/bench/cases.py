@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tools.bench.compressed import UNCOMPRESSED, WAYS
-from tools.bench.results import Figure, Layout, Measured, cpu_s_of, seconds_of, wire_bytes_of
-from tools.lab.report import Verdict, at_least, at_most
+from tools.bench.results import CaseResult, Figure, Layout, cpu_s_of, seconds_of, wire_bytes_of
+from tools.lab.report import BarVerdict, at_least, at_most
 from tools.lab.units import KIB, MIB, size_text
 
 MEGABIT = 10**6
@@ -42,7 +42,7 @@ Bars = tuple[tuple[str, float], ...]
 """Of schemes, by name."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Case:
     """What is measured together, in one start of the systems."""
 
@@ -87,16 +87,11 @@ class Case:
 _ALL = (UNCOMPRESSED, "bf16", "fp16", "int8", "topk", "onebit", "powersgd-4", "auto", "auto-any")
 
 
+# fmt: off
 def _peers(name: str, what: str, ranks: int, *sizes: int, bits_per_s: int | None = None) -> Case:
     return Case(
-        name=f"{name}-{ranks}",
-        what=what,
-        ranks=ranks,
-        kind="peers",
-        turns=(PMESH, GLOO, MLX),
-        sizes=sizes,
-        in_lab=bits_per_s is not None,
-        link_bits_per_s=bits_per_s,
+        f"{name}-{ranks}", what, ranks, "peers", (PMESH, GLOO, MLX), sizes=sizes,
+        in_lab=bits_per_s is not None, link_bits_per_s=bits_per_s,
     )
 
 
@@ -104,22 +99,13 @@ def _network(name: str, what: str, network: Network, size: int, *megabits: int) 
     """Hosts that pmesh alone has to find its ways between."""
     first, *more = (each * MEGABIT for each in megabits)
     return Case(
-        name=name,
-        what=what,
-        ranks=int(name.rpartition("-")[2]),
-        kind="peers",
-        turns=(PMESH,),
-        network=network,
-        link_bits_per_s=first,
-        more_bits_per_s=tuple(more),
-        sizes=(size,),
+        name, what, int(name.rpartition("-")[2]), "peers", (PMESH,), sizes=(size,),
+        network=network, link_bits_per_s=first, more_bits_per_s=tuple(more),
     )
 
 
 def _alone(kind: Kind, what: str, size: int) -> Case:
-    what = f"{what}, 2 ranks"
-    turns = (PMESH,)
-    return Case(name=kind, what=what, ranks=2, kind=kind, turns=turns, sizes=(size,), in_lab=False)
+    return Case(kind, f"{what}, 2 ranks", 2, kind, (PMESH,), sizes=(size,), in_lab=False)
 
 
 CASES: tuple[Case, ...] = (
@@ -139,66 +125,26 @@ CASES: tuple[Case, ...] = (
     _network("twice-2", "2 hosts, 1 Gbit/s twice", "cables", 64 * MIB, 1000, 1000),
     _network("chain-3", "3 hosts in a chain, 1 Gbit/s", "chain", 16 * MIB, 1000),
     _network("mixed-8", "8 hosts, 25 to 200 Mbit/s by pair", "mixed", 4 * MIB, max(DRAWN)),
-    _alone(
-        "gradients",
-        f"average_gradients of {GRADIENT_ARRAYS} arrays against all_reduce of one",
-        GRADIENT_BYTES,
-    ),
+    _alone("gradients",
+           f"average_gradients of {GRADIENT_ARRAYS} arrays against all_reduce of one",
+           GRADIENT_BYTES),
     _alone("memory", f"{SOAK_OPS:,} ops one after the other", SOAK_BYTES),
     _alone("lag", "ops back to back", BUSY_BYTES),
-    Case(
-        name="100mbit",
-        what="4 hosts, 100 Mbit/s",
-        ranks=4,
-        kind="compressed",
-        link_bits_per_s=100 * MEGABIT,
-        turns=_ALL,
-        speed_bars=(("int8", 3.3), ("topk", 10.0), ("powersgd-4", 30.0)),
-    ),
-    Case(
-        name="1gbit",
-        what="4 hosts, 1 Gbit/s",
-        ranks=4,
-        kind="compressed",
-        link_bits_per_s=1000 * MEGABIT,
-        turns=_ALL,
-        speed_bars=(("int8", 2.5), ("powersgd-4", 5.0)),
-    ),
-    Case(
-        name="loopback",
-        what="4 ranks on loopback",
-        ranks=4,
-        kind="compressed",
-        in_lab=False,
-        turns=_ALL,
-    ),
-    Case(
-        name="wire",
-        what="8 hosts, bytes on the wire",
-        ranks=8,
-        kind="compressed",
-        turns=(UNCOMPRESSED, "bf16", "fp16", "int8", "topk", "topk-compact", "onebit"),
-        side=WIRE_SIDE,
-        wire_bars=(("bf16", 1.98), ("int8", 3.85), ("topk", 12.0), ("topk-compact", 24.0)),
-    ),
-    Case(
-        name="resnet18",
-        what="4 hosts, the parameters of a ResNet18 for CIFAR",
-        ranks=4,
-        kind="compressed",
-        turns=(UNCOMPRESSED, "powersgd-1", "powersgd-2", "powersgd-4"),
-        layout="resnet18",
-        wire_bars=(("powersgd-1", 240.0), ("powersgd-2", 135.0), ("powersgd-4", 71.0)),
-    ),
-    Case(
-        name="training",
-        what="training, 4 hosts, 100 Mbit/s",
-        ranks=4,
-        link_bits_per_s=100 * MEGABIT,
-        kind="train",
-        turns=(PMESH, GLOO),
-    ),
+    Case("100mbit", "4 hosts, 100 Mbit/s", 4, "compressed", _ALL, link_bits_per_s=100 * MEGABIT,
+         speed_bars=(("int8", 3.3), ("topk", 10.0), ("powersgd-4", 30.0))),
+    Case("1gbit", "4 hosts, 1 Gbit/s", 4, "compressed", _ALL, link_bits_per_s=1000 * MEGABIT,
+         speed_bars=(("int8", 2.5), ("powersgd-4", 5.0))),
+    Case("loopback", "4 ranks on loopback", 4, "compressed", _ALL, in_lab=False),
+    Case("wire", "8 hosts, bytes on the wire", 8, "compressed",
+         (UNCOMPRESSED, "bf16", "fp16", "int8", "topk", "topk-compact", "onebit"), side=WIRE_SIDE,
+         wire_bars=(("bf16", 1.98), ("int8", 3.85), ("topk", 12.0), ("topk-compact", 24.0))),
+    Case("resnet18", "4 hosts, the parameters of a ResNet18 for CIFAR", 4, "compressed",
+         (UNCOMPRESSED, "powersgd-1", "powersgd-2", "powersgd-4"), layout="resnet18",
+         wire_bars=(("powersgd-1", 240.0), ("powersgd-2", 135.0), ("powersgd-4", 71.0))),
+    Case("training", "training, 4 hosts, 100 Mbit/s", 4, "train", (PMESH, GLOO),
+         link_bits_per_s=100 * MEGABIT),
 )
+# fmt: on
 
 
 def find_case(name: str) -> Case:
@@ -209,7 +155,7 @@ def find_case(name: str) -> Case:
     raise ValueError(f"no case {name!r}; there are: {', '.join(case.name for case in CASES)}")
 
 
-def judge(measured: Measured, ours: str = PMESH) -> list[Verdict]:
+def judge(measured: CaseResult, ours: str = PMESH) -> list[BarVerdict]:
     """What the bars say of one measurement, by one of pmesh's series; nothing of what had no turn.
 
     What does not depend on the series is said of the first one only.
@@ -229,9 +175,9 @@ def judge(measured: Measured, ours: str = PMESH) -> list[Verdict]:
     return [*verdicts, *(measured.judge_results() if ours == PMESH else ())]
 
 
-def judge_flatness(measured: Sequence[Measured], ours: str = PMESH) -> Iterator[Verdict]:
+def judge_flatness(measured: Sequence[CaseResult], ours: str = PMESH) -> Iterator[BarVerdict]:
     """Bus bandwidth with the number of hosts, for each link and size with several numbers."""
-    kinds: dict[tuple[int, int], list[Measured]] = {}
+    kinds: dict[tuple[int, int], list[CaseResult]] = {}
     for m in measured:
         case = find_case(m.case)
         link = case.link_bits_per_s
@@ -246,7 +192,7 @@ def judge_flatness(measured: Sequence[Measured], ours: str = PMESH) -> Iterator[
             yield at_least(f"{what}{size_text(op_bytes)}", share, goal=0.95)
 
 
-def _judge_loopback(case: Case, measured: Measured, ours: str) -> Iterator[Verdict]:
+def _judge_loopback(case: Case, measured: CaseResult, ours: str) -> Iterator[BarVerdict]:
     def ratio(other: str, figure: Figure = seconds_of) -> float:
         return measured.ratio(ours, other, figure) or 0.0
 
@@ -262,7 +208,7 @@ def _judge_loopback(case: Case, measured: Measured, ours: str) -> Iterator[Verdi
         yield at_most("CPU seconds per GB over gloo's", cpu, goal=1.5, floor=2.0)
 
 
-def _judge_lan(case: Case, measured: Measured, ours: str) -> Iterator[Verdict]:
+def _judge_lan(case: Case, measured: CaseResult, ours: str) -> Iterator[BarVerdict]:
     share = measured.share_of_ceiling(ours)
     match case.network:
         case "plain" if case.ranks <= 4:  # noqa: PLR2004 - eight hosts are judged by flatness
@@ -286,7 +232,7 @@ def _judge_lan(case: Case, measured: Measured, ours: str) -> Iterator[Verdict]:
         yield at_most(CONTROL_SHARE, control * 100, goal=0.1, form="{:.3f} %")
 
 
-def _judge_alone(measured: Measured) -> Iterator[Verdict]:
+def _judge_alone(measured: CaseResult) -> Iterator[BarVerdict]:
     facts = measured.facts
     ratio = measured.ratio("average_gradients", "all_reduce", seconds_of)
     if ratio is not None:
@@ -299,7 +245,7 @@ def _judge_alone(measured: Measured) -> Iterator[Verdict]:
         yield at_most(LAG_P99, facts[LAG_P99], goal=20.0, form="{:.1f}")
 
 
-def _judge_compression(case: Case, measured: Measured) -> Iterator[Verdict]:
+def _judge_compression(case: Case, measured: CaseResult) -> Iterator[BarVerdict]:
     for bars, what, figure in (
         (case.speed_bars, "times as fast", seconds_of),
         (case.wire_bars, "times fewer bytes", wire_bytes_of),
@@ -316,7 +262,7 @@ def _judge_compression(case: Case, measured: Measured) -> Iterator[Verdict]:
             yield at_most(what, ratio, goal=AUTO_MARGIN)
 
 
-def _best_allowed(measured: Measured, auto: str) -> str | None:
+def _best_allowed(measured: CaseResult, auto: str) -> str | None:
     """The fastest of what Auto may pick; None unless all of them had turns."""
     allowed = WAYS[auto].allowed if auto in WAYS else ()
     if not allowed or not set(allowed) <= set(measured.names):
@@ -324,7 +270,7 @@ def _best_allowed(measured: Measured, auto: str) -> str | None:
     return min(allowed, key=lambda name: measured.median(name, seconds_of))
 
 
-def _judge_training(measured: Measured) -> Iterator[Verdict]:
+def _judge_training(measured: CaseResult) -> Iterator[BarVerdict]:
     ratio = measured.ratio(PMESH, GLOO, seconds_of)
     if ratio is not None:
         yield at_most("time per step over that of powerSGD_hook", ratio, goal=1.0)

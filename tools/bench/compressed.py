@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 import pmesh
 from pmesh.compression.schemes import BF16, FP16, INT8, Auto, OneBit, PowerSGD, Scheme, TopK
-from tools.bench.results import Answer, Layout, Order
+from tools.bench.results import Layout, Order, RankAnswer
 from tools.chaos.trainer import load
 
 Values: TypeAlias = NDArray[np.float32]
@@ -51,7 +51,7 @@ Average = Callable[[list[Any]], list[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class NamedScheme:
     """One way to send the values of an all-reduce."""
 
     label: str
@@ -64,33 +64,33 @@ class Way:
     """What Auto may pick, among these names."""
 
 
-def _fed_back(label: str, scheme: Scheme) -> Way:
-    return Way(f"{label}, with feedback", scheme, None)
+def _fed_back(label: str, scheme: Scheme) -> NamedScheme:
+    return NamedScheme(f"{label}, with feedback", scheme, None)
 
 
-WAYS: Mapping[str, Way] = MappingProxyType(
+WAYS: Mapping[str, NamedScheme] = MappingProxyType(
     {
-        UNCOMPRESSED: Way("uncompressed", None, 1e-6),
-        "bf16": Way("bf16", BF16(), 0.01),
-        "fp16": Way("fp16", FP16(), 0.002),
-        "int8": Way("int8", INT8(), 0.015),  # the bar for 8 ranks
-        "topk": Way("TopK 1 %", TopK(RATIO)),
-        "topk-compact": Way("TopK 1 %, compact", TopK(RATIO, compact=True)),
-        "onebit": Way("OneBit", OneBit()),
-        "powersgd-1": Way("PowerSGD, rank 1", PowerSGD(rank=1)),
-        "powersgd-2": Way("PowerSGD, rank 2", PowerSGD(rank=2)),
-        "powersgd-4": Way("PowerSGD, rank 4", PowerSGD(rank=4)),
+        UNCOMPRESSED: NamedScheme("uncompressed", None, 1e-6),
+        "bf16": NamedScheme("bf16", BF16(), 0.01),
+        "fp16": NamedScheme("fp16", FP16(), 0.002),
+        "int8": NamedScheme("int8", INT8(), 0.015),  # the bar for 8 ranks
+        "topk": NamedScheme("TopK 1 %", TopK(RATIO)),
+        "topk-compact": NamedScheme("TopK 1 %, compact", TopK(RATIO, compact=True)),
+        "onebit": NamedScheme("OneBit", OneBit()),
+        "powersgd-1": NamedScheme("PowerSGD, rank 1", PowerSGD(rank=1)),
+        "powersgd-2": NamedScheme("PowerSGD, rank 2", PowerSGD(rank=2)),
+        "powersgd-4": NamedScheme("PowerSGD, rank 4", PowerSGD(rank=4)),
         "int8-feedback": _fed_back("int8", INT8(error_feedback=True, model="int8")),
         "topk-feedback": _fed_back("TopK 1 %", TopK(RATIO, error_feedback=True, model="topk")),
         "powersgd-4-feedback": _fed_back(
             "PowerSGD, rank 4", PowerSGD(rank=4, error_feedback=True, model="powersgd")
         ),
-        "auto": Way(
+        "auto": NamedScheme(
             "Auto of bf16, int8",
             Auto(allow=("bf16", "int8"), model="auto"),
             allowed=(UNCOMPRESSED, "bf16", "int8"),
         ),
-        "auto-any": Way(
+        "auto-any": NamedScheme(
             "Auto of bf16, int8, TopK 1 %, PowerSGD rank 4",
             Auto(allow=("bf16", "int8", TopK(RATIO), PowerSGD(rank=4)), model="any"),
             allowed=(UNCOMPRESSED, "bf16", "int8", "topk", "powersgd-4"),
@@ -99,7 +99,7 @@ WAYS: Mapping[str, Way] = MappingProxyType(
 )
 
 
-def find_way(name: str) -> Way:
+def find_way(name: str) -> NamedScheme:
     """Raises ValueError, naming those that there are."""
     if name not in WAYS:
         raise ValueError(f"no scheme {name!r}; there are: {', '.join(WAYS)}")
@@ -107,7 +107,7 @@ def find_way(name: str) -> Way:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrays:
+class CheckedArrays:
     layout: Layout
     side: int
     own: list[Values]
@@ -153,7 +153,7 @@ def shapes_of(layout: Layout, side: int) -> list[tuple[int, ...]]:
     return [*shapes, (10, 512), (10,)]
 
 
-def arrays_of(order: Order, rank: int, size: int) -> Arrays:
+def arrays_of(order: Order, rank: int, size: int) -> CheckedArrays:
     shapes = shapes_of(order.layout, order.side)
     count = sum(map(math.prod, shapes))
     base = np.random.default_rng(VALUES_SEED).standard_normal(count, np.float32)
@@ -162,7 +162,7 @@ def arrays_of(order: Order, rank: int, size: int) -> Arrays:
         right += np.roll(base, each * TURN)
     right /= np.float32(size)
     own = _cut(np.roll(base, rank * TURN), shapes)
-    return Arrays(order.layout, order.side, own, [np.zeros_like(x) for x in own], right)
+    return CheckedArrays(order.layout, order.side, own, [np.zeros_like(x) for x in own], right)
 
 
 def _cut(values: Values, shapes: list[tuple[int, ...]]) -> list[Values]:
@@ -175,10 +175,10 @@ class Ours:
     def __init__(self, mesh: pmesh.Mesh, cpu_s: Callable[[], float] = time.process_time) -> None:
         self._mesh = mesh
         self._cpu_s = cpu_s
-        self._training: Training | None = None
-        self._arrays: Arrays | None = None
+        self._training: Perceptron | None = None
+        self._arrays: CheckedArrays | None = None
 
-    def carry_out(self, order: Order) -> Answer:
+    def carry_out(self, order: Order) -> RankAnswer:
         if order.what == "train":
             self._training = self._training or training_by_pmesh(self._mesh, self._cpu_s)
             return self._training.run(order.times)
@@ -186,7 +186,7 @@ class Ours:
             self._arrays = arrays_of(order, self._mesh.rank, self._mesh.size)
         return self._all_reduce(order, self._arrays)
 
-    def _all_reduce(self, order: Order, arrays: Arrays) -> Answer:
+    def _all_reduce(self, order: Order, arrays: CheckedArrays) -> RankAnswer:
         way = find_way(order.scheme)
         seconds: list[float] = []
         cpu_s = 0.0
@@ -201,7 +201,7 @@ class Ours:
         digest = xxhash.xxh3_128()
         for each in arrays.out:
             digest.update(each.data)
-        return Answer(
+        return RankAnswer(
             seconds=tuple(seconds),
             cpu_s=cpu_s,
             digest=digest.hexdigest(),
@@ -212,7 +212,7 @@ class Ours:
 
 
 @dataclass(slots=True)
-class Training:
+class Perceptron:
     torch: Any
     model: Any
     """What a batch goes through: the perceptron itself, or DDP around it."""
@@ -224,7 +224,7 @@ class Training:
     cpu_s: Callable[[], float] = time.process_time
     steps: int = 0
 
-    def run(self, steps: int) -> Answer:
+    def run(self, steps: int) -> RankAnswer:
         """So many steps; the loss over all samples and a digest of the weights afterwards."""
         pixels, labels = map(self.torch.from_numpy, load())
         seconds: list[float] = []
@@ -241,7 +241,7 @@ class Training:
         digest = xxhash.xxh3_128()
         for each in weights:
             digest.update(np.ascontiguousarray(each).data)
-        return Answer(
+        return RankAnswer(
             seconds=tuple(seconds), cpu_s=cpu_s, digest=digest.hexdigest(), loss=round(loss, 7)
         )
 
@@ -265,7 +265,7 @@ class Training:
         return self.torch.from_numpy(drawn[self.rank * BATCH :][:BATCH])
 
 
-def training_by_pmesh(mesh: pmesh.Mesh, cpu_s: Callable[[], float]) -> Training:
+def training_by_pmesh(mesh: pmesh.Mesh, cpu_s: Callable[[], float]) -> Perceptron:
     torch, model = _perceptron()
     scheme = PowerSGD(rank=RANK, start_step=START_STEP)
 
@@ -273,10 +273,10 @@ def training_by_pmesh(mesh: pmesh.Mesh, cpu_s: Callable[[], float]) -> Training:
         means: list[Any] = mesh.average_gradients(gradients, compression=scheme)
         return means
 
-    return Training(torch, model, average, _optimizer(torch, model), mesh.rank, mesh.size, cpu_s)
+    return Perceptron(torch, model, average, _optimizer(torch, model), mesh.rank, mesh.size, cpu_s)
 
 
-def training_by_torch(rank: int, size: int) -> Training:
+def training_by_torch(rank: int, size: int) -> Perceptron:
     """Gradients go through powerSGD_hook, within `torch.distributed`, which is initialized."""
     torch, model = _perceptron()
     hook: Any = importlib.import_module("torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook")
@@ -285,7 +285,7 @@ def training_by_torch(rank: int, size: int) -> Training:
         process_group=None, matrix_approximation_rank=RANK, start_powerSGD_iter=START_STEP
     )
     wrapped.register_comm_hook(state, hook.powerSGD_hook)
-    return Training(torch, wrapped, None, _optimizer(torch, wrapped), rank, size)
+    return Perceptron(torch, wrapped, None, _optimizer(torch, wrapped), rank, size)
 
 
 def _optimizer(torch: Any, model: Any) -> Any:  # noqa: ANN401 - torch's are open

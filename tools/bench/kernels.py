@@ -1,17 +1,14 @@
-"""Prints how long the compression's kernels take here on one thread, in numpy and in C.
+"""How long the compression's kernels take here on one thread, in numpy and in C.
 
-    $ OPENBLAS_NUM_THREADS=1 python -m tools.bench.kernels
-    $ python -m tools.bench.kernels --values 4000000 --rounds 9 int8 bf16
-
-All runs of a codec or scheme take turns, so that what else the machine does hits them alike; each
-figure is the shortest of its rounds, with the median of the rounds behind it. What counts is the
-thread's own time, not what it waits for a processor. `copy` stands beside them: it reads and writes
-as many fp32 values, and says how fast memory is just then, which others use, too.
+Set OPENBLAS_NUM_THREADS=1 for that. All runs of a codec or scheme take turns, so that what else the
+machine does hits them alike; each figure is the shortest of its rounds, with the median of the
+rounds behind it. What counts is the thread's own time, not what it waits for a processor. `copy`
+stands beside them: it reads and writes as many fp32 values, and says how fast memory is just then,
+which others use, too.
 
 A kernel is added by a function in KERNELS that takes the number of values and returns its runs.
 """
 
-import argparse
 import math
 import statistics
 import time
@@ -36,7 +33,7 @@ Run: TypeAlias = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class KernelRuns:
     name: str
     runs: Mapping[str, Run]
     """By NUMPY and IN_C; the second is missing where nothing is compiled."""
@@ -47,7 +44,7 @@ def gaussian(count: int, *, seed: int) -> Float32s:
     return np.random.default_rng(seed).standard_normal(count, np.float32)
 
 
-def codec_rows(codec: Codec, count: int) -> list[Row]:
+def codec_rows(codec: Codec, count: int) -> list[KernelRuns]:
     """A first hop, a later one, one with feedback, and decoding."""
     own, residual = gaussian(count, seed=0), gaussian(count, seed=1)
     residual *= np.float32(0.01)
@@ -66,10 +63,10 @@ def codec_rows(codec: Codec, count: int) -> list[Row]:
     return rows_of(rows | {"copy": {NUMPY: lambda: np.copyto(out, own)}})
 
 
-def rows_of(runs: Mapping[str, Run | Mapping[str, Run]]) -> list[Row]:
+def rows_of(runs: Mapping[str, Run | Mapping[str, Run]]) -> list[KernelRuns]:
     """A row for each name; a run that stands alone is not compiled."""
     return [
-        Row(name=name, runs=run if isinstance(run, Mapping) else {NUMPY: run})
+        KernelRuns(name=name, runs=run if isinstance(run, Mapping) else {NUMPY: run})
         for name, run in runs.items()
     ]
 
@@ -84,7 +81,7 @@ def in_both(run: Run) -> dict[str, Run]:
     return {NUMPY: by_numpy} if kernels() is None else {NUMPY: by_numpy, IN_C: run}
 
 
-def top_k_rows(count: int) -> list[Row]:
+def top_k_rows(count: int) -> list[KernelRuns]:
     """One percent; beside it what finds the same values without a sampled threshold."""
     k = top_k.kept(count, 0.01)
     own, before = gaussian(count, seed=0), gaussian(count, seed=1)
@@ -107,7 +104,7 @@ def top_k_rows(count: int) -> list[Row]:
     return rows_of(runs)
 
 
-def random_k_rows(count: int) -> list[Row]:
+def random_k_rows(count: int) -> list[KernelRuns]:
     k = top_k.kept(count, 0.1)
     own, before = gaussian(count, seed=0), gaussian(count, seed=1)
     after, sent = np.zeros_like(own), np.zeros(k, np.float32)
@@ -123,7 +120,7 @@ def random_k_rows(count: int) -> list[Row]:
     return rows_of(runs | {"draw": in_both(runs["draw"])})
 
 
-def one_bit_rows(count: int) -> list[Row]:
+def one_bit_rows(count: int) -> list[KernelRuns]:
     """Signs, and a mean magnitude for each block."""
     own, before = gaussian(count, seed=0), gaussian(count, seed=1)
     after, wire = np.zeros_like(own), np.zeros(one_bit.wire_bytes(count), np.uint8)
@@ -138,7 +135,7 @@ def one_bit_rows(count: int) -> list[Row]:
     )
 
 
-def power_sgd_rows(count: int) -> list[Row]:
+def power_sgd_rows(count: int) -> list[KernelRuns]:
     """Rank 4 of a square matrix, with feedback; its two products with a vector are BLAS's."""
     side = math.isqrt(count)
     plan = power_sgd.plan_matrices([(side, side)], rank=4)
@@ -170,7 +167,7 @@ def power_sgd_rows(count: int) -> list[Row]:
     )
 
 
-KERNELS: Mapping[str, Callable[[int], list[Row]]] = MappingProxyType(
+KERNELS: Mapping[str, Callable[[int], list[KernelRuns]]] = MappingProxyType(
     {
         "int8": partial(codec_rows, codec_of("int8")),
         "int8-stochastic": partial(codec_rows, codec_of("int8-stochastic")),
@@ -184,7 +181,7 @@ KERNELS: Mapping[str, Callable[[int], list[Row]]] = MappingProxyType(
 )
 
 
-def measure(rows: Sequence[Row], rounds: int) -> dict[tuple[str, str], list[float]]:
+def measure(rows: Sequence[KernelRuns], rounds: int) -> dict[tuple[str, str], list[float]]:
     """Milliseconds of each round, by row and place; the runs of a round in turn, one unmeasured."""
     taken: dict[tuple[str, str], list[float]] = {}
     for number in range(rounds + 1):
@@ -198,7 +195,7 @@ def measure(rows: Sequence[Row], rounds: int) -> dict[tuple[str, str], list[floa
     return taken
 
 
-def line(row: Row, taken: Mapping[tuple[str, str], list[float]]) -> str:
+def line(row: KernelRuns, taken: Mapping[tuple[str, str], list[float]]) -> str:
     """One of the table: the shortest and the median of each, and how many times as fast."""
     text = f"  {row.name:20}"
     for where in (NUMPY, IN_C):
@@ -209,22 +206,18 @@ def line(row: Row, taken: Mapping[tuple[str, str], list[float]]) -> str:
     return text.rstrip()
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("names", nargs="*", choices=[*KERNELS, []], help="all unless named")
-    parser.add_argument("--values", type=int, default=VALUES, help="fp32 values of the tensor")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of which the shortest counts")
-    options = parser.parse_args(arguments)
-    print(f"{options.values:,} fp32 values, ms: the shortest of {options.rounds} (their median)")
-    for name in options.names or KERNELS:
-        rows = KERNELS[name](options.values)
-        taken = measure(rows, options.rounds)
+def run(*names: str, values: int = VALUES, rounds: int = ROUNDS) -> None:
+    """How long the kernels of compression take in numpy and in C, on one thread.
+
+    Args:
+        names: Of KERNELS; without any, all.
+        values: fp32 values of the tensor.
+        rounds: Of which the shortest counts.
+    """
+    print(f"{values:,} fp32 values, ms: the shortest of {rounds} (their median)")
+    for name in names or KERNELS:
+        rows = KERNELS[name](values)
+        taken = measure(rows, rounds)
         print(f"{name:22}{NUMPY:^17}{IN_C:^17}")
         for row in rows:
             print(line(row, taken))
-
-
-if __name__ == "__main__":
-    main()

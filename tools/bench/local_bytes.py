@@ -4,13 +4,10 @@ Each host is a network namespace with an agent and a rank of its own (Linux, as 
 sends and receives, all headers included, is counted for a synchronous step and for a round of
 `LocalUpdates`, without the computing between them. What agents tell each other meanwhile, whatever
 is trained, is counted by itself for a second.
-
-    $ sudo python -m tools.bench.local_bytes
 """
 
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,8 @@ from typing import Any
 import numpy as np
 
 import pmesh
-from tools.lab.mesh import Mesh
+from tools.lab.call import words_for
+from tools.lab.mesh import LabMesh
 from tools.lab.net import NetLab
 from tools.lab.program import PATIENCE_S
 
@@ -79,20 +77,17 @@ def work() -> None:
 
 def measure() -> list[dict[str, float]]:
     """What each host has counted."""
-    with Mesh(NetLab(RANKS)) as mesh:
+    with LabMesh(NetLab(RANKS)) as mesh:
         mesh.start_agents()
         mesh.await_view()
-        work = ("-m", "tools.bench.local_bytes", "--work")
-        workers = [mesh.start_program(node, *work) for node in mesh.nodes]
+        workers = [mesh.start_program(node, *words_for(work)) for node in mesh.nodes]
         for worker in workers:
             worker.join(within_s=10 * PATIENCE_S)
         return [worker.reports[-1] for worker in workers]
 
 
-def main(argv: list[str]) -> None:
-    if argv == ["--work"]:
-        work()
-        return
+def run() -> None:
+    """What a synchronous step and a round of local updates send."""
     answers = measure()
     mean: dict[str, Any] = {key: statistics.fmean(a[key] for a in answers) for key in answers[0]}
     print(f"{VALUES} float32 values among {RANKS} hosts, per host, sent and received:")
@@ -103,7 +98,3 @@ def main(argv: list[str]) -> None:
             f"1/{ratio:.0f} with {n} steps" for ratio, n in zip(ratios, INNER_STEPS, strict=True)
         )
         print(f"  a {name.replace(' None', '')}: {mean[name] / 1e6:.3f} MB: {shown}")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -6,26 +6,23 @@ character. All runs with one seed begin with the same weights and draw the same 
 `--together-first` they begin with weights that were trained synchronously, as in the papers; then
 the rate falls to 0.
 
-    $ python -m tools.bench.local_updates --seed 1 --inner-steps 1 50 500 >> runs.jsonl
-    $ python -m tools.bench.local_updates --seed 1 --together-first 3000 --steps 2000 --rate 1e-3 \
-        --inner-steps 1 50 500 >> runs.jsonl
-    $ python -m tools.bench.local_updates --report runs.jsonl
+The lines of several runs, in one file, are summed up with `--report`.
 """
 
-import argparse
 import copy
 import importlib
 import json
 import math
 import statistics
-import sys
 import sysconfig
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import cyclopts
 import numpy as np
 
 import pmesh
@@ -40,6 +37,28 @@ ALPHABET = 128  # ASCII; what is not in it is read as a question mark
 WARM_UP = 0.05  # of the steps, in which the learning rate rises
 HELD_OUT = 10  # every tenth file
 MEASURED_WINDOWS = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How is trained."""
+
+    seed: int = 1
+    steps: int = 1000
+    batch: int = 4
+    """Windows of each rank in a step."""
+    rate: float = 2e-3
+    together_first: int = 0
+    """Synchronous steps before `steps`."""
+    first_rate: float = 2e-3
+    """Of these steps."""
+    inner_steps: Annotated[tuple[int, ...], cyclopts.Parameter(consume_multiple=True)] = (1,)
+    """Of each training; 1: synchronous."""
+    compression: str | None = None
+    fragments: int = 1
+    delayed: bool = False
+    nesterov: tuple[float, float] | None = None
+    """The outer rate and momentum."""
 
 
 def read_text() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
@@ -90,7 +109,7 @@ def windows_of(text: np.ndarray[Any, Any], count: int, seed: list[int]) -> Any:
     return torch.from_numpy(text[starts[:, None] + np.arange(CONTEXT + 1)].astype(np.int64))
 
 
-def rate_at(step: int, options: argparse.Namespace) -> float:
+def rate_at(step: int, options: Recipe) -> float:
     """A rise, then half a cosine down to a tenth; after synchronous steps a line down to 0."""
     first: int = options.together_first
     if step < first:
@@ -103,10 +122,10 @@ def rate_at(step: int, options: argparse.Namespace) -> float:
     return float(options.rate) * shape
 
 
-class Rank:
+class LearningRank:
     """A network, its optimizer and its samples."""
 
-    def __init__(self, net: Any, text: np.ndarray[Any, Any], options: argparse.Namespace) -> None:
+    def __init__(self, net: Any, text: np.ndarray[Any, Any], options: Recipe) -> None:
         self.net = net
         self._text = text
         self._options = options
@@ -137,7 +156,7 @@ class Rank:
         self._step += 1
 
 
-def train_together(mesh: pmesh.Mesh, rank: Rank, steps: int) -> None:
+def train_together(mesh: pmesh.Mesh, rank: LearningRank, steps: int) -> None:
     """Average the gradients in each step."""
     for _ in range(steps):
         rank.compute_gradients(mesh.rank)
@@ -146,9 +165,7 @@ def train_together(mesh: pmesh.Mesh, rank: Rank, steps: int) -> None:
         rank.update()
 
 
-def train_apart(
-    mesh: pmesh.Mesh, rank: Rank, inner_steps: int, options: argparse.Namespace
-) -> None:
+def train_apart(mesh: pmesh.Mesh, rank: LearningRank, inner_steps: int, options: Recipe) -> None:
     """Average the weights now and then."""
     local = pmesh.LocalUpdates(
         mesh,
@@ -170,16 +187,16 @@ def train_apart(
     rank.load(local.finish(weights))
 
 
-def begin(options: argparse.Namespace) -> tuple[list[Rank], Any]:
+def begin(options: Recipe) -> tuple[list[LearningRank], Any]:
     """Ranks with the same weights, after their synchronous steps; and text that they don't see."""
     text, held_out = read_text()
     torch.manual_seed(options.seed)
     first = make_net().state_dict()
-    ranks: list[Rank] = []
+    ranks: list[LearningRank] = []
     for _ in range(RANKS):
         net = make_net()
         net.load_state_dict(first)
-        ranks.append(Rank(net, text, options))
+        ranks.append(LearningRank(net, text, options))
     if options.together_first:
         SimulatedMesh(RANKS).run(
             lambda mesh: train_together(mesh, ranks[mesh.rank], options.together_first)
@@ -187,7 +204,7 @@ def begin(options: argparse.Namespace) -> tuple[list[Rank], Any]:
     return ranks, windows_of(held_out, MEASURED_WINDOWS, [0])
 
 
-def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def train_all(options: Recipe) -> Iterator[dict[str, Any]]:
     """A training for each number of inner steps; its options and its held-out loss."""
     torch.set_num_threads(1)
     beginning, windows = begin(options)
@@ -195,7 +212,9 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         ranks = copy.deepcopy(beginning)
         began = time.monotonic()
 
-        def train(mesh: pmesh.Mesh, ranks: list[Rank] = ranks, steps: int = inner_steps) -> None:
+        def train(
+            mesh: pmesh.Mesh, ranks: list[LearningRank] = ranks, steps: int = inner_steps
+        ) -> None:
             if steps == 1:
                 train_together(mesh, ranks[mesh.rank], options.steps)
             else:
@@ -210,9 +229,8 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             for rank in ranks
             for one, other in zip(rank.net.parameters(), ranks[0].net.parameters(), strict=True)
         )
-        chosen = {key: value for key, value in vars(options).items() if key != "report"}
         yield {
-            **chosen,
+            **asdict(options),
             "inner_steps": inner_steps,
             "parameters": sum(x.numel() for x in ranks[0].net.parameters()),
             "loss": loss,
@@ -221,7 +239,7 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         }
 
 
-def report(path: Path) -> None:
+def sum_up(path: Path) -> None:
     """Print each way to train beside synchronous training with the same seeds, steps and rate."""
     runs = [json.loads(line) for line in path.read_text().splitlines()]
     ways: dict[tuple[object, ...], dict[int, float]] = defaultdict(dict)
@@ -246,29 +264,19 @@ def report(path: Path) -> None:
         print(f"{shown}: {len(losses)} seeds, loss {statistics.fmean(losses.values()):.4f} {mean}")
 
 
-def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--batch", type=int, default=4, help="windows of each rank in a step")
-    parser.add_argument("--rate", type=float, default=2e-3)
-    parser.add_argument("--together-first", type=int, default=0, help="steps before --steps")
-    parser.add_argument("--first-rate", type=float, default=2e-3, help="of these steps")
-    parser.add_argument(
-        "--inner-steps", type=int, nargs="+", default=[1], help="of each training; 1: synchronous"
-    )
-    parser.add_argument("--compression")
-    parser.add_argument("--fragments", type=int, default=1)
-    parser.add_argument("--delayed", action="store_true")
-    parser.add_argument("--nesterov", type=float, nargs=2, help="the outer rate and momentum")
-    parser.add_argument("--report", type=Path, help="print what the runs in this file say")
-    options = parser.parse_args(argv)
-    if options.report:
-        report(options.report)
-    else:
-        for each in run(options):
-            print(json.dumps(each), flush=True)
+def run(
+    recipe: Annotated[Recipe, cyclopts.Parameter(name="*")] = Recipe(),
+    *,
+    report: Path | None = None,
+) -> None:
+    """What local updates do to the loss of a training; a line of JSON for each.
 
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    Args:
+        recipe: How is trained.
+        report: Print what the lines in this file say, and train nothing.
+    """
+    if report is not None:
+        sum_up(report)
+        return
+    for each in train_all(recipe):
+        print(json.dumps(each), flush=True)

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 from tools.bench.cases import CONTROL_SHARE, FASTEST, GRADIENT_ARRAYS, ORDINARY, PMESH, Case
 from tools.bench.compressed import PARAMETERS, START_STEP, find_way, shapes_of
-from tools.bench.results import Answer, Order, Round, Turn
-from tools.bench.systems import Ceiling, Place, Running, ceiling_of, place_of, started
+from tools.bench.results import Order, RankAnswer, Round, Turn
+from tools.bench.systems import Ceiling, RankHosts, Running, ceiling_of, place_of, started
 from tools.lab.commands import LabError
 
 VALUE_BYTES = 4  # float32
@@ -26,7 +26,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class TurnLength:
     """How long turns take, and what comes before them."""
 
     turn_s: float
@@ -40,8 +40,8 @@ class Pace:
     """Of calls that are slower fewer are enough."""
 
 
-PEERS = Pace(turn_s=0.4, most_calls=300, least_calls=3, warm_calls=6, warm_s=1.0)
-COMPRESSED = Pace(turn_s=2.0, most_calls=5, least_calls=1, warm_calls=2, warm_s=4.0)
+PEERS = TurnLength(turn_s=0.4, most_calls=300, least_calls=3, warm_calls=6, warm_s=1.0)
+COMPRESSED = TurnLength(turn_s=2.0, most_calls=5, least_calls=1, warm_calls=2, warm_s=4.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ def _take_in_one_place(case: Case, rounds: int, say: Say, *, draw: int = 0) -> I
 @dataclass(frozen=True, slots=True)
 class _Taking:
     case: Case
-    place: Place
+    place: RankHosts
     running: Mapping[str, Running]
     ceiling: Ceiling | None
     op_bytes: int
@@ -164,7 +164,7 @@ class _Taking:
                 tree = replace(plain, what="average_gradients", arrays=GRADIENT_ARRAYS)
                 return {"all_reduce": plain, "average_gradients": tree}
 
-    def _ask(self, name: str, order: Order) -> tuple[Answer, ...]:
+    def _ask(self, name: str, order: Order) -> tuple[RankAnswer, ...]:
         running = self.running[name if name in self.running else PMESH]
         return running.carry_out(order, timeout_s=PATIENCE_S)
 
@@ -187,7 +187,7 @@ class _Taking:
             orders[name] = replace(order, times=times)
         return orders
 
-    def _warm_up_one(self, name: str, order: Order, pace: Pace) -> float:
+    def _warm_up_one(self, name: str, order: Order, pace: TurnLength) -> float:
         """How long a call takes at its slowest rank once it is warm, and Auto has picked."""
         calls_s: list[float] = []
         for _ in range(MOST_TRIALS):
@@ -223,7 +223,7 @@ class _Taking:
         return self.place.sent_bytes() - control
 
 
-def turn_of(order: Order, answers: Sequence[Answer]) -> Turn:
+def turn_of(order: Order, answers: Sequence[RankAnswer]) -> Turn:
     calls_s = slowest(answers)
     fault = fault_in(order, answers)
     return Turn(
@@ -239,12 +239,12 @@ def turn_of(order: Order, answers: Sequence[Answer]) -> Turn:
     )
 
 
-def slowest(answers: Sequence[Answer]) -> list[float]:
+def slowest(answers: Sequence[RankAnswer]) -> list[float]:
     """Of each call the longest that a rank has waited."""
     return [max(ranks) for ranks in zip(*(answer.seconds for answer in answers), strict=True)]
 
 
-def fault_in(order: Order, answers: Sequence[Answer]) -> str:
+def fault_in(order: Order, answers: Sequence[RankAnswer]) -> str:
     if len({answer.digest for answer in answers}) > 1:
         return "not the same on all ranks"
     most = find_way(order.scheme).most_error

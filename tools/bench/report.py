@@ -15,8 +15,8 @@ from tools.bench.cases import (
     judge_flatness,
 )
 from tools.bench.compressed import START_STEP, UNCOMPRESSED, WAYS
-from tools.bench.results import Measured, Results, cpu_s_of, seconds_of, wire_bytes_of
-from tools.lab.report import Verdict, count_met, facts_text, fill, not_measured, table
+from tools.bench.results import CaseResult, CaseResults, cpu_s_of, seconds_of, wire_bytes_of
+from tools.lab.report import BarVerdict, count_met, facts_text, fill, not_measured, table
 from tools.lab.units import count_text, size_text, time_text
 
 PEERS_PAGE, COMPRESSION_PAGE = "benchmarks", "compression-speed"
@@ -30,13 +30,13 @@ _LABELS = {MLX: "MLX's ring", ORDINARY: "pmesh, ordinary arrays"}
 _TRAINERS = {PMESH: "pmesh, PowerSGD rank 4", GLOO: "DistributedDataParallel, powerSGD_hook rank 4"}
 
 
-def render(page: str, results: Sequence[Results]) -> str:
+def render(page: str, results: Sequence[CaseResults]) -> str:
     found = [m for file in results for m in file.measured]
     found.sort(key=lambda m: (_ORDER[m.case], m.op_bytes))
     return (_render_compression if page == COMPRESSION_PAGE else _render_peers)(found)
 
 
-def _render_peers(measured: Sequence[Measured]) -> str:
+def _render_peers(measured: Sequence[CaseResult]) -> str:
     judged = [
         (find_case(m.case).what, size_text(m.op_bytes), *both)
         for m in measured
@@ -66,7 +66,7 @@ def _render_peers(measured: Sequence[Measured]) -> str:
     )
 
 
-def _render_compression(measured: Sequence[Measured]) -> str:
+def _render_compression(measured: Sequence[CaseResult]) -> str:
     judged = [(m, verdict) for m in measured for verdict in judge(m)]
     said = count_met([verdict for _, verdict in judged])
     picks = "".join(
@@ -96,7 +96,7 @@ def _render_compression(measured: Sequence[Measured]) -> str:
     )
 
 
-def lines_of(measured: Measured) -> Iterator[str]:
+def lines_of(measured: CaseResult) -> Iterator[str]:
     kind = find_case(measured.case).kind
     yield f"{size_text(measured.op_bytes)}:"
     for name in measured.names:
@@ -116,17 +116,17 @@ def lines_of(measured: Measured) -> Iterator[str]:
         yield f"  {verdict.what}: {verdict.value} (bar {verdict.bar}): {verdict.outcome}"
 
 
-def _not_measured(measured: Sequence[Measured], *, is_compression: bool) -> str:
+def _not_measured(measured: Sequence[CaseResult], *, is_compression: bool) -> str:
     cases = [case.name for case in CASES if case.is_compression == is_compression]
     return not_measured(cases, (m.case for m in measured))
 
 
-def _bar_row(what: str, size: str, verdict: Verdict, ordinary: Verdict | None) -> list[str]:
+def _bar_row(what: str, size: str, verdict: BarVerdict, ordinary: BarVerdict | None) -> list[str]:
     beside = "" if ordinary is None else f"{ordinary.value}, {ordinary.shown}"
     return [what, size, verdict.what, verdict.bar, verdict.value, verdict.shown, beside]
 
 
-def _speed_rows(measured: Measured) -> Iterator[list[str]]:
+def _speed_rows(measured: CaseResult) -> Iterator[list[str]]:
     case = find_case(measured.case)
     if case.kind == "peers":
         head = [case.what, size_text(measured.op_bytes)]
@@ -138,7 +138,7 @@ def _speed_rows(measured: Measured) -> Iterator[list[str]]:
         yield [*head, "the bare line", "", line, "", ""]
 
 
-def _speed_cells(measured: Measured, name: str) -> list[str]:
+def _speed_cells(measured: CaseResult, name: str) -> list[str]:
     cpu_s_per_gb = measured.median(name, cpu_s_of) / (measured.op_bytes / 1e9)
     return [
         _LABELS.get(name, name),
@@ -148,7 +148,7 @@ def _speed_cells(measured: Measured, name: str) -> list[str]:
     ]
 
 
-def _reduce_cells(measured: Measured, name: str) -> list[str]:
+def _reduce_cells(measured: CaseResult, name: str) -> list[str]:
     faster = measured.ratio(UNCOMPRESSED, name, seconds_of)
     fewer = measured.ratio(UNCOMPRESSED, name, wire_bytes_of)
     return [
@@ -162,7 +162,7 @@ def _reduce_cells(measured: Measured, name: str) -> list[str]:
     ]
 
 
-def _training_cells(measured: Measured, name: str) -> list[str]:
+def _training_cells(measured: CaseResult, name: str) -> list[str]:
     other = next((each for each in measured.names if each != name), name)
     ratio = measured.ratio(name, other, seconds_of)
     return [
@@ -178,7 +178,7 @@ def _training_cells(measured: Measured, name: str) -> list[str]:
 _CELLS = {"compressed": _reduce_cells, "train": _training_cells}
 
 
-def _rows(measured: Sequence[Measured], kind: Kind) -> Iterator[list[str]]:
+def _rows(measured: Sequence[CaseResult], kind: Kind) -> Iterator[list[str]]:
     for m in measured:
         case = find_case(m.case)
         if case.kind == kind:
@@ -186,7 +186,7 @@ def _rows(measured: Sequence[Measured], kind: Kind) -> Iterator[list[str]]:
             yield from ([*head, *_CELLS[kind](m, name)] for name in m.names)
 
 
-def _picked(measured: Measured) -> Iterator[tuple[str, str]]:
+def _picked(measured: CaseResult) -> Iterator[tuple[str, str]]:
     """What Auto has picked, each time that it was another."""
     for name in measured.names:
         if name in WAYS and WAYS[name].allowed:
@@ -194,7 +194,7 @@ def _picked(measured: Measured) -> Iterator[tuple[str, str]]:
                 yield WAYS[name].label, picked
 
 
-def _values(measured: Measured) -> str:
+def _values(measured: CaseResult) -> str:
     return count_text(measured.op_bytes // 4)
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from tools.lab.report import Verdict, at_most
+from tools.lab.report import BarVerdict, at_most
 
 What = Literal["all_reduce", "all_reduce_shared", "average_gradients", "compressed", "train", "end"]
 """all_reduce_shared: of arrays in the memory that pmesh's trainers share with their agents."""
@@ -31,7 +31,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """Of the matrix: so many rows, and so many columns."""
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class RankAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """What it came to at one rank."""
 
     seconds: tuple[float, ...] = ()
@@ -81,7 +81,7 @@ Round = dict[str, Turn]
 """Each has had one turn, one after the other."""
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class CaseRun(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     command: str
     commit: str
     machine: str
@@ -92,18 +92,18 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where it was not measured as the page says."""
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class CaseResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One case with arrays of one size; runs may differ in who had a turn."""
 
     case: str
     ranks: int
     op_bytes: int
     """Of each rank's arrays, or of the model."""
-    runs: tuple[Run, ...] = ()
+    runs: tuple[CaseRun, ...] = ()
     facts: dict[str, float] = {}
     """What else a bar asks for, by name."""
 
-    def __add__(self, other: "Measured") -> "Measured":
+    def __add__(self, other: "CaseResult") -> "CaseResult":
         """More runs of the same; of facts the worst."""
         facts = {n: max(x, self.facts.get(n, x)) for n, x in other.facts.items()}
         return msgspec.structs.replace(other, runs=self.runs + other.runs, facts=facts)
@@ -151,15 +151,15 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def _bus_bytes(self) -> float:
         return self.op_bytes * 2 * (self.ranks - 1) / self.ranks
 
-    def judge_results(self) -> Iterable[Verdict]:
+    def judge_results(self) -> Iterable[BarVerdict]:
         """Says something only where a result was wrong."""
         wrong = sum(turn.wrong for each in self.rounds for turn in each.values())
         if wrong:
             yield at_most("wrong results", wrong, goal=0, form="{:.0f}")
 
 
-class Results(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    measured: tuple[Measured, ...] = ()
+class CaseResults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    measured: tuple[CaseResult, ...] = ()
 
 
 def seconds_of(turn: Turn) -> float:

@@ -3,11 +3,8 @@
 Each rank is a process of its own, on one machine. Its peak is that of MLX's memory plus that of
 numpy's, in one step after the first two; the shared memory between trainer and agent is not in it,
 as it belongs to the agent. Activations are small here: the batch is.
-
-    $ python -m tools.bench.sharded
 """
 
-import argparse
 import json
 import math
 import os
@@ -26,12 +23,12 @@ from mlx.utils import tree_flatten
 import pmesh
 from pmesh.mlx import ShardedOptimizer, fully_shard
 from pmesh.testing import agent_in_a_thread
+from tools.lab.call import words_for
 from tools.lab.commands import LabError
-from tools.lab.program import Program
+from tools.lab.program import LabProgram
 
 RANKS, BLOCKS, BATCH, STEPS = 3, 4, 12, 20
 WAYS = ("plain", "zero-1", "fully sharded")
-MODULE = (sys.executable, "-m", "tools.bench.sharded")
 PATIENCE_S = 600.0
 
 
@@ -54,7 +51,7 @@ def loss_of(output: mx.array, y: mx.array) -> mx.array:
     return loss
 
 
-class Training:
+class ShardedTraining:
     """One of the three ways, a step at a time."""
 
     def __init__(self, way: str, width: int, mesh: pmesh.Mesh | None) -> None:
@@ -101,7 +98,7 @@ class Training:
 def work(way: str, width: int, home: str, out: str) -> None:
     """Train, and print what it took as a line of JSON; save the weights."""
     mesh = pmesh.connect("memory", RANKS, home=Path(home)) if home else None
-    training = Training(way, width, mesh)
+    training = ShardedTraining(way, width, mesh)
     for number in range(2):
         training.step(number)
     mx.reset_peak_memory()
@@ -124,13 +121,12 @@ def measure(
     """What each rank took, and the weights in the end."""
     ranks = 1 if way == "plain" else RANKS
     with agent_in_a_thread(folder / "home"), ExitStack() as stack:
-        home = "" if way == "plain" else str(folder / "home")
-        options = ["--work", way, "--width", str(width), "--home", home, "--out"]
+        home, out = "" if way == "plain" else str(folder / "home"), str(folder / way)
         running = [
             stack.enter_context(
-                Program.start(
+                LabProgram.start(
                     f"rank {rank}",
-                    [*MODULE, *options, str(folder / f"{way} {rank}.npy")],
+                    [sys.executable, *words_for(work, way, width, home, f"{out} {rank}.npy")],
                     environment=os.environ,
                 )
             )
@@ -155,22 +151,17 @@ def measure_all(width: int) -> tuple[dict[str, dict[str, int]], dict[str, np.nda
     return found, weights
 
 
-def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", choices=WAYS, help="be one rank")
-    parser.add_argument("--home", default="")
-    parser.add_argument("--out", default="")
-    parser.add_argument("--width", type=int, default=1024, help="of each matrix")
-    options = parser.parse_args(argv)
-    if options.work:
-        work(options.work, options.width, options.home, options.out)
-        return
-    found, weights = measure_all(options.width)
+def run(*, width: int = 1024) -> None:
+    """How much memory each way to train takes, beside plain training.
+
+    Args:
+        width: Of each matrix.
+    """
+    found, weights = measure_all(width)
     plain = found["plain"]
     parameters = math.prod(weights["plain"].shape)
     print(
-        f"{parameters} parameters, {BLOCKS} blocks, "
-        f"buckets of {bucket_bytes(options.width) / 2**20:g} MiB"
+        f"{parameters} parameters, {BLOCKS} blocks, buckets of {bucket_bytes(width) / 2**20:g} MiB"
     )
     for way, its in found.items():
         peak = its["mlx"] + its["numpy"]
@@ -181,7 +172,3 @@ def main(argv: list[str]) -> None:
             f"optimizer {its['state'] / plain['state']:.4f} of plain; weights off by {off:.2g} "
             f"after {STEPS} steps"
         )
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -20,14 +20,15 @@ from random import Random
 import msgspec
 
 from tools.bench.cases import DRAWN, MEGABIT, Case
-from tools.bench.results import Answer, Order
+from tools.bench.results import Order, RankAnswer
+from tools.bench.worker import work
+from tools.lab.call import words_for
 from tools.lab.commands import LabError
-from tools.lab.mesh import ROOT, Mesh, Node, inherited, status_of
-from tools.lab.net import Host, NetLab, loopbacks
-from tools.lab.program import PATIENCE_S, Program
+from tools.lab.mesh import ROOT, LabMesh, Node, inherited, status_of
+from tools.lab.net import LabHost, NetLab, loopbacks
+from tools.lab.program import PATIENCE_S, LabProgram
 
 AGENT_PID = "BENCH_AGENT"
-WORKER = "tools.bench.worker"
 FIRST_PORT = 5100  # in a lab, where nothing else listens
 IPERF_S = 2
 IPERF_ATTEMPTS = 20
@@ -43,10 +44,10 @@ with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as connection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankHosts:
     """So many ranks, each with an address of its own or all with one."""
 
-    hosts: tuple[Host, ...]
+    hosts: tuple[LabHost, ...]
     lines: tuple[tuple[int, str], ...] = ()
     """What iperf3 measures: the rank of a host, and the address of the other end."""
     patch: str = ""
@@ -93,7 +94,7 @@ psutil.net_if_stats = shaped
 
 
 @contextlib.contextmanager
-def place_of(case: Case, *, draw: int = 0) -> Iterator[Place]:
+def place_of(case: Case, *, draw: int = 0) -> Iterator[RankHosts]:
     """This machine's loopback, or a host for each rank in the network of the case.
 
     Args:
@@ -102,7 +103,7 @@ def place_of(case: Case, *, draw: int = 0) -> Iterator[Place]:
     """
     ranks, cables = case.ranks, case.cables_bits_per_s
     if not case.in_lab:
-        yield Place(hosts=loopbacks(ranks))
+        yield RankHosts(hosts=loopbacks(ranks))
         return
     with NetLab(ranks, networks=max(1, len(cables))) as lab:
         ends = (0, 1)
@@ -116,7 +117,7 @@ def place_of(case: Case, *, draw: int = 0) -> Iterator[Place]:
                 for network, bits_per_s in enumerate(cables):
                     lab.shape(host, bits_per_s=bits_per_s, network=network)
         speeds = {f"eth{network}": bits // MEGABIT for network, bits in enumerate(cables)}
-        yield Place(
+        yield RankHosts(
             hosts=lab.hosts,
             lines=tuple(
                 (ends[0], lab.hosts[ends[1]].ipv4_in(network))
@@ -146,7 +147,7 @@ Ceiling = Callable[[], tuple[float, ...]]
 
 
 @contextlib.contextmanager
-def ceiling_of(place: Place) -> Iterator[Ceiling]:
+def ceiling_of(place: RankHosts) -> Iterator[Ceiling]:
     if not place.in_lab:
         yield lambda: (stream_bytes_per_s(),)
         return
@@ -160,7 +161,7 @@ def ceiling_of(place: Place) -> Iterator[Ceiling]:
         yield lambda: tuple(iperf_bytes_per_s(place, *line) for line in place.lines)
 
 
-def iperf_bytes_per_s(place: Place, rank: int, address: str) -> float:
+def iperf_bytes_per_s(place: RankHosts, rank: int, address: str) -> float:
     """`iperf3 --bidir` between two hosts: what one direction gets, of both the mean."""
     command = ["iperf3", "-c", address, "-t", str(IPERF_S), "--bidir", "-J"]
     for _ in range(IPERF_ATTEMPTS):  # its server may not listen yet, or still be at the last turn
@@ -197,14 +198,14 @@ def stream_bytes_per_s(seconds: float = STREAM_S) -> float:
 class Running:
     """A system with all its processes, ready for orders."""
 
-    workers: Sequence[Program]
+    workers: Sequence[LabProgram]
     nodes: Sequence[Node] = ()
 
-    def carry_out(self, order: Order, *, timeout_s: float = PATIENCE_S) -> tuple[Answer, ...]:
+    def carry_out(self, order: Order, *, timeout_s: float = PATIENCE_S) -> tuple[RankAnswer, ...]:
         for worker in self.workers:
             worker.tell(msgspec.json.encode(order).decode())
         return tuple(
-            msgspec.json.decode(worker.hear(within_s=timeout_s), type=Answer)
+            msgspec.json.decode(worker.hear(within_s=timeout_s), type=RankAnswer)
             for worker in self.workers
         )
 
@@ -220,11 +221,11 @@ class Running:
                 worker.join(within_s=5.0)
 
 
-Start = Callable[[Place, Path, contextlib.ExitStack], Running]
+Start = Callable[[RankHosts, Path, contextlib.ExitStack], Running]
 
 
 def start_pmesh(
-    place: Place, folder: Path, stack: contextlib.ExitStack, *, patch: str = ""
+    place: RankHosts, folder: Path, stack: contextlib.ExitStack, *, patch: str = ""
 ) -> Running:
     """An agent and a trainer for each rank; for the arguments see `start_agents`."""
     nodes = start_agents(place, folder, stack, patch=patch)
@@ -233,7 +234,7 @@ def start_pmesh(
 
 
 def start_agents(
-    place: Place, folder: Path, stack: contextlib.ExitStack, *, patch: str = ""
+    place: RankHosts, folder: Path, stack: contextlib.ExitStack, *, patch: str = ""
 ) -> list[Node]:
     """An agent for each rank; returns them once they have met.
 
@@ -243,7 +244,7 @@ def start_agents(
         stack: ends them.
         patch: source that each agent runs first.
     """
-    mesh = Mesh(
+    mesh = LabMesh(
         place.hosts,
         folder=folder,
         patch=f"{patch}\n{place.patch}",
@@ -255,7 +256,7 @@ def start_agents(
     return mesh.nodes
 
 
-def start_gloo(place: Place, folder: Path, stack: contextlib.ExitStack) -> Running:
+def start_gloo(place: RankHosts, folder: Path, stack: contextlib.ExitStack) -> Running:
     """A process for each rank, which find each other by a file."""
     store = folder / "gloo"
     environment = {"GLOO_SOCKET_IFNAME": place.interface, "BENCH_STORE": str(store)}
@@ -263,38 +264,38 @@ def start_gloo(place: Place, folder: Path, stack: contextlib.ExitStack) -> Runni
     return Running(_start_workers(place, "gloo", folder, stack, environments))
 
 
-def start_mlx(place: Place, folder: Path, stack: contextlib.ExitStack) -> Running:
+def start_mlx(place: RankHosts, folder: Path, stack: contextlib.ExitStack) -> Running:
     """A process for each rank, which find each other by a host file."""
+    return Running(_start_workers(place, "mlx", folder, stack, ring_settings(place, folder)))
+
+
+def ring_settings(place: RankHosts, folder: Path) -> list[dict[str, str]]:
+    """What each rank of MLX's ring reads from its environment; the ports are free for now."""
     file = folder / "hosts.json"
-    ports = place.free_ports()
-    file.write_text(
-        json.dumps([[f"{h.ipv4}:{p}"] for h, p in zip(place.hosts, ports, strict=True)])
-    )
-    environments = [
-        {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(file)} for rank in range(place.ranks)
-    ]
-    return Running(_start_workers(place, "mlx", folder, stack, environments))
+    hosts = zip(place.hosts, place.free_ports(), strict=True)
+    file.write_text(json.dumps([[f"{host.ipv4}:{port}"] for host, port in hosts]))
+    return [{"MLX_RANK": str(rank), "MLX_HOSTFILE": str(file)} for rank in range(place.ranks)]
 
 
 START: Mapping[str, Start] = {"pmesh": start_pmesh, "gloo": start_gloo, "mlx": start_mlx}
 
 
 def start_ranks(
-    hosts: Sequence[Host],
+    hosts: Sequence[LabHost],
     name: str,
     commands: Sequence[Sequence[str]],
     environments: Sequence[Mapping[str, str]],
     *,
     folder: Path,
     stack: contextlib.ExitStack,
-) -> list[Program]:
-    """A program for each rank, which is told what to do, and whose errors go into a file."""
+) -> list[LabProgram]:
+    """A program of Python for each rank: `commands` are its words. Its errors go into a file."""
     settings = inherited() | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
     return [
         stack.enter_context(
-            Program.start(
+            LabProgram.start(
                 f"{name}-{rank}",
-                command,
+                [sys.executable, *command],
                 environment=settings | dict(environment),
                 host=hosts[rank],
                 errors=folder / f"{name}-{rank}.log",
@@ -306,16 +307,13 @@ def start_ranks(
 
 
 def _start_workers(
-    place: Place,
+    place: RankHosts,
     system: str,
     folder: Path,
     stack: contextlib.ExitStack,
     environments: Sequence[Mapping[str, str]],
-) -> list[Program]:
-    commands = [
-        [sys.executable, "-m", WORKER, system, str(rank), str(place.ranks)]
-        for rank in range(place.ranks)
-    ]
+) -> list[LabProgram]:
+    commands = [words_for(work, system, rank, place.ranks) for rank in range(place.ranks)]
     workers = start_ranks(place.hosts, system, commands, environments, folder=folder, stack=stack)
     for worker in workers:
         worker.hear()  # it has joined
@@ -323,7 +321,7 @@ def _start_workers(
 
 
 @contextlib.contextmanager
-def started(place: Place, names: Sequence[str], folder: Path) -> Iterator[dict[str, Running]]:
+def started(place: RankHosts, names: Sequence[str], folder: Path) -> Iterator[dict[str, Running]]:
     """These systems, one beside the other: only one of them works at a time."""
     with contextlib.ExitStack() as stack:
         running = {name: START[name](place, folder, stack) for name in names}

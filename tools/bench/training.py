@@ -2,11 +2,8 @@
 
 Prints how far the final losses are from uncompressed; four ranks train as threads of one process,
 which make the calls that a user's script makes.
-
-    $ python -m tools.bench.training mlp --json mlp.json --plot mlp.svg
 """
 
-import argparse
 import hashlib
 import math
 import statistics
@@ -25,6 +22,7 @@ import pmesh
 from pmesh.compression.schemes import BF16, FP16, INT8, OneBit, PowerSGD, RandomK, Scheme, TopK
 from pmesh.testing import SimulatedMesh
 from tools.bench.models import MODELS, Model, Weights
+from tools.lab.commands import Flag
 from tools.lab.report import fill, table
 from tools.lab.results import describe_commit, describe_machine, read_results, write_results
 
@@ -51,7 +49,7 @@ Trained: TypeAlias = tuple[float, tuple[float, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class Contestant:
     name: str
     scheme: Scheme
     warms_up: bool = False
@@ -75,15 +73,15 @@ class Case:
 
 
 CASES: Final = (
-    Case("BF16()", BF16()),
-    Case("FP16()", FP16()),
-    Case("INT8()", INT8()),
-    Case("OneBit()", OneBit()),
-    Case("TopK(ratio=0.01)", TopK(ratio=0.01)),
-    Case("TopK(ratio=0.01), warmed up", TopK(ratio=0.01), warms_up=True, is_judged=False),
-    Case("RandomK(ratio=0.1)", RandomK(ratio=0.1)),
-    Case("PowerSGD(rank=2)", PowerSGD(rank=2)),
-    Case("PowerSGD(rank=4)", PowerSGD(rank=4)),
+    Contestant("BF16()", BF16()),
+    Contestant("FP16()", FP16()),
+    Contestant("INT8()", INT8()),
+    Contestant("OneBit()", OneBit()),
+    Contestant("TopK(ratio=0.01)", TopK(ratio=0.01)),
+    Contestant("TopK(ratio=0.01), warmed up", TopK(ratio=0.01), warms_up=True, is_judged=False),
+    Contestant("RandomK(ratio=0.1)", RandomK(ratio=0.1)),
+    Contestant("PowerSGD(rank=2)", PowerSGD(rank=2)),
+    Contestant("PowerSGD(rank=4)", PowerSGD(rank=4)),
 )
 
 
@@ -94,7 +92,7 @@ _ORDER = (
 )
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class SchemeLosses(msgspec.Struct, frozen=True, kw_only=True):
     """One scheme, with feedback or without."""
 
     case: str
@@ -110,22 +108,22 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         """Infinite if one has diverged."""
         return statistics.fmean(map(_number, self.losses))
 
-    def ratio_to(self, plain: "Row") -> float:
+    def ratio_to(self, plain: "SchemeLosses") -> float:
         """Of the means over the seeds that this row has."""
         return sum(map(_number, self.losses)) / sum(its for _, its in self._pairs(plain))
 
-    def worst_ratio_to(self, plain: "Row") -> float:
+    def worst_ratio_to(self, plain: "SchemeLosses") -> float:
         return max(mine / its for mine, its in self._pairs(plain))
 
-    def is_met(self, plain: "Row") -> bool:
+    def is_met(self, plain: "SchemeLosses") -> bool:
         return self.ratio_to(plain) <= BAR
 
-    def _pairs(self, plain: "Row") -> list[tuple[float, float]]:
+    def _pairs(self, plain: "SchemeLosses") -> list[tuple[float, float]]:
         its = plain.losses[: len(self.losses)]
         return list(zip(map(_number, self.losses), map(_number, its), strict=True))
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True):
+class Losses(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     what: str
     weights: int
@@ -139,16 +137,16 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     commit: str
     machine: str
     took_cpu_s: float = 0
-    plain: Row
-    rows: tuple[Row, ...] = ()
+    plain: SchemeLosses
+    rows: tuple[SchemeLosses, ...] = ()
     """As many as were measured."""
 
-    def found(self, case: str, *, feedback: bool) -> Row | None:
+    def found(self, case: str, *, feedback: bool) -> SchemeLosses | None:
         rows = (row for row in self.rows if (row.case, row.feedback) == (case, feedback))
         return next(rows, None)
 
 
-Many: TypeAlias = tuple[Measured, ...]
+Many: TypeAlias = tuple[Losses, ...]
 
 
 def finite(value: float) -> float | None:
@@ -217,7 +215,7 @@ def _hash_of(weights: Weights) -> str:
     return digest.hexdigest()
 
 
-def table_of(measured: Measured) -> str:
+def table_of(measured: Losses) -> str:
     """One model's, with a row for each scheme."""
     plain = measured.plain
     rows = [["uncompressed", _text(plain.mean), *[_NOTHING] * 5]]
@@ -230,14 +228,14 @@ def table_of(measured: Measured) -> str:
     return table(_COLUMNS, rows)
 
 
-def _verdict_of(row: Row, plain: Row) -> str:
+def _verdict_of(row: SchemeLosses, plain: SchemeLosses) -> str:
     """What the bar says of a scheme with feedback."""
     if not row.is_judged:
         return "beside"
     return "met" if row.is_met(plain) else "**MISSED**"
 
 
-def verdicts(measured: Sequence[Measured]) -> str:
+def verdicts(measured: Sequence[Losses]) -> str:
     """How many bars were met, which were not, and what was not measured."""
     judged = [(m, row) for m in measured for row in m.rows if row.feedback and row.is_judged]
     missed = [f"{row.case} on {m.model}" for m, row in judged if not row.is_met(m.plain)]
@@ -258,7 +256,7 @@ def verdicts(measured: Sequence[Measured]) -> str:
     return said
 
 
-def _cells(row: Row | None, plain: Row) -> list[str]:
+def _cells(row: SchemeLosses | None, plain: SchemeLosses) -> list[str]:
     if row is None:
         return [_NOTHING] * 3
     return [_text(x) for x in (row.mean, row.ratio_to(plain), row.worst_ratio_to(plain))]
@@ -268,7 +266,7 @@ def _text(value: float) -> str:
     return f"{value:.4f}" if math.isfinite(value) else "diverged"
 
 
-def render(measured: Sequence[Measured]) -> str:
+def render(measured: Sequence[Losses]) -> str:
     return fill(
         PAGE,
         verdict=verdicts(measured),
@@ -284,9 +282,7 @@ def render(measured: Sequence[Measured]) -> str:
     )
 
 
-def measure(
-    model: Model, old: Sequence[Measured] = (), *, short: bool = False
-) -> Iterator[Measured]:
+def measure(model: Model, old: Sequence[Losses] = (), *, short: bool = False) -> Iterator[Losses]:
     """Train a model with all schemes; what is known at first, and after each of them.
 
     Those with feedback come first; without it the first seed does, as that is not judged.
@@ -299,7 +295,7 @@ def measure(
     seeds, steps = (SEEDS[:1], SHORT_STEPS) if short else (SEEDS, model.steps)
     began = time.process_time()
     measured = next((m for m in old if _is_of(m, model, seeds, steps)), None)
-    measured = measured or Measured(
+    measured = measured or Losses(
         model=model.name,
         what=model.what,
         weights=model.count,
@@ -308,7 +304,7 @@ def measure(
         steps=steps,
         rate=model.rate,
         seeds=seeds,
-        command=f"python -m tools.bench.training {model.name}{' --short' if short else ''}",
+        command=f"python -m tools run losses {model.name}{' --short' if short else ''}",
         commit=describe_commit(),
         machine=describe_machine(),
         plain=_row(model, seeds, steps, lambda *_: UNCOMPRESSED),
@@ -326,7 +322,7 @@ def measure(
         yield measured
 
 
-def _is_of(measured: Measured, model: Model, seeds: tuple[int, ...], steps: int) -> bool:
+def _is_of(measured: Losses, model: Model, seeds: tuple[int, ...], steps: int) -> bool:
     same = (model.name, model.count, model.batch, steps, model.rate, seeds)
     m = measured
     return (m.model, m.weights, m.batch, m.steps, m.rate, m.seeds) == same
@@ -338,12 +334,12 @@ def _row(
     steps: int,
     choice: Choice,
     *,
-    case: Case | None = None,
+    case: Contestant | None = None,
     feedback: bool = False,
-) -> Row:
+) -> SchemeLosses:
     name = UNCOMPRESSED if case is None else case.name
     trained = [train(model, seed, steps=steps, compression=choice) for seed in seeds]
-    row = Row(
+    row = SchemeLosses(
         case=name,
         feedback=feedback,
         is_judged=case is not None and case.is_judged,
@@ -355,40 +351,25 @@ def _row(
     return row
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """0 if all bars were met, or with --short, which measures nothing."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("models", nargs="*", help=f"of {', '.join(MODELS)}; all if none is named")
-    parser.add_argument("--json", type=Path, help="write after each scheme; go on with what it has")
-    parser.add_argument("--plot", type=Path, help="draw it into this file: .svg, .png, .pdf")
-    parser.add_argument("--page", type=Path, help="write the page of the documentation")
-    parser.add_argument("--read", type=Path, nargs="+", help="take results instead of training")
-    parser.add_argument("--short", action="store_true", help="a few steps: does it work at all?")
-    options = parser.parse_args(argv)
-    if unknown := set(options.models) - set(MODELS):
-        parser.error(f"no model {', '.join(sorted(unknown))}; there are: {', '.join(MODELS)}")
-    if options.read:
-        measured = [each for file in options.read for each in read_results(file, Many)]
-    else:
-        measured = []
-        old = read_results(options.json, Many) if options.json and options.json.exists() else ()
-        for name in options.models or MODELS:
-            for so_far in measure(MODELS[name](), old, short=options.short):
-                if options.json is not None:
-                    write_results(options.json, (*measured, so_far))
-            measured.append(so_far)
+def run(*models: str, json: Path | None = None, short: Flag = False) -> int:
+    """Train with each scheme; exits with 1 if a bar was missed, but for the short form.
+
+    Args:
+        models: Which, of mlp, convolutional and characters; without any, all.
+        json: Where the results go, after each scheme; what it holds already is not measured again.
+        short: A few steps: does it work at all?
+    """
+    if unknown := set(models) - set(MODELS):
+        raise ValueError(f"no model {', '.join(sorted(unknown))}; there are: {', '.join(MODELS)}")
+    measured: list[Losses] = []
+    old = read_results(json, Many) if json and json.exists() else ()
+    for name in models or MODELS:
+        for so_far in measure(MODELS[name](), old, short=short):
+            if json is not None:
+                write_results(json, (*measured, so_far))
+        measured.append(so_far)
     for each in measured:
         print(f"\n{each.model}: {each.what}\n\n{table_of(each)}")
     print(f"\n{verdicts(measured)}")
-    if options.page is not None:
-        options.page.write_text(render(measured), encoding="utf-8")
-    if options.plot is not None:
-        from tools.bench.plots import draw_losses  # noqa: PLC0415 - who asks has matplotlib
-
-        draw_losses(options.plot, measured)
     met = all(r.is_met(m.plain) for m in measured for r in m.rows if r.feedback and r.is_judged)
-    return 0 if met or options.short else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return 0 if met or short else 1

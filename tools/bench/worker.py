@@ -1,7 +1,5 @@
 """One rank of one system: makes the calls it is told, times each, and checks each result.
 
-    python -m tools.bench.worker pmesh|gloo|mlx RANK SIZE
-
 Orders come on standard input, answers go to standard output. Each system gets its own kind of
 array and its own call, blocking, until the result can be read:
 
@@ -26,7 +24,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from tools.bench.results import Answer, Order
+from tools.bench.results import Order, RankAnswer
 
 Values: TypeAlias = NDArray[np.float32]
 PERIOD = 4099  # a prime: a segment that went astray changes the phase
@@ -54,7 +52,7 @@ class System:
     """The sum of such an array."""
     average: Callable[[Sequence[Any]], Sequence[Any]] | None = None
     """The mean of a tree of gradients, where the library has that call."""
-    work: Callable[[Order], Answer] | None = None
+    work: Callable[[Order], RankAnswer] | None = None
     """What it does of `tools.bench.compressed`."""
 
 
@@ -104,12 +102,12 @@ def join_gloo(rank: int, size: int) -> System:
         distributed.all_reduce(x)
         return x
 
-    def train(order: Order) -> Answer:
+    def train(order: Order) -> RankAnswer:
         from tools.bench.compressed import training_by_torch  # noqa: PLC0415 - it imports pmesh
 
         if not training:
             training.append(training_by_torch(rank, size))
-        answer: Answer = training[0].run(order.times)
+        answer: RankAnswer = training[0].run(order.times)
         return answer
 
     return System(
@@ -153,7 +151,7 @@ def pattern(count: int) -> Values:
     return np.resize(np.arange(PERIOD, dtype=np.float32), count)
 
 
-def carry_out(system: System, size: int, order: Order) -> Answer:
+def carry_out(system: System, size: int, order: Order) -> RankAnswer:
     """The calls of one order; every result is compared, value by value, with the right one."""
     base = pattern(order.count)
     mine = base * np.float32(system.rank + 1)
@@ -170,10 +168,12 @@ def carry_out(system: System, size: int, order: Order) -> Answer:
         seconds += made.seconds
         cpu_s += made.cpu_s
         wrong += made.wrong
-    return Answer(seconds=tuple(seconds), cpu_s=cpu_s, wrong=wrong)
+    return RankAnswer(seconds=tuple(seconds), cpu_s=cpu_s, wrong=wrong)
 
 
-def _make_calls(system: System, order: Order, mine: Values, right: Values, times: int) -> Answer:
+def _make_calls(
+    system: System, order: Order, mine: Values, right: Values, times: int
+) -> RankAnswer:
     call, inputs = _prepare(system, order, mine, times)
     results: list[Any] = []
     seconds: list[float] = []
@@ -185,7 +185,7 @@ def _make_calls(system: System, order: Order, mine: Values, right: Values, times
         seconds.append(time.perf_counter() - began)
     cpu_s = system.cpu_s() - cpu_s
     wrong = sum(not _is(result, right) for result in results)
-    return Answer(seconds=tuple(seconds), cpu_s=cpu_s, wrong=wrong)
+    return RankAnswer(seconds=tuple(seconds), cpu_s=cpu_s, wrong=wrong)
 
 
 def _prepare(
@@ -218,10 +218,10 @@ def _is(result: Any, right: Values) -> bool:  # noqa: ANN401 - what the system c
     return place == right.size
 
 
-def main() -> None:
-    name, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+def work(name: str, rank: int, size: int) -> None:
+    """Be one rank of this system: see JOIN."""
     system = JOIN[name](rank, size)
-    print(msgspec.json.encode(Answer()).decode(), flush=True)
+    print(msgspec.json.encode(RankAnswer()).decode(), flush=True)
     for line in sys.stdin:
         order = msgspec.json.decode(line, type=Order)
         if order.what == "end":
@@ -232,7 +232,3 @@ def main() -> None:
         else:
             answer = carry_out(system, size, order)
         print(msgspec.json.encode(answer).decode(), flush=True)
-
-
-if __name__ == "__main__":
-    main()

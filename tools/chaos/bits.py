@@ -23,7 +23,7 @@ from pmesh.core.wire.records import (
 )
 from pmesh.errors import ProtocolError
 from pmesh.net.links.tls import DataReceived, TlsContexts, TlsFailed, TlsProtocol
-from tools.chaos.episodes import Run, Tally
+from tools.lab.campaign import CampaignRun, Tally
 
 Sums: TypeAlias = list[NDArray[np.float32]]
 
@@ -34,7 +34,7 @@ _RECORD_BYTES = 4 * VALUES + OVERHEAD_BYTES
 _MESSAGE = bytes(range(200))
 
 
-def run_bit_flips(run: Run) -> Tally:
+def run_bit_flips(run: CampaignRun) -> Tally:
     """So many flips (`--episodes`), each in a fresh stream, at a random bit of it."""
     random = run.random()
     tally = Tally(ops_checked=run.episodes)

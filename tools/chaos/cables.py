@@ -5,12 +5,12 @@ import time
 from collections.abc import Callable
 from random import Random
 
-from tools.chaos.episodes import Run, Tally
 from tools.chaos.steady import check_undisturbed
-from tools.lab.cluster import Cluster
+from tools.lab.campaign import CampaignRun, Tally
+from tools.lab.cluster import LabCluster
 from tools.lab.commands import LabError
 from tools.lab.mesh import Node
-from tools.lab.net import Host, NetLab
+from tools.lab.net import LabHost, NetLab
 from tools.lab.oplog import clean_ops_s
 
 NETWORKS = 2
@@ -33,15 +33,15 @@ interfaces.read_hardware = lambda names: {
 }
 """  # a veth claims one speed whatever the lab gives it; so eth1 is the better one by its kind
 
-Harm = Callable[[NetLab, Host, int], None]
+Harm = Callable[[NetLab, LabHost, int], None]
 
 
-def pull(lab: NetLab, host: Host, network: int) -> None:
+def pull(lab: NetLab, host: LabHost, network: int) -> None:
     """The host's interface loses its carrier."""
     lab.unplug(host, network)
 
 
-def vanish(lab: NetLab, host: Host, network: int) -> None:
+def vanish(lab: NetLab, host: LabHost, network: int) -> None:
     """Packets from and to the host vanish in this network; the carrier stays."""
     lab.cut(host, network=network)
 
@@ -49,7 +49,7 @@ def vanish(lab: NetLab, host: Host, network: int) -> None:
 class _Use:
     """Over which of its cables a host has sent and received most since the last look."""
 
-    def __init__(self, lab: NetLab, host: Host) -> None:
+    def __init__(self, lab: NetLab, host: LabHost) -> None:
         self._lab, self._host = lab, host
         self._before = self._count()
 
@@ -62,7 +62,7 @@ class _Use:
         return [self._lab.carried_bytes(self._host, network) for network in range(NETWORKS)]
 
 
-def run_harm(run: Run, harm: Harm) -> Tally:
+def run_harm(run: CampaignRun, harm: Harm) -> Tally:
     """Harm the cable in use in the middle of an op, and repair it some seconds later."""
     random, tally = run.random(), Tally()
     for index, hosts in enumerate(HOSTS):
@@ -74,7 +74,7 @@ def run_harm(run: Run, harm: Harm) -> Tally:
     return tally
 
 
-def _harm_once(cluster: Cluster, harm: Harm, random: Random, tally: Tally) -> None:
+def _harm_once(cluster: LabCluster, harm: Harm, random: Random, tally: Tally) -> None:
     lab, victim = cluster.lab, random.choice(cluster.nodes)
     use = _Use(lab, victim.host)
     began = tally.await_clean(cluster)
@@ -94,7 +94,7 @@ def _harm_once(cluster: Cluster, harm: Harm, random: Random, tally: Tally) -> No
     _check(cluster, tally, began, what)
 
 
-def run_plugs(run: Run) -> Tally:
+def run_plugs(run: CampaignRun) -> Tally:
     """The better one of a host's two cables is plugged in for the first time, and once again.
 
     Then all begin anew: a cable that is pulled often is for a while not trusted.
@@ -111,7 +111,7 @@ def run_plugs(run: Run) -> Tally:
     return tally
 
 
-def _plug_once(cluster: Cluster, victim: Node, tally: Tally) -> None:
+def _plug_once(cluster: LabCluster, victim: Node, tally: Tally) -> None:
     began = tally.await_clean(cluster)
     at = time.monotonic()
     cluster.lab.plug(victim.host, 1)
@@ -128,7 +128,7 @@ def _plug_once(cluster: Cluster, victim: Node, tally: Tally) -> None:
     _check(cluster, tally, began, what)
 
 
-def run_flaps(run: Run) -> Tally:
+def run_flaps(run: CampaignRun) -> Tally:
     """The better of a host's cables comes and goes every second; before and after, it is out."""
     random, tally = run.random(), Tally()
     with _cluster(run, HOSTS[0], patch=FASTER_PATCH) as cluster:
@@ -157,7 +157,7 @@ def run_flaps(run: Run) -> Tally:
     return tally
 
 
-def _ops_in(cluster: Cluster, seconds: float, step: Callable[[], None]) -> list[float]:
+def _ops_in(cluster: LabCluster, seconds: float, step: Callable[[], None]) -> list[float]:
     """How long each op took of those that all have done in this time, while steps were made."""
     began = time.monotonic()
     while time.monotonic() < began + seconds:
@@ -166,18 +166,18 @@ def _ops_in(cluster: Cluster, seconds: float, step: Callable[[], None]) -> list[
     return clean_ops_s(lives, since=began, until=began + seconds)
 
 
-def _cluster(run: Run, hosts: int, *, patch: str = "") -> Cluster:
+def _cluster(run: CampaignRun, hosts: int, *, patch: str = "") -> LabCluster:
     lab = NetLab(hosts, networks=NETWORKS)
-    return Cluster(hosts, run.options(hosts), patch=patch, logs=run.logs, lab=lab)
+    return LabCluster(hosts, run.options(hosts), patch=patch, logs=run.logs, lab=lab)
 
 
-def _begin(cluster: Cluster) -> None:
+def _begin(cluster: LabCluster) -> None:
     cluster.start()
     cluster.await_ops(1)  # before, views come and go: they find each other one by one
     time.sleep(FOUND_S)
 
 
-def _check(cluster: Cluster, tally: Tally, began: float, what: str) -> None:
+def _check(cluster: LabCluster, tally: Tally, began: float, what: str) -> None:
     before = len(tally.violations)
     check_undisturbed(cluster, tally, since=began)
     tally.violations[before:] = [f"{what}: {said}" for said in tally.violations[before:]]

@@ -77,7 +77,7 @@ def digest(result: Values) -> str:
     return xxhash.xxh3_128_hexdigest(result.data)
 
 
-class Outcome(NamedTuple):
+class CallOutcome(NamedTuple):
     """What a call has come to on one rank."""
 
     digest: str
@@ -121,11 +121,11 @@ class At:
         return np.tile(places + np.float32(self.total()), (rows, 1))
 
 
-class Trial(NamedTuple):
+class CheckedCall(NamedTuple):
     """A call that is ready to be made, and judged."""
 
     call: Callable[[], Any]
-    judge: Callable[[Any], Outcome]
+    judge: Callable[[Any], CallOutcome]
 
 
 RATIO = 0.01
@@ -133,76 +133,76 @@ LIGHT = 2.0**-10  # of values that pass float16 in range
 MATRIX_NOISE, BLOCK_NOISE, HOP_NOISE = 1e-3, 1e-5, 0.03
 
 
-def cast(at: At, compression: str) -> Trial:
+def cast(at: At, compression: str) -> CheckedCall:
     """What rounds every value, at each hop or once."""
     x = at.input() * np.float32(LIGHT)
-    return Trial(
+    return CheckedCall(
         lambda: at.mesh.all_reduce(x, compression=compression),
         lambda result: _near(result, at.whole() * np.float32(LIGHT), HOP_NOISE),
     )
 
 
-def average(at: At) -> Trial:
+def average(at: At) -> CheckedCall:
     """What feedback adds to a mean is what the call before has rounded away: as little."""
     grads = {"w": at.input() * np.float32(LIGHT), "b": np.full(3, 4, np.float32)}
 
-    def judge(result: Mapping[str, Values]) -> Outcome:
+    def judge(result: Mapping[str, Values]) -> CallOutcome:
         mean = at.whole() * np.float32(LIGHT / at.mesh.size)
         near = _near(result["w"], mean, HOP_NOISE)
         return near._replace(right=near.right and np.allclose(result["b"], 4, rtol=HOP_NOISE))
 
-    return Trial(lambda: at.mesh.average_gradients(grads, compression="int8"), judge)
+    return CheckedCall(lambda: at.mesh.average_gradients(grads, compression="int8"), judge)
 
 
-def top_k(at: At) -> Trial:
+def top_k(at: At) -> CheckedCall:
     """As many values as are kept, in places that all share: nothing is left out."""
     values = np.zeros(at.pattern.nbytes // 4, np.float32)
     places = (np.arange(int(values.size * RATIO)) * 97 + at.step) % values.size
     values[places] = 1
     x = values * np.float32(at.mine())
-    return Trial(
+    return CheckedCall(
         lambda: at.mesh.all_reduce(x, compression=pmesh.TopK(RATIO)),
         lambda result: _near(result, values * np.float32(at.total()), BLOCK_NOISE),
     )
 
 
-def random_k(at: At) -> Trial:
+def random_k(at: At) -> CheckedCall:
     """What is kept is the sum, as many times as large as there are places for each that is kept."""
     x = at.input()
 
-    def judge(result: Values) -> Outcome:
+    def judge(result: Values) -> CallOutcome:
         kept = np.nonzero(result)
         right = at.whole()[kept] * np.float32(result.size / max(1, kept[0].size))
         enough = 0.09 * result.size < kept[0].size < 0.11 * result.size
-        return Outcome(digest(result), enough and _near(result[kept], right, BLOCK_NOISE).right)
+        return CallOutcome(digest(result), enough and _near(result[kept], right, BLOCK_NOISE).right)
 
-    return Trial(lambda: at.mesh.all_reduce(x, compression=pmesh.RandomK(0.1)), judge)
+    return CheckedCall(lambda: at.mesh.all_reduce(x, compression=pmesh.RandomK(0.1)), judge)
 
 
-def one_bit(at: At) -> Trial:
+def one_bit(at: At) -> CheckedCall:
     """All values of one magnitude: the mean magnitude of a block is theirs."""
     signs = np.where(at.input(1) % 3 == 0, np.float32(-1), np.float32(1))
     x = signs * np.float32(at.mine())
-    return Trial(
+    return CheckedCall(
         lambda: at.mesh.all_reduce(x, compression="onebit"),
         lambda result: _near(result, signs * np.float32(at.total()), BLOCK_NOISE),
     )
 
 
-def power_sgd(at: At) -> Trial:
+def power_sgd(at: At) -> CheckedCall:
     """A matrix of rank 1, as is a sum of them."""
     row = at.input(1)[:1] * np.float32(LIGHT)
     base = row * np.arange(1, at.input().shape[0] + 1, dtype=np.float32)[:, None]
     x = base * np.float32(at.mine())
-    return Trial(
+    return CheckedCall(
         lambda: at.mesh.all_reduce(x, compression=pmesh.PowerSGD(2)),
         lambda result: _near(result, base * np.float32(at.total()), MATRIX_NOISE),
     )
 
 
-def _near(result: Values, right: Values, limit: float) -> Outcome:
+def _near(result: Values, right: Values, limit: float) -> CallOutcome:
     error = np.linalg.norm((result - right).reshape(-1)) / np.linalg.norm(right.reshape(-1))
-    return Outcome(digest(result), result.shape == right.shape and bool(error <= limit))
+    return CallOutcome(digest(result), result.shape == right.shape and bool(error <= limit))
 
 
 PIECE_VALUES = 1 << 20
@@ -212,15 +212,15 @@ GROUP_BYTES = 1 << 18
 LOST = (pmesh.RankLost, pmesh.RosterChanged)
 
 
-def _sum(at: At, **more: Any) -> Trial:  # noqa: ANN401 - of all_reduce
+def _sum(at: At, **more: Any) -> CheckedCall:  # noqa: ANN401 - of all_reduce
     x = at.pattern.input(at.step, at.number)
-    return Trial(
+    return CheckedCall(
         lambda: at.mesh.all_reduce(x, **more),
-        lambda result: Outcome(digest(result), at.is_sum(result)),
+        lambda result: CallOutcome(digest(result), at.is_sum(result)),
     )
 
 
-def _shared(at: At) -> Trial:
+def _shared(at: At) -> CheckedCall:
     """Without copies, twice: what the first call has brought stays while the second runs."""
     x = at.mesh.empty(at.input().shape)
     x[:] = at.input()
@@ -230,90 +230,92 @@ def _shared(at: At) -> Trial:
         before = digest(first)
         return first, before, at.mesh.all_reduce(x, copy=False)
 
-    def judge(results: tuple[Values, str, Values]) -> Outcome:
+    def judge(results: tuple[Values, str, Values]) -> CallOutcome:
         first, before, second = results
-        return Outcome(digest(second), digest(first) == before and at.is_sum(second))
+        return CallOutcome(digest(second), digest(first) == before and at.is_sum(second))
 
-    return Trial(call, judge)
+    return CheckedCall(call, judge)
 
 
-def _reduce(at: At) -> Trial:
+def _reduce(at: At) -> CheckedCall:
     root, x = at.step % at.mesh.size, at.input()
-    return Trial(
+    return CheckedCall(
         lambda: at.mesh.reduce(x, root=root),
-        lambda result: Outcome("reduced", result is None or at.is_sum(result)),
+        lambda result: CallOutcome("reduced", result is None or at.is_sum(result)),
     )
 
 
-def _broadcast(at: At) -> Trial:
+def _broadcast(at: At) -> CheckedCall:
     root, x = at.step % at.mesh.size, at.input()
     right = at.input(at.numbers[root])
-    return Trial(
+    return CheckedCall(
         lambda: at.mesh.broadcast(x, root=root),
-        lambda result: Outcome(digest(result), np.array_equal(result, right)),
+        lambda result: CallOutcome(digest(result), np.array_equal(result, right)),
     )
 
 
-def _reduce_scatter(at: At) -> Trial:
+def _reduce_scatter(at: At) -> CheckedCall:
     x = at.input().reshape(-1)
 
-    def judge(result: Values) -> Outcome:
+    def judge(result: Values) -> CallOutcome:
         own = np.array_split(at.whole().reshape(-1), at.mesh.size)[at.mesh.rank]
-        return Outcome("scattered", np.array_equal(result, own))
+        return CallOutcome("scattered", np.array_equal(result, own))
 
-    return Trial(lambda: at.mesh.reduce_scatter(x), judge)
+    return CheckedCall(lambda: at.mesh.reduce_scatter(x), judge)
 
 
-def _all_gather(at: At) -> Trial:
+def _all_gather(at: At) -> CheckedCall:
     x = _piece(at.input())
 
-    def judge(result: Values) -> Outcome:
+    def judge(result: Values) -> CallOutcome:
         right = np.concatenate([_piece(at.input(number)) for number in at.numbers])
-        return Outcome(digest(result), np.array_equal(result, right))
+        return CallOutcome(digest(result), np.array_equal(result, right))
 
-    return Trial(lambda: at.mesh.all_gather(x), judge)
+    return CheckedCall(lambda: at.mesh.all_gather(x), judge)
 
 
-def _gather(at: At) -> Trial:
+def _gather(at: At) -> CheckedCall:
     root, x = at.step % at.mesh.size, _piece(at.input())
 
-    def judge(result: Values | None) -> Outcome:
+    def judge(result: Values | None) -> CallOutcome:
         right = np.stack([_piece(at.input(number)) for number in at.numbers])
-        return Outcome("gathered", result is None or np.array_equal(result, right))
+        return CallOutcome("gathered", result is None or np.array_equal(result, right))
 
-    return Trial(lambda: at.mesh.gather(x, root=root, stacked=True), judge)
+    return CheckedCall(lambda: at.mesh.gather(x, root=root, stacked=True), judge)
 
 
-def _scatter(at: At) -> Trial:
+def _scatter(at: At) -> CheckedCall:
     root, rank, size = at.step % at.mesh.size, at.mesh.rank, at.mesh.size
     xs = np.array_split(at.input().reshape(-1), size) if rank == root else None
     right = np.array_split(at.input(at.numbers[root]).reshape(-1), size)[rank]
-    return Trial(
+    return CheckedCall(
         lambda: at.mesh.scatter(xs, root=root),
-        lambda result: Outcome("scattered", np.array_equal(result, right)),
+        lambda result: CallOutcome("scattered", np.array_equal(result, right)),
     )
 
 
-def _all_to_all(at: At) -> Trial:
+def _all_to_all(at: At) -> CheckedCall:
     size, rank = at.mesh.size, at.mesh.rank
     xs = np.array_split(_piece(at.input()), size)
     right = [np.array_split(_piece(at.input(number)), size)[rank] for number in at.numbers]
 
-    def judge(results: list[Values]) -> Outcome:
-        return Outcome("exchanged", all(map(np.array_equal, results, right)))
+    def judge(results: list[Values]) -> CallOutcome:
+        return CallOutcome("exchanged", all(map(np.array_equal, results, right)))
 
-    return Trial(lambda: at.mesh.all_to_all(xs), judge)
+    return CheckedCall(lambda: at.mesh.all_to_all(xs), judge)
 
 
-def _objects(at: At) -> Trial:
-    def judge(told: list[dict[str, int]]) -> Outcome:
+def _objects(at: At) -> CheckedCall:
+    def judge(told: list[dict[str, int]]) -> CallOutcome:
         right = [{"number": number, "step": at.step} for number in at.numbers]
-        return Outcome(str(told), told == right)
+        return CallOutcome(str(told), told == right)
 
-    return Trial(lambda: at.mesh.all_gather_object({"number": at.number, "step": at.step}), judge)
+    return CheckedCall(
+        lambda: at.mesh.all_gather_object({"number": at.number, "step": at.step}), judge
+    )
 
 
-def _object(at: At) -> Trial:
+def _object(at: At) -> CheckedCall:
     """Behind a barrier, which goes on without who is lost."""
     root = at.step % at.mesh.size
     told = {"number": at.number, "step": at.step}
@@ -326,10 +328,10 @@ def _object(at: At) -> Trial:
             raise pmesh.RankLost(f"{root_name} was to tell it")
         return at.mesh.broadcast_object(told, root=at.mesh.names.index(root_name))
 
-    return Trial(call, lambda result: Outcome(str(result), result == right))
+    return CheckedCall(call, lambda result: CallOutcome(str(result), result == right))
 
 
-def _group(at: At) -> Trial:
+def _group(at: At) -> CheckedCall:
     """Even and odd ranks, each for themselves: a loss breaks a group at all its ranks, or not."""
     small = Pattern(GROUP_BYTES)
     x = small.input(at.step, at.number)
@@ -344,12 +346,12 @@ def _group(at: At) -> Trial:
         agreed, left = _all_say(at.mesh, color, "broken" if got is None else digest(got))
         return got, numbers, agreed and (got is not None or left != before)
 
-    def judge(result: tuple[Values | None, list[int], bool]) -> Outcome:
+    def judge(result: tuple[Values | None, list[int], bool]) -> CallOutcome:
         got, numbers, alike = result
         right = got is None or small.is_right(got, at.step, numbers)
-        return Outcome("grouped", alike and right)
+        return CallOutcome("grouped", alike and right)
 
-    return Trial(call, judge)
+    return CheckedCall(call, judge)
 
 
 def _all_say(mesh: pmesh.Mesh, color: int, what: str) -> tuple[bool, tuple[str, ...]]:
@@ -361,7 +363,7 @@ def _all_say(mesh: pmesh.Mesh, color: int, what: str) -> tuple[bool, tuple[str, 
     return all(high == -low for high, low in most if high >= 0), left
 
 
-def _envelopes(at: At) -> Trial:
+def _envelopes(at: At) -> CheckedCall:
     """To the next trainer and from the previous one, each once and in order, or it is lost.
 
     The all-reduces tell all that are left the same ring: from who was there before the messages,
@@ -389,12 +391,12 @@ def _envelopes(at: At) -> Trial:
         (number,) = numbers_of((from_,))
         return got, number, from_ in left
 
-    def judge(result: tuple[Values | None, int, bool]) -> Outcome:
+    def judge(result: tuple[Values | None, int, bool]) -> CallOutcome:
         got, number, due = result
         right = not due if got is None else np.array_equal(got, _piece(at.input(number)))
-        return Outcome("told", right)
+        return CallOutcome("told", right)
 
-    return Trial(call, judge)
+    return CheckedCall(call, judge)
 
 
 def _all_reduced(
@@ -411,7 +413,7 @@ def _piece(x: Values) -> Values:
 
 
 _STRATEGIES = ("tree", "centralized", "hierarchical", "chain", "direct")
-CALLS: Mapping[str, Sequence[Callable[[At], Trial]]] = MappingProxyType(
+CALLS: Mapping[str, Sequence[Callable[[At], CheckedCall]]] = MappingProxyType(
     {
         "sum": (_sum,),
         "collectives": (
@@ -442,7 +444,7 @@ CALLS: Mapping[str, Sequence[Callable[[At], Trial]]] = MappingProxyType(
 """What a campaign's trainers call, in turn, step by step."""
 
 
-def prepare(kind: str, at: At) -> Trial:
+def prepare(kind: str, at: At) -> CheckedCall:
     """The call of this step.
 
     A sum goes on without who is lost. Of the others some can't: that they raise is an outcome too.
@@ -458,12 +460,12 @@ def prepare(kind: str, at: At) -> Trial:
         except LOST as e:
             return e
 
-    def judge(result: Any) -> Outcome:  # noqa: ANN401 - likewise
+    def judge(result: Any) -> CallOutcome:  # noqa: ANN401 - likewise
         return failed(result) if isinstance(result, Exception) else trial.judge(result)
 
-    return Trial(call, judge)
+    return CheckedCall(call, judge)
 
 
-def failed(why: Exception) -> Outcome:
+def failed(why: Exception) -> CallOutcome:
     """Of a call that is bound to its ranks: right, if all say the same."""
-    return Outcome(type(why).__name__, right=True)
+    return CallOutcome(type(why).__name__, right=True)

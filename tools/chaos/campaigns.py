@@ -14,12 +14,13 @@ from random import Random
 
 import psutil
 
-from tools.chaos.episodes import ANY_PARTS, CLEAN_OPS, Run, Tally
-from tools.lab.cluster import Cluster, ops_of, settled_ops
+from tools.chaos.episodes import ANY_PARTS
+from tools.lab.campaign import CLEAN_OPS, CampaignRun, Tally
+from tools.lab.cluster import LabCluster, ops_of, settled_ops
 from tools.lab.commands import LabError
-from tools.lab.mesh import Node, Trainer
-from tools.lab.oplog import Life, Op, Report, longest_gap_s
-from tools.lab.program import Program, runs
+from tools.lab.mesh import LabTrainer, Node
+from tools.lab.oplog import Life, SeenOp, TrainerReport, longest_gap_s
+from tools.lab.program import LabProgram, runs
 
 MOST = 8
 FEWEST = 2
@@ -29,9 +30,9 @@ LONGEST_GAP_S = 5.0
 _CHECK_S = 10.0
 
 
-def run_churn(run: Run) -> Tally:
+def run_churn(run: CampaignRun) -> Tally:
     """So many minutes (`--episodes`) of random starts and SIGKILLs."""
-    with Cluster(MOST, run.options(FEWEST), logs=run.logs) as cluster:
+    with LabCluster(MOST, run.options(FEWEST), logs=run.logs) as cluster:
         churn = _Churn(cluster, run.random())
         churn.begin()
         until = time.monotonic() + 60.0 * run.episodes
@@ -41,7 +42,7 @@ def run_churn(run: Run) -> Tally:
 
 
 class _Churn:
-    def __init__(self, cluster: Cluster, random: Random) -> None:
+    def __init__(self, cluster: LabCluster, random: Random) -> None:
         self.tally = Tally()
         self._cluster = cluster
         self._random = random
@@ -142,11 +143,11 @@ STARTS_APART_S = 1.0
 WATCHED_S = 3.0
 
 
-def run_cold_starts(run: Run) -> Tally:
+def run_cold_starts(run: CampaignRun) -> Tally:
     """`pmesh up` on eight hosts, from nothing; the time is counted from the last start on."""
     random = run.random()
     tally = Tally()
-    with Cluster(AGENTS, run.options(), logs=run.logs) as cluster:
+    with LabCluster(AGENTS, run.options(), logs=run.logs) as cluster:
         everybody = {node.name for node in cluster.nodes}
         for _ in range(run.episodes):
             for node in random.sample(cluster.nodes, AGENTS):
@@ -208,14 +209,14 @@ with socket.create_connection(("{address}", 9)) as connection:
 """
 
 
-def run_joins(run: Run) -> Tally:
+def run_joins(run: CampaignRun) -> Tally:
     """Each time the raw transfer of the same bytes over the same lines, then the newcomer."""
     tally = Tally()
     raw: list[float] = []
     ready: list[float] = []
     still: list[float] = []
     options = run.options(state_bytes=STATE_BYTES, pause_s=STEP_S)
-    with Cluster(5, options, logs=run.logs) as cluster:
+    with LabCluster(5, options, logs=run.logs) as cluster:
         for host in cluster.lab.hosts:
             cluster.lab.shape(host, bits_per_s=LINE_BITS_PER_S)
         *old, newcomer = cluster.nodes
@@ -249,11 +250,11 @@ def run_joins(run: Run) -> Tally:
     return tally
 
 
-def raw_transfer_s(cluster: Cluster) -> float:
+def raw_transfer_s(cluster: LabCluster) -> float:
     """How long the bytes take from the first host to the last by one plain TCP connection."""
     first, last = cluster.lab.hosts[0], cluster.lab.hosts[-1]
     receive = [sys.executable, "-c", _RECEIVE.format(nbytes=STATE_BYTES)]
-    with Program.start("receiver", receive, environment=os.environ, host=last) as receiver:
+    with LabProgram.start("receiver", receive, environment=os.environ, host=last) as receiver:
         receiver.hear()  # it listens
         first.run([sys.executable, "-c", _SEND.format(address=last.ipv4, nbytes=STATE_BYTES)])
         return float(receiver.hear())
@@ -263,14 +264,14 @@ APART_S = 10.0
 VARIANTS = [(quorum, then) for quorum in ("any", "majority") for then in ("raise", "sync")]
 
 
-def run_partitions(run: Run) -> Tally:
+def run_partitions(run: CampaignRun) -> Tally:
     """Each combination of `quorum` and `on_superseded`, as many times as there are episodes."""
     random = run.random()
     tally = Tally()
     together: list[float] = []
     for quorum, then in VARIANTS:
         options = run.options(quorum=quorum, on_superseded=then)
-        with Cluster(4, options, logs=run.logs) as cluster:
+        with LabCluster(4, options, logs=run.logs) as cluster:
             cluster.start()
             for _ in range(run.episodes):
                 nodes = random.sample(cluster.nodes, 4)
@@ -280,7 +281,7 @@ def run_partitions(run: Run) -> Tally:
 
 
 def _part_and_heal(
-    cluster: Cluster, tally: Tally, one: Sequence[Node], other: Sequence[Node]
+    cluster: LabCluster, tally: Tally, one: Sequence[Node], other: Sequence[Node]
 ) -> float:
     options = cluster.options
     tally.await_clean(cluster)
@@ -320,7 +321,7 @@ def _part_and_heal(
 
 def _judge_sides(
     tally: Tally,
-    sides: dict[int, dict[str, list[Op]]],
+    sides: dict[int, dict[str, list[SeenOp]]],
     nodes: tuple[Sequence[Node], Sequence[Node]],
     at: float,
 ) -> list[int]:
@@ -336,7 +337,7 @@ def _judge_sides(
     return went_on
 
 
-def check_after(cluster: Cluster, tally: Tally, *, since: float) -> None:
+def check_after(cluster: LabCluster, tally: Tally, *, since: float) -> None:
     """Compare the ops that all have done together since then."""
     everybody = {node.name for node in cluster.nodes}
     ops = ops_of(cluster.nodes, lambda op: op.called >= since and set(op.names) == everybody)
@@ -374,7 +375,7 @@ class Held:
 SLACK = Held(descriptors=2 + 4, threads=2, shared_regions=2, resident_bytes=16 << 20, tasks=2)
 
 
-def run_restarts(run: Run) -> Tally:
+def run_restarts(run: CampaignRun) -> Tally:
     """`--episodes` kills of one node, during one run of digits."""
     epochs = EPOCHS_PER_KILL * run.episodes
     tally = Tally()
@@ -392,9 +393,9 @@ def run_restarts(run: Run) -> Tally:
     return tally
 
 
-def _train(run: Run, tally: Tally, epochs: int, *, kills: int) -> list[Report]:
+def _train(run: CampaignRun, tally: Tally, epochs: int, *, kills: int) -> list[TrainerReport]:
     options = run.options(epochs=epochs, pause_s=PAUSE_S if kills else 0.0)
-    with Cluster(4, options, patch=COUNT_TASKS, logs=run.logs) as cluster:
+    with LabCluster(4, options, patch=COUNT_TASKS, logs=run.logs) as cluster:
         cluster.start()
         lives = [node.life for node in cluster.nodes]
         if kills:
@@ -406,11 +407,11 @@ def _train(run: Run, tally: Tally, epochs: int, *, kills: int) -> list[Report]:
         return [end for life in lives for end in _end_of(life)]
 
 
-def _end_of(life: Life) -> list[Report]:
+def _end_of(life: Life) -> list[TrainerReport]:
     return [report for report in life.others if report.what == "ended"]
 
 
-def _kill_again_and_again(cluster: Cluster, tally: Tally, kills: int, run: Run) -> None:
+def _kill_again_and_again(cluster: LabCluster, tally: Tally, kills: int, run: CampaignRun) -> None:
     random = run.random()
     victim = random.choice(cluster.nodes)
     survivors = [node for node in cluster.nodes if node is not victim]
@@ -430,9 +431,9 @@ def _kill_again_and_again(cluster: Cluster, tally: Tally, kills: int, run: Run) 
     tally.check(ops_of(cluster.nodes), survivors=[node.name for node in survivors])
 
 
-def _held(cluster: Cluster, part: Program) -> Held:
+def _held(cluster: LabCluster, part: LabProgram) -> Held:
     tasks = 0
-    if not isinstance(part, Trainer):
+    if not isinstance(part, LabTrainer):
         asked = time.monotonic()
         part.send_signal(signal.SIGUSR2)
 

@@ -3,16 +3,15 @@
 import signal
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from random import Random
-from typing import Any, Literal
+from typing import Literal
 
-from tools.lab.cluster import Cluster, ops_of
+from tools.lab.campaign import CLEAN_OPS, CampaignRun, Tally
+from tools.lab.cluster import LabCluster, ops_of
 from tools.lab.commands import LabError
 from tools.lab.mesh import BOTH, Node, Part
-from tools.lab.oplog import Op, Options, clean_ops_s, find_violations, next_step
+from tools.lab.oplog import SeenOp, clean_ops_s, find_violations, next_step
 
 ANY_PARTS: tuple[tuple[Part, ...], ...] = (("agent",), ("trainer",), BOTH)
 WIFI_PATCH = """
@@ -47,10 +46,10 @@ class Fault:
         """Whether what the victim had completed binds the survivors: its agent lives (O2)."""
         return False
 
-    def strike(self, cluster: Cluster, random: Random) -> Struck:
+    def strike(self, cluster: LabCluster, random: Random) -> Struck:
         raise NotImplementedError
 
-    def mend(self, cluster: Cluster, struck: Struck) -> None:
+    def mend(self, cluster: LabCluster, struck: Struck) -> None:
         """Bring the victims back; how long that takes does not count."""
         cluster.restart(struck.victims, struck.parts)
 
@@ -70,7 +69,7 @@ class Kill(Fault):
     def keeps_results(self) -> bool:
         return self.parts == ("trainer",)
 
-    def strike(self, cluster: Cluster, random: Random) -> Struck:
+    def strike(self, cluster: LabCluster, random: Random) -> Struck:
         victims = random.sample(cluster.nodes, self.count)
         if self.whom == "leader":
             victims = [cluster.leader()]
@@ -89,15 +88,15 @@ class AnyKill(Fault):
 
     patience_s: float = 10.0
 
-    def strike(self, cluster: Cluster, random: Random) -> Struck:
+    def strike(self, cluster: LabCluster, random: Random) -> Struck:
         return Kill(parts=random.choice(ANY_PARTS)).strike(cluster, random)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StopAgent(Fault):
+class FreezeAgent(Fault):
     """SIGSTOP to an agent, for good: its sockets stay open."""
 
-    def strike(self, cluster: Cluster, random: Random) -> Struck:
+    def strike(self, cluster: LabCluster, random: Random) -> Struck:
         victim = random.choice(cluster.nodes)
         at = time.monotonic()
         victim.send(signal.SIGSTOP, ["agent"])
@@ -108,78 +107,28 @@ class StopAgent(Fault):
 class Cut(Fault):
     """Every packet from and to a node vanishes, without a word to anybody."""
 
-    def strike(self, cluster: Cluster, random: Random) -> Struck:
+    def strike(self, cluster: LabCluster, random: Random) -> Struck:
         victim = random.choice(cluster.nodes)
         at = time.monotonic()
         cluster.lab.cut(victim.host)
         return Struck(at, (victim,))
 
-    def mend(self, cluster: Cluster, struck: Struck) -> None:
+    def mend(self, cluster: LabCluster, struck: Struck) -> None:
         for victim in struck.victims:
             cluster.lab.mend(victim.host)
 
 
-CLEAN_OPS = 3  # before each fault
 MOST_HANGS = 3  # then the campaign ends: each has cost its patience, and more would say no more
 
 
-@dataclass(slots=True)
-class Tally:
-    """What the episodes of one campaign have come to."""
-
-    recovery_s: list[float] = field(default_factory=list[float])
-    clean_s: list[float] = field(default_factory=list[float])
-    in_flight: int = 0
-    """Faults that struck when all had called the op and none had completed it."""
-    ops_checked: int = 0
-    hangs: int = 0
-    violations: list[str] = field(default_factory=list[str])
-    facts: dict[str, float] = field(default_factory=dict[str, float])
-    """What else was measured, by name."""
-
-    def check(self, ops: Mapping[str, Sequence[Op]], survivors: Iterable[str] = ()) -> None:
-        """Compare ops with each other: see `find_violations`."""
-        self.ops_checked += sum(map(len, ops.values()))
-        self.violations += find_violations(ops, survivors=survivors)
-
-    def note_errors(self, nodes: Sequence[Node], since: float) -> None:
-        """What the calls of these nodes' trainers have raised is a violation."""
-        for node in nodes:
-            self.violations += [f"{node.name}: {e.says}" for e in node.life.errors(since)]
-
-    def await_clean(self, cluster: Cluster, nodes: Sequence[Node] | None = None) -> float:
-        """Until some undisturbed ops are done, which are measured; when that began."""
-        began = cluster.await_ops(CLEAN_OPS, nodes)
-        lives = [node.life for node in (cluster.nodes if nodes is None else nodes)]
-        self.clean_s += clean_ops_s(lives, since=began, until=time.monotonic())
-        return began
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """How often, how large, with which dice: what the command line says."""
-
-    episodes: int
-    op_bytes: int
-    seed: int
-    logs: Path | None = None
-
-    def options(self, wait_for: int = 4, **more: Any) -> Options:  # noqa: ANN401 - of Options
-        return Options(number=0, wait_for=wait_for, op_bytes=self.op_bytes, **more)
-
-    def random(self) -> Random:
-        """The dice: the same seed, the same faults, though not at the same instructions."""
-        return Random(self.seed)  # noqa: S311 - repeats a run
-
-
-def run_faults(run: Run, fault: Fault, *, nodes: int = 4, calls: str = "sum") -> Tally:
+def run_faults(run: CampaignRun, fault: Fault, *, nodes: int = 4, calls: str = "sum") -> Tally:
     """A campaign of episodes with one kind of fault; for the calls see `tools.chaos.calls`."""
     options = run.options(nodes, calls=calls)
-    with Cluster(nodes, options, patch=fault.patch, logs=run.logs) as cluster:
+    with LabCluster(nodes, options, patch=fault.patch, logs=run.logs) as cluster:
         return run_episodes(cluster, fault, run.episodes, run.random())
 
 
-def run_episodes(cluster: Cluster, fault: Fault, count: int, random: Random) -> Tally:
+def run_episodes(cluster: LabCluster, fault: Fault, count: int, random: Random) -> Tally:
     """So many faults, one after the other; every op of every trainer is checked."""
     tally = Tally()
     cluster.start()
@@ -199,7 +148,7 @@ def run_episodes(cluster: Cluster, fault: Fault, count: int, random: Random) -> 
     return tally
 
 
-def _run_episode(cluster: Cluster, fault: Fault, random: Random, tally: Tally) -> list[str]:
+def _run_episode(cluster: LabCluster, fault: Fault, random: Random, tally: Tally) -> list[str]:
     """Count what was measured; return what was violated."""
     began = cluster.await_ops(CLEAN_OPS)
     before = {node.name: node.life for node in cluster.nodes}
@@ -238,8 +187,8 @@ def _run_episode(cluster: Cluster, fault: Fault, random: Random, tally: Tally) -
 
 
 def _ops_to_compare(
-    cluster: Cluster, struck: Struck, began: float, mended: float
-) -> dict[str, list[Op]]:
+    cluster: LabCluster, struck: Struck, began: float, mended: float
+) -> dict[str, list[SeenOp]]:
     """Of this episode; of a victim, those that it did with the others once it was back."""
     survivors = [node for node in cluster.nodes if node not in struck.victims]
     names = {node.name for node in survivors}
@@ -248,7 +197,9 @@ def _ops_to_compare(
     )
 
 
-def _ops_of_the_lost(ops: dict[int, Op], fault: Fault, struck: Struck, began: float) -> list[Op]:
+def _ops_of_the_lost(
+    ops: dict[int, SeenOp], fault: Fault, struck: Struck, began: float
+) -> list[SeenOp]:
     """What a victim had completed before: but for the last one, whose result may be lost with it.
 
     It may have had the last one alone, and then no survivor has seen it (I4).

@@ -9,9 +9,9 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from tools.chaos.episodes import Run, Tally
-from tools.lab.cluster import Cluster, settled_ops
-from tools.lab.mesh import Node, Trainer
+from tools.lab.campaign import CampaignRun, Tally
+from tools.lab.cluster import LabCluster, settled_ops
+from tools.lab.mesh import LabTrainer, Node
 
 SAMPLE_S = (0.05, 0.05, 0.07, 0.1, 0.1, 0.15, 0.2, 0.4)
 """Of each rank: the quickest is eight times as quick as the slowest."""
@@ -24,13 +24,17 @@ GOODPUT = "goodput"
 
 
 def run_goodput(
-    run: Run, *, period_s: float = PERIOD_S, away_s: float = AWAY_S, round_s: float = ROUND_S
+    run: CampaignRun,
+    *,
+    period_s: float = PERIOD_S,
+    away_s: float = AWAY_S,
+    round_s: float = ROUND_S,
 ) -> Tally:
     """One rank with its agent is killed in each period and restarted, `episodes` times."""
     random, tally = run.random(), Tally()
     ranks = len(SAMPLE_S)
     options = run.options(ranks, round_s=round_s)
-    with Cluster(ranks, options, logs=run.logs) as cluster:
+    with LabCluster(ranks, options, logs=run.logs) as cluster:
         for node in cluster.nodes:
             cluster.start_agent(node)
         for node, sample_s in zip(cluster.nodes, SAMPLE_S, strict=True):
@@ -63,7 +67,7 @@ def run_goodput(
     return tally
 
 
-def _await_rounds(cluster: Cluster, count: int, round_s: float) -> None:
+def _await_rounds(cluster: LabCluster, count: int, round_s: float) -> None:
     """Until all have ended so many more rounds with each other."""
     since, everybody = time.monotonic(), len(cluster.nodes)
 
@@ -78,13 +82,13 @@ def _await_rounds(cluster: Cluster, count: int, round_s: float) -> None:
     )
 
 
-def _speed_in(cluster: Cluster, seconds: float) -> float:
+def _speed_in(cluster: LabCluster, seconds: float) -> float:
     began = time.monotonic()
     time.sleep(seconds)
     return _speed_since(cluster, began)
 
 
-def _speed_since(cluster: Cluster, began: float) -> float:
+def _speed_since(cluster: LabCluster, began: float) -> float:
     """Once at least two rounds have ended since then: a busy machine takes long for a short one."""
     counted = partial(_counted_since, cluster.trainers, began)
     cluster.wait_for(
@@ -93,7 +97,7 @@ def _speed_since(cluster: Cluster, began: float) -> float:
     return samples_per_s(counted())
 
 
-def _counted_since(trainers: Sequence[Trainer], began: float) -> list[tuple[int, float, float]]:
+def _counted_since(trainers: Sequence[LabTrainer], began: float) -> list[tuple[int, float, float]]:
     return [
         (report.step, report.at, report.value)
         for trainer in trainers

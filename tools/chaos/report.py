@@ -3,9 +3,10 @@
 import re
 from collections.abc import Sequence
 
-from tools.chaos.bars import CAMPAIGNS, find_campaign, is_met
-from tools.chaos.results import Measured, Results, Table, figures_of
+from tools.campaigns import CAMPAIGNS, find_campaign, is_met
+from tools.chaos.bars import CAMPAIGNS as CHAOS
 from tools.lab import report
+from tools.lab.measured import Measured, PageTable, Results, figures_of
 from tools.lab.units import seconds_text
 
 PAGE = "reliability"
@@ -48,7 +49,7 @@ def _verdict(measured: Sequence[Measured], missed: Sequence[Measured]) -> str:
         said += f" In fewer tries than the bar asks for: {', '.join(dict.fromkeys(short))}."
     if missed:
         said += f" Missed: {', '.join(dict.fromkeys(m.fault for m in missed))}."
-    return said + report.not_measured((c.name for c in CAMPAIGNS), (m.fault for m in measured))
+    return said + report.not_measured((c.name for c in CHAOS), (m.fault for m in measured))
 
 
 def _row(measured: Measured) -> list[str]:
@@ -100,6 +101,6 @@ def _violations(missed: Sequence[Measured]) -> str:
     return "\n".join(["## What went wrong", "", *lines, "", ""]) if lines else ""
 
 
-def _table(table: Table) -> str:
+def _table(table: PageTable) -> str:
     rows = report.table(" | ".join(table.columns), table.rows)
     return f"## {table.title}\n\n{table.text}\n\n    {table.command}\n\n{rows}\n\n"

@@ -5,16 +5,17 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tools.chaos.episodes import ANY_PARTS, Run, Tally
-from tools.lab.cluster import Cluster, ops_of
+from tools.chaos.episodes import ANY_PARTS
+from tools.lab.campaign import CampaignRun, Tally
+from tools.lab.cluster import LabCluster, ops_of
 from tools.lab.mesh import Node
 from tools.lab.oplog import clean_ops_s, longest_gap_s
+from tools.lab.program import keep_busy
 
 PAUSE_S = 1.0
 MINUTE_S = 60.0
@@ -56,11 +57,11 @@ int gettimeofday(struct timeval *at, void *zone) {
 """
 
 
-def run_pauses(run: Run) -> Tally:
+def run_pauses(run: CampaignRun) -> Tally:
     """SIGSTOP for a second to an agent, a trainer or both, then SIGCONT."""
     random = run.random()
     tally = Tally()
-    with Cluster(4, run.options(), logs=run.logs) as cluster:
+    with LabCluster(4, run.options(), logs=run.logs) as cluster:
         cluster.start()
         cluster.await_ops(1)  # before, views come and go: they find each other one by one
         for number in range(run.episodes):
@@ -79,16 +80,16 @@ def run_pauses(run: Run) -> Tally:
     return tally
 
 
-def run_pegged(run: Run) -> Tally:
+def run_pegged(run: CampaignRun) -> Tally:
     """All cores busy with other work, twice as many processes as cores, for a minute."""
-    return _run_disturbed(run, lambda _: _busy_processes(2 * (os.cpu_count() or 1)))
+    return _run_disturbed(run, lambda _: keep_busy(2 * (os.cpu_count() or 1)))
 
 
-def run_losses(run: Run) -> Tally:
+def run_losses(run: CampaignRun) -> Tally:
     """Each packet is lost with 2 % probability, whichever way it goes, for a minute."""
 
     @contextlib.contextmanager
-    def lossy(cluster: Cluster) -> Iterator[None]:
+    def lossy(cluster: LabCluster) -> Iterator[None]:
         cluster.lab.lose(LOST_PERCENT)
         try:
             yield
@@ -98,7 +99,7 @@ def run_losses(run: Run) -> Tally:
     return _run_disturbed(run, lossy)
 
 
-def run_wrong_clocks(run: Run) -> Tally:
+def run_wrong_clocks(run: CampaignRun) -> Tally:
     """The wall clock of each node a day off its neighbour's, and jumping by a day each second."""
     with tempfile.TemporaryDirectory(prefix="chaos-clock-") as folder:
         library = Path(folder) / "clock.so"
@@ -111,7 +112,7 @@ def run_wrong_clocks(run: Run) -> Tally:
         return _run_disturbed(run, lambda _: contextlib.nullcontext(), environment=environment)
 
 
-def check_undisturbed(cluster: Cluster, tally: Tally, *, since: float) -> None:
+def check_undisturbed(cluster: LabCluster, tally: Tally, *, since: float) -> None:
     """All ops since then right and alike, with all nodes in each; nobody expelled, no error."""
     everybody = {node.name for node in cluster.nodes}
     ops = ops_of(cluster.nodes, lambda op: op.called >= since)
@@ -126,15 +127,15 @@ def check_undisturbed(cluster: Cluster, tally: Tally, *, since: float) -> None:
 
 
 def _run_disturbed(
-    run: Run,
-    disturbed: Callable[[Cluster], contextlib.AbstractContextManager[None]],
+    run: CampaignRun,
+    disturbed: Callable[[LabCluster], contextlib.AbstractContextManager[None]],
     *,
     environment: Callable[[int], dict[str, str]] = lambda _: {},
 ) -> Tally:
     """Minutes of ops, each after some undisturbed ones; one episode is one minute."""
     tally = Tally()
     gaps: list[float] = []
-    with Cluster(4, run.options(), environment=environment, logs=run.logs) as cluster:
+    with LabCluster(4, run.options(), environment=environment, logs=run.logs) as cluster:
         cluster.start()
         cluster.await_ops(1)
         for _ in range(run.episodes):
@@ -158,30 +159,19 @@ def _run_disturbed(
     return tally
 
 
-@contextlib.contextmanager
-def _busy_processes(count: int) -> Iterator[None]:
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for process in busy:
-            process.kill()
-            process.wait()
-
-
 STRAGGLER_AFTER_S = 4.0
 """As the trainers of this campaign ask for; the default, a minute, would only take longer."""
 COMPUTES_S = 3 * STRAGGLER_AFTER_S
 _STEP = 12
 
 
-def run_stopped_trainers(run: Run) -> Tally:
+def run_stopped_trainers(run: CampaignRun) -> Tally:
     """SIGSTOP to a trainer, for good; its agent and its socket stay."""
     random = run.random()
     tally = Tally()
     told: list[float] = []
     options = run.options(straggler_after_s=STRAGGLER_AFTER_S)
-    with Cluster(4, options, logs=run.logs) as cluster:
+    with LabCluster(4, options, logs=run.logs) as cluster:
         cluster.start()
         for _ in range(run.episodes):
             began = tally.await_clean(cluster)
@@ -216,12 +206,12 @@ def run_stopped_trainers(run: Run) -> Tally:
     return tally
 
 
-def run_computing_trainers(run: Run) -> Tally:
+def run_computing_trainers(run: CampaignRun) -> Tally:
     """A trainer that computes for three times `straggler_after` between two calls."""
     tally = Tally()
     options = run.options(straggler_after_s=STRAGGLER_AFTER_S)
     for _ in range(run.episodes):
-        with Cluster(4, options, logs=run.logs) as cluster:
+        with LabCluster(4, options, logs=run.logs) as cluster:
             for node in cluster.nodes:
                 cluster.start_agent(node)
             for node in cluster.nodes:

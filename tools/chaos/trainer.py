@@ -22,13 +22,13 @@ from numpy.typing import NDArray
 
 import pmesh
 from tools.chaos.calls import LOST, At, Pattern, failed, prepare
-from tools.lab.oplog import Options, Report, encode_report
+from tools.lab.oplog import TrainerOptions, TrainerReport, encode_report
 
 
 def say(what: str, **more: Any) -> None:  # noqa: ANN401 - a Report's own fields
     """One line, at once, in one write: lines of threads don't mix."""
     at = more.pop("at", None) or time.monotonic()
-    os.write(sys.stdout.fileno(), encode_report(Report(what=what, at=at, **more)) + b"\n")
+    os.write(sys.stdout.fileno(), encode_report(TrainerReport(what=what, at=at, **more)) + b"\n")
 
 
 class _Waits(logging.Handler):
@@ -45,7 +45,7 @@ def work(seconds: float) -> None:
         pass
 
 
-def train(mesh: pmesh.Mesh, options: Options) -> None:
+def train(mesh: pmesh.Mesh, options: TrainerOptions) -> None:
     """One op after the other, until the process is killed or an op fails."""
     pattern = Pattern(options.op_bytes)
     weights = np.zeros(options.state_bytes // 4, np.float32)
@@ -81,7 +81,7 @@ def train(mesh: pmesh.Mesh, options: Options) -> None:
         expected = state["position"] = step + 1
 
 
-def train_apart(mesh: pmesh.Mesh, options: Options) -> None:
+def train_apart(mesh: pmesh.Mesh, options: TrainerOptions) -> None:
     """Local updates in rounds of a time, until the process is killed; the computation sleeps.
 
     Eight ranks can't compute on two cores without slowing each other down; asleep each keeps the
@@ -132,7 +132,7 @@ def loss_of(weights: Array, pixels: Array, labels: NDArray[np.int64]) -> tuple[f
     return loss, gradient.astype(np.float32)
 
 
-def learn(mesh: pmesh.Mesh, options: Options) -> None:
+def learn(mesh: pmesh.Mesh, options: TrainerOptions) -> None:
     """The elastic loop, for so many epochs; the last line gives the loss and the weights' hash."""
     pixels, labels = load()
     state: dict[str, Any] = {
@@ -175,7 +175,7 @@ def learn(mesh: pmesh.Mesh, options: Options) -> None:
 
 def main() -> int:
     """Join the job and train; the exit code is 1 if a call has raised."""
-    options = msgspec.json.decode(sys.argv[1], type=Options)
+    options = msgspec.json.decode(sys.argv[1], type=TrainerOptions)
     logger = logging.getLogger("pmesh")
     logger.addHandler(_Waits())
     logger.propagate = False

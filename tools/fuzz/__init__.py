@@ -1,1 +1,1 @@
-"""Hostile members and trainers that send changed messages to agents; see `tools.fuzz.__main__`."""
+"""Hostile members and trainers that send changed messages to agents; see `tools.fuzz.run`."""

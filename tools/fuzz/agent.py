@@ -74,7 +74,7 @@ OUTPUT_AT_ONCE = 32
 Send = Callable[[Link, Any], None]
 
 
-class Order(msgspec.Struct, frozen=True):
+class AgentOrder(msgspec.Struct, frozen=True):
     number: int
     """Gives it its node key and its incarnation."""
     seed: int = -1
@@ -156,7 +156,7 @@ def _encode_lie(message: Message) -> bytes:
     return message.data if isinstance(message, Replayed) else encode_unbounded(message)
 
 
-def _replaying(send: Send, order: Order) -> Send:
+def _replaying(send: Send, order: AgentOrder) -> Send:
     # As they were, also if they can't be decoded.
     left = [Replayed(message) for message in load(Path(order.replay)).messages]
 
@@ -210,7 +210,7 @@ def output_of(asked: PrepareLaunch) -> Iterator[AnyMessage]:
         yield LaunchPart(asked.launch, number * PART_BYTES, 0, data, to_starter=True)
 
 
-def _be(order: Order) -> None:
+def _be(order: AgentOrder) -> None:
     home = open_home(Path(os.environ["PMESH_HOME"]))
     load_node_key(home, entropy=order.number.to_bytes(32, "big"))
     bans.BANNED_S = bans.LONGEST_BANNED_S = SHORT_BAN_S
@@ -232,5 +232,5 @@ def _be(order: Order) -> None:
 
 
 if __name__ == "__main__":
-    _be(msgspec.json.decode(sys.argv.pop(1), type=Order))
+    _be(msgspec.json.decode(sys.argv.pop(1), type=AgentOrder))
     main()

@@ -27,8 +27,8 @@ from pmesh.client.control import ask_events, ask_status, stop_agent
 from pmesh.core.wire.link import Address
 from pmesh.errors import PmeshError
 from pmesh.home_paths import socket_path
-from tools.fuzz.agent import LONG_STEP, Order
-from tools.fuzz.corpus import Case, load, recorded
+from tools.fuzz.agent import LONG_STEP, AgentOrder
+from tools.fuzz.corpus import KeptCase, load, recorded
 from tools.fuzz.honest import SHARED
 from tools.fuzz.oracles import (
     MOST_HOME_BYTES,
@@ -39,10 +39,10 @@ from tools.fuzz.oracles import (
     is_called,
     nbytes_of,
 )
-from tools.fuzz.outsider import Order as OutsiderOrder
+from tools.fuzz.outsider import OutsiderOrder
 from tools.lab.commands import LabError
-from tools.lab.mesh import Mesh, Node, status_of
-from tools.lab.program import Program
+from tools.lab.mesh import LabMesh, Node, status_of
+from tools.lab.program import LabProgram
 
 LIES_FOR_S = 20.0
 PATIENCE_S = 30.0
@@ -71,7 +71,7 @@ class FindingError(LabError):
     """What must not happen has happened."""
 
 
-class Arena(Mesh):
+class FuzzedMesh(LabMesh):
     """Two honest agents with their trainers, and whoever lies to them.
 
     Args:
@@ -84,9 +84,9 @@ class Arena(Mesh):
         super().__init__(3, names=(*NAMES, LIAR))
         self._runner = runner
         self._patience_s = patience_s
-        self._agents: dict[str, Program] = {}
-        self._trainers: dict[str, Program] = {}
-        self._liars: dict[LiarKind, Program] = {}
+        self._agents: dict[str, LabProgram] = {}
+        self._trainers: dict[str, LabProgram] = {}
+        self._liars: dict[LiarKind, LabProgram] = {}
         self._ids: dict[str, str] = {}
         self._files: set[str] = set()
         self.worst: dict[str, float] = {}
@@ -130,15 +130,15 @@ class Arena(Mesh):
             self._liars, self._trainers = {}, {}
             self.forget_ended()
 
-    def case(self, liar: Literal["member", "trainer"], seed: int, finding: str) -> Case:
+    def case(self, liar: Literal["member", "trainer"], seed: int, finding: str) -> KeptCase:
         messages = recorded(self.folder / f"{liar}-{seed}.lies")
-        return Case(liar=liar, seed=seed, finding=finding, messages=messages)
+        return KeptCase(liar=liar, seed=seed, finding=finding, messages=messages)
 
     def _start_agents(self) -> None:
         for number, name in enumerate(NAMES):
             if name not in self._agents:
                 peer = ("--peer", self._address(NAMES[0])) if number else ()
-                order = Order(number + 1)
+                order = AgentOrder(number + 1)
                 self._agents[name] = self._start_agent(name, order, *peer, runner=self._runner)
         self._await(self._agree, "the agents do not meet")
         self._ids = {name: str(self._status(name)["node"]["id"]) for name in NAMES}
@@ -170,7 +170,7 @@ class Arena(Mesh):
         begin.unlink(missing_ok=True)
         lies = {f"{kind}-{seed}.lies" for kind in get_args(LiarKind)}
         self._files |= {begin.name, *lies}
-        order = Order(
+        order = AgentOrder(
             LIAR_NUMBER + seed,
             seed,
             str(self.folder / f"member-{seed}.lies"),
@@ -361,8 +361,8 @@ class Arena(Mesh):
         return self._node(name).await_address(within_s=self._patience_s)
 
     def _start_agent(
-        self, name: str, order: Order, *options: str, runner: tuple[str, ...] = ()
-    ) -> Program:
+        self, name: str, order: AgentOrder, *options: str, runner: tuple[str, ...] = ()
+    ) -> LabProgram:
         text = msgspec.json.encode(order).decode()
         up = ("up", "--name", name, "--no-mdns", "--listen", "127.0.0.1:0", *options)
         agent = self._start(name, name, "tools.fuzz.agent", text, *up, runner=runner)
@@ -371,7 +371,7 @@ class Arena(Mesh):
 
     def _start(
         self, label: str, home: str, module: str, *arguments: str, runner: tuple[str, ...] = ()
-    ) -> Program:
+    ) -> LabProgram:
         words = (*runner, "-m", module, *arguments)
         return self.start_program(self._node(home), *words, name=label)
 

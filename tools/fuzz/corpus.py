@@ -12,7 +12,7 @@ ANY_SIZE = 1 << 30
 LAST = 8000  # messages: what has broken something was among the last; one may be sent 2,000 times
 
 
-class Case(msgspec.Struct, frozen=True, kw_only=True):
+class KeptCase(msgspec.Struct, frozen=True, kw_only=True):
     """The messages of one liar, up to a finding. Members are the same at each replay."""
 
     liar: Literal["member", "trainer"]
@@ -42,7 +42,7 @@ def recorded(file: Path) -> tuple[bytes, ...]:
     return tuple(messages[-LAST:])
 
 
-def keep(corpus: Path, case: Case) -> Path:
+def keep(corpus: Path, case: KeptCase) -> Path:
     """Write the case into the folder; returns its file."""
     corpus.mkdir(parents=True, exist_ok=True)
     file = corpus / f"{case.liar}-{case.seed}.msgpack"
@@ -50,6 +50,6 @@ def keep(corpus: Path, case: Case) -> Path:
     return file
 
 
-def load(file: Path) -> Case:
+def load(file: Path) -> KeptCase:
     """The reverse of `keep`; raises msgspec.ValidationError for anything else."""
-    return msgspec.msgpack.decode(file.read_bytes(), type=Case)
+    return msgspec.msgpack.decode(file.read_bytes(), type=KeptCase)

@@ -74,7 +74,7 @@ FORBIDDEN = ("LD_PRELOAD", "PYTHONHOME", "PMESH_HOME", "BASH_ENV")
 GONE = (trio.BrokenResourceError, trio.ClosedResourceError, trio.EndOfChannel, OSError, PmeshError)
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True):
+class OutsiderOrder(msgspec.Struct, frozen=True, kw_only=True):
     peers: tuple[Address, ...]
     """The doors of the agents."""
     seed: int
@@ -113,7 +113,7 @@ def _size(message: object) -> int:
 
 
 @dataclass(eq=False)
-class Life:
+class LiarsLife:
     """One node key's, from its links to its leave."""
 
     dice: Random
@@ -157,7 +157,7 @@ class Life:
         return Heartbeat(at, at, flushed=False, acting=True, needs_epoch=False, heard={})
 
 
-async def lie(life: Life) -> None:
+async def lie(life: LiarsLife) -> None:
     """Changed and invented messages of all kinds, large ones and thousands of one."""
     for _ in range(life.dice.choice((1, 10, 30))):
         said = life.liar.anything()
@@ -166,7 +166,7 @@ async def lie(life: Life) -> None:
         await life.send(said)
 
 
-async def name_many(life: Life) -> None:
+async def name_many(life: LiarsLife) -> None:
     """Itself with as much as it may say, and machines that do not exist with as much."""
     nobody = replace(life.largest, member=Member(NodeId(life.some(32)), Incarnation(1)))
     for hello in (life.largest, nobody, replace(life.largest, addresses=life.doors)):
@@ -175,7 +175,7 @@ async def name_many(life: Life) -> None:
             await life.send([named] * 10)
 
 
-async def offer_lanes(life: Life) -> None:
+async def offer_lanes(life: LiarsLife) -> None:
     """Lanes of a job that does not exist: opened, and never used."""
     several, dial = life.dice.random() < 0.5, life.dice.random() < 0.2  # noqa: PLR2004
     for _ in range(MANY_LANES):
@@ -197,14 +197,14 @@ async def offer_lanes(life: Life) -> None:
             await _open_lane(life, offer, index)
 
 
-async def _open_lane(life: Life, offer: OfferLane, index: int) -> None:
+async def _open_lane(life: LiarsLife, offer: OfferLane, index: int) -> None:
     with contextlib.suppress(*GONE), trio.move_on_after(1):
         door = life.dice.choice(life.doors)
         stream = await trio.open_tcp_stream(door.host, door.port)
         life.held.append((await dial_lane(stream, offer, peer="it", index=index)).close)
 
 
-async def splice(life: Life) -> None:
+async def splice(life: LiarsLife) -> None:
     """Connections that one agent continues to another, held open."""
     for _ in range(MANY_SPLICES):
         ticket, far = life.some(), life.dice.choice(life.others)
@@ -216,14 +216,14 @@ async def splice(life: Life) -> None:
             await stream.send_all(encode_preamble(Preamble(ticket)))
 
 
-async def relay(life: Life) -> None:
+async def relay(life: LiarsLife) -> None:
     """Relayed connections that nobody reads."""
     for number in range(16):
         far = life.dice.choice(life.others).node
         await life.send([Relay(far, number, to_forward=True, data=life.some(8192))] * 8)
 
 
-async def write_to_stores(life: Life) -> None:
+async def write_to_stores(life: LiarsLife) -> None:
     """Parts of stores of jobs and rosters that nobody knows, and of such as it has heard of."""
     for number in range(MANY_MESSAGES):
         job = JobName(life.dice.choice(("honest", "shared", f"nobody's {number}")))
@@ -231,7 +231,7 @@ async def write_to_stores(life: Life) -> None:
         await life.send([StorePart(job, life.dice.getrandbits(61), 0, 0, data)])
 
 
-async def launch(life: Life) -> None:
+async def launch(life: LiarsLife) -> None:
     """Commands with variables that nobody may set; output of launches that nobody has begun."""
     for _ in range(20):
         number = path_name(f"{life.dice.getrandbits(48):012x}")
@@ -245,14 +245,14 @@ async def launch(life: Life) -> None:
         await life.send([part] * 10)
 
 
-ACTIONS: dict[str, Callable[[Life], Awaitable[None]]] = {
+ACTIONS: dict[str, Callable[[LiarsLife], Awaitable[None]]] = {
     action.__name__: action
     for action in (lie, name_many, offer_lanes, splice, relay, write_to_stores, launch)
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attack:
+class OutsiderAttack:
     """What all lives have in common."""
 
     doors: tuple[Address, ...]
@@ -284,7 +284,7 @@ class Attack:
                 nursery.start_soon(go_on)
 
 
-async def _live(attack: Attack, large: Hello) -> None:
+async def _live(attack: OutsiderAttack, large: Hello) -> None:
     dice = attack.liar.dice
     key = NodeKey.from_seed(dice.randbytes(32))
     largest = replace(
@@ -293,7 +293,7 @@ async def _live(attack: Attack, large: Hello) -> None:
     hello = hello_of(key, dice.choice(NAMES))
     if name_many.__name__ in attack.actions and dice.random() < 0.5:  # noqa: PLR2004
         hello = largest
-    life = Life(dice, attack.liar, hello, largest, [], attack.doors, attack.tell)
+    life = LiarsLife(dice, attack.liar, hello, largest, [], attack.doors, attack.tell)
     actions = [ACTIONS[name] for name in attack.actions]
     contexts = TlsContexts.of(issue_credentials(attack.mesh_key, key))
     async with trio.open_nursery() as nursery:
@@ -311,7 +311,7 @@ async def _live(attack: Attack, large: Hello) -> None:
             nursery.cancel_scope.cancel()
 
 
-async def _link_with_all(life: Life, contexts: TlsContexts, nursery: trio.Nursery) -> None:
+async def _link_with_all(life: LiarsLife, contexts: TlsContexts, nursery: trio.Nursery) -> None:
     for door in life.doors:
         stream = await trio.open_tcp_stream(door.host, door.port)
         link = await shake_hands(
@@ -322,7 +322,7 @@ async def _link_with_all(life: Life, contexts: TlsContexts, nursery: trio.Nurser
         nursery.start_soon(_listen, link, life.liar, nursery.cancel_scope)
 
 
-def _let_go(life: Life) -> None:
+def _let_go(life: LiarsLife) -> None:
     """Close all connections, without a goodbye."""
     for close in life.held:
         close()
@@ -343,16 +343,16 @@ async def _listen(link: Path, liar: Liar, life: trio.CancelScope) -> None:
     life.cancel()
 
 
-async def _beat(life: Life) -> None:
+async def _beat(life: LiarsLife) -> None:
     while True:
         await life.send([life.beat])
         await trio.sleep(BEAT_S)
 
 
-async def _main(order: Order) -> None:
+async def _main(order: OutsiderOrder) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 8192), most))
-    attack = Attack(
+    attack = OutsiderAttack(
         doors=order.peers,
         mesh_key=mesh_key_from_text(os.environ["PMESH_KEY"]),
         liar=new_liar(order.seed),
@@ -363,4 +363,4 @@ async def _main(order: Order) -> None:
 
 
 if __name__ == "__main__":
-    trio.run(_main, msgspec.json.decode(sys.argv[1], type=Order))
+    trio.run(_main, msgspec.json.decode(sys.argv[1], type=OutsiderOrder))

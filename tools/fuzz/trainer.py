@@ -34,7 +34,7 @@ from pmesh.p2p.wire import Attach, ReceiveMessage, SendMessage
 from pmesh.store import wire as store
 from pmesh.store.wire import Add, Get, Keys, Set, StoreCall, Wait
 from simulation.wire import AnyRequest, decode_reply_untrusted, decode_request_untrusted
-from tools.fuzz.corpus import Case, Recorder, load
+from tools.fuzz.corpus import KeptCase, Recorder, load
 from tools.fuzz.liar import Liar
 
 REQUESTS = tuple(kind for kind in get_args(AnyRequest) if kind is not StopAgent)  # which is obeyed
@@ -98,7 +98,7 @@ async def lie_to_agent(path: Path, liar: Liar, *, tell: Tell = lambda _: None) -
     await _hold(path, liar, enumerate(sessions()), tell)
 
 
-async def _replay(path: Path, liar: Liar, case: Case, tell: Tell) -> None:
+async def _replay(path: Path, liar: Liar, case: KeptCase, tell: Tell) -> None:
     """The case's sessions, as `lie_to_agent` has told of them."""
     sessions: dict[int, list[msgspec.Raw]] = defaultdict(list)
     for message in case.messages:

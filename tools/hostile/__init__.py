@@ -2,9 +2,7 @@
 
     packets    what a stranger says by mDNS: invented machines, junk, copies and replays
     attackers  the programs of the attacker's host
-    liar       a real agent that is admitted to the view and lies
     turns      an attack of so many seconds beside its control: ops/s, descriptors, memory, joining
-    lies       the campaign of the lying member, with kills
     rows       the table's rows, each with its bar
 
 All traffic stays within network namespaces that a lab makes. Linux, root: `tools/lab/net.py`.

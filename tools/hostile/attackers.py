@@ -1,6 +1,6 @@
 """The programs of the attacker's host; each waits for a line when it is ready, and ends by itself.
 
-python -m tools.hostile.attackers ORDER     ORDER is an `Order` as JSON
+python -m tools.hostile.attackers ORDER     ORDER is an `AttackOrder` as JSON
 """
 
 import contextlib
@@ -32,8 +32,7 @@ from pmesh.net.links.path import Path as Link
 from pmesh.net.links.path import shake_hands
 from pmesh.net.links.tls import TlsContexts
 from tools.fuzz import outsider
-from tools.fuzz.agent import Order as AgentOrder
-from tools.fuzz.agent import new_liar
+from tools.fuzz.agent import AgentOrder, new_liar
 from tools.fuzz.honest import SHARED
 from tools.hostile.packets import BLACK_HOLES, GROUP, announce, invent, mutate, name_only, question
 
@@ -60,7 +59,7 @@ GARBAGE = (
 Mix: TypeAlias = Literal["all", "invented", "junk", "member"]
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True):
+class AttackOrder(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     """A function of this module that has no underscore."""
     seconds: float
@@ -76,7 +75,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     mix: Mix = "all"
 
 
-def mdns(order: Order) -> None:
+def mdns(order: AttackOrder) -> None:
     """Announce and withdraw machines, or send junk, altered copies and replays: see `Mix`."""
     random = Random(order.seed)  # noqa: S311 - repeats a run
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
@@ -90,7 +89,7 @@ def mdns(order: Order) -> None:
             sender.sendto(packets[number % len(packets)], group)
 
 
-def _packets(order: Order, random: Random, real: list[bytes]) -> Iterator[bytes]:
+def _packets(order: AttackOrder, random: Random, real: list[bytes]) -> Iterator[bytes]:
     ours = AdvertisementKey.of(mesh_key_from_text(os.environ["PMESH_KEY"]))
     made_up = AdvertisementKey(ours.tag, random.randbytes(32))  # the tag can be heard
     other_mesh = AdvertisementKey(random.randbytes(8), random.randbytes(32))
@@ -140,12 +139,12 @@ def _listen(receiver: socket.socket) -> list[bytes]:
     return list(heard)
 
 
-def member(order: Order) -> None:
+def member(order: AttackOrder) -> None:
     """Link with all as a holder of the mesh key, name machines that don't exist, and leave."""
     trio.run(_be_member, order)
 
 
-async def _be_member(order: Order) -> None:
+async def _be_member(order: AttackOrder) -> None:
     key = NodeKey.from_seed(secrets.token_bytes(32))
     mesh_key = mesh_key_from_text(os.environ["PMESH_KEY"])
     contexts = TlsContexts.of(issue_credentials(mesh_key, key))
@@ -205,7 +204,7 @@ def _nobody() -> Hello:
     return Hello(PROTOCOL_VERSION, some, SignedName("mac", bytes(64)), addresses)
 
 
-def knock(order: Order) -> None:
+def knock(order: AttackOrder) -> None:
     """Connect as a stranger from many addresses, up to 1,000 at once, and say things."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 4 * AT_ONCE), most))
@@ -213,7 +212,7 @@ def knock(order: Order) -> None:
     trio.run(_knock, order)
 
 
-async def _knock(order: Order) -> None:
+async def _knock(order: AttackOrder) -> None:
     limit = trio.CapacityLimiter(AT_ONCE)
     began = trio.current_time()
     async with trio.open_nursery() as nursery:
@@ -225,7 +224,7 @@ async def _knock(order: Order) -> None:
         nursery.cancel_scope.cancel()
 
 
-async def _knock_once(order: Order, number: int, limit: trio.CapacityLimiter) -> None:
+async def _knock_once(order: AttackOrder, number: int, limit: trio.CapacityLimiter) -> None:
     peer = order.peers[number % len(order.peers)]
     port = PORT_OF_NOBODY if order.control else peer.port
     try:
@@ -240,7 +239,7 @@ async def _knock_once(order: Order, number: int, limit: trio.CapacityLimiter) ->
         limit.release_on_behalf_of(number)
 
 
-def local(order: Order) -> None:
+def local(order: AttackOrder) -> None:
     """Be a trainer that sends garbage; and another user, who must not even come that far."""
     random = Random(order.seed)  # noqa: S311 - repeats a run
     _begin(refused=_refused_to_strangers(order.path))
@@ -274,7 +273,7 @@ def _begin(**facts: float) -> None:
     sys.stdin.readline()
 
 
-def _paced(order: Order) -> Iterator[int]:
+def _paced(order: AttackOrder) -> Iterator[int]:
     """The numbers up to `count`, evenly over the time; those that come late, all at once."""
     began, done = time.monotonic(), 0
     while (passed := time.monotonic() - began) < order.seconds:
@@ -284,7 +283,7 @@ def _paced(order: Order) -> Iterator[int]:
         time.sleep(0.002)
 
 
-def anything(order: Order) -> None:
+def anything(order: AttackOrder) -> None:
     """Send all that a member can send: as one with a seat, and as others without one.
 
     The control sends the same to itself, and has an honest agent with a seat.
@@ -294,7 +293,7 @@ def anything(order: Order) -> None:
         trio.run(_send_anything, order, Path(folder))
 
 
-async def _send_anything(order: Order, folder: Path) -> None:
+async def _send_anything(order: AttackOrder, folder: Path) -> None:
     mesh_key = mesh_key_from_text(os.environ["PMESH_KEY"])
     with trio.fail_after(order.seconds):
         async with trio.open_nursery() as nursery:
@@ -303,13 +302,15 @@ async def _send_anything(order: Order, folder: Path) -> None:
                 sink = await nursery.start(_serve_sink, mesh_key)
                 doors = (sink,) * len(doors)
             nursery.start_soon(_run_member_with_a_seat, order, folder, begin)
-            attack = outsider.Attack(doors=doors, mesh_key=mesh_key, liar=new_liar(order.seed))
+            attack = outsider.OutsiderAttack(
+                doors=doors, mesh_key=mesh_key, liar=new_liar(order.seed)
+            )
             nursery.start_soon(attack.run)
             await trio.sleep(order.seconds / 10)
             begin.touch()
 
 
-async def _run_member_with_a_seat(order: Order, home: Path, begin: Path) -> None:
+async def _run_member_with_a_seat(order: AttackOrder, home: Path, begin: Path) -> None:
     """An agent, with a rank of a job in which the others have one too."""
     seed = -1 if order.control else order.seed
     agent = AgentOrder(number=order.seed, seed=seed, log=str(home / "lies"), begin=str(begin))
@@ -356,6 +357,6 @@ async def _serve_sink(mesh_key: MeshKey, *, task_status: trio.TaskStatus[Address
 ATTACKS = {attack.__name__: attack for attack in (mdns, member, knock, local, anything)}
 
 if __name__ == "__main__":
-    ordered = msgspec.json.decode(sys.argv[1], type=Order)
+    ordered = msgspec.json.decode(sys.argv[1], type=AttackOrder)
     ATTACKS[ordered.kind](ordered)
     print("done", flush=True)

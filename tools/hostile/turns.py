@@ -20,14 +20,14 @@ from pmesh.core.wire.link import Address
 from pmesh.home_paths import socket_path
 from tools.fuzz.honest import SHARED
 from tools.fuzz.oracles import find_bans
-from tools.hostile.attackers import Order, anything
+from tools.hostile.attackers import AttackOrder, anything
 from tools.hostile.packets import BLACK_HOLE_SUBNET, BLACK_HOLES
-from tools.lab.cluster import Cluster
+from tools.lab.cluster import LabCluster
 from tools.lab.commands import LabError
 from tools.lab.mesh import Node, new_key
-from tools.lab.net import Host
-from tools.lab.oplog import Options, longest_gap_s
-from tools.lab.program import Program, runs
+from tools.lab.net import LabHost
+from tools.lab.oplog import TrainerOptions, longest_gap_s
+from tools.lab.program import LabProgram, runs
 
 SOFT_LIMIT = (
     "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (256, r.getrlimit(r.RLIMIT_NOFILE)[1]))"
@@ -55,7 +55,7 @@ ip route add {BLACK_HOLE_SUBNET} dev sink
 _MANY_ADDRESSES = "\n".join(f"ip addr add {host}/24 dev eth0" for host in BLACK_HOLES)
 
 
-class Turn(msgspec.Struct, frozen=True, kw_only=True):
+class AttackTurn(msgspec.Struct, frozen=True, kw_only=True):
     """What was measured while an attack, or its control, went on."""
 
     ops_per_s: float
@@ -94,9 +94,9 @@ class Weight(NamedTuple):
         return Weight(max(w.descriptors for w in weights), max(w.nbytes for w in weights))
 
 
-class Measured(NamedTuple):
-    controls: list[Turn]
-    attacks: list[Turn]
+class Pairs(NamedTuple):
+    controls: list[AttackTurn]
+    attacks: list[AttackTurn]
 
     @property
     def ratio(self) -> float:
@@ -104,14 +104,33 @@ class Measured(NamedTuple):
         pairs = zip(self.attacks, self.controls, strict=True)
         return statistics.median(a.ops_per_s / max(c.ops_per_s, 1e-9) for a, c in pairs)
 
+    @property
+    def faults(self) -> list[str]:
+        return [fault for turn in (*self.controls, *self.attacks) for fault in turn.faults]
 
-def run_turns(order: Order, turns: int, logs: Path | None = None) -> Measured:
+    @property
+    def facts(self) -> dict[str, float]:
+        """Medians; the descriptors and the memory are of the agent that took most more of them."""
+        control, attack = AttackTurn.median_of(self.controls), AttackTurn.median_of(self.attacks)
+        return {
+            "ops/s of the control": control.ops_per_s,
+            "ops/s": attack.ops_per_s,
+            "ratio": self.ratio,
+            "slowest op later by, s": attack.slowest_s - control.slowest_s,
+            "more descriptors": attack.more_descriptors,
+            "more memory, MiB": attack.more_mib,
+            "join, s": attack.join_s,
+            "at rest again after, s": attack.rest_s,
+        }
+
+
+def run_turns(order: AttackOrder, turns: int, logs: Path | None = None) -> Pairs:
     """So many turns, each a control and an attack."""
     shared = {"PMESH_KEY": new_key(), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    options = Options(number=0, wait_for=2, op_bytes=OP_BYTES)
-    measured: dict[bool, list[Turn]] = {True: [], False: []}
+    options = TrainerOptions(number=0, wait_for=2, op_bytes=OP_BYTES)
+    measured: dict[bool, list[AttackTurn]] = {True: [], False: []}
     patch = f"{SOFT_LIMIT}; {TELL_BANS}" if order.kind == ANYTHING else SOFT_LIMIT
-    with Cluster(4, options, patch=patch, environment=lambda _: shared, logs=logs) as cluster:
+    with LabCluster(4, options, patch=patch, environment=lambda _: shared, logs=logs) as cluster:
         _prepare(cluster.nodes[3].host, order.kind)
         for number in range(2 * turns):
             _revive(cluster)
@@ -125,15 +144,15 @@ def run_turns(order: Order, turns: int, logs: Path | None = None) -> Measured:
             measured[now.control].append(turn)
             who = "control" if now.control else "attack "
             print(f"  {who} {msgspec.json.encode(turn).decode()}", flush=True)
-    return Measured(measured[True], measured[False])
+    return Pairs(measured[True], measured[False])
 
 
-def _prepare(host: Host, kind: str) -> None:
+def _prepare(host: LabHost, kind: str) -> None:
     host.run(["sh", "-ec", _MANY_ADDRESSES if kind == "knock" else _BLACK_HOLE])
 
 
 @contextlib.contextmanager
-def _sharing(cluster: Cluster, kind: str) -> Iterator[contextlib.ExitStack]:
+def _sharing(cluster: LabCluster, kind: str) -> Iterator[contextlib.ExitStack]:
     """For who sends anything: both machines have a rank in another job, with one of the attacker's.
 
     When that job has failed, they begin it again.
@@ -146,14 +165,14 @@ def _sharing(cluster: Cluster, kind: str) -> Iterator[contextlib.ExitStack]:
             )
             shell = ["sh", "-c", command]
             stack.enter_context(
-                Program.start(
+                LabProgram.start(
                     f"ranks of {node.name}", shell, environment=node.environment, host=node.host
                 )
             )
         yield stack
 
 
-def _revive(cluster: Cluster) -> None:
+def _revive(cluster: LabCluster) -> None:
     """Two machines that train; what the turn before has broken is started again."""
     pair = cluster.nodes[:2]
     if not all(runs(node.agent) and runs(node.trainer) for node in pair):
@@ -162,10 +181,12 @@ def _revive(cluster: Cluster) -> None:
 
 
 @contextlib.contextmanager
-def _start(cluster: Cluster, order: Order, environment: dict[str, str]) -> Iterator[Program]:
+def _start(
+    cluster: LabCluster, order: AttackOrder, environment: dict[str, str]
+) -> Iterator[LabProgram]:
     """The attacker: a host of its own, or for what is done at a Unix socket, the first machine."""
     command = [sys.executable, "-m", "tools.hostile.attackers"]
-    with Program.start(
+    with LabProgram.start(
         "the attacker",
         [*command, msgspec.json.encode(order).decode()],
         environment=environment,
@@ -177,7 +198,7 @@ def _start(cluster: Cluster, order: Order, environment: dict[str, str]) -> Itera
             raise LabError(attacker.shown)
 
 
-def _doors(cluster: Cluster) -> tuple[Address, ...]:
+def _doors(cluster: LabCluster) -> tuple[Address, ...]:
     doors: list[Address] = []
     for node in cluster.nodes[:2]:
         addresses: list[str] = node.status()["node"]["addresses"]
@@ -189,9 +210,9 @@ def _doors(cluster: Cluster) -> tuple[Address, ...]:
 class _Turn:
     def __init__(
         self,
-        cluster: Cluster,
-        order: Order,
-        attacker: Program,
+        cluster: LabCluster,
+        order: AttackOrder,
+        attacker: LabProgram,
         at_end: Callable[[], None],
     ) -> None:
         self._cluster = cluster
@@ -206,7 +227,7 @@ class _Turn:
         """When the descriptors were as few as before."""
         self._join_s = math.inf
 
-    def run(self) -> Turn:
+    def run(self) -> AttackTurn:
         """The control or the attack; a third machine joins when a fifth of it is over."""
         facts: dict[str, Any] = json.loads(self._attacker.hear())
         before = time.monotonic()
@@ -224,7 +245,7 @@ class _Turn:
         self._watch(ended + REST_S, lambda: self._has_settled(ended, clean))
         rest_s = self._rest_s(ended, clean)
         self._watch(ended + REST_S, lambda: self._join_s < math.inf)
-        turn = Turn(
+        turn = AttackTurn(
             ops_per_s=self._ops_per_s(began, ended),
             slowest_s=longest_gap_s(self._done(), since=began, until=ended),
             more_descriptors=most.descriptors,
@@ -313,7 +334,7 @@ class _Turn:
                 yield f"{node.name} has done {len(alone)} ops without the other"
 
 
-def last_words(process: Program) -> str:
+def last_words(process: LabProgram) -> str:
     """The last line that it printed, but for the frames of a traceback."""
     words = [line.strip(" |+-") for line in process.printed()]
     return next((line for line in reversed(words) if line), "")

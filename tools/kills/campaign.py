@@ -1,13 +1,16 @@
 """Trainings of three ranks in which `kill -9` hits any of them at random times; each comes back."""
 
 import math
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
+from typing import Self
 
-from tools.lab.mesh import Mesh, Node
-from tools.lab.program import Program, await_that
+from tools.lab.campaign import Tally
+from tools.lab.mesh import LabMesh, Node
+from tools.lab.program import LabProgram, await_that
 
 RANKS = 3
 PATIENCE_S = 600.0  # of a machine on which others work, too
@@ -17,22 +20,28 @@ MOST_LOSS_CHANGE = 0.01
 
 
 @dataclass(slots=True)
-class Tally:
-    """What has been seen in all trainings."""
+class Killed(Tally):
+    """What has been seen in all trainings; `recovery_s` is until the survivors went on."""
 
     kills: int = 0
-    kills_of_rank_0: int = 0
-    kills_while_entering: int = 0
-    trainings: int = 0
-    steps: int = 0
-    """How many were compared between ranks."""
-    after_s: list[float] = field(default_factory=list[float])
-    """From each kill until the last survivor had its error, or completed its next step."""
     back_s: list[float] = field(default_factory=list[float])
     """From each kill until the restarted rank took part; imports count."""
     losses: list[float] = field(default_factory=list[float])
     """Of each training in which ranks come back; the first is undisturbed."""
-    violations: list[str] = field(default_factory=list[str])
+
+    def sum_up(self) -> Self:
+        """Put into the facts what is not in them yet."""
+        self.facts["kills"] = self.kills
+        for what, found in (
+            ("s until the killed rank took part again", self.back_s),
+            ("loss", self.losses[1:]),
+        ):
+            if found:
+                self.facts[f"{what}, median"] = statistics.median(found)
+                self.facts[f"{what}, most"] = max(found)
+        if self.losses:
+            self.facts["loss, undisturbed"] = self.losses[0]
+        return self
 
 
 @dataclass(slots=True)
@@ -45,30 +54,30 @@ class Workload:
     loads_s: float
     """A rank that is killed while it comes back is killed within this time."""
 
-    def start(self, node: Node, job: str) -> Program:
+    def start(self, node: Node, job: str) -> LabProgram:
         raise NotImplementedError
 
-    def rank_of(self, rank: Program) -> int:
+    def rank_of(self, rank: LabProgram) -> int:
         """Its number when it was last told; -1 before."""
         raise NotImplementedError
 
-    def step_of(self, rank: Program) -> int:
+    def step_of(self, rank: LabProgram) -> int:
         """The last that it has told of."""
         raise NotImplementedError
 
-    def takes_part(self, rank: Program) -> bool:
+    def takes_part(self, rank: LabProgram) -> bool:
         """Whether it trains with all others."""
         raise NotImplementedError
 
-    def await_progress(self, survivors: Sequence[Program], began: float) -> float | None:
+    def await_progress(self, survivors: Sequence[LabProgram], began: float) -> float | None:
         """How long after a kill the last of them completed its next step, if it tells of each."""
 
-    def judge(self, training: "Training", tally: Tally) -> None:
+    def judge(self, training: "KilledTraining", tally: Killed) -> None:
         """Count what the ranks, which have ended, have told."""
         raise NotImplementedError
 
 
-class Training:
+class KilledTraining:
     """One training on these machines."""
 
     def __init__(self, workload: Workload, nodes: Sequence[Node], number: int) -> None:
@@ -90,7 +99,7 @@ class Training:
             lambda: all(map(takes_part, self.ranks)), what, within_s=PATIENCE_S, of=self.ranks
         )
 
-    def _restart(self, place: int, tally: Tally) -> Program:
+    def _restart(self, place: int, tally: Killed) -> LabProgram:
         """Kill one and start it again; returns the dead one."""
         old = self.ranks[place]
         old.end()
@@ -99,7 +108,7 @@ class Training:
         self.everyone.append(self.ranks[place])
         return old
 
-    def kill_some(self, tally: Tally, kills: int, random: Random) -> None:
+    def kill_some(self, tally: Killed, kills: int, random: Random) -> None:
         """Kill one after the other; each comes back before the next is killed."""
         workload = self._workload
         while tally.kills < kills and self.step < KILLED_UNTIL * workload.steps:
@@ -107,25 +116,27 @@ class Training:
             place = random.randrange(len(self.ranks))
             survivors = [rank for i, rank in enumerate(self.ranks) if i != place]
             began = time.monotonic()
-            tally.kills_of_rank_0 += workload.rank_of(self._restart(place, tally)) == 0
+            if workload.rank_of(self._restart(place, tally)) == 0:
+                tally.count("of rank 0")
             if (after_s := workload.await_progress(survivors, began)) is not None:
-                tally.after_s.append(after_s)
+                tally.recovery_s.append(after_s)
             while tally.kills < kills and random.random() < AGAIN:
                 time.sleep(random.uniform(0.0, workload.loads_s))
                 killed = self._restart(place, tally)
-                tally.kills_while_entering += not workload.takes_part(killed)
+                tally.count("while it came back", not workload.takes_part(killed))
             self.await_all()
             tally.back_s.append(time.monotonic() - began)
 
 
-def run_kills(workload: Workload, mesh: Mesh, kills: int, seed: int) -> Tally:
+def run_kills(workload: Workload, mesh: LabMesh, kills: int, seed: int) -> Killed:
     """Train without a kill, then again and again until so many kills are done."""
-    random, tally = Random(seed), Tally()  # noqa: S311 - no secret
-    while tally.kills < kills or not tally.trainings:
-        training = Training(workload, mesh.nodes, tally.trainings)
+    random, tally = Random(seed), Killed()  # noqa: S311 - no secret
+    number = 0
+    while tally.kills < kills or not number:
+        training = KilledTraining(workload, mesh.nodes, number)
         try:
             training.await_all()
-            if tally.trainings:  # the first is undisturbed
+            if number:  # the first is undisturbed
                 training.kill_some(tally, kills, random)
             for rank in training.ranks:
                 rank.join(within_s=PATIENCE_S)
@@ -133,16 +144,17 @@ def run_kills(workload: Workload, mesh: Mesh, kills: int, seed: int) -> Tally:
             for rank in training.ranks:
                 rank.end()
         workload.judge(training, tally)
-        tally.trainings += 1
+        number += 1
+        tally.count("trainings")
         print(
-            f"{tally.trainings} trainings, {tally.kills} kills, {len(tally.violations)} "
+            f"  {number} trainings, {tally.kills} kills, {len(tally.violations)} "
             f"violations, loss {tally.losses[-1]:.3f}",
             flush=True,
         )
-    return tally
+    return tally.sum_up()
 
 
-def judge_losses(tally: Tally, where: str, losses: Sequence[float]) -> None:
+def judge_losses(tally: Killed, where: str, losses: Sequence[float]) -> None:
     """All ranks end with the same loss, which is the undisturbed one within 1 %."""
     tally.losses.append(losses[0] if losses else math.nan)
     if len(set(losses)) > 1:
@@ -151,9 +163,9 @@ def judge_losses(tally: Tally, where: str, losses: Sequence[float]) -> None:
         tally.violations.append(f"{where}: loss {tally.losses[-1]}, undisturbed {tally.losses[0]}")
 
 
-def judge_steps(tally: Tally, where: str, digests: Mapping[int, set[str]]) -> None:
+def judge_steps(tally: Killed, where: str, digests: Mapping[int, set[str]]) -> None:
     """After each step all ranks have the same weights, those that were killed later, too."""
-    tally.steps += len(digests)
+    tally.ops_checked += len(digests)
     for step, found in digests.items():
         if len(found) != 1:
             tally.violations.append(f"{where}: step {step} is torn: weights {sorted(found)}")

@@ -13,19 +13,21 @@ from random import Random
 from tools.kills.campaign import (
     PATIENCE_S,
     RANKS,
-    Tally,
-    Training,
+    Killed,
+    KilledTraining,
     Workload,
     judge_losses,
     judge_steps,
     run_kills,
 )
+from tools.lab.campaign import CampaignRun
 from tools.lab.commands import LabError
-from tools.lab.mesh import Mesh, Node
-from tools.lab.program import Program, await_that
-from tools.lab.warm import Order, Warm
+from tools.lab.mesh import LabMesh, Node
+from tools.lab.program import LabProgram, await_that
+from tools.lab.warm import ForkOrder, Warm
 
 PROMISED_S = 2.5  # docs/explanation/reliability.md; the death of a process is noticed far sooner
+ELASTIC_STEPS, LORA_STEPS = 300, 600
 STEPS_BEFORE = 3  # DDP has laid out its buckets anew
 PAUSE_S = 0.15  # about as long as several steps of torch take
 # Ranks of torch are forks of a process that has imported it, and what DDP does when constructed.
@@ -33,24 +35,24 @@ IMPORTED = ("torch", "torch._dynamo", "tools.torch_ranks")
 
 
 @dataclass(slots=True)
-class Elastic(Workload):
+class ElasticDdp(Workload):
     """DDP that goes on with whoever is there."""
 
     warm: Warm
 
-    def start(self, node: Node, job: str) -> Program:
+    def start(self, node: Node, job: str) -> LabProgram:
         return start_torch(self.warm, node, job, "elastic", str(self.steps))
 
-    def rank_of(self, rank: Program) -> int:
+    def rank_of(self, rank: LabProgram) -> int:
         return -1 if (number := rank.last("rank")) is None else int(number)
 
-    def step_of(self, rank: Program) -> int:
+    def step_of(self, rank: LabProgram) -> int:
         return rank.last("step") or 0
 
-    def takes_part(self, rank: Program) -> bool:
+    def takes_part(self, rank: LabProgram) -> bool:
         return bool(rank.last("size") == RANKS)
 
-    def await_progress(self, survivors: Sequence[Program], began: float) -> float | None:
+    def await_progress(self, survivors: Sequence[LabProgram], began: float) -> float | None:
         done = [self.step_of(rank) for rank in survivors]
 
         def go_on() -> bool:
@@ -62,7 +64,7 @@ class Elastic(Workload):
         ends = [[r["at"] for r in rank.reports if "step" in r] for rank in survivors]
         return max(next(at for at in its if at > began) for its in ends) - began
 
-    def judge(self, training: Training, tally: Tally) -> None:
+    def judge(self, training: KilledTraining, tally: Killed) -> None:
         """Everybody ends, and all that any rank has told of a step is the same."""
         losses = [rank.last("loss") for rank in training.ranks]
         if None in losses:
@@ -75,18 +77,26 @@ class Elastic(Workload):
         judge_steps(tally, training.name, digests)
 
 
-def start_torch(warm: Warm, node: Node, job: str, *arguments: str) -> Program:
+def start_torch(warm: Warm, node: Node, job: str, *arguments: str) -> LabProgram:
     settings = {"PMESH_JOB": job, "PMESH_WAIT_FOR": str(RANKS)}
-    order = Order(
+    order = ForkOrder(
         program="tools.torch_ranks:main",
         arguments=arguments,
         environment=node.environment | settings,
     )
-    return Program(f"rank at {node.name}", *warm.start(order))
+    return LabProgram(f"rank at {node.name}", *warm.start(order))
 
 
 @contextlib.contextmanager
-def _warm(mesh: Mesh) -> Iterator[Warm]:
+def _machines() -> Iterator[LabMesh]:
+    with LabMesh(RANKS) as mesh:
+        mesh.start_agents()
+        mesh.await_view()
+        yield mesh
+
+
+@contextlib.contextmanager
+def _warm(mesh: LabMesh) -> Iterator[Warm]:
     # One thread: it forks.
     warm = Warm(IMPORTED, mesh.nodes[0].environment | {"OMP_NUM_THREADS": "1"})
     try:
@@ -95,17 +105,18 @@ def _warm(mesh: Mesh) -> Iterator[Warm]:
         warm.close()
 
 
-def run_elastic(mesh: Mesh, kills: int, steps: int, seed: int) -> Tally:
-    with _warm(mesh) as warm:
-        workload = Elastic(steps=steps, pause_s=PAUSE_S, loads_s=PAUSE_S, warm=warm)
-        return run_kills(workload, mesh, kills, seed)
+def run_elastic(run: CampaignRun) -> Killed:
+    with _machines() as mesh, _warm(mesh) as warm:
+        steps = run.steps or ELASTIC_STEPS
+        workload = ElasticDdp(steps=steps, pause_s=PAUSE_S, loads_s=PAUSE_S, warm=warm)
+        return run_kills(workload, mesh, run.episodes, run.seed)
 
 
-def run_fixed(mesh: Mesh, kind: str, kills: int, seed: int) -> Tally:
+def run_fixed(run: CampaignRun, kind: str) -> Killed:
     """Trainings with torch's own DDP or FSDP2, each of which ends with a kill."""
-    tally, random = Tally(), Random(seed)  # noqa: S311 - no secret
-    with _warm(mesh) as warm:
-        while tally.kills < kills:
+    tally, random = Killed(), run.random()
+    with _machines() as mesh, _warm(mesh) as warm:
+        while tally.kills < run.episodes:
             job = f"{kind}-{tally.kills}"
             ranks = [start_torch(warm, node, job, kind) for node in mesh.nodes]
             try:
@@ -113,10 +124,10 @@ def run_fixed(mesh: Mesh, kind: str, kills: int, seed: int) -> Tally:
             finally:
                 for rank in ranks:
                     rank.end()
-    return tally
+    return tally.sum_up()
 
 
-def _kill_one(tally: Tally, ranks: Sequence[Program], random: Random) -> None:
+def _kill_one(tally: Killed, ranks: Sequence[LabProgram], random: Random) -> None:
     await_that(
         lambda: all((rank.last("step") or 0) >= STEPS_BEFORE for rank in ranks),
         "the first steps",
@@ -129,7 +140,8 @@ def _kill_one(tally: Tally, ranks: Sequence[Program], random: Random) -> None:
     began = time.monotonic()
     victim.end()
     tally.kills += 1
-    tally.trainings += 1
+    tally.ops_checked += 1
+    tally.count("trainings")
     where = f"kill {tally.kills}"
     try:
         for rank in survivors:
@@ -140,18 +152,18 @@ def _kill_one(tally: Tally, ranks: Sequence[Program], random: Random) -> None:
     ends = [[r for r in rank.reports if "error" in r or "again" in r] for rank in survivors]
     if not all(len(its) == 2 for its in ends):  # noqa: PLR2004 - an error of each call
         raise LabError("\n".join(rank.shown for rank in survivors))
-    tally.after_s.append(max(error["at"] for error, _ in ends) - began)
+    tally.recovery_s.append(max(error["at"] for error, _ in ends) - began)
     expected = f"RankLost: rank {victim.last('rank')} "
     judge_errors(tally, where, expected, [error["error"] for error, _ in ends])
     judge_errors(tally, f"{where}, next call", expected, [again["again"] for _, again in ends])
 
 
-def judge_errors(tally: Tally, where: str, expected: str, errors: Sequence[str]) -> None:
+def judge_errors(tally: Killed, where: str, expected: str, errors: Sequence[str]) -> None:
     """All survivors have the same error, which names the lost rank, within the promised time."""
     if len(set(errors)) != 1 or not errors[0].startswith(expected):
         tally.violations.append(f"{where}: {errors}, not {expected!r}")
-    if tally.after_s[-1] > PROMISED_S:
-        tally.violations.append(f"{where}: {tally.after_s[-1]:.2f} s until the last error")
+    if tally.recovery_s[-1] > PROMISED_S:
+        tally.violations.append(f"{where}: {tally.recovery_s[-1]:.2f} s until the last error")
 
 
 _ENTERED = re.compile(r"^Iter (\d+): (\d) ranks?, .*; this is rank (\d)")
@@ -165,26 +177,26 @@ _WRONG = re.compile(r"Traceback|Error|had another state|replaces this rank's")
 class Lora(Workload):
     """`pmesh mlx -- mlx_lm.lora --train`."""
 
-    mesh: Mesh
+    mesh: LabMesh
     folder: Path
     words: Sequence[str]
 
-    def start(self, node: Node, job: str) -> Program:
+    def start(self, node: Node, job: str) -> LabProgram:
         train = ("-m", "mlx_lm", "lora", "--train", "--adapter-path", str(self.folder / job))
         options = ("--job", job, "--wait-for", str(RANKS), "--", *train, *self.words)
         return self.mesh.start_command(node, "mlx", *options)
 
-    def rank_of(self, rank: Program) -> int:
+    def rank_of(self, rank: LabProgram) -> int:
         worlds = rank.found(_ENTERED)
         return int(worlds[-1][3]) if worlds else -1
 
-    def step_of(self, rank: Program) -> int:
+    def step_of(self, rank: LabProgram) -> int:
         return max((int(match[1]) for match in rank.found(_AT)), default=0)
 
-    def takes_part(self, rank: Program) -> bool:
+    def takes_part(self, rank: LabProgram) -> bool:
         return any(int(match[2]) == RANKS for match in rank.found(_ENTERED))
 
-    def judge(self, training: Training, tally: Tally) -> None:
+    def judge(self, training: KilledTraining, tally: Killed) -> None:
         """Everybody ends well with the same bits, which are on the disk, and learned as much."""
         from pmesh.mlx_lm.libraries import mx  # noqa: PLC0415 - torch's campaigns need no MLX
         from pmesh.mlx_lm.training import digest  # noqa: PLC0415
@@ -207,19 +219,20 @@ class Lora(Workload):
         judge_losses(tally, where, losses[:1])
 
 
-def run_lora(mesh: Mesh, kills: int, steps: int, seed: int, options: Sequence[str] = ()) -> Tally:
-    from tools.lora.tiny import make_data, make_model  # noqa: PLC0415 - they need mlx-lm
+def run_lora(run: CampaignRun) -> Killed:
+    from tools.lora import make_data, make_model  # noqa: PLC0415 - they need mlx-lm
 
-    with tempfile.TemporaryDirectory(prefix="pmesh-lora-") as name:
+    steps = run.steps or LORA_STEPS
+    with _machines() as mesh, tempfile.TemporaryDirectory(prefix="pmesh-lora-") as name:
         folder = Path(name)
         words = (
             *("--model", str(make_model(folder / "model"))),
             *("--data", str(make_data(folder / "data")), "--iters", str(steps)),
             *("--batch-size", "7", "--num-layers", "4", "--learning-rate", "3e-4"),
             *("--steps-per-report", "10", "--steps-per-eval", "100", "--save-every", "20"),
-            *options,
+            *run.words,
         )
         workload = Lora(
             steps=steps, pause_s=3.0, loads_s=6.0, mesh=mesh, folder=folder, words=words
         )
-        return run_kills(workload, mesh, kills, seed)
+        return run_kills(workload, mesh, run.episodes, run.seed)

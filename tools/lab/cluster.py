@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 
 from tools.lab.commands import LabError
-from tools.lab.mesh import BOTH, Mesh, Node, Part, Trainer
-from tools.lab.net import Host, NetLab
-from tools.lab.oplog import Life, Op, Options, Report, recovery_s
-from tools.lab.program import NEWS, Program, await_that, runs
-from tools.lab.warm import Order, Warm
+from tools.lab.mesh import BOTH, LabMesh, LabTrainer, Node, Part
+from tools.lab.net import LabHost, NetLab
+from tools.lab.oplog import Life, SeenOp, TrainerOptions, TrainerReport, recovery_s
+from tools.lab.program import NEWS, LabProgram, await_that, runs
+from tools.lab.warm import ForkOrder, Warm
 
 PATIENCE_S = 30.0  # for what must happen; what takes longer has hung
 TRAINER = "tools.chaos.trainer"
@@ -21,8 +21,8 @@ IMPORTED = ("pmesh.agent.run", "pmesh.cli.app", TRAINER)
 
 
 def ops_of(
-    nodes: Iterable[Node], counts: Callable[[Op], bool] = lambda _: True
-) -> dict[str, list[Op]]:
+    nodes: Iterable[Node], counts: Callable[[SeenOp], bool] = lambda _: True
+) -> dict[str, list[SeenOp]]:
     """What the nodes' present trainers have completed, by name, in the order of completion."""
     return {
         node.name: sorted(filter(counts, list(node.life.ops.values())), key=lambda op: op.done)
@@ -31,15 +31,15 @@ def ops_of(
 
 
 def settled_ops(
-    trainers: Iterable[Trainer], since: float, until: float
-) -> tuple[dict[str, list[Op]], dict[str, list[Report]]]:
+    trainers: Iterable[LabTrainer], since: float, until: float
+) -> tuple[dict[str, list[SeenOp]], dict[str, list[TrainerReport]]]:
     """What trainers of any time have completed and raised in this time, by their names.
 
     Without the last op of one that has ended, which perhaps alone had the result, and took it
     along; and without what a trainer did alone and knew to.
     """
-    ops: dict[str, list[Op]] = {}
-    errors: dict[str, list[Report]] = {}
+    ops: dict[str, list[SeenOp]] = {}
+    errors: dict[str, list[TrainerReport]] = {}
     for trainer in trainers:
         done = sorted(trainer.life.ops.values(), key=lambda op: op.done)
         ops[trainer.name] = [
@@ -51,7 +51,7 @@ def settled_ops(
     return ops, errors
 
 
-class Cluster(Mesh):
+class LabCluster(LabMesh):
     """`count` nodes whose agents and trainers start warm, from `with` to its end.
 
     Args:
@@ -66,7 +66,7 @@ class Cluster(Mesh):
     def __init__(
         self,
         count: int,
-        options: Options,
+        options: TrainerOptions,
         *,
         patch: str = "",
         environment: Callable[[int], Mapping[str, str]] = lambda _: {},
@@ -76,13 +76,13 @@ class Cluster(Mesh):
         self.lab = lab or NetLab(count)
         super().__init__(self.lab, patch=patch, environment=environment, logs=logs)
         self.options = options
-        self.trainers: list[Trainer] = []
+        self.trainers: list[LabTrainer] = []
         """All that were started, those that have ended too."""
         self._warm: dict[str, Warm] = {}
         # A fork of a process with threads is asking for trouble.
         self._environment["OPENBLAS_NUM_THREADS"] = "1"
 
-    def _add(self, host: Host) -> Node:
+    def _add(self, host: LabHost) -> Node:
         node = super()._add(host)
         self._warm[node.name] = Warm(IMPORTED, node.environment, host)
         self._stack.callback(self._warm[node.name].close)
@@ -90,14 +90,14 @@ class Cluster(Mesh):
 
     def start_agent(self, node: Node, *options: str) -> None:
         """`pmesh up` in the node's host; they find each other by mDNS."""
-        order = Order(
+        order = ForkOrder(
             program="pmesh.cli:main",
             arguments=("up", "--name", node.name, *options),
             environment=node.environment,
             patch=self._patch,
         )
         pid, output = self._warm[node.name].start(order)
-        node.agent = Program(f"agent of {node.name} ({pid})", pid, output)
+        node.agent = LabProgram(f"agent of {node.name} ({pid})", pid, output)
         self.programs.append(node.agent)
 
     def start_cold_agent(self, node: Node) -> None:
@@ -107,13 +107,13 @@ class Cluster(Mesh):
     def start_trainer(self, node: Node, **changed: Any) -> None:  # noqa: ANN401 - of Options
         """The training script; `changed` are options that differ for this one."""
         options = msgspec.structs.replace(self.options, number=node.host.number, **changed)
-        order = Order(
+        order = ForkOrder(
             program=f"{TRAINER}:main",
             arguments=(msgspec.json.encode(options).decode(),),
             environment=node.environment,
         )
         pid, output = self._warm[node.name].start(order)
-        node.trainer = Trainer(
+        node.trainer = LabTrainer(
             f"trainer of {node.name} ({pid})",
             pid,
             output,

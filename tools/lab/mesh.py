@@ -19,9 +19,9 @@ from pmesh.core.identity.keys import MeshKey, mesh_key_text
 from pmesh.errors import PmeshError
 from pmesh.home_paths import socket_path
 from tools.lab.commands import LabError
-from tools.lab.net import Host, NetLab, loopbacks
+from tools.lab.net import LabHost, NetLab, loopbacks
 from tools.lab.oplog import Life, decode_report
-from tools.lab.program import PATIENCE_S, Program, await_that
+from tools.lab.program import PATIENCE_S, LabProgram, await_that
 
 ROOT = Path(__file__).resolve().parents[2]
 AGENT = "from pmesh.cli import main; main()"
@@ -42,7 +42,7 @@ def status_of(home: Path, *, timeout_s: float = 5.0) -> dict[str, Any]:
     return picture
 
 
-class Trainer(Program):
+class LabTrainer(LabProgram):
     """A trainer of campaigns, which reports each of its ops."""
 
     def __init__(self, name: str, pid: int, output: Any, *, life: Life, keeps_all: bool) -> None:  # noqa: ANN401 - a stream
@@ -66,12 +66,12 @@ class Node:
     """One machine: its agent, and its trainer if a campaign has started one."""
 
     name: str
-    host: Host
+    host: LabHost
     home: Path
     environment: dict[str, str]
     """Of the programs that reach its agent."""
-    agent: Program | None = None
-    trainer: Trainer | None = None
+    agent: LabProgram | None = None
+    trainer: LabTrainer | None = None
 
     @property
     def pid(self) -> int:
@@ -86,7 +86,7 @@ class Node:
             raise LabError(f"{self.name} has no trainer")
         return self.trainer.life
 
-    def programs(self, parts: Sequence[Part] = BOTH) -> list[Program]:
+    def programs(self, parts: Sequence[Part] = BOTH) -> list[LabProgram]:
         """Its agent and its trainer, or one of them, as far as they were started."""
         chosen = [self.agent if part == "agent" else self.trainer for part in parts]
         return [program for program in chosen if program is not None]
@@ -125,7 +125,7 @@ class Node:
         return found[0]
 
 
-class Mesh:
+class LabMesh:
     """Machines from `with` to its end; nothing of them is left, however that comes.
 
     Args:
@@ -139,7 +139,7 @@ class Mesh:
 
     def __init__(
         self,
-        hosts: Sequence[Host] | NetLab | int,
+        hosts: Sequence[LabHost] | NetLab | int,
         *,
         names: Sequence[str] = (),
         folder: Path | None = None,
@@ -148,7 +148,7 @@ class Mesh:
         logs: Path | None = None,
     ) -> None:
         self.nodes: list[Node] = []
-        self.programs: list[Program] = []
+        self.programs: list[LabProgram] = []
         """All that were started, those that have ended too."""
         self._lab = hosts if isinstance(hosts, NetLab) else None
         if isinstance(hosts, NetLab):
@@ -190,7 +190,7 @@ class Mesh:
         for host in self._hosts:
             self._add(host)
 
-    def _add(self, host: Host) -> Node:
+    def _add(self, host: LabHost) -> Node:
         name = self._names.get(host.number, f"mac-{host.number}")
         home = self.folder / name
         home.mkdir(mode=0o700)
@@ -205,9 +205,9 @@ class Mesh:
         *words: str,
         name: str = "",
         variables: Mapping[str, str] = MappingProxyType({}),
-    ) -> Program:
+    ) -> LabProgram:
         """A program of Python at the node: `words` are what follows `python`."""
-        program = Program.start(
+        program = LabProgram.start(
             name or f"program {len(self.programs)} of {node.name}",
             [sys.executable, *words],
             environment=node.environment | dict(variables),
@@ -216,7 +216,7 @@ class Mesh:
         self.programs.append(program)
         return program
 
-    def start_command(self, node: Node, *arguments: str) -> Program:
+    def start_command(self, node: Node, *arguments: str) -> LabProgram:
         """A command of `pmesh` at the node, as a user starts it."""
         name = f"pmesh {arguments[0]} of {node.name} ({len(self.programs)})"
         return self.start_program(node, "-m", "pmesh.cli", *arguments, name=name)

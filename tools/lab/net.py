@@ -87,7 +87,7 @@ def why_not() -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class LabHost:
     """One machine of a lab."""
 
     lab: str
@@ -142,7 +142,7 @@ class Host:
         return subprocess.Popen(self.command(command), text=True, **options)
 
 
-class Loopback(Host):
+class Loopback(LabHost):
     """This machine itself, as one of several: it shares its address with the others."""
 
     def ipv4_in(self, network: int) -> str:  # noqa: ARG002 - a host's
@@ -152,7 +152,7 @@ class Loopback(Host):
         return [*command]
 
 
-def loopbacks(count: int) -> tuple[Host, ...]:
+def loopbacks(count: int) -> tuple[LabHost, ...]:
     """So many hosts that are this machine."""
     return tuple(Loopback("", number) for number in range(1, count + 1))
 
@@ -168,7 +168,7 @@ class NetLab:
         if not 1 <= count <= 250:  # noqa: PLR2004 - one octet of the address
             raise NetLabError(f"a lab has 1 to 250 hosts, not {count}")
         self.name = f"{PREFIX}-{os.getpid()}-{next(_labs)}"
-        self.hosts = tuple(Host(self.name, number) for number in range(1, count + 1))
+        self.hosts = tuple(LabHost(self.name, number) for number in range(1, count + 1))
 
     @classmethod
     def running(cls, name: str) -> Self:
@@ -176,7 +176,7 @@ class NetLab:
         lab = cls(1)
         lab.name = name
         lab.hosts = tuple(
-            Host(name, number)
+            LabHost(name, number)
             for number in sorted(
                 int(namespace.rpartition("-h")[2])
                 for namespace in _namespaces()
@@ -218,7 +218,7 @@ class NetLab:
         for host in self.hosts:
             self._plug_in(host)
 
-    def _plug_in(self, host: Host) -> None:
+    def _plug_in(self, host: LabHost) -> None:
         run_system(["ip", "netns", "add", host.namespace])
         veth = f"link add eth0 type veth peer name {host.name} netns {self._switch}"
         self._set_up(host, veth)
@@ -226,7 +226,7 @@ class NetLab:
         for network in range(1, self._networks):
             self._plug_in_again(host, network)
 
-    def _plug_in_again(self, host: Host, network: int) -> None:
+    def _plug_in_again(self, host: LabHost, network: int) -> None:
         device, port = f"eth{network}", host.port(network)
         commands = f"""
             link add {device} type veth peer name {port} netns {self._switch}
@@ -238,7 +238,7 @@ class NetLab:
         run_system(["ip", "-netns", host.namespace, "-batch", "-"], stdin=commands)
         self._in_switch(f"ip link set {port} master {_bridge(network)} up")
 
-    def _set_up(self, host: Host, eth0: str = "") -> None:
+    def _set_up(self, host: LabHost, eth0: str = "") -> None:
         """Give the host its addresses; `eth0` makes the interface if it is not there yet."""
         commands = f"""
             link set lo up
@@ -253,7 +253,7 @@ class NetLab:
         run_system(["ip", "-netns", host.namespace, "-batch", "-"], stdin=commands)
 
     def cut(
-        self, one: Host, *others: Host, one_way: bool = False, network: int | None = None
+        self, one: LabHost, *others: LabHost, one_way: bool = False, network: int | None = None
     ) -> None:
         """Packets from `one` to the others (to all, if none is named) vanish, and back as well.
 
@@ -261,7 +261,7 @@ class NetLab:
         """
         self._cut("add", one, others, one_way=one_way, network=network)
 
-    def mend(self, one: Host, *others: Host) -> None:
+    def mend(self, one: LabHost, *others: LabHost) -> None:
         """Undo `cut`, both ways and in all networks."""
         # An element that is added once more is no error; one deleted that isn't there would be.
         self._cut("add", one, others)
@@ -270,8 +270,8 @@ class NetLab:
     def _cut(
         self,
         verb: Literal["add", "delete"],
-        one: Host,
-        others: Sequence[Host],
+        one: LabHost,
+        others: Sequence[LabHost],
         *,
         one_way: bool = False,
         network: int | None = None,
@@ -287,22 +287,22 @@ class NetLab:
     def _change_cuts(
         self,
         verb: Literal["add", "delete"],
-        pairs: Sequence[tuple[Host, Host]],
+        pairs: Sequence[tuple[LabHost, LabHost]],
         networks: Sequence[int],
     ) -> None:
         """In one transaction: all of them at the same instant."""
         elements = ", ".join(f"{a.port(n)} . {b.port(n)}" for a, b in pairs for n in networks)
         self._in_switch("nft -f -", stdin=f"{verb} element bridge lab cut {{ {elements} }}\n")
 
-    def unplug(self, host: Host, network: int = 0) -> None:
+    def unplug(self, host: LabHost, network: int = 0) -> None:
         """Pull the cable: unlike with `cut` the host's interface loses its carrier."""
         self._in_switch(f"ip link set {host.port(network)} down")
 
-    def plug(self, host: Host, network: int = 0) -> None:
+    def plug(self, host: LabHost, network: int = 0) -> None:
         """Undo `unplug`."""
         self._in_switch(f"ip link set {host.port(network)} up")
 
-    def carried_bytes(self, host: Host, network: int = 0) -> int:
+    def carried_bytes(self, host: LabHost, network: int = 0) -> int:
         """What the host has sent and received over one of its cables, all headers included."""
         show = ["ip", "-json", "-s", "-netns", host.namespace, "link", "show"]
         (link,) = json.loads(run_system([*show, "dev", f"eth{network}"]))
@@ -316,7 +316,7 @@ class NetLab:
         self._in_switch("nft -f -", stdin=flush + (rule if percent else ""))
 
     def shape(
-        self, host: Host, *, bits_per_s: int | None, delay_s: float = 0.0, network: int = 0
+        self, host: LabHost, *, bits_per_s: int | None, delay_s: float = 0.0, network: int = 0
     ) -> None:
         """A slower line for the host, alike in both directions; None and 0 for the bare one.
 
@@ -350,7 +350,7 @@ class NetLab:
             elif "noqueue" not in run_system([*tc, "show", "dev", device, "root"]):
                 run_system([*tc, "delete", "dev", device, "root"])
 
-    def shape_pairs(self, bits_per_s: Mapping[tuple[Host, Host], int]) -> None:
+    def shape_pairs(self, bits_per_s: Mapping[tuple[LabHost, LabHost], int]) -> None:
         """A line of its own between each two hosts, alike in both directions."""
         for host in self.hosts:
             tc = ["tc", "-netns", host.namespace]
@@ -359,7 +359,7 @@ class NetLab:
                 if host in (one, other):
                     self._shape_to(other if host == one else one, tc, speed)
 
-    def _shape_to(self, far: Host, tc: Sequence[str], bits_per_s: int) -> None:
+    def _shape_to(self, far: LabHost, tc: Sequence[str], bits_per_s: int) -> None:
         number = f"1:{far.number:x}"
         rate = ["htb", "rate", f"{bits_per_s}bit", "burst", "65536", "quantum", "65536"]
         run_system([*tc, "class", "add", "dev", "eth0", "parent", "1:", "classid", number, *rate])
@@ -454,7 +454,7 @@ def _lab() -> NetLab:
     return NetLab.running(here[0])
 
 
-def _host(lab: NetLab, number: int) -> Host:
+def _host(lab: NetLab, number: int) -> LabHost:
     for host in lab.hosts:
         if host.number == number:
             return host

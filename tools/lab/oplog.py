@@ -15,7 +15,7 @@ import msgspec
 TRAINS_ALONE = "this rank trains alone"  # as pmesh says it: for lack of an agent, or of its history
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
+class TrainerOptions(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     """Of its machine, from 1: what it gives to each op depends on it."""
     wait_for: int
@@ -39,7 +39,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """For how long it learns handwritten digits; 0: it makes calls until it is killed."""
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class TrainerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One line of a trainer."""
 
     what: str
@@ -57,16 +57,16 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     has brought into the average; of the end: the loss."""
 
 
-_decoder = msgspec.json.Decoder(Report)
+_decoder = msgspec.json.Decoder(TrainerReport)
 _encoder = msgspec.json.Encoder()
 
 
-def encode_report(report: Report) -> bytes:
+def encode_report(report: TrainerReport) -> bytes:
     """One line, without its end."""
     return _encoder.encode(report)
 
 
-def decode_report(line: str) -> Report | None:
+def decode_report(line: str) -> TrainerReport | None:
     """What a trainer has printed; None for anything else, such as a traceback."""
     try:
         return _decoder.decode(line)
@@ -75,7 +75,7 @@ def decode_report(line: str) -> Report | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Op:
+class SeenOp:
     """One op as one trainer saw it."""
 
     step: int
@@ -92,20 +92,22 @@ class Life:
 
     name: str
     """Of its machine."""
-    ops: dict[int, Op] = field(default_factory=dict[int, Op])
+    ops: dict[int, SeenOp] = field(default_factory=dict[int, SeenOp])
     """Completed, by step; if a step came twice (after another history won), the last."""
     calls: dict[int, float] = field(default_factory=dict[int, float])
-    others: list[Report] = field(default_factory=list[Report])
+    others: list[TrainerReport] = field(default_factory=list[TrainerReport])
     """All reports that are no ops."""
-    last: Op | None = None
+    last: SeenOp | None = None
 
-    def hear(self, report: Report) -> None:
+    def hear(self, report: TrainerReport) -> None:
         match report.what:
             case "called":
                 self.calls[report.step] = report.at
             case "done":
                 called = self.calls.get(report.step, report.at)
-                op = Op(report.step, called, report.at, report.names, report.digest, report.right)
+                op = SeenOp(
+                    report.step, called, report.at, report.names, report.digest, report.right
+                )
                 self.ops[report.step] = self.last = op
             case _:
                 self.others.append(report)
@@ -116,7 +118,7 @@ class Life:
         self.calls = {s: at for s, at in calls if at >= before or s not in self.ops}
         self.ops = {s: op for s, op in self.ops.items() if op.done >= before or op is self.last}
 
-    def knew_to_be_alone(self, op: Op) -> bool:
+    def knew_to_be_alone(self, op: SeenOp) -> bool:
         """Whether the op was its own alone, and its trainer had been told so: no history counts it.
 
         Its next `sync` brings it the state of the others.
@@ -124,7 +126,7 @@ class Life:
         told = (r.at for r in self.others if r.what == "waiting" and TRAINS_ALONE in r.says)
         return len(op.names) == 1 and min(told, default=math.inf) <= op.done
 
-    def errors(self, since: float) -> list[Report]:
+    def errors(self, since: float) -> list[TrainerReport]:
         return [r for r in self.others if r.what in {"error", "superseded"} and r.at >= since]
 
 
@@ -163,7 +165,7 @@ def clean_ops_s(lives: Sequence[Life], *, since: float, until: float) -> list[fl
 
 
 def find_violations(
-    lives: Mapping[str, Sequence[Op]], *, survivors: Iterable[str] = ()
+    lives: Mapping[str, Sequence[SeenOp]], *, survivors: Iterable[str] = ()
 ) -> list[str]:
     """What must never be: wrong values, torn ops, skipped ops. Empty if all is well.
 
@@ -178,7 +180,7 @@ def find_violations(
         for op in ops
         if not op.right
     ]
-    by_step: dict[int, list[tuple[str, Op]]] = defaultdict(list)
+    by_step: dict[int, list[tuple[str, SeenOp]]] = defaultdict(list)
     for name, ops in lives.items():
         for op in ops:
             by_step[op.step].append((name, op))
@@ -191,7 +193,7 @@ def find_violations(
     return found + _skipped({name: lives[name] for name in survivors})
 
 
-def _skipped(lives: Mapping[str, Sequence[Op]]) -> list[str]:
+def _skipped(lives: Mapping[str, Sequence[SeenOp]]) -> list[str]:
     last = max((op.step for ops in lives.values() for op in ops), default=-1)
     found: list[str] = []
     for name, ops in lives.items():

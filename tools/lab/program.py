@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, Self
 
 from tools.lab.commands import LabError
-from tools.lab.net import Host
+from tools.lab.net import LabHost
 
 PATIENCE_S = 60.0  # for what must happen; what takes longer has hung
 LOOK_EVERY_S = 0.02  # for what no line tells
@@ -22,13 +23,13 @@ NEWS = threading.Condition()
 """Notified of each line of any program, and of its end; who holds it reads what does not change."""
 
 
-class Line(NamedTuple):
+class PrintedLine(NamedTuple):
     at: float
     """When it came, of the monotonic clock."""
     text: str
 
 
-class Program:
+class LabProgram:
     """A program, and what it has printed; see `start` for one that starts here and now.
 
     Args:
@@ -50,7 +51,7 @@ class Program:
     ) -> None:
         self.name, self.pid = name, pid
         self.started = time.monotonic()
-        self.lines: list[Line] = []
+        self.lines: list[PrintedLine] = []
         self.ended = False
         """It has, and all that it and its children have printed has been read."""
         self._popen = popen
@@ -68,7 +69,7 @@ class Program:
         command: Sequence[str],
         *,
         environment: Mapping[str, str],
-        host: Host | None = None,
+        host: LabHost | None = None,
         errors: Path | None = None,
         told: bool = False,
     ) -> Self:
@@ -99,7 +100,7 @@ class Program:
     def _read(self, output: IO[str]) -> None:
         with output:
             for text in output:
-                line = Line(time.monotonic(), text.rstrip("\n"))
+                line = PrintedLine(time.monotonic(), text.rstrip("\n"))
                 with NEWS:
                     if self._takes(line.text):
                         self.lines.append(line)
@@ -124,11 +125,11 @@ class Program:
     def text(self) -> str:
         return "\n".join(self.printed())
 
-    def last_line(self, start: str, *, since: float = 0.0) -> Line:
+    def last_line(self, start: str, *, since: float = 0.0) -> PrintedLine:
         """The last one from this time on that begins so; else one at 0.0 that is empty."""
         with NEWS:
             found = (x for x in reversed(self.lines) if x.at >= since and x.text.startswith(start))
-            return next(found, Line(0.0, ""))
+            return next(found, PrintedLine(0.0, ""))
 
     def found(self, pattern: re.Pattern[str]) -> list[re.Match[str]]:
         """Where it occurs in a line."""
@@ -234,7 +235,7 @@ class Program:
         self.end()
 
 
-def runs(program: Program | None) -> bool:
+def runs(program: LabProgram | None) -> bool:
     return program is not None and not program.ended
 
 
@@ -243,7 +244,7 @@ def await_that(
     what: str,
     *,
     within_s: float = PATIENCE_S,
-    of: Iterable[Program] = (),
+    of: Iterable[LabProgram] = (),
 ) -> float:
     """Wait until this holds, and return how long that took.
 
@@ -269,3 +270,13 @@ def await_that(
                 raise LabError("\n".join([f"{what} did not come {when}", *shown]))
             NEWS.wait(min(left_s, LOOK_EVERY_S))
     return time.monotonic() - began
+
+
+@contextlib.contextmanager
+def keep_busy(count: int) -> Iterator[None]:
+    """So many processes that compute without a rest, from `with` to its end."""
+    with contextlib.ExitStack() as stack:
+        for number in range(count):
+            command = [sys.executable, "-c", "while True: pass"]
+            stack.enter_context(LabProgram.start(f"busy {number}", command, environment=os.environ))
+        yield

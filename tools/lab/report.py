@@ -14,7 +14,7 @@ Outcome = Literal["met", "goal missed", "MISSED"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class BarVerdict:
     """One bar, held against one measurement."""
 
     what: str
@@ -30,7 +30,7 @@ class Verdict:
 
 def at_least(
     what: str, value: float, *, goal: float, floor: float | None = None, form: str = "{:.2f}"
-) -> Verdict:
+) -> BarVerdict:
     """A bar that is met from `goal` up, and kept from `floor` up."""
     reached = [limit is not None and value >= limit for limit in (goal, floor)]
     return _verdict(what, "≥", form, (value, goal, floor), reached)
@@ -38,7 +38,7 @@ def at_least(
 
 def at_most(
     what: str, value: float, *, goal: float, floor: float | None = None, form: str = "{:.2f}"
-) -> Verdict:
+) -> BarVerdict:
     """A bar that is met up to `goal`, and kept up to `floor`."""
     reached = [limit is not None and value <= limit for limit in (goal, floor)]
     return _verdict(what, "≤", form, (value, goal, floor), reached)
@@ -50,14 +50,14 @@ def _verdict(
     form: str,
     numbers: tuple[float, float, float | None],
     reached: Sequence[bool],
-) -> Verdict:
+) -> BarVerdict:
     value, goal, floor = numbers
     bar = f"{sign} {form.format(goal)}" + ("" if floor is None else f", floor {form.format(floor)}")
     outcome: Outcome = "met" if reached[0] else "goal missed" if reached[1] else "MISSED"
-    return Verdict(what=what, bar=bar, value=form.format(value), outcome=outcome)
+    return BarVerdict(what=what, bar=bar, value=form.format(value), outcome=outcome)
 
 
-def count_met(verdicts: Sequence[Verdict]) -> str:
+def count_met(verdicts: Sequence[BarVerdict]) -> str:
     """How many bars were met, in words."""
     outcomes = [verdict.outcome for verdict in verdicts]
     said = f"{outcomes.count('met')} of {len(outcomes)} bars met"

@@ -20,12 +20,12 @@ from typing import IO, Any, NoReturn
 
 import msgspec
 
-from tools.lab.net import Host
+from tools.lab.net import LabHost
 
 MAX_ORDER_BYTES = 64 * 1024
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True):
+class ForkOrder(msgspec.Struct, frozen=True, kw_only=True):
     """What a fork shall become; its output goes to the descriptor that comes with the order."""
 
     program: str
@@ -47,7 +47,7 @@ class Warm:
     """
 
     def __init__(
-        self, modules: Sequence[str], environment: Mapping[str, str], host: Host | None = None
+        self, modules: Sequence[str], environment: Mapping[str, str], host: LabHost | None = None
     ) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(30.0)
@@ -61,7 +61,7 @@ class Warm:
                 start_new_session=True,  # a Ctrl-C is the campaign's, which then ends us
             )
 
-    def start(self, order: Order) -> tuple[int, IO[str]]:
+    def start(self, order: ForkOrder) -> tuple[int, IO[str]]:
         """The pid of a new process that does this, and what it writes."""
         reading, writing = os.pipe()
         output = os.fdopen(reading, encoding="utf-8", errors="replace")
@@ -97,7 +97,7 @@ def serve(orders: socket.socket, modules: Sequence[str]) -> None:
         pid = os.fork()
         if pid == 0:
             orders.close()
-            _become(msgspec.msgpack.decode(message, type=Order), outputs[0])
+            _become(msgspec.msgpack.decode(message, type=ForkOrder), outputs[0])
         os.close(outputs[0])
         orders.send(str(pid).encode())
 
@@ -108,7 +108,7 @@ def _reap(*_: Any) -> None:  # noqa: ANN401 - a signal handler's
             pass
 
 
-def _become(order: Order, output: int) -> NoReturn:
+def _become(order: ForkOrder, output: int) -> NoReturn:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     os.dup2(output, 1)

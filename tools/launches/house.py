@@ -7,17 +7,17 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from pmesh.launches.agent.permission import Permission, store_permission
-from tools.lab.cluster import Cluster
+from tools.lab.cluster import LabCluster
 from tools.lab.mesh import Node
-from tools.lab.oplog import Options
-from tools.lab.program import Program, await_that, runs
+from tools.lab.oplog import TrainerOptions
+from tools.lab.program import LabProgram, await_that, runs
 
 
-class House(Cluster):
+class House(LabCluster):
     """`count` machines, from `with` to its end; nothing of them is left, however that comes."""
 
     def __init__(self, count: int, *, logs: Path | None = None) -> None:
-        super().__init__(count, Options(number=0, wait_for=1, op_bytes=0), logs=logs)
+        super().__init__(count, TrainerOptions(number=0, wait_for=1, op_bytes=0), logs=logs)
         self._own: frozenset[int] = frozenset()
 
     def _build(self) -> None:
@@ -27,7 +27,7 @@ class House(Cluster):
             store_permission(node.home, Permission(everyone=True, as_root=True))
         self.heal()
 
-    def launch(self, starter: Node, *arguments: str) -> Program:
+    def launch(self, starter: Node, *arguments: str) -> LabProgram:
         return self.start_command(starter, "run", *arguments)
 
     def heal(self) -> None:
@@ -59,7 +59,7 @@ class House(Cluster):
                 os.kill(pid, signal.SIGKILL)
 
 
-def lines_of(launch: Program, node: Node, word: str) -> list[str]:
+def lines_of(launch: LabProgram, node: Node, word: str) -> list[str]:
     """What the ranks of a machine have printed that begins with a word."""
     lines = [line.split(" | ", 1) for line in launch.printed() if " | " in line]
     return [text for name, text in lines if name == node.name and text.startswith(word)]

@@ -1,18 +1,20 @@
 """Somebody is killed, or cut off, while ranks train; what must end ends, and the others go on."""
 
 import os
-import random
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Literal, TypeAlias
 
 import numpy as np
 from sklearn.datasets import load_digits
 
+from tools.lab.campaign import CampaignRun, Tally
 from tools.lab.commands import LabError
 from tools.lab.mesh import Node
 from tools.lab.program import await_that
@@ -24,6 +26,7 @@ DEAF_ENDS_S = 10.0
 """The same on a machine whose own link is cut: it hears nobody, and waits for longer (V12)."""
 STARTS_S, TRAINS_S = 90.0, 90.0  # a busy machine imports torch for a while
 FOR_EVER = 10**6
+MACHINES = 3
 ACCURACY = 0.85
 SCRIPTS = Path(__file__).parent / "scripts"
 # The rank and a child of it heed no signal.
@@ -36,7 +39,7 @@ _SCRIPT = {"pmesh": "pmesh_digits.py", "gloo": "torch_digits.py", "mlx-ring": "m
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class Blow:
     """Whom to strike, and what is promised then."""
 
     name: str
@@ -54,6 +57,13 @@ class Case:
     """The ranks that are left train to the end."""
 
     @property
+    def bar(self) -> str:
+        goes_on = "all train" if self.trained == MACHINES else "the others train"
+        then = f", and {goes_on} to the end" if self.goes_on else ""
+        code = "" if self.code is None else f"; exit code {self.code}"
+        return f"nothing is left after {self.ends_s:g} s{then}{code}"
+
+    @property
     def steps(self) -> int:
         if not self.goes_on:
             return FOR_EVER
@@ -69,55 +79,36 @@ class Case:
         return 3 if self.victim == "rank" or self.comes_back else 2
 
 
-def _for_engines(name: str, what: str, victim: Victim) -> list[Case]:
+def _for_engines(name: str, what: str, victim: Victim) -> list[Blow]:
     engines: tuple[Engine, ...] = ("pmesh", "gloo", "mlx-ring")
-    return [Case(name=f"{name}-{e}", what=what, victim=victim, engine=e) for e in engines]
+    return [Blow(name=f"{name}-{e}", what=what, victim=victim, engine=e) for e in engines]
 
 
 def _of_starter(
     name: str, what: str, victim: Victim, *, code: int | None, of_starter: bool = True
-) -> Case:
-    return Case(
+) -> Blow:
+    return Blow(
         name=name, what=what, victim=victim, of_starter=of_starter, code=code, goes_on=False
     )
 
 
-CASES = (
+# fmt: off
+BLOWS = (
     *_for_engines("rank", "kill -9 of a rank", "rank"),
     *_for_engines("agent", "kill -9 of an agent", "agent"),
     *_for_engines("machine", "kill -9 of all on a machine", "machine"),
     *_for_engines("cable", "the link of a machine is cut", "cable"),
-    Case(
-        name="back",
-        what="kill -9 of an agent that is started again",
-        victim="agent",
-        comes_back=True,
-    ),
-    Case(
-        name="rank-once",
-        what="kill -9 of a rank, --restarts 0",
-        victim="rank",
-        engine="mlx-ring",
-        restarts=0,
-        code=137,
-        goes_on=False,
-    ),
+    Blow(name="back", what="kill -9 of an agent that is started again", victim="agent",
+         comes_back=True),
+    Blow(name="rank-once", what="kill -9 of a rank, --restarts 0", victim="rank",
+         engine="mlx-ring", restarts=0, code=137, goes_on=False),
     _of_starter("ctrl-c", "Ctrl-C", "ctrl-c", code=130),
     _of_starter("starter", "kill -9 of `pmesh run`", "starter", code=None),
     _of_starter("starter-agent", "kill -9 of the starter's agent", "agent", code=1),
     _of_starter("starter-machine", "kill -9 of all on its machine", "machine", code=None),
     _of_starter("starter-cable", "the link of its machine is cut", "cable", code=None),
 )
-
-
-@dataclass(slots=True)
-class Tally:
-    """What was measured of one case."""
-
-    tried: int = 0
-    ended_s: list[float] = field(default_factory=list[float])
-    """From the blow until nothing was left of what must end, in each episode."""
-    violations: list[str] = field(default_factory=list[str])
+# fmt: on
 
 
 def write_digits(folder: Path) -> Path:
@@ -128,39 +119,26 @@ def write_digits(folder: Path) -> Path:
     return path
 
 
-def run_case(
-    house: House,
-    case: Case,
-    episodes: int,
-    *,
-    seed: int,
-    folder: Path,
-    keep: Callable[[Tally], None] = lambda _: None,
-) -> Tally:
-    """Strike so many times; what goes wrong is kept, and the house begins anew.
-
-    Args:
-        house: Where.
-        case: Whom.
-        episodes: How often.
-        seed: Of the dice.
-        folder: For data and checkpoints.
-        keep: Is called after each episode, so that a campaign that is killed has results.
-    """
-    dice, tally = random.Random(f"{case.name} {seed}"), Tally()  # noqa: S311 - no secret
-    data = write_digits(folder)
-    for number in range(episodes):
-        tally.tried += 1
-        try:
-            Episode(house, case, dice, data, folder / f"{case.name}-{seed}-{number}.npz").run(tally)
-        except LabError as e:
-            tally.violations.append(f"episode {number}: {e}")
-            for pid in house.left():
-                os.kill(pid, signal.SIGKILL)
-        keep(tally)
-        if case.victim == "cable":  # agents have more patience with a link that has recovered
-            house.kill_agents()
-        house.heal()
+def run_blows(run: CampaignRun, case: Blow) -> Tally:
+    """Strike so many times; what goes wrong is kept, and the house begins anew."""
+    dice, tally = Random(f"{case.name} {run.seed}"), Tally()  # noqa: S311 - no secret
+    with (
+        tempfile.TemporaryDirectory(prefix="launches-") as name,
+        House(MACHINES, logs=run.logs) as house,
+    ):
+        folder = Path(name)
+        data = write_digits(folder)
+        for number in range(run.episodes):
+            tally.ops_checked += 1
+            try:
+                Episode(house, case, dice, data, folder / f"{number}.npz").run(tally)
+            except LabError as e:
+                tally.violations.append(f"episode {number}: {e}")
+                for pid in house.left():
+                    os.kill(pid, signal.SIGKILL)
+            if case.victim == "cable":  # agents have more patience with a link that has recovered
+                house.kill_agents()
+            house.heal()
     return tally
 
 
@@ -168,7 +146,7 @@ class Episode:
     """One launch that is struck once."""
 
     def __init__(
-        self, house: House, case: Case, dice: random.Random, data: Path, checkpoint: Path
+        self, house: House, case: Blow, dice: Random, data: Path, checkpoint: Path
     ) -> None:
         self._house, self._case, self._dice = house, case, dice
         starter, *others = dice.sample(house.nodes, len(house.nodes))
@@ -184,7 +162,7 @@ class Episode:
         time.sleep(self._dice.uniform(0, 0.3))
         doomed = self._doomed()
         took_s = self._strike(doomed)
-        tally.ended_s.append(took_s)
+        tally.recovery_s.append(took_s)
         if case.comes_back:
             self._house.start_agent(self._victim)
         if case.goes_on:

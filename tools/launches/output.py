@@ -5,24 +5,27 @@ import pty
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Final, Literal, TypeAlias
 
 import psutil
 
+from tools.lab.campaign import CampaignRun, Tally
 from tools.lab.commands import LabError
 from tools.lab.mesh import Node
 from tools.lab.program import await_that
+from tools.lab.units import MIB
 from tools.launches.house import House
 
-LINES_PER_S = 10_000
+LINES_PER_S, SHORT_LINES_PER_S = 10_000, 2000
 PATIENCE_S = 120.0
-SCRIPTS = Path(__file__).parent / "scripts"
 PADDING = "x" * 60
 SLOW_BYTES_PER_S = 1000
 
@@ -56,7 +59,7 @@ with pmesh.connect() as mesh:
 
 
 @dataclass(slots=True)
-class Memory:
+class MostMemory:
     """The most memory that some processes have held, in bytes, and what they held at first."""
 
     first: dict[str, int] = field(default_factory=dict[str, int])
@@ -78,8 +81,8 @@ class Memory:
 
 
 @contextmanager
-def _watched(pids: dict[str, int]) -> Iterator[Memory]:
-    memory, over = Memory(), threading.Event()
+def _watched(pids: dict[str, int]) -> Iterator[MostMemory]:
+    memory, over = MostMemory(), threading.Event()
 
     def watch() -> None:
         while not over.wait(0.25):
@@ -99,41 +102,31 @@ def _agents(house: House) -> dict[str, int]:
     return {node.name: node.agent.pid for node in house.nodes if node.agent is not None}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flooded:
-    """What came of a flood of lines."""
-
-    lines: int
-    took_s: float
-    """Until the starter had printed all."""
-    ranks_s: float
-    """Until the slowest rank had printed all."""
-    agent_growth: int
-    starter_bytes: int
-    wrong: tuple[str, ...]
-
-
-def flood(house: House, *, lines_per_s: int = LINES_PER_S, seconds: int = 20) -> Flooded:
-    """Each machine prints so many lines a second; compare every line that comes."""
-    starter = house.nodes[0]
-    began = time.monotonic()
-    command = (sys.executable, "-c", FLOOD, str(lines_per_s), str(seconds))
-    with _start(starter, command, subprocess.PIPE) as run:
-        pids = _agents(house) | {"starter": run.pid}
-        with _watched(pids) as memory:
-            found = _read(run, house, lines_per_s * seconds)
-            code = run.wait(PATIENCE_S)
-    wrong = [*found.wrong]
-    if code:
-        wrong.append(f"exit code {code}")
-    return Flooded(
-        lines=found.lines,
-        took_s=time.monotonic() - began,
-        ranks_s=max(found.ranks_s, default=0.0),
-        agent_growth=memory.growth([node.name for node in house.nodes]),
-        starter_bytes=memory.most["starter"],
-        wrong=tuple(wrong),
-    )
+def run_flood(run: CampaignRun) -> Tally:
+    """Each machine prints so many lines a second, `--episodes` seconds; compare every line."""
+    lines_per_s = SHORT_LINES_PER_S if run.short else LINES_PER_S
+    with House(4, logs=run.logs) as house:
+        command = (sys.executable, "-c", FLOOD, str(lines_per_s), str(run.episodes))
+        began = time.monotonic()
+        with _start(house.nodes[0], command, subprocess.PIPE) as launch:
+            pids = _agents(house) | {"starter": launch.pid}
+            with _watched(pids) as memory:
+                found = _read(launch, house, lines_per_s * run.episodes)
+                code = launch.wait(PATIENCE_S)
+        if code:
+            found.wrong.append(f"exit code {code}")
+        return Tally(
+            ops_checked=found.lines,
+            violations=found.wrong,
+            facts={
+                "lines printed": 4 * lines_per_s * run.episodes,
+                "lost, torn, or out of order": 4 * lines_per_s * run.episodes - found.lines,
+                "the slowest rank took, s": max(found.ranks_s, default=0.0),
+                "until all was printed, s": time.monotonic() - began,
+                "an agent grew by, MiB": memory.growth([n.name for n in house.nodes]) / MIB,
+                "most memory of the starter, MiB": memory.most["starter"] / MIB,
+            },
+        )
 
 
 @dataclass(slots=True)
@@ -168,6 +161,21 @@ TERMINALS: Final[dict[Terminal, str]] = {
     "slow": "reads 1 kB/s",
     "stopped": "`pmesh run` is stopped (SIGSTOP)",
 }
+
+
+def run_terminals(run: CampaignRun) -> Tally:
+    """Train behind each kind of terminal, in turns; `--episodes` of each."""
+    speeds: dict[Terminal, list[float]] = {kind: [] for kind in TERMINALS}
+    with (
+        tempfile.TemporaryDirectory(prefix="launches-") as folder,
+        House(3, logs=run.logs) as house,
+    ):
+        for _ in range(run.episodes):
+            for kind, found in speeds.items():
+                seconds = 1.0 if run.short else 8.0
+                found.append(steps_per_s(house, kind, seconds=seconds, folder=Path(folder)))
+    facts = {f"steps/s, {what}": median(speeds[kind]) for kind, what in TERMINALS.items()}
+    return Tally(ops_checked=run.episodes, facts=facts)
 
 
 def steps_per_s(house: House, terminal: Terminal, *, seconds: float, folder: Path) -> float:

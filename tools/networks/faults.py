@@ -10,31 +10,32 @@ from random import Random
 from typing import NamedTuple
 
 from tools.chaos.campaigns import check_after
-from tools.chaos.episodes import CLEAN_OPS, Cut, Fault, Kill, Run, Tally, run_episodes
-from tools.lab.cluster import Cluster
+from tools.chaos.episodes import Cut, Fault, Kill, run_episodes
+from tools.lab.campaign import CLEAN_OPS, CampaignRun, Tally
+from tools.lab.cluster import LabCluster
 from tools.lab.commands import LabError
 from tools.lab.mesh import BOTH
-from tools.lab.report import Verdict, at_most
+from tools.lab.report import BarVerdict, at_most
 from tools.networks.lab import PROFILES, SlowLab, measure_round_trip_s
 
 HOSTS = 3
 PATIENCE_S = 90.0  # what has not come then has hung
 
 
-class Row(NamedTuple):
+class Trouble(NamedTuple):
     """One fault and its bar."""
 
     what: str
     limit_s: float
-    run: Callable[[Cluster, int, Random], Tally]
+    run: Callable[[LabCluster, int, Random], Tally]
     """Make so many episodes of it."""
     beyond_clean: bool = False
     """The bar is for the median over the median clean op; else for the longest time."""
 
 
 def judge_faults(
-    profile: str, run: Run, partitions_s: tuple[float, ...], *, timed: bool
-) -> Iterator[Verdict]:
+    profile: str, run: CampaignRun, partitions_s: tuple[float, ...], *, timed: bool
+) -> Iterator[BarVerdict]:
     """Yield how each fault on this network holds against its bar.
 
     Args:
@@ -48,21 +49,21 @@ def judge_faults(
         logs = None if run.logs is None else run.logs / f"{profile}, {row.what}"
         lab = SlowLab(HOSTS, PROFILES[profile], seed=run.seed)
         try:
-            with Cluster(HOSTS, run.options(HOSTS), logs=logs, lab=lab) as cluster:
+            with LabCluster(HOSTS, run.options(HOSTS), logs=logs, lab=lab) as cluster:
                 tally = row.run(cluster, run.episodes, run.random())
         except LabError as e:
             tally = Tally(violations=[str(e)])
         yield _judge(row, tally, timed=timed)
 
 
-def _rows(profile: str, trip_s: float, partitions_s: tuple[float, ...]) -> Iterator[Row]:
+def _rows(profile: str, trip_s: float, partitions_s: tuple[float, ...]) -> Iterator[Trouble]:
     killed_s, cut_s = 4 * trip_s + 0.020, 2.5 if profile in {"wired", "wifi"} else 10.0
     for what, limit_s, fault in (
         ("a rank killed", killed_s, Kill(parts=("trainer",), patience_s=PATIENCE_S)),
         ("a host's agent and rank killed", killed_s, Kill(parts=BOTH, patience_s=PATIENCE_S)),
         ("a host's link cut", cut_s, Cut(patience_s=PATIENCE_S)),
     ):
-        yield Row(
+        yield Trouble(
             what,
             limit_s,
             _episodes_of(fault),
@@ -70,14 +71,14 @@ def _rows(profile: str, trip_s: float, partitions_s: tuple[float, ...]) -> Itera
         )
     for apart_s in partitions_s:
         what = f"healed after a partition of {apart_s:g} s"
-        yield Row(what, 10 * trip_s + 5.0, partial(run_partitions, apart_s=apart_s))
+        yield Trouble(what, 10 * trip_s + 5.0, partial(run_partitions, apart_s=apart_s))
 
 
-def _episodes_of(fault: Fault) -> Callable[[Cluster, int, Random], Tally]:
+def _episodes_of(fault: Fault) -> Callable[[LabCluster, int, Random], Tally]:
     return lambda cluster, count, random: run_episodes(cluster, fault, count, random)
 
 
-def run_partitions(cluster: Cluster, count: int, random: Random, *, apart_s: float) -> Tally:
+def run_partitions(cluster: LabCluster, count: int, random: Random, *, apart_s: float) -> Tally:
     """Cut a random host off and mend that so often; the time until all train together counts."""
     tally = Tally()
     cluster.start()
@@ -97,7 +98,7 @@ def run_partitions(cluster: Cluster, count: int, random: Random, *, apart_s: flo
     return tally
 
 
-def _judge(row: Row, tally: Tally, *, timed: bool) -> Verdict:
+def _judge(row: Trouble, tally: Tally, *, timed: bool) -> BarVerdict:
     what, value_s = f"{row.what}, longest", max(tally.recovery_s, default=math.inf)
     if row.beyond_clean and tally.clean_s and tally.recovery_s:
         clean_s = statistics.median(tally.clean_s)

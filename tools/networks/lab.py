@@ -10,8 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Literal
 
-from tools.lab.net import Host, NetLab, run_system
-from tools.lab.program import Program
+from tools.lab.net import LabHost, NetLab, run_system
+from tools.lab.program import LabProgram
 
 SOURCE = Path(__file__).with_name("switch.c")
 _ECHO = """
@@ -74,7 +74,7 @@ class SlowLab(NetLab):
         super().__init__(count)
         self._profile = profile
         self._seed = seed
-        self._running: Program | None = None
+        self._running: LabProgram | None = None
 
     def _build(self) -> None:
         run_system(["ip", "netns", "add", self._switch])
@@ -86,7 +86,7 @@ class SlowLab(NetLab):
             names = ",".join(host.namespace for host in self.hosts)
             numbers = [f"{number:g}" for number in (*astuple(self._profile), self._seed)]
             command = ["ip", "netns", "exec", self._switch, program, names, *numbers]
-            self._running = Program.start("switch", command, environment=os.environ, told=True)
+            self._running = LabProgram.start("switch", command, environment=os.environ, told=True)
             self._running.hear()  # it is ready
         for host in self.hosts:
             self._set_up(host)
@@ -94,7 +94,7 @@ class SlowLab(NetLab):
     def _change_cuts(
         self,
         verb: Literal["add", "delete"],
-        pairs: Sequence[tuple[Host, Host]],
+        pairs: Sequence[tuple[LabHost, LabHost]],
         networks: Sequence[int],
     ) -> None:
         assert networks == [0]  # noqa: S101 - it has one
@@ -103,10 +103,10 @@ class SlowLab(NetLab):
         lines = [f"{order} {one.number - 1} {other.number - 1}" for one, other in pairs]
         self._running.tell("\n".join(lines))
 
-    def round_trip_s(self, one: Host, other: Host, *, timeout_s: float = 10.0) -> float:
+    def round_trip_s(self, one: LabHost, other: LabHost, *, timeout_s: float = 10.0) -> float:
         """Measure the median round trip of a byte by TCP; raises CalledProcessError if none."""
         echo = [sys.executable, "-c", _ECHO]
-        with Program.start("echo", echo, environment=os.environ, host=other) as program:
+        with LabProgram.start("echo", echo, environment=os.environ, host=other) as program:
             program.hear()  # it listens
             ping = [sys.executable, "-c", _PING, other.ipv4, str(timeout_s)]
             return statistics.median(map(float, one.run(ping, timeout_s=60.0).split()))

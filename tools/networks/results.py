@@ -5,11 +5,11 @@ from typing import Literal, Self
 
 import msgspec
 
-from tools.lab.report import Verdict, at_least, at_most
+from tools.lab.report import BarVerdict, at_least, at_most
 from tools.lab.units import percentile
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One line of a worker's output."""
 
     what: Literal["joined", "step", "said", "error"]
@@ -21,7 +21,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     says: str = ""
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class StepsTaken(msgspec.Struct, frozen=True, kw_only=True):
     """One system on one network, with one seed."""
 
     steps: int
@@ -38,7 +38,9 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     errors: int
 
     @classmethod
-    def of(cls, ranks: Sequence[Sequence[Line]], *, began: float, ended: float, views: int) -> Self:
+    def of(
+        cls, ranks: Sequence[Sequence[StepLine]], *, began: float, ended: float, views: int
+    ) -> Self:
         """Sum up what the ranks have said from `began` to `ended`."""
         took: list[float] = []
         counts: list[int] = []
@@ -68,7 +70,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def verdicts_of(ours: Outcome, gloo: Outcome, *, short: bool) -> list[Verdict]:
+def verdicts_of(ours: StepsTaken, gloo: StepsTaken, *, short: bool) -> list[BarVerdict]:
     """Return how pmesh's outcome holds against the bars; if short, those of safety."""
     verdicts = _of_safety(ours)
     if not short:
@@ -82,8 +84,8 @@ def verdicts_of(ours: Outcome, gloo: Outcome, *, short: bool) -> list[Verdict]:
 
 
 def verdicts_of_calls(
-    ours: Outcome, gloo: Outcome, round_trip_s: float, *, short: bool
-) -> list[Verdict]:
+    ours: StepsTaken, gloo: StepsTaken, round_trip_s: float, *, short: bool
+) -> list[BarVerdict]:
     """Return how pmesh's small calls hold against the round trip; if short, only their safety."""
     if short:
         return _of_safety(ours)
@@ -93,7 +95,7 @@ def verdicts_of_calls(
     return [*_of_safety(ours), at_most(what, ours.median_s / round_trip_s, goal=1.1)]
 
 
-def _of_safety(ours: Outcome) -> list[Verdict]:
+def _of_safety(ours: StepsTaken) -> list[BarVerdict]:
     return [
         at_most("steps without all ranks", ours.alone, goal=0, form="{:.0f}"),
         at_most("errors", ours.errors, goal=0, form="{:.0f}"),

@@ -1,7 +1,4 @@
-"""One rank that averages gradients without end; each step is a line of JSON on standard output.
-
-python -m tools.networks.worker pmesh|gloo RANK SIZE BYTES SYNC
-"""
+"""One rank that averages gradients without end; each step is a line of JSON on standard output."""
 
 import importlib
 import logging
@@ -14,12 +11,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tools.networks.results import Line
-
-TAKEN_BACK = "taken back"
+from tools.networks.results import StepLine
 
 
-def say(line: Line) -> None:
+def say(line: StepLine) -> None:
     """In one write: lines of threads don't mix."""
     os.write(1, msgspec.json.encode(line) + b"\n")
 
@@ -28,7 +23,7 @@ class Warnings(logging.Handler):
     """Passes on what pmesh says on the terminal."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        say(Line(what="said", at=time.monotonic(), says=record.getMessage()))
+        say(StepLine(what="said", at=time.monotonic(), says=record.getMessage()))
 
 
 def steps_of_pmesh(size: int, count: int, *, sync: bool) -> Iterator[Callable[[], int]]:
@@ -49,7 +44,7 @@ def steps_of_pmesh(size: int, count: int, *, sync: bool) -> Iterator[Callable[[]
                 state = mesh.sync(state)
             mean = mesh.average_gradients(gradients)
         except pmesh.HistorySuperseded as e:
-            say(Line(what="error", at=time.monotonic(), says=f"{type(e).__name__}: {e}"))
+            say(StepLine(what="error", at=time.monotonic(), says=f"{type(e).__name__}: {e}"))
             return mesh.size
         if mean[0] != 1 or mean[-1] != 1:
             raise RuntimeError(f"the mean of ones is {mean[0]}, {mean[-1]}")
@@ -77,23 +72,21 @@ def steps_of_gloo(rank: int, size: int, count: int) -> Iterator[Callable[[], int
         yield step
 
 
-def main(system: str, rank: str, size: str, nbytes: str, sync: str) -> None:
-    """Make steps until the process is killed."""
-    count = int(nbytes) // 4
+def work(system: str, rank: int, size: int, nbytes: int, sync: bool) -> None:  # noqa: FBT001 - of JSON
+    """Make steps until the process is killed; only pmesh's ranks sync."""
+    count = nbytes // 4
     if system == "pmesh":
-        steps = steps_of_pmesh(int(size), count, sync=sync == "sync")
+        steps = steps_of_pmesh(size, count, sync=sync)
     else:
-        steps = steps_of_gloo(int(rank), int(size), count)
-    say(Line(what="joined", at=time.monotonic()))
+        steps = steps_of_gloo(rank, size, count)
+    say(StepLine(what="joined", at=time.monotonic()))
     for step in steps:
         began = time.monotonic()
         try:
             ranks = step()
         except Exception as e:  # noqa: BLE001 - the measurement reports it
-            say(Line(what="error", at=time.monotonic(), says=f"{type(e).__name__}: {e}"))
+            say(StepLine(what="error", at=time.monotonic(), says=f"{type(e).__name__}: {e}"))
             sys.exit(1)
-        say(Line(what="step", at=time.monotonic(), took_s=time.monotonic() - began, ranks=ranks))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+        say(
+            StepLine(what="step", at=time.monotonic(), took_s=time.monotonic() - began, ranks=ranks)
+        )

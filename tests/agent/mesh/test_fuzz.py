@@ -37,7 +37,7 @@ from tools.fuzz.agent import SHORT_BAN_S, accepts, lying
 from tools.fuzz.agent import new_liar as new_lying_member
 from tools.fuzz.claims import Claims, errors_of_ranks, waiting_in_jobs
 from tools.fuzz.liar import Liar
-from tools.fuzz.outsider import ACTIONS, Attack
+from tools.fuzz.outsider import ACTIONS, OutsiderAttack
 from tools.fuzz.store_lies import lie_about_stores, new_store_liar, sequences
 from tools.fuzz.trainer import lie_to_agent
 from tools.fuzz.trainer import new_liar as new_lying_trainer
@@ -228,7 +228,7 @@ async def test_a_member_without_a_seat_parts_nobody_and_leaves_nothing_behind(
         links = [dict(machine.agent.peers.links) for machine in here.machines]
         doors = tuple(machine.address for machine in here.machines)
         with noting_bans(monkeypatch) as banned:
-            await Attack(
+            await OutsiderAttack(
                 doors=doors,
                 mesh_key=MESH,
                 liar=new_lying_member(FIRST_SEED),

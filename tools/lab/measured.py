@@ -68,7 +68,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return sum(values) if name in _COUNTED else max(values)
 
 
-class Table(msgspec.Struct, frozen=True, kw_only=True):
+class PageTable(msgspec.Struct, frozen=True, kw_only=True):
     """A table of the page that another tool has measured."""
 
     title: str
@@ -80,4 +80,4 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
 
 class Results(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     measured: tuple[Measured, ...] = ()
-    tables: tuple[Table, ...] = ()
+    tables: tuple[PageTable, ...] = ()

@@ -1,33 +1,22 @@
 """pmesh beside gloo and MLX's ring, compressed all-reduces beside uncompressed ones; in turns.
 
-    $ python -m tools.bench list
-    $ python -m tools.bench run loopback-2 --json docs/explanation/benchmarks/loopback-2.json
-    $ sudo .venv/bin/python -m tools.bench run gigabit-4 --json ...      # Linux
-    $ sudo .venv/bin/python -m tools.bench run 1gbit --schemes none,int8 --rounds 1
-    $ python -m tools.bench report benchmarks docs/explanation/benchmarks/*.json
-    $ python -m tools.bench report compression-speed docs/explanation/compression/*.json
-
-It needs torch and MLX (`pip install '.[torch,mlx]'`), a network lab also iperf3. The kernels alone
-are measured by `python -m tools.bench.kernels`, what compression does to a training by
-`python -m tools.bench.training`.
+It needs torch and MLX (`pip install '.[torch,mlx]'`), a network lab also iperf3.
 """
 
 import importlib.util
 import os
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from tools.bench.cases import CASES, SOAK_OPS, Case, find_case
 from tools.bench.compressed import find_way
 from tools.bench.measuring import Taken, take_rounds
-from tools.bench.report import COMPRESSION_PAGE, lines_of, render
-from tools.bench.results import Measured, Results, Run
+from tools.bench.report import lines_of
+from tools.bench.results import CaseResult, CaseResults, CaseRun
 from tools.bench.soaking import soak
-from tools.lab.commands import Flag, LabError, new_app, run_app
+from tools.lab.commands import Flag, LabError
 from tools.lab.results import (
     describe_commit,
     describe_machine,
@@ -35,7 +24,7 @@ from tools.lab.results import (
     replaced,
     write_results,
 )
-from tools.lab.units import KIB, size_text
+from tools.lab.units import KIB
 
 SHORT_BYTES = 64 * KIB
 SHORT_SIDE = 256
@@ -46,18 +35,8 @@ LAG_OPS = 40
 MODULES = {"gloo": "torch", "mlx": "mlx.core"}
 # One thread for each rank's linear algebra, as torchrun sets it: they share the machine's cores.
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-app = new_app("bench", __doc__)
 
 
-@app.command(name="list")
-def list_cases() -> None:
-    """The cases, with their sizes and who has turns."""
-    for case in CASES:
-        sizes = ", ".join(map(size_text, case.sizes))
-        print(f"{case.name:12} {sizes:32} {case.what}: {', '.join(case.turns)}")
-
-
-@app.command
 def run(
     *cases: str,
     sizes: tuple[int, ...] = (),
@@ -99,25 +78,6 @@ def run(
         _measure(chosen, rounds_, ops or _ops(case, short=short), json, add=add)
 
 
-@app.command
-def report(
-    page: Literal["benchmarks", "compression-speed"], *files: Path, plot: Path | None = None
-) -> None:
-    """Write the page, from the results in these files, to standard output.
-
-    Args:
-        page: Which one.
-        files: As `run --json` has written them.
-        plot: Where a picture of the schemes' speeds goes: .svg, .png or .pdf.
-    """
-    results = [read_results(file, Results) for file in files]
-    print(render(page, results), end="")
-    if plot is not None and page == COMPRESSION_PAGE:
-        from tools.bench.plots import draw_speeds  # noqa: PLC0415 - who asks has matplotlib
-
-        draw_speeds(plot, [measured for each in results for measured in each.measured])
-
-
 def _ops(case: Case, *, short: bool) -> int:
     return SHORT_OPS if short else SOAK_OPS if case.kind == "memory" else LAG_OPS
 
@@ -125,15 +85,15 @@ def _ops(case: Case, *, short: bool) -> int:
 def _measure(case: Case, rounds: int, ops: int, json: Path | None, *, add: bool) -> None:
     began = time.monotonic()
     print(f"{case.name}: {case.what}", flush=True)
-    old = read_results(json, Results) if json is not None and json.exists() else Results()
-    found: dict[int, Measured] = {}
+    old = read_results(json, CaseResults) if json is not None and json.exists() else CaseResults()
+    found: dict[int, CaseResult] = {}
     for taken in _take(case, rounds, ops):
         found[taken.op_bytes] = measured = _describe(case, taken, ops)
         if json is not None:  # now: who measures may run out of time
             kept = old.measured
             for each in found.values():
-                kept = replaced(kept, each, _identity, Measured.__add__ if add else None)
-            write_results(json, Results(measured=kept))
+                kept = replaced(kept, each, _identity, CaseResult.__add__ if add else None)
+            write_results(json, CaseResults(measured=kept))
         seconds = ", ".join(f"{n} {turn.seconds:.3g} s" for n, turn in taken.rounds[-1].items())
         print(f"  round {len(taken.rounds)}: {seconds}", flush=True)
         if len(taken.rounds) == rounds or case.kind in {"memory", "lag"}:
@@ -141,7 +101,7 @@ def _measure(case: Case, rounds: int, ops: int, json: Path | None, *, add: bool)
     print(f"  took {time.monotonic() - began:.0f} s", flush=True)
 
 
-def _identity(measured: Measured) -> tuple[str, int]:
+def _identity(measured: CaseResult) -> tuple[str, int]:
     return measured.identity
 
 
@@ -152,20 +112,20 @@ def _take(case: Case, rounds: int, ops: int) -> Iterator[Taken]:
         yield from take_rounds(case, rounds, lambda text: print(f"  {text}", flush=True))
 
 
-def _describe(case: Case, taken: Taken, ops: int) -> Measured:
+def _describe(case: Case, taken: Taken, ops: int) -> CaseResult:
     options = f" --sizes {taken.op_bytes}" if case.sizes else f" --schemes {','.join(case.turns)}"
     if case.kind == "compressed" and case.layout == "matrix":
         options += f" --side {case.side}"
     is_soak = case.kind in {"memory", "lag"}
     options += f" --ops {ops}" if is_soak else f" --rounds {len(taken.rounds)}"
-    made = Run(
-        command=f"python -m tools.bench run {case.name}{options}",
+    made = CaseRun(
+        command=f"python -m tools run {case.name}{options}",
         commit=describe_commit(),
         machine=describe_machine(),
         rounds=taken.rounds,
         ceiling=taken.ceiling,
     )
-    return Measured(
+    return CaseResult(
         case=case.name, ranks=case.ranks, op_bytes=taken.op_bytes, runs=(made,), facts=taken.facts
     )
 
@@ -184,11 +144,3 @@ def _check(case: Case) -> None:
         missing = importlib.util.find_spec(module.partition(".")[0]) is None
         if missing and system in needed:
             raise LabError(f"{system} needs {module}: pip install '.[torch,mlx]'")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    return run_app(app, arguments, needs_lab=False)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

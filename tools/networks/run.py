@@ -1,15 +1,9 @@
 """pmesh on networks as people have them: steps of training and small calls beside gloo, and faults.
 
-    $ sudo .venv/bin/python -m tools.networks run --short
-    $ sudo .venv/bin/python -m tools.networks run far crowded --seconds 120 --seeds 1 --seeds 2
-    $ sudo .venv/bin/python -m tools.networks calls
-    $ sudo .venv/bin/python -m tools.networks faults homes --episodes 10 --partition-s 30
-
 Linux, root, a C compiler, torch. Each profile is in `tools.networks.lab`.
 """
 
 import contextlib
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
@@ -20,24 +14,25 @@ import msgspec
 from msgspec.json import decode
 
 from tools.bench.systems import start_ranks
-from tools.chaos.episodes import Run
-from tools.lab.commands import Flag, new_app, run_app
-from tools.lab.mesh import Mesh, Node
-from tools.lab.net import Host
+from tools.lab.call import words_for
+from tools.lab.campaign import CampaignRun
+from tools.lab.commands import Flag
+from tools.lab.mesh import LabMesh, Node
+from tools.lab.net import LabHost
 from tools.lab.program import await_that
-from tools.lab.report import Verdict
+from tools.lab.report import BarVerdict
 from tools.networks.faults import judge_faults
 from tools.networks.lab import PROFILES, SlowLab, measure_round_trip_s
-from tools.networks.results import Line, Outcome, verdicts_of, verdicts_of_calls
+from tools.networks.results import StepLine, StepsTaken, verdicts_of, verdicts_of_calls
+from tools.networks.worker import work
 
 SHORT = ("wired", "crowded")
 SHORT_S = 5.0
 SYSTEMS = ("gloo", "pmesh")
-app = new_app("networks", __doc__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class StepLoad:
     """What the ranks do."""
 
     seconds: float
@@ -47,8 +42,7 @@ class Load:
     """pmesh's ranks call mesh.sync() before each step."""
 
 
-@app.command
-def run(
+def steps(
     *profiles: str,
     seconds: float = 30.0,
     seeds: tuple[int, ...] = (1,),
@@ -73,7 +67,7 @@ def run(
     Returns:
         1 if a bar was missed.
     """
-    load = Load(seconds=SHORT_S if short else seconds, nbytes=int(mib * 2**20), sync=not plain)
+    load = StepLoad(seconds=SHORT_S if short else seconds, nbytes=int(mib * 2**20), sync=not plain)
     missed = 0
     for profile in profiles or (SHORT if short else PROFILES):
         for seed in seeds:
@@ -82,7 +76,6 @@ def run(
     return int(missed > 0)
 
 
-@app.command
 def calls(
     *profiles: str,
     seconds: float = 30.0,
@@ -102,7 +95,7 @@ def calls(
     Returns:
         1 if a bar was missed.
     """
-    load = Load(seconds=SHORT_S if short else seconds, nbytes=4096, sync=False)
+    load = StepLoad(seconds=SHORT_S if short else seconds, nbytes=4096, sync=False)
     missed = 0
     for profile in profiles or (("homes",) if short else ("homes", "far", "orbit")):
         trip_s = measure_round_trip_s(profile, seed=seed)
@@ -111,7 +104,6 @@ def calls(
     return int(missed > 0)
 
 
-@app.command
 def faults(
     *profiles: str,
     episodes: int = 5,
@@ -137,7 +129,7 @@ def faults(
     """
     if short:
         episodes, partition_s, mib = 1, (1.0,), 1 / 16
-    order = Run(episodes=episodes, op_bytes=int(mib * 2**20), seed=seed, logs=logs)
+    order = CampaignRun(episodes=episodes, op_bytes=int(mib * 2**20), seed=seed, logs=logs)
     missed = 0
     for profile in profiles or (("homes",) if short else PROFILES):
         print(f"{profile}, {episodes} times each:", flush=True)
@@ -146,9 +138,9 @@ def faults(
 
 
 def _take_turns(
-    profile: str, load: Load, *, hosts: int, seed: int, logs: Path | None
-) -> dict[str, Outcome]:
-    found: dict[str, Outcome] = {}
+    profile: str, load: StepLoad, *, hosts: int, seed: int, logs: Path | None
+) -> dict[str, StepsTaken]:
+    found: dict[str, StepsTaken] = {}
     for system in SYSTEMS:
         with contextlib.ExitStack() as stack:
             if logs is None:
@@ -162,7 +154,7 @@ def _take_turns(
     return found
 
 
-def _show(verdicts: Iterable[Verdict]) -> int:
+def _show(verdicts: Iterable[BarVerdict]) -> int:
     """Print a line for each; return how many were missed."""
     missed = 0
     for verdict in verdicts:
@@ -172,22 +164,19 @@ def _show(verdicts: Iterable[Verdict]) -> int:
     return missed
 
 
-def measure(hosts: Sequence[Host], system: str, folder: Path, load: Load) -> Outcome:
+def measure(hosts: Sequence[LabHost], system: str, folder: Path, load: StepLoad) -> StepsTaken:
     """Let one system make steps for so long."""
     with contextlib.ExitStack() as stack:
         nodes: Sequence[Node] = ()
         environment = {"GLOO_SOCKET_IFNAME": "eth0", "NETWORKS_STORE": str(folder / "store")}
         environments: list[dict[str, str]] = [environment] * len(hosts)
         if system == "pmesh":
-            mesh = stack.enter_context(Mesh(hosts, folder=folder, logs=folder))
+            mesh = stack.enter_context(LabMesh(hosts, folder=folder, logs=folder))
             mesh.start_agents()
             mesh.await_view()
             nodes, environments = mesh.nodes, [node.environment for node in mesh.nodes]
         commands = [
-            [
-                *(sys.executable, "-m", "tools.networks.worker", system, str(rank)),
-                *(str(len(hosts)), str(load.nbytes), "sync" if load.sync else "plain"),
-            ]
+            words_for(work, system, rank, len(hosts), load.nbytes, load.sync)
             for rank, _ in enumerate(hosts)
         ]
         workers = start_ranks(hosts, system, commands, environments, folder=folder, stack=stack)
@@ -201,21 +190,12 @@ def measure(hosts: Sequence[Host], system: str, folder: Path, load: Load) -> Out
         time.sleep(load.seconds)
         ended = time.monotonic()
         views = _views(nodes) - before
-        ranks = [[decode(line, type=Line) for line in rank.printed()] for rank in workers]
+        ranks = [[decode(line, type=StepLine) for line in rank.printed()] for rank in workers]
         (folder / "lines.json").write_bytes(msgspec.json.encode(ranks))
         for node in nodes:
             (folder / f"{node.name}.events").write_text(mesh.run_command(node, "events"))
-        return Outcome.of(ranks, began=began, ended=ended, views=views)
+        return StepsTaken.of(ranks, began=began, ended=ended, views=views)
 
 
 def _views(nodes: Sequence[Node]) -> int:
     return max((node.epoch for node in nodes), default=0)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; errors are one line."""
-    return run_app(app, arguments, starts=None)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

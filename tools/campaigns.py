@@ -1,25 +1,17 @@
-"""Chaos campaigns against real agents and trainers, and the page that reports them.
+"""All campaigns, and what runs them, keeps what they have measured, and prints it."""
 
-    $ sudo .venv/bin/python -m tools.chaos list
-    $ sudo .venv/bin/python -m tools.chaos run kill-node --size-mb 64 --json kill-node.json
-    $ python -m tools.chaos report *.json > docs/explanation/reliability.md
-
-Linux, root.
-"""
-
-import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import cyclopts
 
-from tools.chaos.bars import CAMPAIGNS, Campaign, find_campaign, is_met
-from tools.chaos.episodes import Run, Tally
-from tools.chaos.report import render, size_text
-from tools.chaos.results import Measured, Results, figures_of
-from tools.lab.commands import Flag, LabError, new_app, run_app
+from tools.chaos.bars import CAMPAIGNS as CHAOS
+from tools.hostile.rows import CAMPAIGNS as HOSTILE
+from tools.kills.rows import CAMPAIGNS as KILLS
+from tools.lab.campaign import Campaign, CampaignRun, Tally
+from tools.lab.commands import Flag, LabError
+from tools.lab.measured import Measured, Results, figures_of
 from tools.lab.results import (
     describe_commit,
     describe_machine,
@@ -28,23 +20,29 @@ from tools.lab.results import (
     write_results,
 )
 from tools.lab.units import MIB, seconds_text
+from tools.launches.rows import CAMPAIGNS as LAUNCHES
 
+CAMPAIGNS: tuple[Campaign, ...] = (*CHAOS, *HOSTILE, *LAUNCHES, *KILLS)
 SHORT_OP_BYTES = MIB
-app = new_app("chaos", __doc__)
 
 
-@app.command(name="list")
-def list_campaigns() -> None:
-    """The campaigns, with how often each is tried and its bar."""
+def find_campaign(name: str) -> Campaign:
+    """The row of this name; raises ValueError."""
     for campaign in CAMPAIGNS:
-        print(f"{campaign.name:16} {campaign.episodes:7,} times {campaign.what}: {campaign.bar}")
+        if campaign.name == name:
+            return campaign
+    raise ValueError(f"no campaign is called {name}; 'list' shows them")
 
 
-@app.command
+def is_met(measured: Measured) -> bool:
+    return not measured.violations and find_campaign(measured.fault).holds(measured)
+
+
 def run(
-    *faults: str,
+    *names: str,
     episodes: int | None = None,
     size_mb: Annotated[tuple[float, ...], cyclopts.Parameter(negative="")] = (16.0,),
+    steps: int = 0,
     seed: int = 1,
     short: Flag = False,
     add: Flag = False,
@@ -54,25 +52,33 @@ def run(
     """Run campaigns; exits with 1 if a bar was missed.
 
     Args:
-        faults: Which; without any, all, or with --short those that have a short form.
-        episodes: How often each (the minutes of `churn`), if not as `list` says.
+        names: Which, as `list` shows them; after `--` options for what `lora` runs.
+        episodes: How often each (the minutes of `churn`, the seconds of `flood`), if not as usual.
         size_mb: Of the ops; may be repeated.
+        steps: Of each training of `elastic` and `lora`, if not as many as usual.
         seed: Of the dice.
-        short: A few of each, with small ops, for CI.
+        short: A few of each that has a short form, with small ops, for CI.
         add: To what `json` holds of the same, with other dice: a long campaign in parts.
-        json: Where the results go; what it holds of other faults or sizes stays.
+        json: Where the results go; what it holds of other campaigns or sizes stays.
         logs: A folder for what all processes have printed.
     """
-    chosen = [find_campaign(name) for name in faults] or list(CAMPAIGNS)
+    first = next((i for i, name in enumerate(names) if name.startswith("-")), len(names))
+    chosen = [find_campaign(name) for name in names[:first]]
     if short:
         chosen = [campaign for campaign in chosen if campaign.short_episodes]
         size_mb = (SHORT_OP_BYTES / MIB,)
     met = True
     for campaign in chosen:
         for size in size_mb[:1] if campaign.one_size else size_mb:
-            count = episodes or (campaign.short_episodes if short else campaign.episodes)
-            where = logs / f"{campaign.name}-{size:g}" if logs is not None else None
-            order = Run(episodes=count, op_bytes=int(size * MIB), seed=seed, logs=where)
+            order = CampaignRun(
+                episodes=episodes or (campaign.short_episodes if short else campaign.episodes),
+                op_bytes=int(size * MIB),
+                seed=seed,
+                logs=logs / f"{campaign.name}-{size:g}" if logs is not None else None,
+                short=short,
+                steps=steps,
+                words=names[first:],
+            )
             measured = _measure(campaign, order)
             _print(measured)
             met = met and is_met(measured)
@@ -81,13 +87,7 @@ def run(
     return 0 if met else 1
 
 
-@app.command
-def report(*files: Path) -> None:
-    """Write the page, from the results in these files, to standard output."""
-    print(render([read_results(file, Results) for file in files]), end="")
-
-
-def _measure(campaign: Campaign, order: Run) -> Measured:
+def _measure(campaign: Campaign, order: CampaignRun) -> Measured:
     began = time.monotonic()
     print(f"{campaign.name}: {campaign.what}; {order.episodes:,} times …", flush=True)
     try:
@@ -95,10 +95,11 @@ def _measure(campaign: Campaign, order: Run) -> Measured:
     except LabError as e:
         tally = Tally(violations=[str(e)])
     size = "" if campaign.one_size else f" --size-mb {order.op_bytes / MIB:g}"
-    program = "python -m tools.chaos run"
+    more = " ".join(["", *(["--", *order.words] if order.words else ())])
     return Measured(
         fault=campaign.name,
-        command=f"{program} {campaign.name} --episodes {order.episodes}{size} --seed {order.seed}",
+        command=f"python -m tools run {campaign.name} --episodes {order.episodes}{size} "
+        f"--seed {order.seed}{more}",
         commit=describe_commit(),
         machine=describe_machine(),
         nodes=4,
@@ -121,13 +122,13 @@ def keep(path: Path, measured: Measured, *, add: bool = False) -> None:
 
 
 def _print(measured: Measured) -> None:
-    for name, values in (("clean op", measured.clean_s), ("next op", measured.recovery_s)):
+    for name, values in (("clean op", measured.clean_s), ("then", measured.recovery_s)):
         if figures := figures_of(values):
             names = ("median", "p95", "p99", "max")
             texts = ", ".join(
                 f"{what} {seconds_text(x)}" for what, x in zip(names, figures[1:], strict=True)
             )
-            print(f"  {name} of {size_text(measured.op_bytes)}: {texts} s ({figures.tried} times)")
+            print(f"  {name}: {texts} s ({figures.tried} times)")
     for name, value in measured.facts.items():
         print(f"  {name}: {value:,.5g}")
     print(f"  {measured.ops_checked:,} ops checked, {len(measured.violations)} violations")
@@ -135,11 +136,3 @@ def _print(measured: Measured) -> None:
         print(f"  VIOLATION {violation}")
     bar = find_campaign(measured.fault).bar
     print(f"  {bar}: {'met' if is_met(measured) else 'MISSED'}", flush=True)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    return run_app(app, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -73,3 +73,15 @@ def source_text() -> str:
     library = Path(sysconfig.get_paths()["stdlib"])
     names = ("argparse.py", "ast.py", "calendar.py")
     return "".join((library / name).read_text(encoding="utf-8") for name in names)[:120_000]
+
+
+def tiny(folder: Path) -> None:
+    """Make a tiny random model and data to fine-tune it with; nothing is downloaded.
+
+    Args:
+        folder: Where; the model goes to `model` in it, the data to `data`.
+    """
+    model, data = make_model(folder / "model"), make_data(folder / "data")
+    print(f"a model of 0.2 million weights: {model}\nits data: {data}\n\ntype on each machine:")
+    words = f"--model {model} --data {data} --train --iters 100 --batch-size 4 --num-layers 4"
+    print(f"pmesh mlx mlx_lm.lora {words} --adapter-path {folder / 'adapters'}")

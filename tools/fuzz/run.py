@@ -1,26 +1,16 @@
-"""Fuzzing campaign: real agents on loopback, to which a member and a trainer lie.
-
-    $ python -m tools.fuzz --hours 8
-    $ python -m tools.fuzz --once tools/fuzz/corpus/member-7.msgpack
-    $ python -m tools.fuzz --minutes 3 --coverage
-
-What has broken something is kept in a folder, and tried again first. Exits with 1 after a finding.
-"""
+"""Fuzzing campaign: real agents on loopback, to which a member and a trainer lie."""
 
 import json
 import resource
-import signal
-import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Annotated
 
 import coverage as coverage_py
-import cyclopts
 
-from tools.fuzz.campaign import PATIENCE_S, Arena, FindingError
+from tools.fuzz.campaign import PATIENCE_S, FindingError, FuzzedMesh
 from tools.fuzz.corpus import keep, load
+from tools.lab.commands import Flag
 
 CORPUS = Path(__file__).parent / "corpus"
 # Folders and modules below pmesh that handle messages.
@@ -28,10 +18,8 @@ HANDLERS = (
     *("agent/jobs/", "agent/lanes/", "agent/mesh/", "core/jobs/", "core/views/"),
     *("core/wire/", "launches/wire/", "net/links/", "net/sessions/sessions", "p2p/", "store/wire"),
 )
-app = cyclopts.App(name="fuzz", help=__doc__, help_format="plaintext", version_flags=[])
 
 
-@app.default
 def fuzz(
     *,
     hours: float = 0.0,
@@ -40,9 +28,11 @@ def fuzz(
     patience: float = PATIENCE_S,
     once: Path | None = None,
     corpus: Path = CORPUS,
-    coverage: Annotated[bool, cyclopts.Parameter(negative="")] = False,
+    coverage: Flag = False,
 ) -> int:
-    """Run episodes until the time is over; at least one.
+    """Run episodes until the time is over; at least one. Exits with 1 after a finding.
+
+    What has broken something is kept in a folder, and tried again first.
 
     Args:
         hours: For how long.
@@ -59,7 +49,7 @@ def fuzz(
     findings = episodes = 0
     with tempfile.TemporaryDirectory(prefix="pmesh-fuzz-coverage-") as data:
         runner = ("-m", "coverage", "run", "--branch", "-p", f"--data-file={data}/of")
-        with Arena(runner if coverage else (), patience_s=patience) as arena:
+        with FuzzedMesh(runner if coverage else (), patience_s=patience) as arena:
             while cases or not episodes or (not once and time.monotonic() < deadline):
                 replay = cases.pop(0) if cases else None
                 number = load(replay).seed if replay else seed
@@ -107,8 +97,3 @@ def _report(data: Path) -> list[str]:
             row = f"{module:26}{summary['percent_covered']:5.0f} %  {branches}"
             rows.append((summary["percent_covered"], row))
     return [row for _, row in sorted(rows)]
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    app()

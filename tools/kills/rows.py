@@ -1,0 +1,22 @@
+"""Which trainings ranks are killed in, and what must hold then."""
+
+from functools import partial
+
+from tools.kills.workloads import run_elastic, run_fixed, run_lora
+from tools.lab.campaign import Campaign, nothing_violated
+
+COME_BACK = ("the same bits at all ranks, loss within 1 %", nothing_violated)
+SAME_ERROR = ("the same error at all survivors ≤ 2.5 s", nothing_violated)
+
+# fmt: off
+CAMPAIGNS = (
+    Campaign("elastic", "kill -9 of ranks of pmesh.torch's elastic DDP, which come back",
+             run_elastic, *COME_BACK, 50, 2, one_size=True),
+    Campaign("ddp", "kill -9 of a rank of torch's own DDP, which ends the training",
+             partial(run_fixed, kind="ddp"), *SAME_ERROR, 50, 2, one_size=True),
+    Campaign("fsdp", "kill -9 of a rank of torch's own FSDP2, which ends the training",
+             partial(run_fixed, kind="fsdp"), *SAME_ERROR, 50, 2, one_size=True),
+    Campaign("lora", "kill -9 of ranks of pmesh mlx -- mlx_lm.lora --train, which come back",
+             run_lora, *COME_BACK, 50, 1, one_size=True),
+)
+# fmt: on

@@ -1,1 +1,0 @@
-"""A tiny random model, and data, to fine-tune by mlx-lm."""
