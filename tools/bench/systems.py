@@ -51,6 +51,8 @@ class Place:
     """What iperf3 measures: the rank of a host, and the address of the other end."""
     patch: str = ""
     """Source that each agent runs first."""
+    one_agent: bool = False
+    """The first host's agent has all of pmesh's trainers."""
 
     @property
     def ranks(self) -> int:
@@ -102,7 +104,7 @@ def place_of(case: Case, *, draw: int = 0) -> Iterator[Place]:
     """
     ranks, cables = case.ranks, case.cables_bits_per_s
     if not case.in_lab:
-        yield Place(hosts=loopbacks(ranks))
+        yield Place(hosts=loopbacks(ranks), one_agent=case.one_agent)
         return
     with NetLab(ranks, networks=max(1, len(cables))) as lab:
         ends = (0, 1)
@@ -228,6 +230,8 @@ def start_pmesh(
 ) -> Running:
     """An agent and a trainer for each rank; for the arguments see `start_agents`."""
     nodes = start_agents(place, folder, stack, patch=patch)
+    if place.one_agent:
+        nodes *= place.ranks
     environments = [node.environment | {AGENT_PID: str(node.pid)} for node in nodes]
     return Running(_start_workers(place, "pmesh", folder, stack, environments), nodes)
 
@@ -235,7 +239,7 @@ def start_pmesh(
 def start_agents(
     place: Place, folder: Path, stack: contextlib.ExitStack, *, patch: str = ""
 ) -> list[Node]:
-    """An agent for each rank; returns them once they have met.
+    """An agent for each rank, or for all; returns them once they have met.
 
     Args:
         place: where they run.
@@ -244,7 +248,7 @@ def start_agents(
         patch: source that each agent runs first.
     """
     mesh = Mesh(
-        place.hosts,
+        place.hosts[:1] if place.one_agent else place.hosts,
         folder=folder,
         patch=f"{patch}\n{place.patch}",
         environment=lambda _: {"PMESH_LOG_LEVEL": "error"},
