@@ -18,6 +18,7 @@ THREADS: Final = "thread"
 SOURCES = {
     "ranks": ("tests/ranks.c", "lane.c", "reduce.c"),  # it includes executor.c
     "faults": ("tests/faults.c", "lane.c", "reduce.c"),  # likewise
+    "combine": ("tests/combine.c", "combine.c", "reduce.c"),
     "fuzz_records": ("tests/fuzz_records.c", "tests/fuzz_driver.c"),  # it includes lane.c
     "fuzz_plans": ("tests/fuzz_plans.c", "tests/fuzz_driver.c", "reduce.c"),  # executor.c
 }
@@ -66,6 +67,14 @@ def test_lies_of_peers_plans_that_do_not_fit_and_a_full_system_are_noticed(
     sanitizers: str, tmp_path: Path
 ) -> None:
     build_and_run(tmp_path, "faults", sanitizers)
+
+
+@pytest.mark.parametrize("sanitizers", [MEMORY, THREADS])
+def test_ranks_of_one_machine_have_the_values_of_a_plain_loop_or_were_stopped(
+    sanitizers: str, tmp_path: Path
+) -> None:
+    said = build_and_run(tmp_path, "combine", sanitizers, 1, 60)
+    assert said.endswith(" stopped\n")
 
 
 @pytest.mark.parametrize("target", ["records", "plans"])
