@@ -26,7 +26,8 @@ jobs        rank (its fences, failures and results), progress (how far all are),
             one op what the view has decided), jobs (who waits, who lives here), call_count (a
             program's calls stay in step with those of other ranks), speed (how fast a job trains)
 ops         kinds, plan (sends and receives), reducing, reduce_scatter, moving, coded (who makes
-            plans), cost (which is the fastest), reductions (the arithmetic)
+            plans), cost (which is the fastest), reductions (the arithmetic), together (ranks that
+            are all at one agent)
 
 There are two shapes: byte protocols are objects that take bytes and return events; decisions are
 frozen states and functions, with time and entropy as arguments. V1, O1, I1 and so on are the rules

@@ -35,8 +35,12 @@ _PROTOTYPES = {
     "pmesh_stop": (None, ctypes.c_void_p),
     "pmesh_end": (ctypes.c_int32, ctypes.c_void_p),
     "pmesh_layout": (ctypes.POINTER(ctypes.c_uint32),),
+    "pmesh_combining_fits": (ctypes.c_bool, ctypes.c_void_p),
+    "pmesh_combine": (ctypes.c_bool, ctypes.c_void_p),
+    "pmesh_combining_stop": (None, ctypes.c_void_p),
+    "pmesh_combining_layout": (ctypes.POINTER(ctypes.c_uint32),),
 }
-"""Of each function of native/pmesh.h: what it returns, and its arguments."""
+"""Of each function of native/pmesh.h and combine.h: what it returns, and its arguments."""
 
 
 def library() -> ctypes.CDLL | None:

@@ -20,6 +20,7 @@ SOURCES = {
     "ranks": ("tests/ranks.c", "lane.c", *COMPUTING),  # it includes executor.c
     "faults": ("tests/faults.c", "lane.c", *COMPUTING),  # likewise
     "works": ("tests/works.c", "executor.c", "lane.c", *COMPUTING),
+    "combine": ("tests/combine.c", "combine.c", "reduce.c"),
     "fuzz_records": ("tests/fuzz_records.c", "tests/fuzz_driver.c"),  # it includes lane.c
     "fuzz_plans": ("tests/fuzz_plans.c", "tests/fuzz_driver.c", *COMPUTING),  # executor.c
 }
@@ -75,6 +76,14 @@ def test_codecs_take_any_bytes_and_works_that_do_not_fit_are_noticed(
     sanitizers: str, tmp_path: Path
 ) -> None:
     build_and_run(tmp_path, "works", sanitizers)
+
+
+@pytest.mark.parametrize("sanitizers", [MEMORY, THREADS])
+def test_ranks_of_one_machine_have_the_values_of_a_plain_loop_or_were_stopped(
+    sanitizers: str, tmp_path: Path
+) -> None:
+    said = build_and_run(tmp_path, "combine", sanitizers, 1, 60)
+    assert said.endswith(" stopped\n")
 
 
 @pytest.mark.parametrize("target", ["records", "plans"])

@@ -91,6 +91,11 @@ def mend(*machines: Machine) -> None:
         machine.agent.peers._leaving = False  # noqa: SLF001
 
 
+def use_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also between ranks of a job that are all at one agent, which combine in its memory."""
+    monkeypatch.setattr(LocalRank, "is_among", lambda *_: False)
+
+
 def hold_all_reduces(
     monkeypatch: pytest.MonkeyPatch, *, size: int, ranks: Collection[int], complete: bool
 ) -> list[int]:
@@ -133,7 +138,8 @@ def hold_ops(
 
 
 def run_on_lanes_by(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Awaitable[None]]) -> None:
-    """Let each op run by `run`, also one that could end at once."""
+    """Let each op run by `run`, also one that could end at once, or in memory."""
+    use_lanes(monkeypatch)
     monkeypatch.setattr(op_task, "begin_plan", lambda *_, **__: None)
     monkeypatch.setattr(op_task, "run_on_lanes", run)
 

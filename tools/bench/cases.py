@@ -1,7 +1,8 @@
 """What is measured: the table of the cases, and their bars."""
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tools.bench.compressed import UNCOMPRESSED, WAYS
@@ -54,6 +55,8 @@ class Case:
     """Who has its turn: systems, schemes, or programs that train."""
     in_lab: bool = True
     """In network namespaces, else on loopback."""
+    one_agent: bool = False
+    """All of pmesh's trainers are at one agent, else each has its own."""
     link_bits_per_s: int | None = None
     """Of each host of the lab; None: as fast as the kernel is."""
     network: Network = "plain"
@@ -95,6 +98,14 @@ def _peers(name: str, what: str, ranks: int, *sizes: int, bits_per_s: int | None
     )
 
 
+def _one_agent(ranks: int) -> Case:
+    return replace(
+        _peers("one-agent", f"{ranks} trainers of one agent", ranks, *_LOOPBACK_SIZES),
+        one_agent=True,
+        turns=(PMESH, GLOO),
+    )
+
+
 def _network(name: str, what: str, network: Network, size: int, *megabits: int) -> Case:
     """Hosts that pmesh alone has to find its ways between."""
     first, *more = (each * MEGABIT for each in megabits)
@@ -108,11 +119,13 @@ def _alone(kind: Kind, what: str, size: int) -> Case:
     return Case(kind, f"{what}, 2 ranks", 2, kind, (PMESH,), sizes=(size,), in_lab=False)
 
 
+_LOOPBACK_SIZES = (4 * KIB, MIB, 16 * MIB, 100 * MIB)
 CASES: tuple[Case, ...] = (
     *(
-        _peers("loopback", f"{ranks} ranks on loopback", ranks, 4 * KIB, MIB, 16 * MIB, 100 * MIB)
+        _peers("loopback", f"{ranks} ranks on loopback", ranks, *_LOOPBACK_SIZES)
         for ranks in (2, 4)
     ),
+    *map(_one_agent, (2, 4, 8)),
     *(
         _peers(name, f"{ranks} hosts, {link}", ranks, *sizes, bits_per_s=bits_per_s)
         for name, link, bits_per_s, sizes in (
@@ -162,6 +175,8 @@ def judge(measured: CaseResult, ours: str = PMESH) -> list[BarVerdict]:
     """
     case = find_case(measured.case)
     match case.kind:
+        case "peers" if case.one_agent:
+            verdicts = _judge_one_agent(measured, ours)
         case "peers" if case.link_bits_per_s is not None:
             verdicts = _judge_lan(case, measured, ours)
         case "peers":
@@ -190,6 +205,16 @@ def judge_flatness(measured: Sequence[CaseResult], ours: str = PMESH) -> Iterato
             what = f"slowest over fastest of {hosts} hosts, {link / 1e6:,.0f} Mbit/s, "
             share = min(found.values()) / max(found.values())
             yield at_least(f"{what}{size_text(op_bytes)}", share, goal=0.95)
+
+
+def _judge_one_agent(measured: CaseResult, ours: str) -> Iterator[BarVerdict]:
+    speed = 1 / (measured.ratio(ours, GLOO, seconds_of) or math.inf)
+    if ours == PMESH:
+        bars = {4 * KIB: 2.0, MIB: 3.0, 16 * MIB: 5.0, 100 * MIB: 5.0}
+    else:
+        bars = {16 * MIB: 1.8, 100 * MIB: 1.8}
+    if measured.op_bytes in bars:
+        yield at_least("speed over gloo's", speed, goal=bars[measured.op_bytes])
 
 
 def _judge_loopback(case: Case, measured: CaseResult, ours: str) -> Iterator[BarVerdict]:

@@ -52,6 +52,8 @@ class RankHosts:
     """What iperf3 measures: the rank of a host, and the address of the other end."""
     patch: str = ""
     """Source that each agent runs first."""
+    one_agent: bool = False
+    """The first host's agent has all of pmesh's trainers."""
 
     @property
     def ranks(self) -> int:
@@ -103,7 +105,7 @@ def place_of(case: Case, *, draw: int = 0) -> Iterator[RankHosts]:
     """
     ranks, cables = case.ranks, case.cables_bits_per_s
     if not case.in_lab:
-        yield RankHosts(hosts=loopbacks(ranks))
+        yield RankHosts(hosts=loopbacks(ranks), one_agent=case.one_agent)
         return
     with NetLab(ranks, networks=max(1, len(cables))) as lab:
         ends = (0, 1)
@@ -229,6 +231,8 @@ def start_pmesh(
 ) -> Running:
     """An agent and a trainer for each rank; for the arguments see `start_agents`."""
     nodes = start_agents(place, folder, stack, patch=patch)
+    if place.one_agent:
+        nodes *= place.ranks
     environments = [node.environment | {AGENT_PID: str(node.pid)} for node in nodes]
     return Running(_start_workers(place, "pmesh", folder, stack, environments), nodes)
 
@@ -236,7 +240,7 @@ def start_pmesh(
 def start_agents(
     place: RankHosts, folder: Path, stack: contextlib.ExitStack, *, patch: str = ""
 ) -> list[Node]:
-    """An agent for each rank; returns them once they have met.
+    """An agent for each rank, or for all; returns them once they have met.
 
     Args:
         place: where they run.
@@ -245,7 +249,7 @@ def start_agents(
         patch: source that each agent runs first.
     """
     mesh = LabMesh(
-        place.hosts,
+        place.hosts[:1] if place.one_agent else place.hosts,
         folder=folder,
         patch=f"{patch}\n{place.patch}",
         environment=lambda _: {"PMESH_LOG_LEVEL": "error"},

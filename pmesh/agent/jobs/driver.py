@@ -15,6 +15,7 @@ from pmesh.agent.containment import Tasks
 from pmesh.agent.events import EventLog
 from pmesh.agent.jobs.ranks import LocalRank, sum_of
 from pmesh.agent.jobs.retained import ResultServer
+from pmesh.agent.jobs.together import Meetings, attempt_of
 from pmesh.agent.lanes.rendezvous import LaneKey, LaneRendezvous
 from pmesh.agent.mesh.membership import Follower, Membership
 from pmesh.core.jobs import jobs
@@ -81,6 +82,7 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
         self.event_log = event_log
         self.exits = ProcessExits()
         self.results = ResultServer(tasks, self.ranks, self)
+        self.meetings = Meetings()
         self.speeds: dict[tuple[JobName, Epoch], JobSpeed] = {}
         """The speed of each job of the view, whether it has ranks here or not."""
         self._ended_traffic = (0, 0)
@@ -134,6 +136,7 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
             self._forget(rank)
         for rank in installed.renumbered:
             rank.note_losses()
+            self.meetings.forget(rank.roster.job, below=rank.roster.number)
             rank.lanes.begin(rank.roster, self.rendezvous)
         for waiter, rank in installed.begun:
             rank.lanes.begin(rank.roster, self.rendezvous)
@@ -176,7 +179,8 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
         for rank in self.ranks:
             rank.lanes.note_traffic()
             self._note_bandwidths(rank)
-            rank.moved, rank.patience_s = sum(rank.lanes.traffic), self._patience_s(rank)
+            rank.moved = sum(rank.lanes.traffic) + self.meetings.taken(attempt_of(rank))
+            rank.patience_s = self._patience_s(rank)
         self._note_speeds()
         passed = self.pass_time(self.membership.state, trio.current_time())
         for rank in passed.ended:
@@ -225,6 +229,7 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
         self._ended_traffic = sum_of(self._ended_traffic, rank.lanes.traffic)
         if all(other.roster.job != rank.roster.job for other in self.ranks):
             self.rendezvous.forget(rank.roster.job, below=rank.roster.number + 1)
+            self.meetings.forget(rank.roster.job, below=rank.roster.number + 1)
 
     # --- a group rests
 

@@ -15,6 +15,7 @@ from msgspec import structs
 from pmesh.agent.jobs.driver import Jobs
 from pmesh.agent.jobs.ranks import LocalRank, Result
 from pmesh.agent.jobs.retained import fetch_result
+from pmesh.agent.jobs.together import Part, attempt_of
 from pmesh.agent.lanes.edge_costs import agree_on_costs
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
 from pmesh.compression.blocks import Float32s
@@ -125,6 +126,8 @@ def _ends_at_once(rank: LocalRank, op: Op, jobs: Jobs) -> bool:
     takes to its end.
     """
     if op.codec is not None or op.kind.row or op.call.kind in _IN_STEPS:
+        return False
+    if _is_in_memory(rank, op, jobs):
         return False
     if not isinstance(_next_step(rank, op, jobs), Run) or _leaves_the_choice(rank, op):
         return False
@@ -428,6 +431,9 @@ async def run_on_network(rank: LocalRank, op: Op, jobs: Jobs) -> None:
         begun, op.begun = op.begun, None
         await begun.finish()
         return
+    if _is_in_memory(rank, op, jobs):
+        await _run_in_memory(rank, op, jobs)
+        return
     if _leaves_the_choice(rank, op):
         ring = await rank.ring(rendezvous)
         members = tuple(trainer.member for trainer in rank.roster.trainers)
@@ -462,6 +468,32 @@ def _setting(rank: LocalRank, op: Op) -> Setting:
         root=root or 0,
         edges=rank.costs.edges,
     )
+
+
+def _is_in_memory(rank: LocalRank, op: Op, jobs: Jobs) -> bool:
+    """Return whether all ranks are at this agent; the same at all of them."""
+    return rank.size > 1 and op.codec is None and rank.is_among(jobs.me)
+
+
+async def _run_in_memory(rank: LocalRank, op: Op, jobs: Jobs) -> None:
+    """Run the op among ranks that are all at this agent."""
+    root = Rank((None if op.root is None else rank.roster.rank_of(op.root)) or 0)
+    kind, reach = op.call.kind, _reach(rank, op, root)
+    if kind == "broadcast":
+        op.holds = ((rank.rank or 0) - root) % rank.size <= reach
+    elif kind == "reduce":
+        op.holds = root == rank.rank
+    if op.kind.row:
+        op.result = structs.replace(op.result, nbytes=rank.size * op.row_bytes)
+    part = Part(
+        request=op.request,
+        source=_source_of(op),
+        result=memoryview(b"") if op.result.is_input else op.result.memory,
+        root=root,
+        reach=reach,
+        name=rank.roster.describe(rank.id),
+    )
+    await jobs.meetings.take_part(attempt_of(rank), rank.rank or 0, rank.size, part)
 
 
 def _reach(rank: LocalRank, op: Op, root: Rank) -> int:

@@ -13,7 +13,7 @@ from pmesh.core.jobs.speed import OwnTime
 from pmesh.core.values import Roster, Trainer, Verdict
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.views import KnownPrimary
-from pmesh.ids import OpNumber, TrainerId
+from pmesh.ids import Member, OpNumber, TrainerId
 from pmesh.net.lanes.lane import Lane, Pace
 from pmesh.net.lanes.native import Patience
 from pmesh.net.lanes.ring import RingPosition
@@ -87,6 +87,10 @@ class LocalRank(RankState[Result]):
         for result in self.results.values():
             count += result.nbytes
         return count
+
+    def is_among(self, member: Member) -> bool:
+        """Return whether all ranks of the job are at this member."""
+        return all(trainer.member == member for trainer in self.roster.trainers)
 
     # --- what the views decide, and the op task waits for
 

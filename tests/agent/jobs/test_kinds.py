@@ -21,7 +21,7 @@ from pmesh.ids import OpNumber, TrainerId
 from pmesh.net.lanes import executor
 from tests.worlds.trainer import OpError, Trainer, together, until
 from tests.worlds.village import training, village
-from tests.worlds.village_ops import ones, ranks_of, reduce_all, run, swallow
+from tests.worlds.village_ops import ones, ranks_of, reduce_all, run, swallow, use_lanes
 
 
 def block(rank: int, size: int) -> Values:
@@ -159,6 +159,7 @@ async def test_who_missed_the_end_of_a_collect_fetches_the_rows_of_those_who_wer
             result[:] = bytes(len(result))
             raise LaneBroken("its last record never arrived")
 
+    use_lanes(monkeypatch)
     monkeypatch.setattr(op_task, "run_plan", miss_the_end)
     async with village(clock, 3) as here:
         one, two, three = here.machines

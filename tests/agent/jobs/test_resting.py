@@ -64,12 +64,13 @@ async def test_a_group_that_rests_holds_neither_lanes_nor_memory(
         epoch = here.machines[0].agent.membership.view.epoch
         for _ in range(2):
             assert await reduced(group) == [3.0] * 3
-            assert all(lanes and nbytes for lanes, nbytes in held(here))
+            assert all((lanes or machines == 1) and nbytes for lanes, nbytes in held(here))
             await trio.sleep(RESTED_S)
             assert held(here) == [(0, 0)] * 3
         assert await reduced(trainers) == [3.0] * 3
         await trio.sleep(RESTED_S)
-        assert here.machines[0].lanes()  # the job itself keeps them
+        # The job itself keeps them; ranks of one agent have none.
+        assert bool(here.machines[0].lanes()) == (machines > 1)
         assert here.machines[0].agent.membership.view.epoch == epoch
         for machine in here.machines:
             assert "lane broken" not in kinds_of_events(machine)

@@ -1,0 +1,112 @@
+// Reduces and copies the values of ranks that share a machine, slice by slice. Each slice of the
+// result is made in the first place that gets it, and copied to the others from the cache.
+#include "combine.h"
+
+#include <string.h>
+
+enum { SLICE_BYTES = 64 * 1024 }; // of which a few fit the cache; a multiple of all sizes of values
+
+static bool lies_in(const struct pmesh_place *place, uint64_t nbytes, const uint8_t *const *memory,
+                    const uint64_t *memory_bytes, const struct pmesh_combining *op,
+                    uint64_t alignment) {
+    return place->rank < op->ranks && nbytes <= memory_bytes[place->rank] &&
+           place->offset <= memory_bytes[place->rank] - nbytes &&
+           ((uintptr_t)memory[place->rank] + place->offset) % alignment == 0;
+}
+
+static bool fold_fits(const struct pmesh_fold *fold, const struct pmesh_combining *op) {
+    const bool reduces = op->dtype >= 0;
+    const uint64_t itemsize = reduces ? pmesh_itemsize(op->dtype, op->reduction) : 1;
+    const uint64_t alignment = itemsize > sizeof(uint64_t) ? sizeof(uint64_t) : itemsize;
+    if (itemsize == 0 || fold->nbytes % itemsize != 0 || fold->take_begin >= fold->take_end ||
+        fold->take_end > op->place_count || fold->give_begin >= fold->give_end ||
+        fold->give_end > op->place_count || (!reduces && fold->take_end - fold->take_begin > 1)) {
+        return false;
+    }
+    for (uint32_t i = fold->take_begin; i < fold->take_end; i++) {
+        if (!lies_in(&op->places[i], fold->nbytes, op->sources, op->source_bytes, op, alignment)) {
+            return false;
+        }
+    }
+    for (uint32_t i = fold->give_begin; i < fold->give_end; i++) {
+        if (!lies_in(&op->places[i], fold->nbytes, (const uint8_t *const *)op->results,
+                     op->result_bytes, op, alignment)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+bool pmesh_combining_fits(const struct pmesh_combining *op) {
+    for (uint32_t i = 0; i < op->fold_count; i++) {
+        if (!fold_fits(&op->folds[i], op)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static uint64_t slices_of(const struct pmesh_fold *fold) {
+    return fold->nbytes / SLICE_BYTES + (fold->nbytes % SLICE_BYTES != 0);
+}
+
+static const uint8_t *source_at(const struct pmesh_combining *op, uint32_t place, uint64_t from) {
+    return op->sources[op->places[place].rank] + op->places[place].offset + from;
+}
+
+static uint8_t *result_at(const struct pmesh_combining *op, uint32_t place, uint64_t from) {
+    return op->results[op->places[place].rank] + op->places[place].offset + from;
+}
+
+static void do_slice(const struct pmesh_combining *op, const struct pmesh_fold *fold,
+                     uint64_t from) {
+    const uint64_t left = fold->nbytes - from, nbytes = left < SLICE_BYTES ? left : SLICE_BYTES;
+    uint8_t *first = result_at(op, fold->give_begin, from);
+    memcpy(first, source_at(op, fold->take_begin, from), nbytes);
+    if (op->dtype >= 0) {
+        const uint64_t count = nbytes / pmesh_itemsize(op->dtype, op->reduction);
+        for (uint32_t i = fold->take_begin + 1; i < fold->take_end; i++) {
+            pmesh_accumulate(op->dtype, op->reduction, first, source_at(op, i, from), count);
+        }
+        pmesh_finish(op->dtype, op->reduction, first, count, fold->take_end - fold->take_begin);
+        if (op->makes_nan_equal) {
+            pmesh_make_nan_equal(op->dtype, first, count);
+        }
+    }
+    for (uint32_t i = fold->give_begin + 1; i < fold->give_end; i++) {
+        memcpy(result_at(op, i, from), first, nbytes);
+    }
+}
+
+bool pmesh_combine(struct pmesh_combining *op) {
+    uint64_t before = 0; // slices of the folds before this one
+    uint32_t at = 0;
+    for (;;) {
+        if (atomic_load_explicit(&op->stopped, memory_order_relaxed)) {
+            return false;
+        }
+        const uint64_t slice = atomic_fetch_add_explicit(&op->taken, 1, memory_order_relaxed);
+        while (at < op->fold_count && slice - before >= slices_of(&op->folds[at])) {
+            before += slices_of(&op->folds[at]);
+            at++;
+        }
+        if (at == op->fold_count) {
+            return true;
+        }
+        do_slice(op, &op->folds[at], (slice - before) * SLICE_BYTES);
+    }
+}
+
+void pmesh_combining_stop(struct pmesh_combining *op) {
+    atomic_store_explicit(&op->stopped, true, memory_order_relaxed);
+}
+
+const uint32_t *pmesh_combining_layout(void) {
+    static const uint32_t layout[] = {
+        sizeof(struct pmesh_place),
+        sizeof(struct pmesh_fold),
+        sizeof(struct pmesh_combining),
+        offsetof(struct pmesh_combining, stopped),
+    };
+    return layout;
+}

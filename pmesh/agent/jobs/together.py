@@ -1,0 +1,198 @@
+"""Ops of jobs whose ranks are all at this agent: done once, for all ranks, in shared memory.
+
+Each rank's task brings its part. The last one that comes begins the op, and all tasks then wait for
+its end. If one of them is cancelled meanwhile (its trainer died, a deadline passed, a view came),
+the op stops after the slices that are being done, and nobody has its result. Then a view follows,
+as after every cancel, and settles the op at all ranks alike (O3). A task never ends before the
+threads have left its memory (V3).
+
+Only a broadcast's root waits for nobody, as over lanes; the others copy its values when they come.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import trio
+
+from pmesh.agent.jobs.ranks import LocalRank
+from pmesh.core.ops.together import Fold, Place, Together, plan_together
+from pmesh.core.wire.trainer import StartOp
+from pmesh.errors import LaneBroken
+from pmesh.ids import Epoch, JobName, OpNumber
+from pmesh.net.lanes.lane import CallsDiffer
+from pmesh.net.sessions.combining import Run, slices_of
+
+
+class Attempt(NamedTuple):
+    """One attempt of one op, by all ranks of a roster."""
+
+    job: JobName
+    born: Epoch
+    number: int
+    """Of the roster."""
+    op: OpNumber
+
+
+def attempt_of(rank: LocalRank) -> Attempt:
+    """Return the attempt at the op that a rank has started last."""
+    roster = rank.roster
+    return Attempt(roster.job, roster.born, roster.number, OpNumber(rank.ledger.started))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What one rank brings."""
+
+    request: StartOp
+    source: memoryview
+    """Its values; empty if it gives none."""
+    result: memoryview
+    """Where its result will be; empty if it gets none."""
+    root: int
+    reach: int
+    name: str
+
+
+class _Work:
+    """Values that move, and the tasks that wait for their end."""
+
+    def __init__(self, plan: Together, parts: Sequence[Part]) -> None:
+        request = parts[0].request
+        try:
+            slices = slices_of(
+                plan,
+                [part.source for part in parts],
+                [part.result for part in parts],
+                dtype=request.wire_dtype,
+                reduction=request.call.reduction or "sum",
+            )
+        except ValueError as e:  # a trainer has lied: only its job suffers
+            raise LaneBroken(f"op {request.op} does not fit its memory: {e}") from e
+        self.run = Run(slices, plan.moving_bytes)
+        self._waiting = set[trio.lowlevel.Task]()
+        self._is_over = self.run.start(self._end)
+
+    def _end(self) -> None:
+        self._is_over = True
+        _wake(self._waiting)
+
+    async def finish(self) -> None:
+        """Return once it is done. A task that is cancelled here ends it for all that wait.
+
+        It does so once no thread is at work any more (V3). The others then wait for the view that
+        follows, as after each cancel.
+        """
+
+        def stop(_: object) -> trio.lowlevel.Abort:
+            self.run.stop()
+            return trio.lowlevel.Abort.FAILED
+
+        if not self._is_over:
+            self._waiting.add(trio.lowlevel.current_task())
+            await trio.lowlevel.wait_task_rescheduled(stop)
+        if not self.run.result():
+            await trio.sleep_forever()
+
+
+def _wake(tasks: set[trio.lowlevel.Task]) -> None:
+    for task in tasks:
+        trio.lowlevel.reschedule(task)
+    tasks.clear()
+
+
+class _Meeting:
+    """The parts of one attempt."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.parts: dict[int, Part] = {}
+        self.work: _Work | None = None
+        self.ended = 0
+        """How many ranks have their results."""
+        self._waiting = set[trio.lowlevel.Task]()
+
+    def wake(self) -> None:
+        """Let those go on that wait for others to come."""
+        _wake(self._waiting)
+
+    async def wait(self, rank: int) -> None:
+        """Wait for others to come; if this task is cancelled, its part is not there any more."""
+        task = trio.lowlevel.current_task()
+
+        def withdraw(_: object) -> trio.lowlevel.Abort:  # at once: the last rank may come any time
+            self._waiting.discard(task)
+            del self.parts[rank]
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        self._waiting.add(task)
+        await trio.lowlevel.wait_task_rescheduled(withdraw)
+
+    def begin(self) -> None:
+        """Begin the op, as the last rank has come, and let the others wait for its end."""
+        parts = [self.parts[rank] for rank in range(self.size)]
+        requests = [part.request for part in parts]
+        try:
+            plan = plan_together(requests, root=parts[0].root)
+        except ValueError as e:
+            raise LaneBroken(f"op {requests[0].op}: {e}") from e
+        self.work = _Work(plan, parts)
+        self.wake()
+
+
+class Meetings:
+    """The ops for which ranks of this agent have met, or wait."""
+
+    def __init__(self) -> None:
+        self._open: dict[Attempt, _Meeting] = {}
+
+    def taken(self, attempt: Attempt) -> int:
+        """Return how far an op has come: a number that grows while it moves."""
+        meeting = self._open.get(attempt)
+        return 0 if meeting is None or meeting.work is None else meeting.work.run.taken
+
+    def forget(self, job: JobName, *, below: int) -> None:
+        """Drop what ranks have left here under earlier rosters."""
+        self._open = {
+            at: meeting for at, meeting in self._open.items() if at[0] != job or at[2] >= below
+        }
+
+    async def take_part(self, attempt: Attempt, rank: int, size: int, part: Part) -> None:
+        """Do an op with all other ranks of the job; return when this rank has its result.
+
+        Raises:
+            CallsDiffer: another rank has called something else.
+            LaneBroken: what the ranks ask for does not fit together.
+        """
+        await trio.lowlevel.checkpoint_if_cancelled()
+        meeting = self._open.setdefault(attempt, _Meeting(size))
+        for other in meeting.parts.values():  # O8
+            if other.request.call != part.request.call:
+                raise CallsDiffer(attempt.op, other.name)
+        meeting.parts[rank] = part
+        if part.request.call.kind == "broadcast":
+            await _take_copy(meeting, rank, part)
+        else:
+            if len(meeting.parts) == size:
+                meeting.begin()
+            else:
+                await meeting.wait(rank)
+            assert meeting.work is not None  # noqa: S101 - else nobody wakes it
+            await meeting.work.finish()
+        meeting.ended += 1
+        if meeting.ended == size:
+            self._open.pop(attempt, None)
+
+
+async def _take_copy(meeting: _Meeting, rank: int, part: Part) -> None:
+    """Copy the root's values. The root waits for nobody: they are kept until all have them (O2)."""
+    if rank == part.root:
+        meeting.wake()
+        return
+    while part.root not in meeting.parts:
+        await meeting.wait(rank)
+    distance = (rank - part.root) % meeting.size
+    nbytes = meeting.parts[part.root].source.nbytes if distance <= part.reach else 0
+    folds = (Fold((Place(0, 0),), (Place(1, 0),), nbytes),) if nbytes else ()
+    plan = Together(2, folds, reduces=False, makes_nan_equal=False)
+    await _Work(plan, [meeting.parts[part.root], part]).finish()

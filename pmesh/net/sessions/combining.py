@@ -1,0 +1,302 @@
+"""Carries out an op whose ranks are all at this agent, within its shared memory.
+
+It goes by slices of 64 KiB, which any number of threads may share: each does the next one that none
+has begun. The native library does them (native/combine.c), or numpy where it is missing.
+"""
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Final, Protocol
+
+import numpy as np
+import trio
+from outcome import Error, Outcome, Value, capture
+
+from pmesh import native
+from pmesh.core.ops.reductions import (
+    REDUCTIONS,
+    WIRE_DTYPES,
+    Values,
+    accumulate,
+    finish,
+    make_nan_equal,
+)
+from pmesh.core.ops.together import Fold, Place, Together
+
+SLICE_BYTES: Final = 64 * 1024
+INLINE_BYTES: Final = 512 * 1024
+"""That the event loop moves itself, in less than 0.1 ms: a thread takes longer to wake up."""
+MOST_THREADS: Final = 8
+"""Fewer than these fill the memory of every machine that we know."""
+
+PLACE = np.dtype([("offset", np.uint64), ("rank", np.uint32)], align=True)
+"""`struct pmesh_place`."""
+FOLD = np.dtype([("nbytes", np.uint64), ("takes", np.uint32, 2), ("gives", np.uint32, 2)])
+"""`struct pmesh_fold`."""
+
+
+class State(ctypes.Structure):
+    """`struct pmesh_combining`."""
+
+    _fields_ = (
+        ("folds", ctypes.c_void_p),
+        ("places", ctypes.c_void_p),
+        ("sources", ctypes.c_void_p),
+        ("source_bytes", ctypes.c_void_p),
+        ("results", ctypes.c_void_p),
+        ("result_bytes", ctypes.c_void_p),
+        ("fold_count", ctypes.c_uint32),
+        ("place_count", ctypes.c_uint32),
+        ("ranks", ctypes.c_uint32),
+        ("dtype", ctypes.c_int32),
+        ("reduction", ctypes.c_int32),
+        ("makes_nan_equal", ctypes.c_uint32),
+        ("taken", ctypes.c_uint64),
+        ("stopped", ctypes.c_bool),
+    )
+    taken: int
+
+
+class Slices(Protocol):
+    """The work of one op."""
+
+    @property
+    def taken(self) -> int:
+        """How many slices have been begun."""
+        ...
+
+    def work(self) -> bool:
+        """Do slices until none is left; return False if stopped before. For any thread."""
+        ...
+
+    def stop(self) -> None:
+        """Make `work` return after its slice, in every thread."""
+        ...
+
+
+def slices_of(
+    plan: Together,
+    sources: Sequence[memoryview],
+    results: Sequence[memoryview],
+    *,
+    dtype: str,
+    reduction: str,
+) -> Slices:
+    """Return what carries out the plan.
+
+    Args:
+        plan: what to do.
+        sources: the values of each rank; their trainers may write there meanwhile.
+        results: writable, of each rank. Nothing else writes there, and none overlaps a source.
+        dtype: one of WIRE_DTYPES.
+        reduction: as `check_reduction` allows; only for plans that reduce.
+
+    Raises:
+        ValueError: the plan does not fit this memory.
+    """
+    library = native.library()
+    if plan.reduces and library is not None:
+        itemsize = library.pmesh_itemsize(_DTYPES[dtype], _REDUCTIONS[reduction])
+        library = library if itemsize else None
+    if library is None:
+        return InNumpy(plan, sources, results, dtype=dtype, reduction=reduction)
+    return InLibrary(library, plan, sources, results, dtype=dtype, reduction=reduction)
+
+
+_DTYPES: Final = {name: number for number, name in enumerate(WIRE_DTYPES)}
+_REDUCTIONS: Final = {name: number for number, name in enumerate(REDUCTIONS)}
+_NOWHERE: Final = np.zeros(1, np.uint64).view(np.uint8)
+"""Where a region without values lies."""
+_NO_FIT: Final = "the values do not fit the memory of all ranks"
+
+
+class InLibrary:
+    """Slices that the native library does; for the arguments see `slices_of`."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        plan: Together,
+        sources: Sequence[memoryview],
+        results: Sequence[memoryview],
+        *,
+        dtype: str,
+        reduction: str,
+    ) -> None:
+        self._library = library
+        self._flat = folds, places = _laid_out(plan)
+        self._views = [
+            np.frombuffer(m, np.uint8) if len(m) else _NOWHERE for m in (*sources, *results)
+        ]
+        size = plan.size
+        addresses = [_address(view) for view in self._views]
+        self._memory = np.array([addresses, [m.nbytes for m in (*sources, *results)]], np.uint64)
+        at = _address(self._memory)
+        self._state = State(
+            folds=_address(folds),
+            places=_address(places),
+            sources=at,
+            results=at + 8 * size,
+            source_bytes=at + 16 * size,
+            result_bytes=at + 24 * size,
+            fold_count=len(folds),
+            place_count=len(places),
+            ranks=size,
+            dtype=_DTYPES[dtype] if plan.reduces else -1,
+            reduction=_REDUCTIONS[reduction] if plan.reduces else -1,
+            makes_nan_equal=plan.makes_nan_equal,
+        )
+        self._op = ctypes.byref(self._state)
+        if not library.pmesh_combining_fits(self._op):
+            raise ValueError(_NO_FIT)
+
+    @property
+    def taken(self) -> int:
+        return self._state.taken
+
+    def work(self) -> bool:
+        done: bool = self._library.pmesh_combine(self._op)
+        return done
+
+    def stop(self) -> None:
+        self._library.pmesh_combining_stop(self._op)
+
+
+class InNumpy:
+    """Slices that numpy does."""
+
+    def __init__(
+        self,
+        plan: Together,
+        sources: Sequence[memoryview],
+        results: Sequence[memoryview],
+        *,
+        dtype: str,
+        reduction: str,
+    ) -> None:
+        if not all(_fits(fold, sources, results) for fold in plan.folds):
+            raise ValueError(_NO_FIT)
+        self._plan, self._sources, self._results = plan, sources, results
+        self._dtype, self._reduction = WIRE_DTYPES[dtype], reduction
+        self._left: Iterator[tuple[Fold, int]] = (
+            (fold, begin) for fold in plan.folds for begin in range(0, fold.nbytes, SLICE_BYTES)
+        )
+        self._worked_on = threading.Lock()
+        self._stopped = False
+        self.taken = 0
+
+    def work(self) -> bool:
+        if not self._worked_on.acquire(blocking=False):
+            return True  # one thread does it all: Python would let no other one in for long
+        for fold, begin in self._left:
+            if self._stopped:
+                return False
+            self.taken += 1
+            self._do(fold, begin, min(SLICE_BYTES, fold.nbytes - begin))
+        return True
+
+    def stop(self) -> None:
+        self._stopped = True
+
+    def _do(self, fold: Fold, begin: int, nbytes: int) -> None:
+        plan = self._plan
+        dtype = self._dtype if plan.reduces else np.dtype(np.uint8)
+
+        def at(memory: Sequence[memoryview], place: Place) -> Values:
+            start = place.offset + begin
+            return np.frombuffer(memory[place.rank][start : start + nbytes], dtype)
+
+        first, *others = (at(self._results, place) for place in fold.gives)
+        take, *more = (at(self._sources, place) for place in fold.takes)
+        first[:] = take
+        for values in more:
+            accumulate(self._reduction, first, values)
+        if plan.reduces:
+            finish(self._reduction, first, len(fold.takes))
+        if plan.makes_nan_equal:
+            make_nan_equal(first)
+        for result in others:
+            result[:] = first
+
+
+def _fits(fold: Fold, sources: Sequence[memoryview], results: Sequence[memoryview]) -> bool:
+    places = [(sources, place) for place in fold.takes] + [(results, p) for p in fold.gives]
+    return all(place.offset + fold.nbytes <= of[place.rank].nbytes for of, place in places)
+
+
+def _address(array: Values) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+@lru_cache(maxsize=64)
+def _laid_out(plan: Together) -> tuple[Values, Values]:
+    """Return the folds and the places as the library reads them."""
+    places, folds = list[tuple[int, int]](), list[tuple[int, tuple[int, int], tuple[int, int]]]()
+    for fold in plan.folds:
+        begin, middle = len(places), len(places) + len(fold.takes)
+        places += [(place.offset, place.rank) for place in (*fold.takes, *fold.gives)]
+        folds.append((fold.nbytes, (begin, middle), (middle, len(places))))
+    return np.array(folds, FOLD), np.array(places, PLACE)
+
+
+# --- in threads
+
+
+class Run:
+    """One op at work. Its tasks await `ended`, and none of them goes on while a thread works."""
+
+    def __init__(self, slices: Slices, moving_bytes: int) -> None:
+        self._slices = slices
+        self._moving_bytes = moving_bytes
+        self._lock = threading.Lock()
+        self._at_work = 0
+        self._whole = True
+        self._failure: BaseException | None = None
+
+    @property
+    def taken(self) -> int:
+        """How many slices have been begun: while it grows, the op moves."""
+        return self._slices.taken
+
+    def stop(self) -> None:
+        """Make it end after the slices that are being done (V3); any thread may call this."""
+        self._slices.stop()
+
+    def start(self, ended: Callable[[], None]) -> bool:
+        """Do a small op at once, and return True; else begin, and call `ended` in the event loop.
+
+        It is called once no thread works any more, however that came.
+        """
+        if self._moving_bytes <= INLINE_BYTES:
+            self._whole = self._slices.work()
+            return True
+        token = trio.lowlevel.current_trio_token()
+
+        def leave(result: Outcome[bool]) -> None:
+            with self._lock:
+                self._at_work -= 1
+                if isinstance(result, Error):
+                    self._failure = result.error
+                elif isinstance(result, Value):
+                    self._whole &= result.value
+                is_last = not self._at_work
+            if is_last:
+                token.run_sync_soon(ended)
+
+        self._at_work = min(os.cpu_count() or 1, MOST_THREADS)
+        for _ in range(self._at_work):
+            try:
+                trio.lowlevel.start_thread_soon(self._slices.work, leave)
+            except RuntimeError:  # the system has no thread left: this one does it
+                leave(capture(self._slices.work))
+        return False
+
+    def result(self) -> bool:
+        """Return whether it was done before anything stopped it; raise what went wrong in it."""
+        if self._failure is not None:
+            raise self._failure
+        return self._whole
