@@ -1,9 +1,8 @@
 """What each rank gives to an op and gets of it."""
 
-from dataclasses import replace
-
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from pmesh.core.ops.cost import EdgeCost
 from pmesh.core.ops.kinds import KINDS, Extent, Setting, extent_of
