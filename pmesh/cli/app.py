@@ -375,9 +375,8 @@ _VALUED_OPTIONS = MappingProxyType(
     {
         "run": (
             *("--on", "--count", "-n", "--per-node", "--nproc-per-node", "--job", "--engine"),
-            *("--backend", "--restarts", "--grace"),
-            *("--hang-timeout", "--env", "--cwd", "--python", "--sync-limit", "--collect"),
-            "--home",
+            *("--backend", "--restarts", "--grace", "--hang-timeout", "--env", "--cwd", "--python"),
+            *("--sync-limit", "--collect", "--home"),
             *_MODULE_OPTIONS,
         ),
         "mlx": ("--job", "--wait-for", "--compression", "--home"),
