@@ -71,7 +71,7 @@ class Relays:
         """Who is to be reached, and over whom."""
 
     def receive(self, member: Member, message: Relay) -> None:
-        """Handle a peer's message. Raises ProtocolError if no honest agent would send it."""
+        """Handle a peer's message."""
         link, far = self._links().get(member.node), self._links().get(message.far)
         if link is None or link.member != member:
             return

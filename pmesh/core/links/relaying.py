@@ -2,14 +2,14 @@
 
 Each end of a relayed connection sends at most a window of bytes that the other end has not read.
 The member between them checks that: what it holds for others is bounded, and its own messages to an
-end wait for no more than that.
+end wait for no more than that. Where it is more, the connection ends, and nobody is to blame: an
+end that lies may give a number twice, and what the honest one had on its way is counted as new.
 """
 
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from pmesh.core.wire.relays import Relay
-from pmesh.errors import ProtocolError
 from pmesh.ids import NodeId
 
 WINDOW_BYTES: Final = 32 * 1024
@@ -32,7 +32,7 @@ class _RelayedConnection:
     """The bytes of each end that the other one has not read."""
     ended: set[NodeId] = field(default_factory=set[NodeId])
     is_lost: bool = False
-    """One end was lost. What the other one sends before it knows must not open it anew."""
+    """An end was lost or exceeded its window. What is sent before both know opens nothing."""
 
 
 class Forwarding:
@@ -51,9 +51,6 @@ class Forwarding:
             sender: The end that has sent it.
             message: Names the other end.
             reachable: There are direct paths to both ends: what is relayed is not relayed again.
-
-        Raises:
-            ProtocolError: The sender exceeds its window, or has read what nobody sent.
         """
         pair = frozenset((sender, message.far))
         known = self._connections.get(pair)
@@ -74,7 +71,8 @@ class Forwarding:
         known.unread[sender] += len(message.data)
         known.unread[message.far] -= message.read
         if known.unread[sender] > WINDOW_BYTES or known.unread[message.far] < 0:
-            raise ProtocolError("a relayed connection exceeds its window")
+            known.is_lost = True
+            return Onward(message.far, Relay(sender, message.number, ends=True))
         onward = Relay(
             sender, message.number, data=message.data, read=message.read, ends=message.ends
         )

@@ -91,15 +91,31 @@ async def test_when_the_one_between_is_gone_the_two_are_apart(clock: MockClock) 
         await until(lambda: len(one.names) == len(other.names) == 1)
 
 
-async def test_who_sends_more_than_its_window_is_turned_away(clock: MockClock) -> None:
+async def test_who_sends_more_than_its_window_loses_nothing_but_that_connection(
+    clock: MockClock,
+) -> None:
+    """What exceeds it may be from an earlier connection of that number, which another end gave."""
     async with village(clock, 3) as here:
         between, one, other = here.machines
+        forwarded = list[Relay]()
+        forward = between.agent.peers.relays.forwarding.forward
+
+        def watched(sender: NodeId, message: Relay, *, reachable: bool) -> Onward | None:
+            onward = forward(sender, message, reachable=reachable)
+            if onward is not None and onward.message.data:
+                forwarded.append(onward.message)
+            return onward
+
+        between.agent.peers.relays.forwarding.forward = watched  # type: ignore[method-assign]
         flood = Relay(other.key.node, 99, to_forward=True, data=bytes(MAX_RELAYED_BYTES))
         sender = one if one.key.node < other.key.node else other
         flood = msgspec.structs.replace(flood, far=max(one.key.node, other.key.node))
-        for _ in range(WINDOW_BYTES // MAX_RELAYED_BYTES + 1):
+        for _ in range(5 * WINDOW_BYTES // MAX_RELAYED_BYTES):
             link_to(sender, between).send(flood)
-        await until(lambda: between.agent.peers.broken_links == 1)
+        await trio.sleep(1)
+        assert sum(len(message.data) for message in forwarded) == WINDOW_BYTES
+        assert between.agent.peers.broken_links == 0
+        assert len(one.names) == len(other.names) == 3
 
 
 async def test_nobody_is_reached_who_is_not_whom_the_path_was_to_lead_to(clock: MockClock) -> None:

@@ -4,7 +4,6 @@ import pytest
 
 from pmesh.core.links.relaying import MAX_RELAYED, WINDOW_BYTES, Forwarding, Onward
 from pmesh.core.wire.relays import Relay
-from pmesh.errors import ProtocolError
 from pmesh.ids import NodeId
 
 ADA, CARA = NodeId(b"a" * 32), NodeId(b"c" * 32)
@@ -72,11 +71,31 @@ def test_a_new_connection_replaces_the_one_before() -> None:
     assert len(forwarding) == 1
 
 
-def test_who_exceeds_its_window_breaks_the_protocol() -> None:
+def check_ended(forwarding: Forwarding, sender: NodeId, message: Relay) -> None:
+    """The message ends the connection: the far end learns of it, the sender by its next message."""
+    far = message.far
+    assert forwarding.forward(sender, message, reachable=True) == Onward(
+        far, Relay(sender, message.number, ends=True)
+    )
+    again = forwarding.forward(sender, message, reachable=True)
+    assert again == Onward(sender, Relay(far, message.number, ends=True))
+    for end, other in ((sender, far), (far, sender)):
+        assert forwarding.forward(end, sent(other, ends=True), reachable=True) is None
+    assert len(forwarding) == 0
+
+
+def test_a_connection_ends_when_one_end_exceeds_its_window() -> None:
     forwarding = opened()
     forwarding.forward(ADA, sent(CARA, data=bytes(WINDOW_BYTES - 5)), reachable=True)
-    with pytest.raises(ProtocolError, match="window"):
-        forwarding.forward(ADA, sent(CARA, data=b"x"), reachable=True)
+    check_ended(forwarding, ADA, sent(CARA, data=b"x"))
+
+
+def test_a_number_given_twice_brings_the_blame_to_nobody() -> None:
+    """CARA's answers to the first connection arrive when the second one has its number."""
+    forwarding = opened()
+    forwarding.forward(ADA, sent(CARA, 2, data=b"x"), reachable=True)
+    forwarding.forward(ADA, sent(CARA, 1, data=b"x"), reachable=True)
+    check_ended(forwarding, CARA, sent(ADA, 1, read=5))
 
 
 def test_what_was_read_may_be_sent_again() -> None:
@@ -86,9 +105,8 @@ def test_what_was_read_may_be_sent_again() -> None:
         forwarding.forward(ADA, sent(CARA, read=WINDOW_BYTES), reachable=True)
 
 
-def test_who_has_read_what_nobody_sent_breaks_the_protocol() -> None:
-    with pytest.raises(ProtocolError, match="window"):
-        opened().forward(CARA, sent(ADA, read=6), reachable=True)
+def test_a_connection_ends_when_one_end_has_read_what_nobody_sent() -> None:
+    check_ended(opened(), CARA, sent(ADA, read=6))
 
 
 def test_when_an_end_is_lost_the_others_learn_of_it() -> None:
