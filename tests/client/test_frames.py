@@ -16,11 +16,13 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 import numpy as np
+import pytest
 
 import pmesh
 from pmesh.client.session.connection import AgentConnection
 from pmesh.testing import SimulatedMesh
 from simulation.wire import decode_request_untrusted
+from tests.worlds.village_ops import use_lanes
 
 WARM_UP, OPS, SIZE = 5, 20, 2
 MOST_IN_CLIENT = 50
@@ -83,7 +85,12 @@ def by_module(entries: Sequence[CodeType], ranks: int) -> str:
     return "\n".join([f"{len(entries) / ranks:6.1f} in all", *rows])
 
 
-def test_an_all_reduce_enters_few_frames() -> None:
+@pytest.mark.parametrize("over_lanes", [False, True])
+def test_an_all_reduce_enters_few_frames(
+    monkeypatch: pytest.MonkeyPatch, *, over_lanes: bool
+) -> None:
+    if over_lanes:
+        use_lanes(monkeypatch)
     together = threading.Barrier(SIZE)
     with counting_the_agent() as of_agent:
         of_ranks = SimulatedMesh(SIZE).run(lambda mesh: reduce_often(mesh, together))

@@ -93,7 +93,7 @@ def mend(*machines: Machine) -> None:
 
 def use_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also between ranks of a job that are all at one agent, which combine in its memory."""
-    monkeypatch.setattr(LocalRank, "is_among", lambda *_: False)
+    monkeypatch.setattr(op_task, "is_in_memory", lambda *_: False)
 
 
 def hold_all_reduces(

@@ -6,6 +6,7 @@ or a fetch of the result.
 
 import contextlib
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias, assert_never
 
 import numpy as np
@@ -127,7 +128,7 @@ def _ends_at_once(rank: LocalRank, op: Op, jobs: Jobs) -> bool:
     """
     if op.codec is not None or op.kind.row or op.call.kind in _IN_STEPS:
         return False
-    if _is_in_memory(rank, op, jobs):
+    if is_in_memory(rank, op, jobs):
         return False
     if not isinstance(_next_step(rank, op, jobs), Run) or _leaves_the_choice(rank, op):
         return False
@@ -431,7 +432,7 @@ async def run_on_network(rank: LocalRank, op: Op, jobs: Jobs) -> None:
         begun, op.begun = op.begun, None
         await begun.finish()
         return
-    if _is_in_memory(rank, op, jobs):
+    if is_in_memory(rank, op, jobs):
         await _run_in_memory(rank, op, jobs)
         return
     if _leaves_the_choice(rank, op):
@@ -470,9 +471,9 @@ def _setting(rank: LocalRank, op: Op) -> Setting:
     )
 
 
-def _is_in_memory(rank: LocalRank, op: Op, jobs: Jobs) -> bool:
+def is_in_memory(rank: LocalRank, op: Op, jobs: Jobs) -> bool:
     """Return whether all ranks are at this agent; the same at all of them."""
-    return rank.size > 1 and op.codec is None and rank.is_among(jobs.me)
+    return op.codec is None and rank.only_member == jobs.me and rank.size > 1
 
 
 async def _run_in_memory(rank: LocalRank, op: Op, jobs: Jobs) -> None:
@@ -491,7 +492,7 @@ async def _run_in_memory(rank: LocalRank, op: Op, jobs: Jobs) -> None:
         result=memoryview(b"") if op.result.is_input else op.result.memory,
         root=root,
         reach=reach,
-        name=rank.roster.describe(rank.id),
+        describe=partial(rank.roster.describe, rank.id),
     )
     await jobs.meetings.take_part(attempt_of(rank), rank.rank or 0, rank.size, part)
 

@@ -72,6 +72,8 @@ class LocalRank(RankState[Result]):
         self.losses: list[str] = []
         """What the trainer must still be told about ranks that are gone."""
         self.patience = Patience()
+        self.only_member = _only_member_of(roster)
+        """The member at which all ranks of the job are, if it is one."""
         self._changed = trio.Event()
         self._attempt: trio.CancelScope | None = None
 
@@ -87,10 +89,6 @@ class LocalRank(RankState[Result]):
         for result in self.results.values():
             count += result.nbytes
         return count
-
-    def is_among(self, member: Member) -> bool:
-        """Return whether all ranks of the job are at this member."""
-        return all(trainer.member == member for trainer in self.roster.trainers)
 
     # --- what the views decide, and the op task waits for
 
@@ -115,6 +113,7 @@ class LocalRank(RankState[Result]):
     def follow(self, roster: Roster) -> bool:
         """Also end the attempt if the number has changed; `lanes.begin` opens the next lanes."""
         renumbered = super().follow(roster)
+        self.only_member = _only_member_of(roster)
         if renumbered:
             self.costs = RingCosts()
             self._stop_attempt()
@@ -443,6 +442,12 @@ class RankLanes:
         if trainer is not None and peer not in self._offered:
             self._offered.add(peer)
             rendezvous.offer(self.edge(self._me, peer), trainer.member)
+
+
+def _only_member_of(roster: Roster) -> Member | None:
+    """Return the member at which all ranks of a roster are; None if they are at several."""
+    members = {trainer.member for trainer in roster.trainers}
+    return members.pop() if len(members) == 1 else None
 
 
 def _whole(lanes: Mapping[TrainerId, Lane]) -> dict[TrainerId, Lane]:

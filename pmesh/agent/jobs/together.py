@@ -9,7 +9,7 @@ threads have left its memory (V3).
 Only a broadcast's root waits for nobody, as over lanes; the others copy its values when they come.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -51,7 +51,8 @@ class Part:
     """Where its result will be; empty if it gets none."""
     root: int
     reach: int
-    name: str
+    describe: Callable[[], str]
+    """Returns the rank's name, for errors."""
 
 
 class _Work:
@@ -168,7 +169,7 @@ class Meetings:
         meeting = self._open.setdefault(attempt, _Meeting(size))
         for other in meeting.parts.values():  # O8
             if other.request.call != part.request.call:
-                raise CallsDiffer(attempt.op, other.name)
+                raise CallsDiffer(attempt.op, other.describe())
         meeting.parts[rank] = part
         if part.request.call.kind == "broadcast":
             await _take_copy(meeting, rank, part)

@@ -29,7 +29,7 @@ def part_of(value: float, result: bytearray) -> Part:
         result=memoryview(result),
         root=0,
         reach=0,
-        name="a rank",
+        describe=lambda: "a rank",
     )
 
 
