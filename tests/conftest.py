@@ -15,7 +15,6 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from hypothesis import settings
 from trio.testing import MockClock
@@ -77,13 +76,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)  # where xdist is not used
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """A worker for each core; and one more for slow tests, which mostly wait for their programs."""
-    cores = psutil.cpu_count() or 1
-    return cores if _is_quick(config) else cores + 1
-
-
-@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:  # noqa: ANN401 - xdist's own, without a name
     config.option.loadscopereorder = False  # they come in the order that follows
     return _Lanes(config, log)
