@@ -54,9 +54,10 @@ class House(LabCluster):
 
     def kill_machine(self, node: Node) -> None:
         """All of its processes at once; that of the lab which starts its agents is none of them."""
-        for pid in set(node.host.pids()) - self._own:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for _ in range(3):  # again: one of them may have started another meanwhile
+            for pid in set(node.host.pids()) - self._own:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 def lines_of(launch: LabProgram, node: Node, word: str) -> list[str]:
