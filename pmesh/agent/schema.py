@@ -198,6 +198,10 @@ class RankStatus(_Part, frozen=True, kw_only=True):
             "calls: the rank with the highest is the one that others wait for."
         ),
     ] = None
+    share_percent: Annotated[
+        int | None,
+        Meta(description="Its share of each batch, if the script takes rows by mesh.share."),
+    ] = None
     stopped: Annotated[bool, Meta(description="Its process has been stopped, as by SIGSTOP.")] = (
         False
     )

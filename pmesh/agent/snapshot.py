@@ -136,6 +136,7 @@ def _ranks(roster: Roster, jobs: Jobs) -> Iterator[schema.RankStatus]:
             completed=-1 if mark is None else mark.completed,
             step=0 if mark is None else mark.step,
             own_percent=None if mark is None or mark.own_percent < 0 else mark.own_percent,
+            share_percent=None if mark is None or mark.share_percent < 0 else mark.share_percent,
             stopped=mark is not None and mark.stopped,
             program=here[trainer.id].program if trainer.id in here else None,
             compression=here[trainer.id].compression if trainer.id in here else None,

@@ -148,6 +148,8 @@ def _remarks(rank: RankStatus, *, slow: bool) -> Iterator[str]:
         yield "its process is stopped: the others wait"
     elif slow:
         yield "the others wait for it in each step"
+    if rank.share_percent is not None:
+        yield f"takes {rank.share_percent} % of each batch"
     if rank.compression is not None:
         yield f"compression {printable(rank.compression)}"
 

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from pmesh.client.calls.queue import check_timeout
 from pmesh.client.calls.traceback import public
 from pmesh.client.elastic.place import OnSuperseded, Place
+from pmesh.client.elastic.shares import Shares
 from pmesh.client.mesh import Mesh
 from pmesh.core.values import MAX_JOB_BYTES, Terms
 from pmesh.core.wire.session import SESSION_VERSION
@@ -22,6 +23,7 @@ _MAX_PLACE = 2**31
 
 OnLoss = Literal["continue", "raise"]
 Quorum = Literal["any", "majority"]
+DealsShares = Literal["measured", "even"]
 
 
 @public
@@ -36,6 +38,8 @@ def connect(
     quorum: Quorum = "any",
     on_superseded: OnSuperseded | None = None,
     straggler_after_s: float = 60.0,
+    shares: DealsShares | None = None,
+    max_rows: int | None = None,
 ) -> Mesh:
     """Join a job through the agent on this machine; return when the job begins.
 
@@ -68,6 +72,10 @@ def connect(
             stopped; otherwise they raise.
         straggler_after_s: how long the others wait for this trainer while its process is stopped,
             as by SIGSTOP. They wait for a process that runs, however long it computes.
+        shares: how `Mesh.share` and `Mesh.batch` deal rows: "measured", by the speed of the ranks,
+            or "even"; it is even if any rank asks for it. Even shares do not depend on time: they
+            give the same bits in each run. Default: PMESH_SHARES, otherwise "measured".
+        max_rows: the most rows of a batch that fit the memory of this rank. Default: any number.
 
     Raises:
         UsageError: an argument is invalid.
@@ -98,7 +106,9 @@ def connect(
         check_timeout(straggler_after_s, "straggler_after_s"),
         place=_place(os.environ.get("PMESH_PLACE", "")),
     )
-    place = Place(home_directory(home), request, on_superseded=on_superseded)
+    place = Place(
+        home_directory(home), request, on_superseded=on_superseded, shares=_shares(shares, max_rows)
+    )
     return Mesh(place, job=job)
 
 
@@ -125,6 +135,15 @@ def default_wait_for() -> int | None:
     if not (text.isascii() and text.isdecimal()):
         raise UsageError(f"PMESH_WAIT_FOR is a number of trainers, not {text!r}")
     return int(text)
+
+
+def _shares(shares: str | None, max_rows: int | None) -> Shares:
+    name = "PMESH_SHARES" if shares is None else "shares"
+    chosen = os.environ.get("PMESH_SHARES", "measured") if shares is None else shares
+    _check_choice(name, chosen, get_args(DealsShares))
+    if max_rows is not None and max_rows < 1:
+        raise UsageError(f"max_rows is at least 1, not {max_rows}")
+    return Shares(even=chosen == "even", most_rows=max_rows or 0)
 
 
 def _place(text: str) -> int:

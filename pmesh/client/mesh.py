@@ -185,12 +185,64 @@ class Mesh(Collectives):
             UsageError: before a newcomer's first `sync`, or for a negative number.
         """
         self._place.check_synced()
-        check_shard(dataset_len, epoch=epoch, position=position, seed=seed)
-        key = (dataset_len, epoch, seed)
-        if self._shard_order is None or self._shard_order[0] != key:
-            self._shard_order = key, order_of(dataset_len, epoch=epoch, seed=seed)
-        world = self._world
-        return deal(self._shard_order[1], position=position, rank=world.rank, size=len(world.names))
+        order, world = self._order(dataset_len, epoch, position, seed), self._world
+        return deal(order, position=position, rank=world.rank, size=len(world.names))
+
+    def share(self, rows: int) -> Indices:
+        """Return which rows of a batch this rank takes: more of them if it is faster.
+
+        From `sync` to `sync`, each rank measures how long it computes, which is the time that it
+        spends outside of collective calls. The ranks compare their times in `sync`, so that all of
+        them take as long for their rows. A share changes only if that makes the steps clearly
+        shorter, and only in `sync`. At first, and with `pmesh.connect(shares="even")`, the rows are
+        dealt in turns. Use the number of rows as the weight of the gradients:
+
+            rows = batch[mesh.share(len(batch))]
+            gradients = mesh.average_gradients(gradients_of(rows), weight=len(rows))
+
+        So the step is that of the whole batch, whichever ranks there are, and however fast.
+
+        Args:
+            rows: how many rows the batch of all ranks has. Every rank passes the same number.
+
+        Returns:
+            Indices from 0 to `rows` - 1 as int64; each row is in one rank's share. Every rank has a
+            row if there are at least as many rows as ranks.
+
+        Raises:
+            UsageError: before a newcomer's first `sync`; for a negative number; or for more rows
+                than all ranks take by their `max_rows`.
+        """
+        self._place.check_synced()
+        if not 0 <= rows < 2**31:
+            raise UsageError(f"a batch has at least 0 and less than 2**31 rows, not {rows}")
+        return self._place.shares.deal(rows, self._world)
+
+    def batch(
+        self, dataset_len: int, batch_size: int, *, epoch: int = 0, position: int = 0, seed: int = 0
+    ) -> Indices:
+        """Return this rank's samples of the next batch, which has `batch_size` for all ranks.
+
+        The order of all samples is that of `shard`, and the batch is dealt as by `share`. After the
+        step all ranks advance `position` by `batch_size`, whichever ranks there are.
+
+        Args:
+            dataset_len: the number of samples.
+            batch_size: how many samples all ranks take together.
+            epoch: each epoch has another order.
+            position: how many samples of the epoch all ranks together have taken.
+            seed: each seed gives other orders.
+
+        Returns:
+            Indices from 0 to `dataset_len` - 1 as int64. The last batch of an epoch may be smaller.
+
+        Raises:
+            UsageError: as for `shard` and `share`.
+        """
+        if batch_size < 1:
+            raise UsageError(f"batch_size is at least 1, not {batch_size}")
+        whole = self._order(dataset_len, epoch, position, seed)[position : position + batch_size]
+        return whole[self.share(len(whole))]
 
     def group(self, ranks: Sequence[int], timeout_s: float = 30.0) -> Group | None:
         """Make a group of some ranks, with collectives of its own.
@@ -248,6 +300,13 @@ class Mesh(Collectives):
         traceback: TracebackType | None,
     ) -> None:
         self._stop(crashed=error)
+
+    def _order(self, dataset_len: int, epoch: int, position: int, seed: int) -> Indices:
+        check_shard(dataset_len, epoch=epoch, position=position, seed=seed)
+        key = (dataset_len, epoch, seed)
+        if self._shard_order is None or self._shard_order[0] != key:
+            self._shard_order = key, order_of(dataset_len, epoch=epoch, seed=seed)
+        return self._shard_order[1]
 
     def _attach_synced(self) -> StoreSession:
         self._place.check_synced()

@@ -24,7 +24,8 @@ views       state (what one member knows), agreement (the effects of a message),
             healed agents agree)
 jobs        rank (its fences, failures and results), progress (how far all are), attempt (does for
             one op what the view has decided), jobs (who waits, who lives here), call_count (a
-            program's calls stay in step with those of other ranks), speed (how fast a job trains)
+            program's calls stay in step with those of other ranks), speed (how fast a job trains),
+            shares (how many rows of a batch each rank takes)
 ops         kinds, plan (sends and receives), reducing, reduce_scatter, moving, coded (who makes
             plans), cost (which is the fastest), reductions (the arithmetic), together (ranks that
             are all at one agent)

@@ -1,11 +1,10 @@
 """Chooses the rows that each rank takes in each iteration, and pads them as mlx-lm does.
 
 A batch depends only on the data set, the seed and the iteration. It has `batch_size` rows for any
-number of ranks. Rank r of n takes every n-th row, starting with row r; so n need not divide the
-batch, and a rank may get no row.
+number of ranks, which share them by `Mesh.share`; so a rank may get no row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -82,9 +81,15 @@ class Batches:
             self._epoch = epoch
         return self._batches[int(self._order[place])]
 
-    def share(self, iteration: int, *, rank: int, size: int) -> LocalBatch | None:
-        """Return this rank's part of the batch; None if it has no target that counts."""
-        samples = [self._dataset[row] for row in self.rows(iteration)[rank::size]]
+    def share(self, iteration: int, deal: Callable[[int], Iterable[int]]) -> LocalBatch | None:
+        """Return a rank's part of the batch; None if it has no target that counts.
+
+        Args:
+            iteration: counted from 0.
+            deal: returns which rows of a batch of so many the rank takes, as `Mesh.share` does.
+        """
+        rows = self.rows(iteration)
+        samples = [self._dataset[rows[i]] for i in deal(len(rows))]
         return pad(samples, max_length=self._max_length)
 
 

@@ -174,7 +174,7 @@ class Training:
         mesh, run, state = self._mesh, self._run, self._state
         began, size = time.perf_counter(), mesh.size
         iterations = range(state.iteration, state.iteration + run.updates_after)
-        shares = [run.train.share(i, rank=mesh.rank, size=size) for i in iterations]
+        shares = [run.train.share(i, mesh.share) for i in iterations]
         seeds = [seed_of(run.seed, i, mesh.rank) for i in iterations]
         targets = sum(share.targets for share in shares if share is not None)
         self._warn_of_truncation(sum(share.truncated for share in shares if share is not None))
@@ -341,7 +341,7 @@ def evaluate(
     model.eval()
     size, sums = mesh.size, np.zeros(2)
     for number in range(len(batches) if count < 0 else min(count, len(batches))):
-        share = batches.share(number, rank=mesh.rank, size=size)
+        share = batches.share(number, mesh.share)
         if share is not None:
             sums += loss_of(model, loss, share), share.targets
     total, targets = mesh.all_reduce(sums)

@@ -196,7 +196,7 @@ async def test_every_machine_shows_the_step_of_a_job_its_speed_and_whose_time_it
         async def train(trainer: Trainer, own_s: float) -> None:
             for step in range(1, 41):
                 await trio.sleep(own_s)
-                await trainer.sync(step=step)
+                await trainer.sync(step=step, share_percent=80 if trainer is fast else 20)
 
         await together(partial(train, fast, 0.02), partial(train, slow, 0.5))
         await trio.sleep(0.3)  # a heartbeat
@@ -207,6 +207,8 @@ async def test_every_machine_shows_the_step_of_a_job_its_speed_and_whose_time_it
             assert job.ops_per_s == pytest.approx(2.0, rel=0.1)
             assert job.ranks[fast.rank].own_percent in range(20)
             assert job.ranks[slow.rank].own_percent in range(90, 101)
+            assert job.ranks[fast.rank].share_percent == 80
+            assert job.ranks[slow.rank].share_percent == 20
 
 
 async def test_trainers_hear_of_the_agents_compression_and_say_what_they_do(

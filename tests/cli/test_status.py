@@ -123,6 +123,15 @@ def test_the_first_screen_says_how_fast_a_job_trains_and_whom_it_waits_for() -> 
     assert job < min(n for n, line in enumerate(lines) if "192.168.178" in line)
 
 
+def test_a_rank_shows_its_share_where_rows_are_dealt_by_speed() -> None:
+    job = job_of(60, 61)
+    shares = [msgspec.structs.replace(rank, share_percent=75) for rank in job.ranks]
+    dealt = msgspec.structs.replace(job, ranks=(shares[0], job.ranks[1]))
+    assert (
+        sum("takes 75 % of each batch" in line for line in first_screen(three_machines(dealt))) == 1
+    )
+
+
 @pytest.mark.parametrize("shares", [(96, 97, 90), (96, None, 20), (50,)])
 def test_nobody_is_called_slow_who_may_not_be(shares: tuple[int | None, ...]) -> None:
     screen = "".join(first_screen(three_machines(job_of(*shares))))

@@ -44,6 +44,8 @@ def ask_for_facts(mesh: pmesh.Mesh) -> None:
     assert_type(mesh.view, View)
     assert_type(mesh.last_op, pmesh.LastOp | None)
     assert_type(mesh.shard(10), np.ndarray[tuple[int], np.dtype[np.int64]])
+    assert_type(mesh.share(10), np.ndarray[tuple[int], np.dtype[np.int64]])
+    assert_type(mesh.batch(10, 4), np.ndarray[tuple[int], np.dtype[np.int64]])
     assert_type(mesh.empty(3), Floats)
     assert_type(mesh.empty((2, 3), np.float64), NDArray[np.float64])
     assert_type(mesh.empty(3, "int8"), NDArray[Any])

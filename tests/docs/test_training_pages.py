@@ -8,7 +8,10 @@ from tests.e2e.harness import Fleet
 
 pytestmark = pytest.mark.slow
 
-SCRIPTS = [("slow-links", 0), ("models-that-do-not-fit", 0), ("models-that-do-not-fit", 1)]
+SCRIPTS = [
+    *(("slow-links", 0), ("models-that-do-not-fit", 0), ("models-that-do-not-fit", 1)),
+    ("unequal-machines", 0),
+]
 
 
 @pytest.fixture

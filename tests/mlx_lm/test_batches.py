@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pmesh.core.jobs.shares import deal_rows
 from pmesh.errors import UsageError
 from pmesh.mlx_lm.batches import Batches, pad
 from pmesh.mlx_lm.libraries import mx, nn, trainer
@@ -37,7 +38,8 @@ def test_all_ranks_together_take_each_row_of_a_batch_once(
 ) -> None:
     batches = batches_of(20, batch_size)
 
-    shares = [batches.share(iteration, rank=rank, size=size) for rank in range(size)]
+    dealt = deal_rows(batch_size, [1] * size)
+    shares = [batches.share(iteration, {batch_size: rows.tolist()}.__getitem__) for rows in dealt]
 
     taken = [int(row[0]) - 1 for share in shares if share is not None for row in share.tokens]
     assert sorted(taken) == sorted(batches.rows(iteration))
@@ -66,7 +68,7 @@ def test_each_epoch_has_every_batch_once_and_an_order_of_its_own() -> None:
 
 
 def test_a_rank_without_a_row_has_no_share() -> None:
-    assert batches_of(4, 2).share(0, rank=2, size=3) is None
+    assert batches_of(4, 2).share(0, lambda _: ()) is None
 
 
 @given(

@@ -66,7 +66,7 @@ def test_one_rank_learns_what_mlx_lm_would(tmp_path: Path) -> None:
     state, plan = prepare(tmp_path)
     gradients = nn.value_and_grad(state.model, trainer.default_loss)
     for iteration in range(6):
-        share = plan.train.share(iteration, rank=0, size=1)
+        share = plan.train.share(iteration, range)
         assert share is not None
         _, grads = gradients(state.model, mx.array(share.tokens), mx.array(share.spans))
         state.optimizer.update(state.model, grads)
@@ -103,7 +103,7 @@ def test_accumulated_iterations_are_one_update_of_all_their_rows(tmp_path: Path)
     state, plan = prepare(tmp_path)
     gradients = nn.value_and_grad(state.model, trainer.default_loss)
     for first in (0, 3):
-        shares = [plan.train.share(first + i, rank=0, size=1) for i in range(3)]
+        shares = [plan.train.share(first + i, range) for i in range(3)]
         rows = [row for share in shares if share is not None for row in rows_of(share)]
         share = pad(rows, max_length=64)
         assert share is not None
@@ -459,7 +459,10 @@ def test_random_numbers_begin_anew_with_each_rank_and_iteration() -> None:
     assert len(seeds) == 81
 
 
-def test_a_run_with_dropout_can_be_repeated(tmp_path: Path) -> None:
+def test_a_run_of_even_shares_with_dropout_can_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PMESH_SHARES", "even")
     for name in ("once", "again"):
         run(tmp_path / name, 2, dropout=0.5)
 

@@ -225,6 +225,7 @@ class Trainer:
         offset: int = 0,
         borrows: bool = False,
         step: int = 0,
+        share_percent: int = -1,
     ) -> "Values | None":
         """One op; a copy of its result, None where the agent has none. Raises OpError."""
         arena = -1
@@ -235,7 +236,8 @@ class Trainer:
         enters = call.kind == "sync" and (self.superseded or self.rank < 0)
         number = OpNumber(ENTERS if enters else self.next_op)
         request = StartOp(number, call, dtype, count, arena, timeout_s)  # type: ignore[arg-type] # a key of WIRE_DTYPES
-        request = replace(request, offset=offset, borrows=borrows, step=step)
+        request = replace(request, offset=offset, borrows=borrows)
+        request = replace(request, step=step, share_percent=share_percent)
         match reply := await self.ask(request):
             case OpDone(op, output):
                 self._has_ended(reply, number)
@@ -281,11 +283,24 @@ class Trainer:
         assert result is not None
         return result
 
-    async def sync(self, value: int = 0, timeout_s: float = 1800.0, *, step: int = 0) -> list[int]:
+    async def sync(
+        self,
+        value: int = 0,
+        timeout_s: float = 1800.0,
+        *,
+        step: int = 0,
+        share_percent: int = -1,
+    ) -> list[int]:
         """What each rank has given, by rank. Enters the job, or comes back, if it must."""
         values = np.full(SYNC_VALUES, value, np.int64)
         call = Call("sync", "int64", (SYNC_VALUES,))
-        result = await self.run(call, values, dtype="int64", timeout_s=timeout_s, step=step)
+        result = await self.run(
+            *(call, values),
+            dtype="int64",
+            timeout_s=timeout_s,
+            step=step,
+            share_percent=share_percent,
+        )
         assert result is not None
         rows = result.reshape(-1, SYNC_VALUES)
         assert (rows == rows[:, :1]).all()

@@ -350,7 +350,8 @@ class _TrainerSession:
             raise ProtocolError("an op before the sync in which the trainer enters its job")
         rank.busy_since = trio.current_time()
         rank.own_time.note(rank.busy_since, calls=True)
-        rank.step = request.step or rank.step
+        if request.step:
+            rank.step, rank.share_percent = request.step, request.share_percent
         try:
             reply, arena = await run_op(rank, request, self._jobs)
         finally:

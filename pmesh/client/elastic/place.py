@@ -11,6 +11,7 @@ from typing import Literal, Protocol, TypeVar
 import msgspec
 import numpy as np
 
+from pmesh.client.elastic.shares import Shares
 from pmesh.client.elastic.sync import Offer, Synced, run_sync
 from pmesh.client.session.connection import AgentConnection, mesh_ended
 from pmesh.client.session.in_step import in_step
@@ -54,7 +55,14 @@ class Place:
     without it (HistorySuperseded). Its next `sync` brings it back.
     """
 
-    def __init__(self, home: Path, request: Connect, *, on_superseded: OnSuperseded | None) -> None:
+    def __init__(
+        self,
+        home: Path,
+        request: Connect,
+        *,
+        on_superseded: OnSuperseded | None,
+        shares: Shares | None = None,
+    ) -> None:
         """Join the job; if that fails, raise the error that the agent names.
 
         With `on_superseded=None` all calls raise if the agent has stopped. If the job has continued
@@ -77,6 +85,8 @@ class Place:
         self.world = joined.world
         """The ranks after the last call; they change only when a call returns (O5)."""
         self.step = 0
+        self.shares = Shares() if shares is None else shares
+        """The ranks' shares of a batch, on which they agree in each sync."""
         self._must_sync = joined.world.rank < 0
         self._cut_off: HistorySuperseded | AgentStopped | None = None
         self._lost_agent = False
@@ -168,12 +178,14 @@ class Place:
             PmeshError: as for `run_sync`.
         """
         deadline = time.monotonic() + timeout_s
+        self.shares.end_step(self._session.own_s)
         while True:
             enters = self._session.enters
             try:
                 if self._lost_agent:
                     self._reconnect(deadline)
                 self._session.step = self.step + 1
+                self._session.share_percent = self.shares.percent(self.world)
                 ops = partial(self._sync_once, packed, timeout_s)
                 synced = in_step(self._session, ops, timeout_s=timeout_s, syncs=True)
             except (HistorySuperseded, AgentStopped) as e:
@@ -190,6 +202,8 @@ class Place:
             else:
                 self._cut_off, self._must_sync, self._veteran = None, False, True
                 self.step = synced.step + 1
+                self.shares.agree(synced.standings)
+                self.shares.begin_step(self._session.own_s)
                 return synced
             finally:
                 self._update_world()
@@ -249,6 +263,7 @@ class Place:
             step=self.step,
             veteran=self._veteran,
             raises_on_loss=self._request.terms.on_loss == "raise",
+            standing=self.shares.standing(self.world),
         )
 
     def _note_cut_off(self, why: HistorySuperseded | AgentStopped, *, syncs: bool = False) -> None:

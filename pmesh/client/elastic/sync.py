@@ -22,6 +22,7 @@ import xxhash
 
 from pmesh.client.session.session import Done, TrainerSession, exchange_rows
 from pmesh.client.trees.state import Packed, digest_of
+from pmesh.core.jobs.shares import Standing
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.trainer import SYNC_VALUES, World
@@ -45,16 +46,22 @@ class Offer(NamedTuple):
     """The first half of the digest of a state that has begun to arrive."""
     arrived: int = 0
     """How many of its bytes have arrived. If the source is lost, the transfer continues there."""
+    standing: Standing = Standing()
+    """How fast the rank is."""
 
     def to_values(self) -> list[int]:
         """Return the offer as `SYNC_VALUES` int64."""
-        return [*self.digest, *self[1:]]
+        return [*self.digest, *self[1:-1], *self.standing]
 
     @classmethod
     def from_values(cls, values: Sequence[int]) -> "Offer":
         """Return the offer that `to_values` has described."""
-        first, second, nbytes, step, veteran, raises_on_loss, *arrival = values
-        return cls((first, second), nbytes, step, veteran != 0, raises_on_loss != 0, *arrival)
+        first, second, nbytes, step, veteran, raises_on_loss, arriving, arrived, *standing = values
+        return cls(
+            (first, second),
+            *(nbytes, step, veteran != 0, raises_on_loss != 0, arriving, arrived),
+            Standing(*standing),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +213,8 @@ class Synced:
     """The last op of the call."""
     nbytes: int
     """The bytes of the values in shared memory, over all ops."""
+    standings: dict[TrainerId, Standing]
+    """How fast each rank is."""
 
 
 def run_sync(session: TrainerSession, packed: Packed, offer: Offer, *, timeout_s: float) -> Synced:
@@ -224,7 +233,8 @@ def run_sync(session: TrainerSession, packed: Packed, offer: Offer, *, timeout_s
             values = _with_progress(offer, arrival).to_values()
             call = Call("sync", "int64", (SYNC_VALUES,))
             rows, done = exchange_rows(session, values, call, timeout_s=timeout_s)
-            plan = elect(done.world.trainers, [Offer.from_values(row) for row in rows])
+            offers = [Offer.from_values(row) for row in rows]
+            plan = elect(done.world.trainers, offers)
             _warn_of_corrections(plan, done.world)
             if done.world.trainers[done.world.rank] not in plan.receivers:
                 arrival = None  # a rank that has the state only passes it on
@@ -245,6 +255,7 @@ def run_sync(session: TrainerSession, packed: Packed, offer: Offer, *, timeout_s
         source=_shown(plan.holders[0], done.world),
         last=transfer.last,
         nbytes=transfer.nbytes,
+        standings=dict(zip(done.world.trainers, (o.standing for o in offers), strict=True)),
     )
 
 

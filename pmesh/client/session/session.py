@@ -5,7 +5,9 @@ So the session ends, and each later call raises an error with the reason.
 """
 
 import logging
+import math
 import sys
+import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -91,6 +93,9 @@ class TrainerSession:
         """The order of the ranks of a group; None for the order of the ring."""
         self.step = 0
         """`mesh.step` after the next `sync`, for `pmesh status`."""
+        self.share_percent = -1
+        """This rank's share of the rows, for `pmesh status`."""
+        self._own_s, self._answered = 0.0, time.monotonic()
         self._input: Mapped | None = None
         self._input_retained = False
         self._ahead: Mapped | None = None
@@ -115,6 +120,11 @@ class TrainerSession:
             self.enters = reply.world.rank < 0
             return reply
         raise self._answer_error(reply)
+
+    @property
+    def own_s(self) -> float:
+        """How many seconds the trainer has spent outside of requests: it computes meanwhile."""
+        return self._own_s + max(0.0, time.monotonic() - self._answered)
 
     @property
     def ranks(self) -> World:
@@ -270,6 +280,7 @@ class TrainerSession:
             *kept,
             borrows=borrows,
             step=self.step,
+            share_percent=self.share_percent,
         )
         before = extent_of(request, rank=world.rank, size=len(world.trainers))
         source = self._input if before.gives else None
@@ -401,6 +412,8 @@ class TrainerSession:
         """Send a request; return the reply that ends it, and handle all replies before."""
         due_s = FIRST_ANSWER_S if isinstance(request, Connect) else ANSWER_S
         dropped = self._users.dropped and self._users.take_dropped()
+        self._own_s += max(0.0, time.monotonic() - self._answered)
+        self._answered = math.inf
         self._connection.send(*map(DropArena, dropped), request)
         if meanwhile is not None:
             meanwhile()
@@ -426,6 +439,7 @@ class TrainerSession:
                 case _:
                     if waited:
                         self._waiting.end()
+                    self._answered = time.monotonic()
                     return reply
 
     @contextmanager

@@ -49,6 +49,8 @@ class RankState(Generic[R]):
         self.step = 0
         self.own_percent = -1
         """The share of its time that its trainer spends outside calls; -1 while unknown."""
+        self.share_percent = -1
+        """Its share of the rows of a batch; -1 in a job that deals none."""
         self.stopped = False
         """Whether the trainer's process has been stopped, as by SIGSTOP."""
         self.view_request: ViewRequest | None = None
@@ -159,6 +161,7 @@ class RankState(Generic[R]):
             self.stopped,
             self.step,
             self.own_percent,
+            self.share_percent,
         )
 
     def request_view(self, verdict: Verdict | None, op: int = -1) -> None:

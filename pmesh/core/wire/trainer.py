@@ -24,7 +24,7 @@ from pmesh.core.wire.session import (
 )
 from pmesh.ids import PRINTABLE, OpNumber, TrainerId
 
-SYNC_VALUES = 8
+SYNC_VALUES = 13
 """The number of int64 that each rank gives to a `sync`; its result has as many for each rank."""
 
 
@@ -116,6 +116,8 @@ class StartOp(SessionMessage, frozen=True, tag="start_op"):
     """True if the trainer wants to keep the result in place until DropArena."""
     step: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     """In a `sync`: how often the trainer has synced with this one, for `pmesh status`."""
+    share_percent: Annotated[int, Meta(ge=-1, le=100)] = -1
+    """In a `sync`: the rank's share of a batch until now, for `pmesh status`; -1 for none."""
 
 
 class Compresses(SessionMessage, frozen=True, tag="compresses"):

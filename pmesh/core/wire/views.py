@@ -99,6 +99,8 @@ class RankProgress(msgspec.Struct, frozen=True, array_like=True):
     """`mesh.step` of the last `sync`; 0 before the first."""
     own_percent: Annotated[int, Meta(ge=-1, le=100)] = -1
     """The share of its time that the trainer spends outside collective calls; -1 while unknown."""
+    share_percent: Annotated[int, Meta(ge=-1, le=100)] = -1
+    """The rank's share of the rows of a batch; -1 in a job that deals none."""
 
 
 class Waiting(msgspec.Struct, frozen=True, array_like=True):

@@ -15,7 +15,7 @@ from pmesh.client.elastic import sync
 from pmesh.client.trees.state import Packed
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.calls import Call
-from pmesh.core.wire.trainer import StartOp
+from pmesh.core.wire.trainer import SYNC_VALUES, StartOp
 from pmesh.errors import ProtocolError
 from pmesh.ids import Rank
 from tests.worlds.watched_agent import WatchedAgent, WatchedSession, run_ranks
@@ -53,10 +53,10 @@ def test_a_state_that_all_have_costs_one_small_op_and_comes_back_untouched(
         state = state_of(0)
         assert mesh.sync(state) is state
         assert mesh.last_op is not None
-        assert (mesh.last_op.contributors, mesh.last_op.bytes) == ((0, 1, 2), 3 * 64)
+        assert (mesh.last_op.contributors, mesh.last_op.bytes) == ((0, 1, 2), 3 * 8 * SYNC_VALUES)
 
     run_ranks(agent.home, 3, program)
-    assert agent.calls == [Call("sync", "int64", (8,))]
+    assert agent.calls == [Call("sync", "int64", (SYNC_VALUES,))]
 
 
 def test_in_the_first_sync_all_get_what_rank_0_has(agent: WatchedAgent) -> None:
@@ -94,7 +94,7 @@ def test_a_state_travels_in_chunks_that_only_a_holder_fills(
     assert 0 < sizes[-1] <= CHUNK_BYTES
     assert sum(sizes) >= 600
     assert chunks(agent) == [(f"sync {i * CHUNK_BYTES}", 0) for i in range(len(sizes))]
-    assert nbytes == [3 * 64 + sum(sizes)] * 3
+    assert nbytes == [3 * 8 * SYNC_VALUES + sum(sizes)] * 3
     assert sorted(copied) == [i * CHUNK_BYTES for i in range(len(sizes))]
     assert len(agent.retained) == len(sizes)
     assert all(sent.unchanged for sent in agent.retained)  # O2
