@@ -37,13 +37,12 @@ def main(ranks: int) -> None:
             state = mesh.sync((model.parameters(), optimizer.state, epoch, position))
             parameters, optimizer.state, epoch, position = state
             model.update(parameters)
-            share = BATCH // mesh.size
-            mine = mesh.shard(len(x), epoch=epoch, position=position)[:share]
-            position += share * mesh.size  # here, as the next op may lose a rank
+            mine = mesh.batch(len(x), BATCH, epoch=epoch, position=position)
             loss, gradients = loss_and_gradients(model, mx.array(x[mine]), mx.array(y[mine]))
             gradients = mesh.average_gradients(gradients, weight=len(mine))
             optimizer.update(model, gradients)
             mx.eval(model.parameters(), optimizer.state)
+            position += BATCH
             if position + BATCH > len(x):
                 epoch, position = epoch + 1, 0
             if mesh.step % 100 == 0:

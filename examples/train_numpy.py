@@ -48,12 +48,11 @@ def main(ranks: int) -> None:
         while mesh.step < STEPS:
             # All ranks get the same state; a newcomer enters here, with the state of the others.
             p, epoch, position = mesh.sync((p, epoch, position))
-            share = BATCH // mesh.size
-            mine = mesh.shard(len(x), epoch=epoch, position=position)[:share]
-            position += share * mesh.size  # here, as the next op may lose a rank
+            mine = mesh.batch(len(x), BATCH, epoch=epoch, position=position)
             loss, gradients = loss_and_gradients(p, x[mine], y[mine])
             gradients = mesh.average_gradients(gradients, weight=len(mine))
             p = {name: value - RATE * gradients[name] for name, value in p.items()}
+            position += BATCH
             if position + BATCH > len(x):
                 epoch, position = epoch + 1, 0
             if mesh.step % 100 == 0:

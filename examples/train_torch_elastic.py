@@ -11,7 +11,7 @@ from torch import nn
 import pmesh.torch
 from pmesh.torch import DistributedDataParallel
 
-EPOCHS, BATCH, RATE, TRAINED = 20, 32, 0.1, 1500
+EPOCHS, BATCH, RATE, TRAINED = 20, 96, 0.1, 1500
 
 
 def main() -> None:
@@ -24,12 +24,13 @@ def main() -> None:
     place = {"epoch": 0, "position": 0}
     while place["epoch"] < EPOCHS:
         pmesh.torch.sync(model, optimizer, place)  # newcomers enter here, and get all of these
-        mine = mesh.shard(TRAINED, **place)[:BATCH]
-        place["position"] += BATCH * mesh.size
+        mine = mesh.batch(TRAINED, BATCH, **place)
+        model.gradient_weight = len(mine)
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(images[mine]), labels[mine]).backward()
         optimizer.step()
-        if place["position"] + BATCH * mesh.size > TRAINED:
+        place["position"] += BATCH
+        if place["position"] + BATCH > TRAINED:
             place.update(epoch=place["epoch"] + 1, position=0)
     right = (model(images[TRAINED:]).argmax(1) == labels[TRAINED:]).float().mean().item()
     print(f"rank {mesh.rank} of {mesh.size}: accuracy {right:.1%}")

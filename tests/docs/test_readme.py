@@ -55,10 +55,10 @@ def test_the_ten_lines_print_on_both_machines_what_the_readme_shows(
 def test_the_script_of_the_how_to_loses_a_rank_and_takes_in_another(fleet: Fleet) -> None:
     page = read(ROOT / "docs" / "how-to" / "machines-that-come-and-go.md")
     script = page.split("```python\n")[1].split("```")[0]
-    script = script.replace("STEPS = 32, 1000", "STEPS = 32, 60").replace(
+    script = script.replace("STEPS = 64, 1000", "STEPS = 64, 60").replace(
         "wait_for=2,", "wait_for=2, min_ranks=2,"
     )
-    assert script.count("min_ranks=2") == script.count("32, 60") == 1
+    assert script.count("min_ranks=2") == script.count("64, 60") == 1
     dies = script.replace(
         "gradients = loss", "import os; mesh.step == 30 and os._exit(9); gradients = loss"
     )

@@ -30,7 +30,7 @@ def test_every_row_of_the_table_of_differences_stands_in_its_script() -> None:
         "mesh = pmesh.torch.init(elastic=True)",
         "pmesh.torch.sync(model, optimizer, place)",
         'while place["epoch"] < EPOCHS:',
-        "mesh.shard(TRAINED, **place)",
+        "mesh.batch(TRAINED, BATCH, **place)",
     ):
         assert f"`{line}`" in PAGE
         assert line in elastic
