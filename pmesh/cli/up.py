@@ -1,6 +1,7 @@
 """`pmesh up`: starts an agent in the foreground or the background, and sets up its logs."""
 
 import functools
+import gc
 import io
 import logging
 import os
@@ -138,6 +139,9 @@ def _run_here(settings: AgentSettings) -> int:
     set_up_logs(level=settings.log_level, as_json=settings.log_json, stream=log)
     with hold_home(settings.home):
         mesh_key, node_key = _keys(settings)
+        # Modules live for as long as the agent: to look through them all would hold up the event
+        # loop for 50 ms in each full collection.
+        gc.freeze()
         return trio.run(
             run_until_signal, functools.partial(run_agent, settings, mesh_key, node_key, announce)
         )

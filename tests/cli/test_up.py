@@ -1,5 +1,6 @@
 """`pmesh up`: what the agent is started with, and how it ends. The agent itself is faked."""
 
+import gc
 import io
 import os
 import signal
@@ -95,6 +96,14 @@ def test_every_option_reaches_the_agent(agent: FakeAgent, home: Path) -> None:
         log_level="debug",
         log_json=True,
     )
+
+
+def test_no_collection_looks_through_the_modules_while_the_agent_runs(agent: FakeAgent) -> None:
+    looked_at = list[int]()
+    agent.then = lambda: looked_at.append(len(gc.get_objects()))
+    before = len(gc.get_objects())
+    assert run(["up"]) == 0
+    assert looked_at[0] < before / 10
 
 
 def test_without_options_variables_count(agent: FakeAgent, monkeypatch: pytest.MonkeyPatch) -> None:
