@@ -1,6 +1,5 @@
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,15 +10,6 @@ from tests.e2e.harness import Fleet
 pytestmark = pytest.mark.slow
 
 README = read(ROOT / "README.md")
-
-
-@pytest.fixture
-def fleet() -> Iterator[Fleet]:
-    fleet = Fleet()
-    try:
-        yield fleet
-    finally:
-        fleet.close()
 
 
 @pytest.mark.e2e

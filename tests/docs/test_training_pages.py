@@ -1,4 +1,3 @@
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,15 +11,6 @@ SCRIPTS = [
     *(("slow-links", 0), ("models-that-do-not-fit", 0), ("models-that-do-not-fit", 1)),
     ("unequal-machines", 0),
 ]
-
-
-@pytest.fixture
-def fleet() -> Iterator[Fleet]:
-    fleet = Fleet()
-    try:
-        yield fleet
-    finally:
-        fleet.close()
 
 
 @pytest.mark.e2e

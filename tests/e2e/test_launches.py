@@ -303,13 +303,16 @@ print("sum", int(total.item()), flush=True)
 """
 
 
-@pytest.mark.parametrize(
+each_engine = pytest.mark.parametrize(
     ("engine", "source"),
     [
         pytest.param("gloo", GLOO, marks=needs("torch")),
         pytest.param("mlx-ring", RING, marks=needs("mlx")),
     ],
 )
+
+
+@each_engine
 def test_a_script_for_another_launcher_runs_unchanged(
     fleet: Fleet, ring: list[Agent], tmp_path: Path, engine: str, source: str
 ) -> None:
@@ -323,13 +326,7 @@ def test_a_script_for_another_launcher_runs_unchanged(
 
 
 @pytest.mark.netns
-@pytest.mark.parametrize(
-    ("engine", "source"),
-    [
-        pytest.param("gloo", GLOO, marks=needs("torch")),
-        pytest.param("mlx-ring", RING, marks=needs("mlx")),
-    ],
-)
+@each_engine
 def test_machines_of_a_network_find_each_other_s_addresses(
     fleet: Fleet,
     make_lab: Callable[[int], NetLab],

@@ -12,6 +12,7 @@ from pmesh.errors import ProtocolError
 from pmesh.ids import Incarnation, Member, PathName
 from pmesh.launches.agent import syncing
 from pmesh.launches.agent.files import FileStore
+from pmesh.launches.agent.started import StartedHere
 from pmesh.launches.wire.messages import (
     AskFiles,
     BeginRanks,
@@ -251,10 +252,19 @@ async def test_more_than_the_disk_has_is_refused_before_it_is_sent(tmp_path: Pat
 # --- a starter sends files
 
 
-def start(here: Here, tree: TreeName | None = TREE) -> None:
+async def start(here: Here, tree: TreeName | None = TREE) -> StartedHere:
+    """Start a launch; Anna has been asked to prepare it."""
     name = here.view.seats[1].name
     command = Command(("true",), "/", tree=tree)
     here.launches.start(Launch("", command, LaunchTerms(), on=(name,)))
+    assert isinstance(await here.anna.next(), PrepareLaunch)
+    return here.launches.started[ID]
+
+
+async def refusal(launch: StartedHere) -> str:
+    with trio.fail_after(20):
+        await launch.over.wait()
+    return launch.refusal
 
 
 async def taken(here: Here, pull: int) -> bytes:
@@ -270,21 +280,24 @@ async def taken(here: Here, pull: int) -> bytes:
             return data
 
 
-def store_all(home: Path) -> None:
-    for data in (TREE_DATA, DATA, SCRIPT):
+def store_all(home: Path, *files: bytes) -> None:
+    for data in files or (TREE_DATA, DATA, SCRIPT):
         FileStore(home).add_bytes(data)
+
+
+BIG = bytes(3 * WINDOW_BYTES)
+BIG_TREE, BIG_TREE_DATA = tree_of([FileEntry("x", *content_of(BIG))])
 
 
 async def test_a_starter_sends_what_was_asked_for_as_fast_as_it_is_stored(tmp_path: Path) -> None:
     store_all(tmp_path)
     async with launches_in(tmp_path) as here:
-        start(here)
-        assert isinstance(await here.anna.next(), PrepareLaunch)
+        launch = await start(here)
         here.launches.receive(ANNA, AskFiles(ID, 1))
         assert await taken(here, 1) == TREE_DATA
         here.launches.receive(ANNA, AskFiles(ID, 2, (0, 1)))
         assert await taken(here, 2) == DATA + SCRIPT
-        (sent,) = here.launches.syncing.sent(here.launches.started[ID])
+        (sent,) = here.launches.syncing.sent(launch)
         assert (sent.nbytes, sent.total) == (len(DATA + SCRIPT), len(DATA + SCRIPT))
         here.launches.receive(ANNA, LaunchPrepared(ID, "", (7000, 7001)))
         assert isinstance(await here.anna.next(), BeginRanks)
@@ -295,13 +308,9 @@ async def test_a_starter_sends_what_was_asked_for_as_fast_as_it_is_stored(tmp_pa
 
 
 async def test_a_full_window_holds_a_starter_up(tmp_path: Path) -> None:
-    big = bytes(3 * WINDOW_BYTES)
-    tree, data = tree_of([FileEntry("x", *content_of(big))])
-    for one in (data, big):
-        FileStore(tmp_path).add_bytes(one)
+    store_all(tmp_path, BIG_TREE_DATA, BIG)
     async with launches_in(tmp_path) as here:
-        start(here, tree)
-        await here.anna.next()
+        await start(here, BIG_TREE)
         here.launches.receive(ANNA, AskFiles(ID, 1, (0,)))
         parts = [await here.anna.next() for _ in range(WINDOW_BYTES // PART_BYTES)]
         assert all(isinstance(part, LaunchPart) for part in parts)
@@ -323,20 +332,15 @@ async def test_a_machine_that_wants_what_is_not_there_is_refused(
 ) -> None:
     store_all(tmp_path)
     async with launches_in(tmp_path) as here:
-        start(here)
-        await here.anna.next()
-        launch = here.launches.started[ID]
+        launch = await start(here)
         here.launches.receive(ANNA, AskFiles(ID, 1, wanted))
-        with trio.fail_after(20):
-            await launch.over.wait()
-        assert "it wants files that are not there" in launch.refusal
+        assert "it wants files that are not there" in await refusal(launch)
 
 
 async def test_a_member_that_takes_no_part_gets_no_file(tmp_path: Path) -> None:
     store_all(tmp_path)
     async with launches_in(tmp_path) as here:
-        start(here)
-        await here.anna.next()
+        await start(here)
         here.launches.receive(EVE, AskFiles(ID, 1))
         here.launches.receive(ANNA, AskFiles(PathName("ba9876543210"), 1))
         await trio.testing.wait_all_tasks_blocked()
@@ -346,32 +350,22 @@ async def test_a_member_that_takes_no_part_gets_no_file(tmp_path: Path) -> None:
 
 async def test_files_of_a_launch_without_any_are_refused(tmp_path: Path) -> None:
     async with launches_in(tmp_path) as here:
-        start(here, None)
-        await here.anna.next()
+        launch = await start(here, None)
         here.launches.receive(ANNA, AskFiles(ID, 1))
-        with trio.fail_after(20):
-            await here.launches.started[ID].over.wait()
+        assert await refusal(launch)
 
 
 async def test_a_starter_that_has_lost_its_files_says_so(tmp_path: Path) -> None:
     async with launches_in(tmp_path) as here:
-        start(here)
-        await here.anna.next()
-        launch = here.launches.started[ID]
+        launch = await start(here)
         here.launches.receive(ANNA, AskFiles(ID, 1))
-        with trio.fail_after(20):
-            await launch.over.wait()
-        assert "the starter can't read the files" in launch.refusal
+        assert "the starter can't read the files" in await refusal(launch)
 
 
 async def test_nothing_is_sent_over_a_link_that_is_lost(tmp_path: Path) -> None:
-    big = bytes(3 * WINDOW_BYTES)
-    tree, data = tree_of([FileEntry("x", *content_of(big))])
-    for one in (data, big):
-        FileStore(tmp_path).add_bytes(one)
+    store_all(tmp_path, BIG_TREE_DATA, BIG)
     async with launches_in(tmp_path) as here:
-        start(here, tree)
-        await here.anna.next()
+        await start(here, BIG_TREE)
         here.launches.receive(ANNA, AskFiles(ID, 1, (0,)))
         await here.anna.next()
         del here.links[ANNA.node]
@@ -383,9 +377,7 @@ async def test_a_machine_that_takes_files_has_time(
 ) -> None:
     store_all(tmp_path)
     async with launches_in(tmp_path) as here:
-        start(here)
-        await here.anna.next()
-        launch = here.launches.started[ID]
+        launch = await start(here)
         here.launches.receive(ANNA, AskFiles(ID, 1))
         for _ in range(10):
             mock_clock.jump(15)

@@ -2,8 +2,11 @@
 
 from collections.abc import Callable
 
+import trio
+
 from pmesh.agent.mesh.links import Link, LivePath
 from pmesh.core.links.addresses import BoundAddress
+from pmesh.core.links.paths import RELAYED
 from pmesh.errors import PeerUnreachable
 from pmesh.net.links.path import Path
 from tests.worlds.trainer import until
@@ -58,3 +61,11 @@ def build_wall(one: Machine, other: Machine) -> Callable[[], None]:
     refuse(one, other)
     refuse(other, one)
     return break_down
+
+
+async def part(one: Machine, other: Machine) -> None:
+    """Let the two reach each other over a third only."""
+    await trio.sleep(1)  # a link that ends sooner has been refused
+    build_wall(one, other)
+    await path_to(one, other).path.aclose()
+    await until(lambda: reached_over(one, other) == reached_over(other, one) == RELAYED)

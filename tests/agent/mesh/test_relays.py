@@ -17,7 +17,7 @@ from pmesh.core.topology.graph import measured_graph
 from pmesh.core.wire.relays import MAX_RELAYED_BYTES, Relay
 from pmesh.core.wire.views import MeasuredEdge
 from pmesh.ids import Incarnation, Member, NodeId
-from tests.agent.mesh.paths import build_wall, link_to, reached_over
+from tests.agent.mesh.paths import build_wall, link_to, part, reached_over
 from tests.worlds.trainer import until
 from tests.worlds.village import Machine, village
 
@@ -32,11 +32,7 @@ def swallow(live: LivePath) -> None:
 async def test_two_that_lose_their_link_come_together_over_a_third(clock: MockClock) -> None:
     async with village(clock, 3) as here:
         _, one, other = here.machines
-        await trio.sleep(1)
-        build_wall(one, other)
-        (live,) = link_to(one, other).paths.values()
-        await live.path.aclose()
-        await until(lambda: reached_over(one, other) == reached_over(other, one) == RELAYED)
+        await part(one, other)
         await here.settle(*here.machines)
 
 
@@ -147,15 +143,6 @@ def forward_nothing(_: NodeId, message: Relay, *, reachable: bool) -> None:
     assert message.to_forward
 
 
-async def part(one: Machine, other: Machine) -> None:
-    """Let the two reach each other over a third only."""
-    await trio.sleep(1)  # a link that ends sooner has been refused
-    build_wall(one, other)
-    (live,) = link_to(one, other).paths.values()
-    await live.path.aclose()
-    await until(lambda: reached_over(one, other) == reached_over(other, one) == RELAYED)
-
-
 async def test_the_connections_over_one_member_are_limited(clock: MockClock) -> None:
     async with village(clock, 2) as here:
         one, other = here.machines
@@ -243,10 +230,7 @@ async def test_what_is_relayed_counts_once_and_is_not_measured_by_probes(
     monkeypatch.setattr(probing, "PROBE_EVERY_S", 30.0)
     async with village(clock, 3) as here:
         one, middle, other = here.machines
-        build_wall(one, other)
-        (live,) = link_to(one, other).paths.values()
-        await live.path.aclose()
-        await until(lambda: reached_over(one, other) == reached_over(other, one) == RELAYED)
+        await part(one, other)
         await here.job(*here.machines)
         await trio.sleep(probing.PROBE_EVERY_S)
         agents = [machine.agent.membership for machine in here.machines]

@@ -18,6 +18,19 @@ def mark_of(
     return RankProgress(job, number, OTHER, started, ended, 1, -1, stopped)
 
 
+def ranks_in_an_op() -> tuple[RankState[str], Progress]:
+    """Both have started it."""
+    rank = rank_of()
+    rank.start(ZERO, BARRIER)
+    progress = Progress([rank])
+    progress.hear(mark_of(rank, 2, -1))
+    return rank, progress
+
+
+def stand_still(rank: RankState[str], progress: Progress, now: float) -> bool:
+    return lanes_stand_still(rank, progress, newcomers=0, now=now)
+
+
 def test_nothing_is_known_of_a_rank_before_it_tells() -> None:
     rank = rank_of()
     progress = Progress([rank])
@@ -60,10 +73,7 @@ def test_a_wait_is_described_by_who_is_late_and_whether_its_process_is_stopped()
 
 def test_a_wait_for_nobody_is_described_by_its_step() -> None:
     """I6: never "nobody in particular"."""
-    rank = rank_of()
-    rank.start(ZERO, BARRIER)
-    progress = Progress([rank])
-    progress.hear(mark_of(rank, 2, -1))
+    rank, progress = ranks_in_an_op()
     assert "on their way" in progress.describe_wait(rank, ZERO, 0)
     rank.request_view(None, ZERO)
     assert "agreeing on who takes part" in progress.describe_wait(rank, ZERO, 0)
@@ -105,35 +115,28 @@ def test_lanes_stand_still_once_nothing_has_moved_for_too_long() -> None:
     rank = rank_of()
     progress = Progress([rank])
 
-    def stand_still(now: float, moved: int) -> bool:
+    def unmoved(now: float, moved: int) -> bool:
         rank.moved = moved
-        return lanes_stand_still(rank, progress, newcomers=0, now=now)
+        return stand_still(rank, progress, now)
 
-    assert not stand_still(0.0, 0)  # no op is under way
+    assert not unmoved(0.0, 0)  # no op is under way
     rank.start(ZERO, BARRIER)
-    assert not stand_still(3.0, 0)  # the other has not started it
+    assert not unmoved(3.0, 0)  # the other has not started it
     progress.hear(mark_of(rank, 2, -1))
-    assert not stand_still(4.0, 0)
-    assert not stand_still(5.0, 1)
-    assert not stand_still(6.5, 1)
-    assert stand_still(7.0, 1)
+    assert not unmoved(4.0, 0)
+    assert not unmoved(5.0, 1)
+    assert not unmoved(6.5, 1)
+    assert unmoved(7.0, 1)
     rank.request_view(None, ZERO)
-    assert not stand_still(7.5, 1)  # the leader has been asked
+    assert not unmoved(7.5, 1)  # the leader has been asked
 
 
 def test_new_lanes_have_the_whole_time_that_lanes_may_stand_still() -> None:
-    rank = rank_of()
-    rank.start(ZERO, BARRIER)
-    progress = Progress([rank])
-    progress.hear(mark_of(rank, 2, -1))
-
-    def stand_still(now: float) -> bool:
-        return lanes_stand_still(rank, progress, newcomers=0, now=now)
-
-    assert not stand_still(0.0)
+    rank, progress = ranks_in_an_op()
+    assert not stand_still(rank, progress, 0.0)
     rank.follow(roster(rank.roster.number + 1))
-    assert not stand_still(rank.patience_s)
-    assert stand_still(2 * rank.patience_s)
+    assert not stand_still(rank, progress, rank.patience_s)
+    assert stand_still(rank, progress, 2 * rank.patience_s)
 
 
 def test_a_lone_rank_has_no_lanes() -> None:
@@ -145,17 +148,10 @@ def test_a_lone_rank_has_no_lanes() -> None:
 
 
 def test_lanes_that_stood_still_in_an_op_may_do_so_for_twice_as_long() -> None:
-    rank = rank_of()
-    rank.start(ZERO, BARRIER)
-    progress = Progress([rank])
-    progress.hear(mark_of(rank, 2, -1))
-
-    def stand_still(now: float) -> bool:
-        return lanes_stand_still(rank, progress, newcomers=0, now=now)
-
-    assert not stand_still(0.0)
-    assert stand_still(rank.patience_s)
+    rank, progress = ranks_in_an_op()
+    assert not stand_still(rank, progress, 0.0)
+    assert stand_still(rank, progress, rank.patience_s)
     rank.last_move = None
-    assert not stand_still(10.0)
-    assert not stand_still(10.0 + rank.patience_s)
-    assert stand_still(10.0 + 2 * rank.patience_s)
+    assert not stand_still(rank, progress, 10.0)
+    assert not stand_still(rank, progress, 10.0 + rank.patience_s)
+    assert stand_still(rank, progress, 10.0 + 2 * rank.patience_s)

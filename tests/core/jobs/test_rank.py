@@ -30,6 +30,14 @@ def on_its_own_machine(number: TrainerId) -> Trainer:
     return msgspec.structs.replace(trainer(number), member=home, said=unsigned(f"mac-{number}"))
 
 
+def rank_in_its_second_op() -> RankState[str]:
+    rank = rank_of()
+    rank.start(ZERO, BARRIER)
+    rank.complete(ZERO, RESULT, (ME, OTHER))
+    rank.start(ONE, BARRIER)
+    return rank
+
+
 def test_a_failed_op_is_kept_until_its_trainer_has_been_told() -> None:
     rank = rank_of()
     rank.start(ZERO, BARRIER)
@@ -88,10 +96,7 @@ def test_what_failed_before_a_trainer_entered_is_no_matter_of_its_own() -> None:
 
 
 def test_a_call_that_is_taken_back_was_never_made() -> None:
-    rank = rank_of()
-    rank.start(ZERO, BARRIER)
-    rank.complete(ZERO, RESULT, (ME, OTHER))
-    rank.start(ONE, BARRIER)
+    rank = rank_in_its_second_op()
     rank.take_back(ONE)
     assert rank.ledger.started == 0
     rank.stabilize(0)
@@ -100,10 +105,7 @@ def test_a_call_that_is_taken_back_was_never_made() -> None:
 
 def test_a_late_failure_takes_the_running_call_back_before_anybody_hears_of_it_again() -> None:
     """I5: the others may be in another call of the same number by then, which would differ."""
-    rank = rank_of()
-    rank.start(ZERO, BARRIER)
-    rank.complete(ZERO, RESULT, (ME, OTHER))
-    rank.start(ONE, BARRIER)
+    rank = rank_in_its_second_op()
     rank.follow(roster(3, failed(ZERO)))
     assert rank.late_failure == failed(ZERO)
     assert [report.op for report in rank.report().ranks[0].ops] == [ZERO]
@@ -113,10 +115,7 @@ def test_a_late_failure_takes_the_running_call_back_before_anybody_hears_of_it_a
 
 def test_a_late_failure_leaves_alone_what_others_have_completed() -> None:
     """I4: the result is fetched, and the failure is told by the next call."""
-    rank = rank_of()
-    rank.start(ZERO, BARRIER)
-    rank.complete(ZERO, RESULT, (ME, OTHER))
-    rank.start(ONE, BARRIER)
+    rank = rank_in_its_second_op()
     elsewhere = OpOutcome(ONE, (ME, OTHER), holders=(OTHER,))
     rank.follow(roster(3, failed(ZERO), elsewhere))
     assert rank.late_failure == failed(ZERO)
@@ -147,10 +146,7 @@ def test_the_first_reason_for_the_end_of_a_job_stays() -> None:
 
 
 def test_a_rank_that_the_others_go_on_without_is_superseded_and_serves_what_it_holds() -> None:
-    rank = rank_of()
-    rank.start(ZERO, BARRIER)
-    rank.complete(ZERO, RESULT, (ME, OTHER))
-    rank.start(ONE, BARRIER)
+    rank = rank_in_its_second_op()
     others = [trainer(OTHER), trainer(THIRD)]
     rank.follow(roster(3, trainers=others, lost_holders=[rank.trainer]))
     assert rank.rank is None

@@ -102,6 +102,10 @@ PAIR = make_roster(
 )
 """What has become of the job where Cara was lost."""
 
+LEFT_BEHIND = make_roster(
+    CARA, DORA, ids=[2, 3], terms=MAJORITY, quorate=False, primary=JOB.primary
+)
+"""Of JOB, without a majority of its voters."""
 PAIR_IN_FORCE = KnownPrimary(DIGITS, PAIR.born, PAIR.primary.epoch, in_force=True)
 
 
@@ -308,29 +312,23 @@ class TestASideThatMayNotGoOn:
 
     def test_gives_way_to_a_later_primary_roster_however_small(self) -> None:
         """What it has left over is of no use: the others went on."""
-        ours = make_roster(
-            CARA, DORA, ids=[2, 3], terms=MAJORITY, quorate=False, primary=JOB.primary
-        )
         theirs = make_roster(
             ANNA, terms=MAJORITY, number=7, primary=Primary(make_epoch(7), (ANNA,))
         )
         views: Mapping[Member, View] = {
             ANNA: make_view(7, ANNA, rosters=[theirs]),
-            CARA: make_view(8, CARA, DORA, rosters=[ours]),
-            DORA: make_view(8, CARA, DORA, rosters=[ours]),
+            CARA: make_view(8, CARA, DORA, rosters=[LEFT_BEHIND]),
+            DORA: make_view(8, CARA, DORA, rosters=[LEFT_BEHIND]),
         }
         answers = {m: make_flushed(m, view) for m, view in views.items()}
         (after,) = settle(views[CARA], answers, continuing=[CARA, DORA])
         assert after.ids == (0,)
 
     def test_waits_for_a_later_primary_roster_of_which_only_a_trace_is_left(self) -> None:
-        ours = make_roster(
-            CARA, DORA, ids=[2, 3], terms=MAJORITY, quorate=False, primary=JOB.primary
-        )
         theirs = make_roster(
             ANNA, BERT, terms=MAJORITY, primary=Primary(make_epoch(7), (ANNA, BERT))
         )
-        base = make_view(8, CARA, DORA, rosters=[ours])
+        base = make_view(8, CARA, DORA, rosters=[LEFT_BEHIND])
         answers = {m: make_flushed(m, base) for m in (CARA, DORA)}
         answers[EMMA] = make_flushed(EMMA, make_view(7, ANNA, BERT, EMMA, rosters=[theirs]))
         (after,) = settle(base, answers, continuing=[CARA, DORA])
@@ -338,9 +336,6 @@ class TestASideThatMayNotGoOn:
 
     def test_gives_way_to_a_later_primary_roster_that_waits_too(self) -> None:
         """Its work is later; more ranks that had been left behind are worth nothing."""
-        ours = make_roster(
-            CARA, DORA, ids=[2, 3], terms=MAJORITY, quorate=False, primary=JOB.primary
-        )
         theirs = make_roster(
             BERT,
             ids=[1],
@@ -349,7 +344,7 @@ class TestASideThatMayNotGoOn:
             quorate=False,
             primary=Primary(make_epoch(7), (ANNA, BERT)),
         )
-        base = make_view(8, CARA, DORA, rosters=[ours])
+        base = make_view(8, CARA, DORA, rosters=[LEFT_BEHIND])
         answers = {m: make_flushed(m, base) for m in (CARA, DORA)}
         answers[BERT] = make_flushed(BERT, make_view(8, BERT, rosters=[theirs]))
         (after,) = settle(base, answers, continuing=[CARA, DORA])

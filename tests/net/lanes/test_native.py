@@ -19,7 +19,7 @@ from pmesh.core.wire.records import OVERHEAD_BYTES, RecordHeader, Sealer
 from pmesh.errors import LaneBroken, PmeshError
 from pmesh.net.lanes.executor import begin_plan, run_in_python, run_plan
 from pmesh.net.lanes.lane import CallsDiffer, Lane
-from pmesh.net.lanes.native import MOST_RUNNERS, Patience
+from pmesh.net.lanes.native import MOST_RUNNERS, Patience, Runner
 from tests.worlds.lanes import (
     Collective,
     Web,
@@ -245,6 +245,10 @@ def on_the_wire(transcript: Sequence[Sent]) -> bytes:
     return bytes(wire)
 
 
+WHOLE = on_the_wire([Sent(EXPECTED._replace(segment=n)) for n in range(3)])
+"""All that PLAN waits for."""
+
+
 @dataclass
 class Outcome:
     """What became of an op whose peer sent something."""
@@ -259,6 +263,12 @@ class Outcome:
 WAYS = ("in Python", "in the library", "at once")
 
 
+def begin(lane: Lane, source: memoryview, result: memoryview) -> Runner:
+    begun = begin_plan(PLAN, [lane], EXPECTED, source=source, result=result, dtype="", reduction="")
+    assert begun is not None
+    return begun
+
+
 async def run_receives(lane: Lane, source: memoryview, result: memoryview, *, way: str) -> None:
     """Run PLAN; "at once" it waits for nobody before it lets the event loop go on."""
     if way == "in Python":
@@ -267,10 +277,7 @@ async def run_receives(lane: Lane, source: memoryview, result: memoryview, *, wa
     elif way == "in the library":
         await run_plan(PLAN, {}, {0: lane}, EXPECTED, source=source, result=result)
     else:
-        begun = begin_plan(
-            PLAN, [lane], EXPECTED, source=source, result=result, dtype="", reduction=""
-        )
-        assert begun is not None
+        begun = begin(lane, source, result)
         if not begun.ends_at_once(Patience()):
             await begun.finish()
 
@@ -322,28 +329,20 @@ async def test_a_claim_of_4_gib_is_refused_in_the_same_words() -> None:
 async def test_the_event_loops_thread_waits_for_the_others_of_a_small_op() -> None:
     """The records come while the thread waits: no task could read them meanwhile."""
     result = memoryview(bytearray(300))
-    wire = on_the_wire([Sent(EXPECTED._replace(segment=n)) for n in range(3)])
     with raw_receiving_lane() as (peer, lane):
         lane.leads_away = True
-        begun = begin_plan(
-            PLAN, [lane], EXPECTED, source=result[:0], result=result, dtype="", reduction=""
-        )
-        assert begun is not None
-        peer.sendall(wire)
+        begun = begin(lane, result[:0], result)
+        peer.sendall(WHOLE)
         assert begun.ends_at_once(Patience())
     assert result == 3 * BODY[:100]
 
 
 async def test_it_does_not_wait_for_ranks_of_its_own_agent_which_need_it() -> None:
     result = memoryview(bytearray(300))
-    wire = on_the_wire([Sent(EXPECTED._replace(segment=n)) for n in range(3)])
     with raw_receiving_lane() as (peer, lane), trio.fail_after(10):
         lane.leads_away = False
-        begun = begin_plan(
-            PLAN, [lane], EXPECTED, source=result[:0], result=result, dtype="", reduction=""
-        )
-        assert begun is not None
-        peer.sendall(wire)
+        begun = begin(lane, result[:0], result)
+        peer.sendall(WHOLE)
         assert not begun.ends_at_once(Patience())
         await begun.finish()
     assert result == 3 * BODY[:100]
@@ -353,26 +352,20 @@ async def test_who_waits_in_vain_goes_on_as_ever_and_does_not_wait_the_next_time
     result, patience = memoryview(bytearray(300)), Patience()
     with raw_receiving_lane() as (peer, lane), trio.fail_after(10):
         lane.leads_away = True
-        begun = begin_plan(
-            PLAN, [lane], EXPECTED, source=result[:0], result=result, dtype="", reduction=""
-        )
-        assert begun is not None
+        begun = begin(lane, result[:0], result)
         assert not begun.ends_at_once(patience)
         assert not patience.waits()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(begun.finish)
             await wait_all_tasks_blocked()
-            peer.sendall(on_the_wire([Sent(EXPECTED._replace(segment=n)) for n in range(3)]))
+            peer.sendall(WHOLE)
     assert result == 3 * BODY[:100]
 
 
 async def test_a_plan_stays_as_long_as_it_runs_however_many_others_begin_meanwhile() -> None:
     result, room = memoryview(bytearray(300)), memoryview(bytearray(400))
     with raw_receiving_lane() as (peer, lane), trio.fail_after(10):
-        begun = begin_plan(
-            PLAN, [lane], EXPECTED, source=result[:0], result=result, dtype="", reduction=""
-        )
-        assert begun is not None
+        begun = begin(lane, result[:0], result)
         for count in range(100):
             other = plan_direct(rank=0, size=1, count=count, itemsize=1)
             at_once = begin_plan(
@@ -380,7 +373,7 @@ async def test_a_plan_stays_as_long_as_it_runs_however_many_others_begin_meanwhi
             )
             assert at_once is not None
             assert at_once.ends_at_once(Patience())
-        peer.sendall(on_the_wire([Sent(EXPECTED._replace(segment=n)) for n in range(3)]))
+        peer.sendall(WHOLE)
         await begun.finish()
     assert result == 3 * BODY[:100]
 
@@ -409,7 +402,7 @@ async def test_a_record_of_a_higher_roster_stays_until_it_is_expected() -> None:
             header = EXPECTED._replace(roster=roster)
             return run_plan(PLAN, {}, {0: lane}, header, source=source, result=result)
 
-        peer.sendall(on_the_wire([Sent(EXPECTED._replace(segment=n)) for n in range(3)]))
+        peer.sendall(WHOLE)
         for roster in (3, 4):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(run, roster)
