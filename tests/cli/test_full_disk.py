@@ -7,18 +7,17 @@ import resource
 import shutil
 import subprocess
 import sys
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from pmesh.agent.home import hold_home, load_mesh_key, load_node_key, store_mesh_key
-from pmesh.cli import up
 from pmesh.cli.app import run
 from pmesh.cli.up import start_detached
 from pmesh.core.identity.keys import MeshKey, mesh_key_text
 from pmesh.terminal.lines import dropping_lines
+from tests.cli.homes import use_agent, use_home
 
 OLD = MeshKey(bytes(range(32)))
 NEW = MeshKey(bytes(range(32, 64)))
@@ -37,15 +36,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         assert callable(announce)
         announce("mac-1 is up")
 
-    for variable in [name for name in os.environ if name.startswith("PMESH_")]:
-        monkeypatch.delenv(variable)
-    monkeypatch.setenv("PMESH_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("PMESH_MDNS", "0")  # an agent that is started all the same disturbs nobody
-    monkeypatch.setenv("PMESH_LISTEN", "127.0.0.1:0")
-    monkeypatch.setattr(up, "set_up_logs", lambda **_: None)  # pytest owns this process's logs
-    agent = types.ModuleType("pmesh.agent.run")
-    agent.run_agent = run_agent  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "pmesh.agent.run", agent)
+    use_home(tmp_path / "home", monkeypatch)
+    use_agent(run_agent, monkeypatch)
     return tmp_path / "home"
 
 

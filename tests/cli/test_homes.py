@@ -5,9 +5,7 @@ import os
 import shlex
 import socket
 import subprocess
-import sys
 import tempfile
-import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from pmesh.cli import up
 from pmesh.cli.app import run
 from pmesh.core.identity.keys import MeshKey, mesh_key_text
 from pmesh.errors import ConfigError
+from tests.cli.homes import use_agent, use_home
 
 KEY = MeshKey(bytes(range(32)))
 KEEPS_KEYS = ["up", "up --detach", "key new", "key show", "key set"]
@@ -27,14 +26,10 @@ ASKS_THE_AGENT = ["status", "status --watch", "events", "events --follow", "benc
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for variable in [name for name in os.environ if name.startswith("PMESH_")]:
-        monkeypatch.delenv(variable)
     home = tmp_path / "my home"
-    monkeypatch.setenv("PMESH_HOME", str(home))
+    use_home(home, monkeypatch)
     monkeypatch.setattr("sys.stdin", io.StringIO(mesh_key_text(KEY)))
-    monkeypatch.setattr(up, "set_up_logs", lambda **_: None)  # pytest owns this process's logs
-    no_agent = types.ModuleType("pmesh.agent.run")  # whoever is not refused shall start none
-    monkeypatch.setitem(sys.modules, "pmesh.agent.run", no_agent)
+    use_agent(None, monkeypatch)
     monkeypatch.setattr(up, "start_detached", None)
     home.mkdir(mode=0o700)
     return home

@@ -4,16 +4,14 @@ import io
 import os
 import shlex
 import subprocess
-import sys
-import types
 from pathlib import Path
 
 import pytest
 
 from pmesh.agent.home import hold_home, load_mesh_key, load_node_key, store_mesh_key
-from pmesh.cli import up
 from pmesh.cli.app import run
 from pmesh.core.identity.keys import MeshKey, mesh_key_text
+from tests.cli.homes import use_agent, use_home
 
 KEY = MeshKey(bytes(range(32)))
 OTHER = MeshKey(bytes(range(32, 64)))
@@ -37,16 +35,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     async def run_agent(*_: object) -> None:
         pass
 
-    for variable in [name for name in os.environ if name.startswith("PMESH_")]:
-        monkeypatch.delenv(variable)
     home = tmp_path / "home"
-    monkeypatch.setenv("PMESH_HOME", str(home))
-    monkeypatch.setenv("PMESH_MDNS", "0")  # an agent that is started all the same disturbs nobody
-    monkeypatch.setenv("PMESH_LISTEN", "127.0.0.1:0")
-    monkeypatch.setattr(up, "set_up_logs", lambda **_: None)  # pytest owns this process's logs
-    agent = types.ModuleType("pmesh.agent.run")
-    agent.run_agent = run_agent  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "pmesh.agent.run", agent)
+    use_home(home, monkeypatch)
+    use_agent(run_agent, monkeypatch)
     home.mkdir(mode=0o700)
     store_mesh_key(home, KEY)
     load_node_key(home, entropy=bytes(32))

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +23,7 @@ from pmesh.core.wire.link import Address
 from pmesh.errors import ConfigError, PeerUnreachable, PortTaken
 from pmesh.home_paths import socket_path
 from pmesh.terminal.lines import ending_signals
+from tests.cli.homes import use_agent, use_home
 from tests.worlds.fake_status_agent import agent_at, answer_well
 
 KEY = MeshKey(bytes(range(32)))
@@ -61,19 +61,14 @@ class FakeAgent:
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for variable in [name for name in os.environ if name.startswith("PMESH_")]:
-        monkeypatch.delenv(variable)
-    monkeypatch.setenv("PMESH_HOME", str(tmp_path))
+    use_home(tmp_path, monkeypatch)
     return tmp_path
 
 
 @pytest.fixture
 def agent(home: Path, monkeypatch: pytest.MonkeyPatch) -> FakeAgent:
     fake = FakeAgent()
-    module = types.ModuleType("pmesh.agent.run")
-    module.run_agent = fake.run  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "pmesh.agent.run", module)
-    monkeypatch.setattr(up, "set_up_logs", lambda **_: None)  # pytest owns this process's logs
+    use_agent(fake.run, monkeypatch)
     store_mesh_key(home, KEY)
     return fake
 
