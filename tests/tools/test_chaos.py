@@ -1,30 +1,17 @@
 """The campaigns' short form: a few kills of each kind, on real agents and real trainers."""
 
-import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.tools.running import run_tool, start_tool
 from tools.lab.measured import Results
 from tools.lab.net import PREFIX, labs
 from tools.lab.results import read_results
 
-ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.e2e, pytest.mark.netns, pytest.mark.timeout(300), pytest.mark.slow]
-
-
-def chaos(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "tools", "run", *arguments],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
 
 
 def labs_of(owner: subprocess.Popen[str]) -> set[str]:
@@ -34,8 +21,7 @@ def labs_of(owner: subprocess.Popen[str]) -> set[str]:
 
 def test_a_few_kills_of_each_kind_tear_nothing(tmp_path: Path) -> None:
     results = tmp_path / "short.json"
-    with chaos("chaos", "--short", "--json", str(results)) as process:
-        output, _ = process.communicate(timeout=200)
+    _, output = run_tool("chaos", "--short", "--json", str(results), within_s=200)
 
     # Nothing wrong is asserted; how long it took is printed: this machine may be busy.
     measured = {m.fault: m for m in read_results(results, Results).measured}
@@ -48,8 +34,7 @@ def test_cables_that_are_pulled_and_plugged_in_lose_nobody(tmp_path: Path) -> No
     results = tmp_path / "cables.json"
     names = ["cable", "vanish", "plug", "flap"]
     options = ["--episodes", "1", "--size-mb", "1", "--json", str(results)]
-    with chaos(*names, *options) as process:
-        output, _ = process.communicate(timeout=200)
+    _, output = run_tool(*names, *options, within_s=200)
 
     measured = {m.fault: m for m in read_results(results, Results).measured}
     assert [m.violations for m in measured.values() if m.violations] == [], output
@@ -59,7 +44,7 @@ def test_cables_that_are_pulled_and_plugged_in_lose_nobody(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_leaves_nothing_behind(number: signal.Signals) -> None:
-    with chaos("kill-node", "--episodes", "1000", "--size-mb", "1") as process:
+    with start_tool("kill-node", "--episodes", "1000", "--size-mb", "1") as process:
         assert process.stdout is not None
         process.stdout.readline()  # it says what it does, then begins
         while not (started := labs_of(process)):

@@ -1,11 +1,10 @@
 """The short forms of the campaigns that kill ranks of trainings, and their judges."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.tools.running import run_tool
 from tools.kills.campaign import Killed, judge_losses, judge_steps
 from tools.kills.workloads import judge_errors
 from tools.lab.measured import Results
@@ -25,11 +24,10 @@ def test_a_short_campaign_finds_nothing(tmp_path: Path, kind: str, kills: int, s
     pytest.importorskip("mlx_lm" if kind == "lora" else "torch")
     results = tmp_path / "kills.json"
     options = [kind, "--episodes", str(kills), "--steps", str(steps), "--json", str(results)]
-    command = [sys.executable, "-m", "tools", "run", *options]
 
-    done = subprocess.run(command, capture_output=True, text=True, timeout=590, check=False)
+    code, output = run_tool(*options, within_s=590)
 
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert code == 0, output
     (measured,) = read_results(results, Results).measured
     assert measured.violations == ()
     assert measured.facts["kills"] == kills

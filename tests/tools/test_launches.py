@@ -1,35 +1,23 @@
 """The short form of the campaigns on `pmesh run --on`: real agents and ranks on a network."""
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from tests.tools.running import run_tool
 from tools.lab.measured import Results
 from tools.lab.results import read_results
 
-ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.e2e, pytest.mark.netns, pytest.mark.timeout(300), pytest.mark.slow]
 
 
 def launches(*arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "tools", "run", *arguments],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=250,
-        check=False,
-    )
+    code, output = run_tool(*arguments, within_s=250)
     # No time is asserted: this machine may be busy. What went wrong is named.
-    assert "VIOLATION" not in done.stdout, done.stdout
-    assert done.returncode in {0, 1}, done.stdout
-    return done.stdout
+    assert "VIOLATION" not in output, output
+    assert code in {0, 1}, output
+    return output
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,14 @@
 """The lab of slow networks, by real packets, and what the bench makes of its ranks' lines."""
 
-import os
 import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 
+from tests.tools.running import run_tool
 from tools.networks.lab import Profile, SlowLab
 from tools.networks.results import StepLine, StepsTaken, verdicts_of, verdicts_of_calls
 
 pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).parents[2]
 
 
 def steps(*took_s: float, ranks: int = 2) -> list[StepLine]:
@@ -69,15 +64,6 @@ def test_the_switch_delays_and_a_cut_holds_what_is_sent() -> None:
 )
 def test_the_short_forms_find_nothing_wrong(command: str, shown: str) -> None:
     pytest.importorskip("torch")  # gloo has its turn too
-    began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", "tools", "run", command, "--short"],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert done.returncode == 0, f"{time.monotonic() - began:.0f} s: {done.stdout}{done.stderr}"
-    assert shown in done.stdout
+    code, output = run_tool(command, "--short", within_s=180)
+    assert code == 0, output
+    assert shown in output

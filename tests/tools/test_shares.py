@@ -1,11 +1,11 @@
 """The short form of the tool that measures shares by speed."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.tools.running import run_tool
 
 GROUPS = (Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup/cgroup.controllers"))
 
@@ -19,9 +19,8 @@ GROUPS = (Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup/cgroup.controllers"))
 )
 def test_the_weights_are_those_of_even_shares() -> None:
     options = ("--steps", "30", "--alone", "5", "--hidden", "256")
-    command = [sys.executable, "-m", "tools", "run", "shares", *options]
 
-    done = subprocess.run(command, capture_output=True, text=True, timeout=290, check=False)
+    code, output = run_tool("shares", *options, within_s=290)
 
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "weights after 30 steps differ by at most" in done.stdout
+    assert code == 0, output
+    assert "weights after 30 steps differ by at most" in output

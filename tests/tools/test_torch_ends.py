@@ -1,9 +1,8 @@
 """The short form of the tool that lets many short trainings end."""
 
-import subprocess
-import sys
-
 import pytest
+
+from tests.tools.running import run_tool
 
 pytest.importorskip("torch")
 
@@ -13,9 +12,7 @@ pytest.importorskip("torch")
 @pytest.mark.timeout(600)
 def test_two_short_trainings_end_well() -> None:
     # A process of its own: it starts one that forks, and must have no threads.
-    command = [sys.executable, "-W", "ignore", "-m", "tools", "run", "torch-ends", "--runs", "2"]
+    code, output = run_tool("torch-ends", "--runs", "2", within_s=590)
 
-    done = subprocess.run(command, capture_output=True, text=True, timeout=590, check=False)
-
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 runs, 9 ranks: 0 have ended with another code than 0" in done.stdout
+    assert code == 0, output
+    assert "2 runs, 9 ranks: 0 have ended with another code than 0" in output
