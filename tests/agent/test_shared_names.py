@@ -18,7 +18,7 @@ from pmesh.launches.wire.messages import Command, Launch, LaunchTerms
 from simulation.wire import AnyReply, AnyRequest
 from tests.worlds.trainer import RefusedError, together, until
 from tests.worlds.village import Machine, Village, village
-from tests.worlds.village_ops import events_of
+from tests.worlds.village_ops import events_of, snapshot_of
 
 
 @asynccontextmanager
@@ -77,7 +77,7 @@ async def test_a_job_that_runs_already_is_shown_with_the_names_of_now(clock: Moc
         await trainer.join("digits", 1)
         await two.start()
         await meet(one, two)
-        (job,) = one.agent._snapshot().jobs  # noqa: SLF001 - without a session, at this instant
+        (job,) = snapshot_of(one).jobs
         assert [rank.name for rank in job.ranks] == [apart(one)]
 
 

@@ -37,6 +37,7 @@ from tests.worlds.village_ops import (
     ones,
     ranks_of,
     reduce_all,
+    snapshot_of,
     swallow,
 )
 
@@ -270,7 +271,7 @@ async def test_the_bytes_of_messages_are_counted(clock: MockClock) -> None:
         assert p2p.traffic[0] >= 80_000
         assert others.traffic[1] >= 80_000
         await reduce_all(pair.trainers)
-        assert one._snapshot().traffic.data_sent_bytes > p2p.traffic[0]  # noqa: SLF001
+        assert snapshot_of(machines[0]).traffic.data_sent_bytes > p2p.traffic[0]
         for trainer in pair.trainers:
             await trainer.leave()
         await until(lambda: not one.jobs.ranks and not other.jobs.ranks)

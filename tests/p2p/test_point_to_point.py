@@ -10,7 +10,7 @@ import pytest
 import pmesh
 from pmesh.p2p.client.calls import ANY, PointToPoint
 from tests.worlds.scripted_agent import PATIENCE_S
-from tests.worlds.watched_agent import WatchedAgent, pair, run, run_ranks
+from tests.worlds.watched_agent import WatchedAgent, pair, run, run_ranks, session_of
 
 # --- arrays
 
@@ -184,7 +184,7 @@ def test_messages_go_while_a_collective_waits(agent: WatchedAgent) -> None:
             p2p.recv(0)  # before the op that rank 0 is in
             return float(mesh.all_reduce(np.ones(1))[0])
         finally:
-            p2p._p2p[1].close("the test ends")  # noqa: SLF001
+            session_of(p2p).close("the test ends")
 
     assert run_ranks(agent.home, 2, ready) == [2.0, 2.0]
 

@@ -23,7 +23,7 @@ from pmesh.p2p.client.calls import ANY, MAX_TAG, PointToPoint
 from pmesh.p2p.client.session import P2PSession
 from pmesh.p2p.wire import MessageSent, ReceiveMessage, SendMessage
 from tests.worlds.scripted_agent import PATIENCE_S
-from tests.worlds.watched_agent import LOST, WatchedAgent, pair, run
+from tests.worlds.watched_agent import LOST, WatchedAgent, pair, run, session_of
 
 
 def test_what_can_t_be_is_said_at_once(agent: WatchedAgent) -> None:
@@ -173,8 +173,7 @@ def test_closing_ends_calls_of_other_threads(agent: WatchedAgent) -> None:
         handle = m.recv(1 - m.rank, async_op=True)
         for thread in threads:
             thread.start()
-        assert m._p2p is not None  # noqa: SLF001 - as the mesh's `close` does
-        m._p2p[1].close("it was closed")  # noqa: SLF001
+        session_of(m).close("it was closed")  # as the mesh's `close` does
         for thread in threads:
             thread.join(PATIENCE_S)
         assert len(failures) == 3
@@ -191,8 +190,7 @@ def test_an_interrupted_wait_ends_its_connection_and_the_next_call_opens_another
 ) -> None:
     def receive(m: PointToPoint) -> int:
         handle = m.recv(0, async_op=True)
-        assert m._p2p is not None  # noqa: SLF001 - the wait is interrupted in there
-        session: Any = m._p2p[1]  # noqa: SLF001
+        session: Any = session_of(m)  # the wait is interrupted in there
 
         def interrupt(_: float | None) -> None:
             raise KeyboardInterrupt
@@ -216,7 +214,7 @@ def test_who_is_interrupted_while_another_reads_ends_the_connection_too(
 
     def receive(m: PointToPoint) -> int:
         lost, other = m.recv(0, async_op=True), m.recv(0, tag=1, async_op=True)
-        session: Any = m._p2p[1]  # type: ignore[index] # noqa: SLF001 - the wait is in there
+        session: Any = session_of(m)  # the wait is in there
         reading, failures = threading.Event(), list[BaseException]()
         receive_within = session._connection.receive_within  # noqa: SLF001 - as above
 

@@ -175,6 +175,11 @@ async def reduce_all(
     return results
 
 
+def is_closed(lane: Lane) -> bool:
+    """True if its connection is: no descriptor leaks."""
+    return lane._socket.fileno() == -1  # noqa: SLF001
+
+
 def descriptors() -> int:
     """How many this process has open."""
     return len(list(Path("/dev/fd").iterdir()))

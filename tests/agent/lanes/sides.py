@@ -46,6 +46,17 @@ class Side:
         self.late = False
         self._nursery = nursery
 
+    @property
+    def untaken(self) -> list[Lane | None]:
+        """The lanes that are here and that nobody has taken; None for one that is awaited."""
+        return [place.lane for place in self.rendezvous._places.values()]  # noqa: SLF001
+
+    @property
+    def keeps_nothing(self) -> bool:
+        """True if no lane is here, is being opened, or is awaited."""
+        kept = self.rendezvous
+        return not (kept._places or kept._openings or kept._expected)  # noqa: SLF001
+
     def send(self, member: Member, message: OfferLane | Splice) -> None:
         assert member == self.other.me
         assert isinstance(message, OfferLane)

@@ -16,7 +16,19 @@ from pmesh.errors import LaneBroken, PeerUnreachable
 from pmesh.ids import Member
 from pmesh.net.lanes.lane import Lane, PathLost
 from pmesh.net.lanes.opening import dial_lane
-from tests.agent.lanes.sides import JOB, A, B, C, Side, edge, opened, take, two_sides
+from tests.agent.lanes.sides import (
+    JOB,
+    A,
+    B,
+    C,
+    Side,
+    edge,
+    made_offer,
+    opened,
+    take,
+    two_sides,
+)
+from tests.worlds.lanes import is_closed
 
 
 @pytest.mark.parametrize("ada_dials", [True, False])
@@ -147,14 +159,14 @@ async def test_an_earlier_attempt_makes_way() -> None:
     async with two_sides() as (ada, bob):
         end, lanes = LaneEnd(edge(), sending=True), list[Lane]()
         for _ in range(2):
-            offer = ada.rendezvous._make_offer(edge(), dial=False)  # noqa: SLF001 - of two attempts
+            offer = made_offer(ada, edge(), dial=False)  # of two attempts
             bob.rendezvous.accept(A, offer)
             await ada.rendezvous._dial(end, offer, B)  # noqa: SLF001
             await wait_all_tasks_blocked()
-            (place,) = bob.rendezvous._places.values()  # noqa: SLF001 - nobody has taken it yet
-            assert place.lane is not None
-            lanes.append(place.lane)
-        assert [lane._socket.fileno() == -1 for lane in lanes] == [True, False]  # noqa: SLF001
+            (lane,) = bob.untaken
+            assert lane is not None
+            lanes.append(lane)
+        assert list(map(is_closed, lanes)) == [True, False]
         await opened(ada, bob)
 
 
@@ -167,11 +179,10 @@ async def test_lanes_of_a_roster_that_is_over_are_closed_and_who_waits_is_told(
     async with two_sides() as (ada, bob):
         ada.rendezvous.offer(edge(), B)
         await trio.sleep(0.1)
-        (place,) = bob.rendezvous._places.values()  # noqa: SLF001
-        lane = place.lane
+        (lane,) = bob.untaken
         bob.rendezvous.forget(JOB, below=6)
         assert lane is not None
-        assert lane._socket.fileno() == -1  # noqa: SLF001
+        assert is_closed(lane)
         for number in (5, 6):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(_expect_over, bob, number)
@@ -199,14 +210,12 @@ async def test_a_lane_that_is_given_up_is_closed_and_offered_in_vain(
         given_up = edge(op=-2)
         ada.rendezvous.offer(given_up, B)
         await trio.sleep(0.1)
-        (place,) = bob.rendezvous._places.values()  # noqa: SLF001
-        lane = place.lane
+        (lane,) = bob.untaken
         bob.rendezvous.give_up(LaneEnd(given_up, sending=False))
         assert lane is not None
-        assert lane._socket.fileno() == -1  # noqa: SLF001
-        bob.rendezvous.accept(A, ada.rendezvous._make_offer(given_up, dial=False))  # noqa: SLF001
-        assert not bob.rendezvous._places  # noqa: SLF001
-        assert not bob.rendezvous._expected  # noqa: SLF001
+        assert is_closed(lane)
+        bob.rendezvous.accept(A, made_offer(ada, given_up, dial=False))
+        assert bob.keeps_nothing
         bob.rendezvous.forget(JOB, below=6)
         assert not bob.rendezvous._given_up  # noqa: SLF001 - nor is it remembered for longer
         ada.rendezvous.close()
@@ -227,8 +236,7 @@ async def test_what_arrives_for_a_roster_that_is_over_is_dropped(
         bob.rendezvous.forget(JOB, below=3)  # an older view's word changes nothing
         ada.rendezvous.offer(edge(), B)
         await trio.sleep(0.1)
-        assert not bob.rendezvous._places  # noqa: SLF001
-        assert not bob.rendezvous._expected  # noqa: SLF001
+        assert bob.keeps_nothing
         ada.rendezvous.forget(JOB, below=6)
         ada.rendezvous.offer(edge(6), B)
         sending, receiving = (
@@ -263,9 +271,8 @@ async def test_a_lane_that_opens_after_its_roster_is_over_is_closed(
             side.rendezvous.forget(JOB, below=6)
         opening.set()
         await trio.sleep(1)
-        assert made[0]._socket.fileno() == -1  # noqa: SLF001
-        assert not ada.rendezvous._places  # noqa: SLF001
-        assert not ada.rendezvous._expected  # noqa: SLF001
+        assert is_closed(made[0])
+        assert ada.keeps_nothing
         assert len(ada.offers) == 1
         assert autojump_clock.current_time() < 3
 
@@ -287,7 +294,7 @@ async def test_a_peer_can_not_make_an_agent_dial_without_end(
     async with two_sides(ada_dials=True) as (ada, bob):
         monkeypatch.setattr(bob, "dial_member", nobody_answers)
         for number in range(3 * MAX_DIALS):
-            bob.rendezvous.accept(A, ada.rendezvous._make_offer(edge(number), dial=True))  # noqa: SLF001
+            bob.rendezvous.accept(A, made_offer(ada, edge(number), dial=True))
         await trio.sleep(1)
         assert under_way == MAX_DIALS
         await trio.sleep(60)
@@ -317,7 +324,7 @@ async def test_an_offer_whose_roster_is_over_before_its_turn_is_never_made(
         ada.rendezvous.forget(JOB, below=6)
         await trio.sleep(0.1)
         assert ada.offers == []
-        assert not ada.rendezvous._places  # noqa: SLF001
+        assert ada.keeps_nothing
         assert autojump_clock.current_time() < 1
 
 

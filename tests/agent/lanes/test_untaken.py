@@ -29,8 +29,7 @@ async def test_an_offer_for_a_roster_that_is_not_here_waits_and_opens_nothing(
         bob.has_roster = False
         ada.rendezvous.offer(edge(), B)
         await trio.sleep(3)
-        assert not bob.rendezvous._places  # noqa: SLF001
-        assert not bob.rendezvous._openings  # noqa: SLF001
+        assert bob.keeps_nothing
         bob.has_roster = True
         bob.rendezvous.forget(JOB, below=5)  # as when a view is installed
         await opened(ada, bob)
@@ -55,7 +54,7 @@ async def test_offers_for_a_roster_that_never_comes_are_few_and_kept_for_10_s(
         bob.has_roster = True
         bob.rendezvous.forget(JOB, below=5)
         assert not any(early.values())
-        assert not bob.rendezvous._openings  # noqa: SLF001
+        assert bob.keeps_nothing
         assert autojump_clock.current_time() > EARLY_S
 
 
@@ -71,7 +70,7 @@ async def test_a_lane_beside_the_ring_that_nobody_takes_is_closed_after_10_s(
         assert descriptors() == before + 1
         await trio.sleep(2)
         assert descriptors() == before
-        assert not bob.rendezvous._places  # noqa: SLF001
+        assert bob.keeps_nothing
         assert autojump_clock.current_time() > UNTAKEN_S
 
 
@@ -82,7 +81,7 @@ async def test_a_lane_of_the_ring_waits_for_the_first_op_of_its_roster(
         ada.rendezvous.offer(edge(), B)
         await trio.sleep(3600)
         await opened(ada, bob)
-        assert not bob.rendezvous._openings  # noqa: SLF001
+        assert bob.keeps_nothing
         assert autojump_clock.current_time() < 3601
 
 
@@ -159,7 +158,7 @@ async def test_a_rank_that_asks_for_new_lanes_without_end_costs_one(
         await wait_all_tasks_blocked()
         assert under_way == 1
         assert len(ada.rendezvous._given_up) == 1  # noqa: SLF001
-        assert len(ada.rendezvous._places) == 1  # noqa: SLF001
+        assert len(ada.untaken) == 1
         for over in (-2, -100):
             with pytest.raises(LaneBroken, match="over"):
                 await take(ada, sending=True, of=edge(op=over))
@@ -176,7 +175,7 @@ async def test_lanes_that_nobody_has_used_take_little_memory(autojump_clock: Moc
             taken = tracemalloc.get_traced_memory()[0]
         finally:
             tracemalloc.stop()
-        assert len(bob.rendezvous._places) == 32  # noqa: SLF001
+        assert len(bob.untaken) == 32
         assert taken < 32 * 64 * 1024  # both ends: a record would take 16 times as much
         assert autojump_clock.current_time() < 1
 

@@ -12,6 +12,7 @@ from trio.testing import MockClock
 from pmesh.agent.mesh.turned_away import FEW, describe
 from pmesh.agent.schema import PeerStatus, TurnedAwayStatus
 from pmesh.core.identity.advertisement import Advertisement
+from pmesh.core.identity.keys import AdvertisementKey
 from pmesh.core.wire.link import PROTOCOL_VERSION, Address
 from pmesh.errors import (
     LocalNetworkDenied,
@@ -24,9 +25,11 @@ from pmesh.errors import (
 from pmesh.ids import Incarnation, NodeId, node_text
 from pmesh.net.links.discovery import AgentFound, Deaf, Gone, minute_of_now
 from tests.worlds.trainer import until
-from tests.worlds.village import Machine, village
+from tests.worlds.village import MESH, Machine, village
+from tests.worlds.village_ops import snapshot_of
 
 NODE = NodeId(b"n" * 32)
+TAG = AdvertisementKey.of(MESH).tag
 WHERE = Address("192.0.2.9", 24160)
 
 
@@ -55,7 +58,7 @@ def discovered(machine: Machine, finding: AgentFound | Gone | Deaf) -> None:
 
 
 def shown(machine: Machine) -> list[PeerStatus]:
-    return list(machine.agent._snapshot().peers)  # noqa: SLF001 - as `pmesh status` does
+    return list(snapshot_of(machine).peers)
 
 
 async def test_another_mesh_is_shown_and_never_dialled(clock: MockClock) -> None:
@@ -117,7 +120,7 @@ async def test_another_mesh_with_our_own_name_is_told_apart(clock: MockClock) ->
 async def test_another_version_is_shown_with_both(clock: MockClock) -> None:
     async with village(clock, 1) as here:
         (one,) = here.machines
-        discovered(one, found(one.agent._advertisement_key.tag, protocol=99))  # noqa: SLF001
+        discovered(one, found(TAG, protocol=99))
         (peer,) = shown(one)
         assert peer.state == "other_version"
         assert f"it speaks protocol 99, this machine {PROTOCOL_VERSION}" in (peer.reason or "")
@@ -127,7 +130,7 @@ async def test_another_version_is_shown_with_both(clock: MockClock) -> None:
 async def test_one_of_ours_is_dialled_and_shown_as_what_came_of_it(clock: MockClock) -> None:
     async with village(clock, 1) as here:
         (one,) = here.machines
-        discovered(one, found(one.agent._advertisement_key.tag, where=Address("127.0.0.1", 1)))  # noqa: SLF001
+        discovered(one, found(TAG, where=Address("127.0.0.1", 1)))
         (peer,) = shown(one)
         assert (peer.state, peer.name, peer.id) == ("connecting", None, node_text(NODE))
         await until(lambda: bool(one.agent.peers.targets.refusals))
@@ -179,7 +182,7 @@ async def test_a_stranger_that_is_given_our_mesh_key_is_dialled(clock: MockClock
     async with village(clock, 1) as here:
         (one,) = here.machines
         discovered(one, found(b"another!"))
-        discovered(one, found(one.agent._advertisement_key.tag))  # noqa: SLF001
+        discovered(one, found(TAG))
         assert [peer.state for peer in shown(one)] == ["connecting"]
         assert one.agent.peers.targets.wanted == {NODE: (WHERE,)}
 
@@ -190,7 +193,7 @@ async def test_a_replayed_advertisement_counts_only_where_nothing_else_is_known(
     """A machine whose clock is wrong by years is found all the same."""
     async with village(clock, 1) as here:
         (one,) = here.machines
-        tag, elsewhere = one.agent._advertisement_key.tag, Address("192.0.2.66", 24160)  # noqa: SLF001
+        tag, elsewhere = TAG, Address("192.0.2.66", 24160)
         discovered(one, found(tag, where=elsewhere, minute=7))
         assert one.agent.peers.targets.wanted == {NODE: (elsewhere,)}
         discovered(one, found(tag))
@@ -253,5 +256,5 @@ async def test_an_attack_is_one_line_a_minute_and_stands_in_the_status(clock: Mo
         await trio.sleep(300)
         line = "turned away in the last 60 s: 10 connections of strangers (10 from 127.0.0.1)"
         assert lines_of(one) == [line, line]
-        snapshot = one.agent._snapshot()  # noqa: SLF001 - as `pmesh status` does
+        snapshot = snapshot_of(one)
         assert snapshot.turned_away.connections == 20

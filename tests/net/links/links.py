@@ -68,6 +68,11 @@ async def outcomes(
     return [dialled, *results]
 
 
+async def crash(link: Path) -> None:
+    """End the connection of one side as a crash of its agent does."""
+    await trio.aclose_forcefully(link._wire.stream)  # noqa: SLF001
+
+
 @asynccontextmanager
 async def linked(streams: Streams | None = None) -> AsyncIterator[tuple[Path, Path]]:
     """Ada, who dialled, and Bob; their writers run."""
@@ -76,7 +81,7 @@ async def linked(streams: Streams | None = None) -> AsyncIterator[tuple[Path, Pa
     assert isinstance(bob, Path)
     async with AsyncExitStack() as stack:
         for link in (ada, bob):
-            stack.push_async_callback(trio.aclose_forcefully, link._wire.stream)  # noqa: SLF001
+            stack.push_async_callback(crash, link)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ada.run_writer)
             nursery.start_soon(bob.run_writer)

@@ -23,7 +23,7 @@ from pmesh.net.links.interfaces import UNKNOWN, local_address_of
 from pmesh.net.links.path import MAX_QUEUED_BYTES, MAX_QUEUED_MESSAGES, Path, shake_hands
 from pmesh.net.links.tls import TlsContexts, TlsFailed
 from simulation.wire import decode_untrusted
-from tests.net.links.links import answer, linked, outcomes, tcp_streams
+from tests.net.links.links import answer, crash, linked, outcomes, tcp_streams
 from tests.worlds.nodes import (
     ADA,
     ADAS,
@@ -169,7 +169,7 @@ async def test_closing_takes_half_a_second_at_most_when_the_peer_does_not_answer
 
 async def test_a_connection_without_a_goodbye_is_broken() -> None:
     async with linked() as (ada, bob):
-        await trio.aclose_forcefully(ada._wire.stream)  # noqa: SLF001 - as a crash does
+        await crash(ada)
         with pytest.raises(PeerUnreachable, match="without a goodbye"):
             await bob.receive()
         bob.send(Leaving())
@@ -302,7 +302,7 @@ async def test_no_goodbye_goes_into_the_middle_of_a_record() -> None:
 
 async def test_closing_a_broken_link_is_quiet() -> None:
     async with linked() as (ada, bob):
-        await trio.aclose_forcefully(bob._wire.stream)  # noqa: SLF001 - as a crash does
+        await crash(bob)
         ada._writing.cancel()  # noqa: SLF001 - so that aclose itself finds out
         ada.send(Leaving())
         await ada.aclose()
@@ -315,8 +315,8 @@ async def test_both_sides_know_each_other_when_a_link_is_up() -> None:
     assert (ada.peer, bob.peer) == (BOBS_HELLO, ADAS_HELLO)
     assert (ada.node, bob.node) == (BOB.node, ADA.node)
     assert ada.remote_address == UNKNOWN
-    await trio.aclose_forcefully(ada._wire.stream)  # noqa: SLF001
-    await trio.aclose_forcefully(bob._wire.stream)  # noqa: SLF001
+    await crash(ada)
+    await crash(bob)
 
 
 async def test_a_link_knows_both_addresses_of_its_connection() -> None:
