@@ -1,7 +1,8 @@
 """Calls that several trainers make together."""
 
 import contextlib
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
+from contextlib import asynccontextmanager
 from functools import partial
 
 import numpy as np
@@ -148,6 +149,22 @@ async def swallow(call: Awaitable[object]) -> None:
     """A call that is under way when its trainer, or its agent, is killed."""
     with contextlib.suppress(trio.ClosedResourceError, OSError, trio.EndOfChannel):
         await call
+
+
+@asynccontextmanager
+async def losing(
+    trainer: Trainer, call: Awaitable[object], *, once: Callable[[], bool]
+) -> AsyncGenerator[None]:
+    """Let a trainer call an op, and die in it as soon as this holds."""
+
+    async def lose() -> None:
+        await until(once)
+        await trainer.die()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(lose)
+        nursery.start_soon(swallow, call)
+        yield
 
 
 async def verdicts_of_all(*calls: "tuple[Trainer, object]") -> list[Verdict]:

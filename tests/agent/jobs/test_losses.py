@@ -20,6 +20,7 @@ from tests.worlds.village_ops import (
     RAISE,
     hold_all_reduces,
     kinds_of_events,
+    losing,
     machine_of,
     ones,
     ranks_of,
@@ -142,14 +143,7 @@ async def test_what_a_survivor_completed_the_others_fetch_with_the_lost_ranks_va
         a, b, c = trainers
         held = hold_all_reduces(monkeypatch, size=3, ranks=[1, 2], complete=True)
         values = inputs_of(trainers, 1000)
-
-        async def lose_one() -> None:
-            await until(lambda: sorted(held) == [1, 2])
-            await c.die()
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(lose_one)
-            nursery.start_soon(swallow, c.reduce(values[2]))
+        async with losing(c, c.reduce(values[2]), once=lambda: sorted(held) == [1, 2]):
             results = await together(lambda: a.reduce(values[0]), lambda: b.reduce(values[1]))
         assert results[0].tobytes() == results[1].tobytes()
         np.testing.assert_allclose(results[0], sum(values), rtol=1e-6)

@@ -23,6 +23,7 @@ from tests.worlds.trainer import OpError, Trainer, together, until
 from tests.worlds.village import Village, training, village
 from tests.worlds.village_ops import (
     hold_ops,
+    losing,
     machine_of,
     ranks_of,
     reduce_all,
@@ -190,14 +191,9 @@ async def test_it_runs_again_for_those_of_its_trainers_who_are_left(
     async with training(clock, 6) as (here, trainers):
         held = hold_ops(monkeypatch, reduces=False, size=6, ranks=range(6), complete=False)
         left = [t for t in trainers if t.rank != lost]
-
-        async def lose_one() -> None:
-            await until(lambda: len(held) == 6)
-            await trainers[lost].die()
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(lose_one)
-            nursery.start_soon(swallow, send_to(receivers, trainers[lost]))
+        async with losing(
+            trainers[lost], send_to(receivers, trainers[lost]), once=lambda: len(held) == 6
+        ):
             got = await together(*[partial(send_to, receivers, t) for t in left])
         assert [t.id for t, values in zip(left, got, strict=True) if has_state(values)] == reached
         assert who_holds(here) == reached
@@ -240,14 +236,11 @@ async def test_all_who_missed_the_end_fetch_from_the_root_when_it_alone_holds_it
         held = hold_ops(monkeypatch, reduces=False, size=5, ranks=[1, 2], complete=True)
         fetches = note_fetches(monkeypatch)
         left = trainers[:4]
-
-        async def lose_one() -> None:
-            await until(lambda: len(held) == 2 and who_completed(here) == [0, 3, 4])
-            await trainers[4].die()
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(lose_one)
-            nursery.start_soon(swallow, send_to([1], trainers[4]))
+        async with losing(
+            trainers[4],
+            send_to([1], trainers[4]),
+            once=lambda: len(held) == 2 and who_completed(here) == [0, 3, 4],
+        ):
             got = await together(*[partial(send_to, [1], t) for t in left])
         assert [has_state(values) for values in got[:3]] == [True] * 3
         assert {(asker, outcome.holders) for asker, outcome in fetches} == {(1, (0,)), (2, (0,))}
@@ -263,14 +256,11 @@ async def test_a_root_that_missed_its_own_end_serves_where_only_ranks_beyond_hav
         held = hold_ops(monkeypatch, reduces=False, size=5, ranks=[0, 1, 3], complete=True)
         fetches = note_fetches(monkeypatch)
         left = trainers[:4]
-
-        async def lose_one() -> None:
-            await until(lambda: len(held) == 3 and who_completed(here) == [2, 4])
-            await trainers[4].die()
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(lose_one)
-            nursery.start_soon(swallow, send_to([1], trainers[4]))
+        async with losing(
+            trainers[4],
+            send_to([1], trainers[4]),
+            once=lambda: len(held) == 3 and who_completed(here) == [2, 4],
+        ):
             got = await together(*[partial(send_to, [1], t) for t in left])
         assert has_state(got[0])
         assert has_state(got[1])
@@ -285,15 +275,10 @@ async def test_with_the_root_lost_and_nobody_holding_it_fails_and_those_beyond_a
 ) -> None:
     async with training(clock, 4) as (here, (root, a, b, beyond)):
         held = hold_ops(monkeypatch, reduces=False, size=4, ranks=[0, 1, 2], complete=True)
-
-        async def lose_the_root() -> None:
-            await until(lambda: len(held) == 3 and who_completed(here) == [3])
-            await root.die()
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(lose_the_root)
-            nursery.start_soon(swallow, send_to([1, 2], root))
-            nursery.start_soon(send_to, [1, 2], beyond)  # it hears that all went well
+        async with losing(
+            root, send_to([1, 2], root), once=lambda: len(held) == 3 and who_completed(here) == [3]
+        ):
+            here.nursery.start_soon(send_to, [1, 2], beyond)  # it hears that all went well
             verdicts = await verdicts_of_all((a, send_to([1, 2], a)), (b, send_to([1, 2], b)))
         assert verdicts[0] == verdicts[1]
         assert verdicts[0].error == "RankLost"

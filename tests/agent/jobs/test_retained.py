@@ -21,7 +21,14 @@ from pmesh.net.lanes import ring
 from pmesh.net.lanes.ring import RingPosition
 from tests.worlds.trainer import Trainer, together, until
 from tests.worlds.village import Village, training, village
-from tests.worlds.village_ops import hold_all_reduces, machine_of, ranks_of, reduce_all, swallow
+from tests.worlds.village_ops import (
+    hold_all_reduces,
+    losing,
+    machine_of,
+    ranks_of,
+    reduce_all,
+    swallow,
+)
 
 
 @dataclass
@@ -143,14 +150,7 @@ async def test_several_who_missed_the_end_each_fetch_it(
     async with training(clock, 4) as (_, trainers):
         held = hold_all_reduces(monkeypatch, size=4, ranks=[1, 2, 3], complete=True)
         x = np.random.default_rng(6).random(200_000, np.float32)
-
-        async def lose_one() -> None:
-            await until(lambda: len(held) == 3)
-            await trainers[3].die()
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(lose_one)
-            nursery.start_soon(swallow, trainers[3].reduce(x))
+        async with losing(trainers[3], trainers[3].reduce(x), once=lambda: len(held) == 3):
             results = await together(*[lambda t=t: t.reduce(x) for t in trainers[:3]])
         assert len({r.tobytes() for r in results}) == 1
         assert results[0][0] == 4 * x[0]
@@ -191,14 +191,11 @@ async def test_a_holder_that_is_asked_before_its_view_comes_answers_as_soon_as_i
         held = hold_all_reduces(monkeypatch, size=3, ranks=[1, 2], complete=True)
         jobs = machine_of(here, trainers[0]).agent.jobs
         x = np.ones(9, np.float32)
-
-        async def lose_one() -> None:
-            await until(lambda: len(held) == 2 and jobs.ranks[0].ledger.ended == 0)
-            await trainers[2].die()
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(lose_one)
-            nursery.start_soon(swallow, trainers[2].reduce(x))
+        async with losing(
+            trainers[2],
+            trainers[2].reduce(x),
+            once=lambda: len(held) == 2 and jobs.ranks[0].ledger.ended == 0,
+        ):
             results = await together(*[lambda t=t: t.reduce(x) for t in trainers[:2]])
         assert [r[0] for r in results] == [3.0] * 2
         assert trio.current_time() - asked_at[0] < ASK_AGAIN_S
@@ -219,14 +216,10 @@ async def test_a_second_holder_is_asked_when_the_first_does_not_answer(
         held = hold_all_reduces(monkeypatch, size=4, ranks=[2, 3], complete=True)
         x = np.ones(9, np.float32)
 
-        async def lose_one() -> None:
-            await until(lambda: len(held) == 2)
-            await until(lambda: all(r.ledger.ended == 0 for r in ranks_of(here)[:2]))
-            await trainers[3].die()
+        def all_have_ended() -> bool:
+            return len(held) == 2 and all(r.ledger.ended == 0 for r in ranks_of(here)[:2])
 
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(lose_one)
-            nursery.start_soon(swallow, trainers[3].reduce(x))
+        async with losing(trainers[3], trainers[3].reduce(x), once=all_have_ended):
             results = await together(*[lambda t=t: t.reduce(x) for t in trainers[:3]])
         assert [r[0] for r in results] == [4.0] * 3
         assert [ask.holder for ask in asked][:2] == [0, 1]

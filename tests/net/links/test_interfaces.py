@@ -25,6 +25,7 @@ from pmesh.net.links.interfaces import (
     reachable_at,
     remote_address_of,
 )
+from tests.net.links.links import tcp_streams
 
 MAC_PORTS = """
 Hardware Port: Thunderbolt 1
@@ -533,16 +534,9 @@ def stream_from(name: object) -> trio.abc.HalfCloseableStream:
 
 
 async def test_both_ends_of_a_connection_have_an_address() -> None:
-    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
-    port = listener.socket.getsockname()[1]
-    async with (
-        listener,
-        await trio.open_tcp_stream("127.0.0.1", port) as dialled,
-        await listener.accept() as accepted,
-    ):
-        assert (
-            remote_address_of(dialled) == local_address_of(accepted) == Address("127.0.0.1", port)
-        )
+    async with tcp_streams() as (dialled, accepted):
+        assert remote_address_of(dialled) == local_address_of(accepted)
+        assert local_address_of(accepted).host == "127.0.0.1"
         assert remote_address_of(accepted) == local_address_of(dialled)
 
 

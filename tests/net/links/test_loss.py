@@ -10,6 +10,7 @@ import trio
 import trio.testing
 
 from pmesh.net.links.loss import loss_of
+from tests.net.links.links import tcp_streams
 
 
 @dataclass
@@ -50,13 +51,7 @@ def test_the_loss_of_a_connection_is_what_the_system_has_sent_again(
 
 
 async def test_a_connection_within_a_machine_loses_nothing_and_one_in_memory_has_no_loss() -> None:
-    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
-    port = listener.socket.getsockname()[1]
-    async with (
-        listener,
-        await trio.open_tcp_stream("127.0.0.1", port) as dialled,
-        await listener.accept() as accepted,
-    ):
+    async with tcp_streams() as (dialled, accepted):
         assert loss_of(dialled) is None
         for _ in range(300):
             await dialled.send_all(b"x")
