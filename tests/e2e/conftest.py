@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pmesh.launches.cli.launches import allow_run
-from tests.e2e.harness import Agent, Fleet
+from tests.e2e.harness import Agent, Fleet, allow_runs
 from tools.lab.net import NetLab, clean
 
 HERE = Path(__file__).parent
@@ -45,7 +44,7 @@ def ring(lasting_fleet: Fleet, three_agents: list[Agent]) -> list[Agent]:
             three_agents[place] = lasting_fleet.start_agent(
                 agent.name, "--no-mdns", "--peer", address
             )
-        allow_run(agent.home, (), as_root=True, no=False)  # as 'pmesh allow run --as-root' does
+    allow_runs(three_agents)
     lasting_fleet.await_view(*three_agents)
     return three_agents
 

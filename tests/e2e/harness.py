@@ -10,16 +10,17 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Self
 
 from pmesh.agent.schema import EpochStatus, Status, decode_status
 from pmesh.client.control import ask_status
 from pmesh.errors import AgentNotRunning, AgentStopped
+from pmesh.launches.cli.launches import allow_run
 from tools.lab.commands import LabError
 from tools.lab.mesh import inherited, new_key
-from tools.lab.net import LabHost
+from tools.lab.net import LabHost, NetLab
 from tools.lab.program import LabProgram, await_that
 
 TIMEOUT_S = 30.0  # imports of several processes on two busy cores take 5 s
@@ -172,6 +173,12 @@ class Fleet:
         self.await_view(*agents)
         return agents
 
+    def start_in(self, lab: NetLab, *options: str) -> list[Agent]:
+        """An agent in each host, mac-1 and so on, in one view."""
+        agents = [self.start_agent(f"mac-{h.number}", *options, host=h) for h in lab.hosts]
+        self.await_view(*agents)
+        return agents
+
     def start_trainer(self, agent: Agent, script: Path | str, *arguments: str) -> Running:
         """A program that calls `pmesh.connect()` and meets this agent; a str is its source."""
         program = [str(script)] if isinstance(script, Path) else ["-c", textwrap.dedent(script)]
@@ -240,3 +247,9 @@ class Fleet:
 def _environment(home: Path) -> dict[str, str]:
     """This process's, so that coverage goes along, but for settings of a developer's own agent."""
     return inherited() | {"PMESH_HOME": str(home), "PYTHONUNBUFFERED": "1"}
+
+
+def allow_runs(agents: Iterable[Agent]) -> None:
+    """As `pmesh allow run --as-root` on each: the tests may run as root."""
+    for agent in agents:
+        allow_run(agent.home, (), as_root=True, no=False)

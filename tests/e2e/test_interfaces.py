@@ -45,11 +45,7 @@ def test_each_of_two_cables_in_one_network_is_used_if_the_user_names_it(
     lab = make_lab(2)
     for each in CABLES:
         connect(lab, each, v4=v4)
-    one, two = (
-        fleet.start_agent(name, "--interface", cable, host=host)
-        for name, host in zip(("mac-1", "mac-2"), lab.hosts, strict=True)
-    )
-    fleet.await_view(one, two)
+    one, two = fleet.start_in(lab, "--interface", cable)
     assert interface_between(one, two) == interface_between(two, one) == cable
     number = 1 + CABLES.index(cable)
     host = f"169.254.{number}.1" if v4 else f"[fe80::{number}:1]"
@@ -62,12 +58,7 @@ def test_an_interface_that_is_not_to_be_used_is_not(
     lab = make_lab(2)
     for cable in CABLES:
         connect(lab, cable)
-    options = ["--not-interface", "cable0", "--not-interface", "eth0"]
-    one, two = (
-        fleet.start_agent(name, *options, host=host)
-        for name, host in zip(("mac-1", "mac-2"), lab.hosts, strict=True)
-    )
-    fleet.await_view(one, two)
+    one, two = fleet.start_in(lab, "--not-interface", "cable0", "--not-interface", "eth0")
     assert interface_between(one, two) == "cable1"
 
 
@@ -100,11 +91,7 @@ def test_a_cable_without_ipv4_is_used_beside_a_network_that_has_it(
     lab = make_lab(2)
     connect(lab, "cable0", v4=False)
     lab.cut(*lab.hosts)
-    one, two = (
-        fleet.start_agent(name, host=host)
-        for name, host in zip(("mac-1", "mac-2"), lab.hosts, strict=True)
-    )
-    fleet.await_view(one, two)
+    one, two = fleet.start_in(lab)
     assert interface_between(one, two) == "cable0"
 
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from pmesh.launches.cli.launches import allow_run
-from tests.e2e.harness import TIMEOUT_S, Agent, Fleet, Running
+from tests.e2e.harness import TIMEOUT_S, Agent, Fleet, Running, allow_runs
 from tools.lab.net import NetLab
 
 pytestmark = pytest.mark.slow
@@ -335,10 +335,8 @@ def test_machines_of_a_network_find_each_other_s_addresses(
     source: str,
 ) -> None:
     lab = make_lab(3)
-    agents = [fleet.start_agent(f"mac-{host.number}", host=host) for host in lab.hosts]
-    fleet.await_view(*agents)
-    for agent in agents:
-        allow_run(agent.home, (), as_root=True, no=False)
+    agents = fleet.start_in(lab)
+    allow_runs(agents)
     script = tmp_path / "train.py"
     script.write_text(source)
     options = ("--on", "all", "--engine", engine, "--restarts", "0")

@@ -48,8 +48,7 @@ def chain() -> Iterator[Chain]:
     with NetLab(3) as lab, Fleet() as fleet:
         first, _, last = lab.hosts
         lab.cut(first, last)
-        agents = [fleet.start_agent(f"mac-{host.number}", host=host) for host in lab.hosts]
-        fleet.await_view(*agents)
+        agents = fleet.start_in(lab)
         yield lab, fleet, agents
 
 

@@ -21,11 +21,7 @@ def test_both_cables_are_shown_and_tried_and_when_one_is_pulled_the_other_is_in_
     fleet: Fleet, make_lab: Callable[..., NetLab]
 ) -> None:
     lab = make_lab(2, networks=2)
-    one, two = (
-        fleet.start_agent(name, host=host)
-        for name, host in zip(("mac-1", "mac-2"), lab.hosts, strict=True)
-    )
-    fleet.await_view(one, two)
+    one, _ = fleet.start_in(lab)
     both = {"eth0", "eth1"}
     status = one.await_status(
         lambda status: (

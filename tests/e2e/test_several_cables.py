@@ -45,8 +45,7 @@ def test_both_cables_carry_an_op_and_one_that_is_pulled_meanwhile_costs_none(
     for host in lab.hosts:
         for network in (0, 1):
             lab.shape(host, bits_per_s=GIGABIT, network=network)
-    agents = [fleet.start_agent(f"mac-{host.number}", host=host) for host in lab.hosts]
-    fleet.await_view(*agents)
+    agents = fleet.start_in(lab)
     for agent in agents:
         agent.await_status(lambda status: any(len(m.paths) == 2 for m in status.view.members))
     trainers = [fleet.start_trainer(agent, TRAINER) for agent in agents]

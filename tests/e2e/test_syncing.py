@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pmesh.launches.cli.launches import allow_run
-from tests.e2e.harness import TIMEOUT_S, Agent, Fleet
+from tests.e2e.harness import TIMEOUT_S, Agent, Fleet, allow_runs
 from tools.lab.net import NetLab, clean
 
 pytestmark = pytest.mark.slow
@@ -65,8 +65,7 @@ def three() -> Iterator[list[Agent]]:
 @pytest.fixture
 def machines(three: list[Agent]) -> list[Agent]:
     """All allow every member to run commands."""
-    for agent in three:
-        allow_run(agent.home, (), as_root=True, no=False)  # as 'pmesh allow run --as-root' does
+    allow_runs(three)
     return three
 
 
@@ -203,8 +202,7 @@ def test_a_disk_without_room_for_the_files_is_named_and_nothing_starts(
     fleet: Fleet, small_disk: Path, project: Path
 ) -> None:
     ring = fleet.start_ring("mac-1", "mac-2")
-    for agent in ring:
-        allow_run(agent.home, (), as_root=True, no=False)
+    allow_runs(ring)
     (project / "weights").write_bytes(os.urandom(2 << 20))
     done = run(fleet, ring[0], project, "--", "touch", str(project / "ran"))
     assert done.returncode == 1
@@ -221,8 +219,7 @@ def test_a_full_disk_under_the_output_is_named_and_the_ranks_go_on(
     fleet: Fleet, small_disk: Path
 ) -> None:
     ring = fleet.start_ring("mac-1", "mac-2")
-    for agent in ring:
-        allow_run(agent.home, (), as_root=True, no=False)
+    allow_runs(ring)
     with (small_disk / "filler").open("wb", buffering=0) as file:
         try:
             while True:
@@ -253,10 +250,8 @@ def slow_line(fleet: Fleet, make_lab: Callable[[int], NetLab]) -> list[Agent]:
     lab = make_lab(2)
     for host in lab.hosts:
         lab.shape(host, bits_per_s=24_000_000)
-    agents = [fleet.start_agent(f"mac-{host.number}", host=host) for host in lab.hosts]
-    fleet.await_view(*agents)
-    for agent in agents:
-        allow_run(agent.home, (), as_root=True, no=False)
+    agents = fleet.start_in(lab)
+    allow_runs(agents)
     return agents
 
 

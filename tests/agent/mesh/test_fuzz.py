@@ -6,7 +6,7 @@ PMESH_FUZZ_SEEDS=100-200 pytest tests/agent/mesh/test_fuzz.py
 import contextlib
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -92,6 +92,15 @@ class Training:
             self.error = e.verdict.error
         except (trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError) as e:
             self.error = type(e).__name__
+
+
+async def trainings_on(here: Village, machines: Sequence[Machine]) -> list[Training]:
+    """A job with a trainer on each of these machines; they run."""
+    trainings = [Training(t, t.rank + 1.0) for t in await here.job(*machines)]
+    gave = {t.trainer.id: t.gives for t in trainings}
+    for training in trainings:
+        here.nursery.start_soon(training.run, gave)
+    return trainings
 
 
 async def lie(monkeypatch: pytest.MonkeyPatch, here: Village, hostile: Machine, liar: Liar) -> None:
@@ -188,10 +197,7 @@ async def test_a_lying_trainer_harms_no_other_job(clock: MockClock, seed: int) -
     liar = new_lying_trainer(seed)
     with confessing(liar, seed):
         async with village(clock, 2) as here:
-            trainings = [Training(t, t.rank + 1.0) for t in await here.job(*here.machines)]
-            gave = {t.trainer.id: t.gives for t in trainings}
-            for training in trainings:
-                here.nursery.start_soon(training.run, gave)
+            trainings = await trainings_on(here, here.machines)
             with trio.move_on_after(LIES_FOR_S):
                 await lie_to_agent(socket_path(here.machines[0].settings.home), liar)
             await until(lambda: all(len(t.ops) > LIES_FOR_S / OP_EVERY_S for t in trainings))
@@ -219,10 +225,7 @@ async def test_a_member_without_a_seat_parts_nobody_and_leaves_nothing_behind(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch, action: str
 ) -> None:
     async with village(clock, 2) as here:
-        trainings = [Training(t, t.rank + 1.0) for t in await here.job(*here.machines)]
-        gave = {t.trainer.id: t.gives for t in trainings}
-        for training in trainings:
-            here.nursery.start_soon(training.run, gave)
+        trainings = await trainings_on(here, here.machines)
         await trio.sleep(1)
         before = psutil.Process().num_fds()
         links = [dict(machine.agent.peers.links) for machine in here.machines]
@@ -263,10 +266,7 @@ async def test_what_a_rank_says_about_its_jobs_store_does_not_touch_another_job(
         for name in ("parts", "receive_untrusted"):
             monkeypatch.setattr(Pipe, name, getattr(Pipe, name))  # so that it is put back
         lie_about_stores(liar, lambda: bool(begun), on=is_his, only=sequence)
-        trainings = [Training(t, t.rank + 1.0) for t in await here.job(*honest)]
-        gave = {t.trainer.id: t.gives for t in trainings}
-        for training in trainings:
-            here.nursery.start_soon(training.run, gave)
+        trainings = await trainings_on(here, honest)
         sharing = await here.job(*here.machines, name="shared")
         stores = [
             await StoreConnection.attach(here, machine_of(here, t), t, job="shared")
@@ -303,10 +303,7 @@ async def test_however_much_a_member_says_of_itself_the_others_pass_on_what_all_
         junior = here.machines[0].agent.membership.view.by_seniority[-1]
         (hostile,) = [machine for machine in here.machines if machine.key.node == junior.node]
         honest = [machine for machine in here.machines if machine is not hostile]
-        trainings = [Training(t, t.rank + 1.0) for t in await here.job(*honest)]
-        gave = {t.trainer.id: t.gives for t in trainings}
-        for training in trainings:
-            here.nursery.start_soon(training.run, gave)
+        trainings = await trainings_on(here, honest)
         await here.job(*here.machines, name="shared")
         view, me = honest[0].agent.membership.view, hostile.agent._me  # noqa: SLF001
         claims = CLAIMS[claim](view, me, Random(FIRST_SEED))  # noqa: S311 - no secret
