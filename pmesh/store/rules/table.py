@@ -3,9 +3,10 @@
 On every machine the same commands in the same order give the same table and the same answers.
 """
 
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterator
 from typing import assert_never
 
-from pmesh.store.rules.names import Names
 from pmesh.store.wire import (
     KEY_OVERHEAD_BYTES,
     MAX_STORE_BYTES,
@@ -24,6 +25,7 @@ from pmesh.store.wire import (
     Write,
 )
 
+BLOCK = 1024  # keys in a block of names; adding one moves at most so many
 _INT64 = range(-(2**63), 2**63)
 _MOST_DIGITS = 64  # enough for 64 bits and spaces: a longer text would take long to parse
 _NAME_BYTES = 16  # overhead of a name in an answer, on the network and in memory
@@ -158,3 +160,48 @@ class Table:
 
 def _size(key: str, nbytes: int) -> int:
     return len(key.encode()) + nbytes + KEY_OVERHEAD_BYTES
+
+
+class Names:
+    """A sorted set of keys, in blocks that stay small.
+
+    Those with a prefix are found without a full search.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: list[list[str]] = []
+
+    def add(self, name: str) -> None:
+        """Add a key, which must be new."""
+        if not self._blocks:
+            self._blocks.append([])
+        index = self._block_of(name)
+        block = self._blocks[index]
+        insort(block, name)
+        if len(block) > BLOCK:
+            self._blocks[index : index + 1] = [block[: BLOCK // 2], block[BLOCK // 2 :]]
+
+    def remove(self, name: str) -> None:
+        """Remove a key, which must be present."""
+        index = self._block_of(name)
+        block = self._blocks[index]
+        del block[bisect_left(block, name)]
+        if not block:
+            del self._blocks[index]
+
+    def beginning_with(self, prefix: str) -> Iterator[str]:
+        """Yield the keys with this prefix, in order."""
+        first = self._block_of(prefix)
+        for i in range(first, len(self._blocks)):
+            block = self._blocks[i]
+            for j in range(bisect_left(block, prefix) if i == first else 0, len(block)):
+                if not block[j].startswith(prefix):
+                    return
+                yield block[j]
+
+    def _block_of(self, name: str) -> int:
+        return max(bisect_right(self._blocks, name, key=_first) - 1, 0)
+
+
+def _first(block: list[str]) -> str:
+    return block[0] if block else ""
