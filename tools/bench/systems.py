@@ -261,11 +261,14 @@ def start_agents(
 
 
 def start_gloo(place: RankHosts, folder: Path, stack: contextlib.ExitStack) -> Running:
-    """A process for each rank, which find each other by a file."""
-    store = folder / "gloo"
-    environment = {"GLOO_SOCKET_IFNAME": place.interface, "BENCH_STORE": str(store)}
-    environments = [environment] * place.ranks
-    return Running(_start_workers(place, "gloo", folder, stack, environments))
+    """A process for each rank."""
+    return Running(_start_workers(place, "gloo", folder, stack, gloo_settings(place, folder)))
+
+
+def gloo_settings(place: RankHosts, folder: Path) -> list[dict[str, str]]:
+    """What each rank of gloo reads from its environment; they find each other by a file."""
+    settings = {"GLOO_SOCKET_IFNAME": place.interface, "BENCH_STORE": str(folder / "gloo")}
+    return [settings] * place.ranks
 
 
 def start_mlx(place: RankHosts, folder: Path, stack: contextlib.ExitStack) -> Running:

@@ -11,7 +11,7 @@ from tools.lab.campaign import CLEAN_OPS, CampaignRun, Tally
 from tools.lab.cluster import LabCluster, ops_of
 from tools.lab.commands import LabError
 from tools.lab.mesh import BOTH, Node, Part
-from tools.lab.oplog import SeenOp, clean_ops_s, find_violations, next_step
+from tools.lab.oplog import SeenOp, find_violations, next_step
 
 ANY_PARTS: tuple[tuple[Part, ...], ...] = (("agent",), ("trainer",), BOTH)
 WIFI_PATCH = """
@@ -150,11 +150,10 @@ def run_episodes(cluster: LabCluster, fault: Fault, count: int, random: Random) 
 
 def _run_episode(cluster: LabCluster, fault: Fault, random: Random, tally: Tally) -> list[str]:
     """Count what was measured; return what was violated."""
-    began = cluster.await_ops(CLEAN_OPS)
+    began = tally.await_clean(cluster)
     before = {node.name: node.life for node in cluster.nodes}
-    clean = clean_ops_s(list(before.values()), since=began, until=time.monotonic())
     cluster.await_called(cluster.nodes)
-    time.sleep(random.uniform(0.0, statistics.median(clean) if clean else 0.0))
+    time.sleep(random.uniform(0.0, statistics.median(tally.clean_s or [0.0])))
     struck = fault.strike(cluster, random)
     survivors = [node for node in cluster.nodes if node not in struck.victims]
     lives = [node.life for node in survivors]
@@ -171,7 +170,6 @@ def _run_episode(cluster: LabCluster, fault: Fault, random: Random, tally: Tally
     mended = time.monotonic()
     fault.mend(cluster, struck)
     cluster.await_ops(1)
-    tally.clean_s += clean
     tally.recovery_s.append(took)
     ops = _ops_to_compare(cluster, struck, began, mended)
     ops |= {

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 from msgspec.json import decode
 
-from tools.bench.systems import start_ranks
+from tools.bench.systems import RankHosts, gloo_settings, start_ranks
 from tools.lab.call import words_for
 from tools.lab.campaign import CampaignRun
 from tools.lab.commands import Flag
@@ -168,8 +168,7 @@ def measure(hosts: Sequence[LabHost], system: str, folder: Path, load: StepLoad)
     """Let one system make steps for so long."""
     with contextlib.ExitStack() as stack:
         nodes: Sequence[Node] = ()
-        environment = {"GLOO_SOCKET_IFNAME": "eth0", "NETWORKS_STORE": str(folder / "store")}
-        environments: list[dict[str, str]] = [environment] * len(hosts)
+        environments = gloo_settings(RankHosts(hosts=tuple(hosts)), folder)
         if system == "pmesh":
             mesh = stack.enter_context(LabMesh(hosts, folder=folder, logs=folder))
             mesh.start_agents()

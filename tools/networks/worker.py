@@ -1,17 +1,20 @@
 """One rank that averages gradients without end; each step is a line of JSON on standard output."""
 
-import importlib
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
 
+from tools.bench.worker import join_gloo
 from tools.networks.results import StepLine
+
+Step: TypeAlias = Callable[[], int]
+"""Makes a step and returns how many ranks took part."""
 
 
 def say(line: StepLine) -> None:
@@ -26,8 +29,7 @@ class Warnings(logging.Handler):
         say(StepLine(what="said", at=time.monotonic(), says=record.getMessage()))
 
 
-def steps_of_pmesh(size: int, count: int, *, sync: bool) -> Iterator[Callable[[], int]]:
-    """Yield what makes a step and returns how many ranks took part."""
+def step_of_pmesh(size: int, count: int, *, sync: bool) -> Step:
     import pmesh  # noqa: PLC0415 - a worker imports one library
 
     logger = logging.getLogger("pmesh")
@@ -51,36 +53,30 @@ def steps_of_pmesh(size: int, count: int, *, sync: bool) -> Iterator[Callable[[]
         state = {"step": state["step"] + 1}
         return mesh.size
 
-    while True:
-        yield step
+    return step
 
 
-def steps_of_gloo(rank: int, size: int, count: int) -> Iterator[Callable[[], int]]:
-    """Yield what makes a step; ranks find each other by a file."""
-    torch: Any = importlib.import_module("torch")
-    distributed: Any = importlib.import_module("torch.distributed")
-    store = f"file://{os.environ['NETWORKS_STORE']}"
-    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
-    gradients = torch.ones(count)
+def step_of_gloo(rank: int, size: int, count: int) -> Step:
+    gloo = join_gloo(rank, size)
+    gradients = gloo.own(np.ones(count, np.float32))
 
     def step() -> int:
-        distributed.all_reduce(gradients)
+        gloo.all_reduce(gradients)
         gradients.div_(size)
         return size
 
-    while True:
-        yield step
+    return step
 
 
 def work(system: str, rank: int, size: int, nbytes: int, sync: bool) -> None:  # noqa: FBT001 - of JSON
     """Make steps until the process is killed; only pmesh's ranks sync."""
     count = nbytes // 4
     if system == "pmesh":
-        steps = steps_of_pmesh(size, count, sync=sync)
+        step = step_of_pmesh(size, count, sync=sync)
     else:
-        steps = steps_of_gloo(rank, size, count)
+        step = step_of_gloo(rank, size, count)
     say(StepLine(what="joined", at=time.monotonic()))
-    for step in steps:
+    while True:
         began = time.monotonic()
         try:
             ranks = step()
