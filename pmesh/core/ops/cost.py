@@ -90,10 +90,6 @@ class Edges:
     """The ranks in ring order, cut at the slowest edge, or the last of equally slow ones."""
 
 
-UNMEASURED = EdgeCost(alpha_ns=500_000, beta_ps=8_000)
-"""The cost that is assumed before an edge is measured: half a millisecond and 1 Gbit/s."""
-
-
 def has_slow_edge(edges: Edges) -> bool:
     """Return whether one edge of the ring takes CHAIN_FACTOR times as long as any other."""
     *_, second, slowest = [0, 0, *sorted(times_along(edges.costs))]

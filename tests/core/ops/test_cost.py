@@ -7,7 +7,6 @@ from pmesh.core.ops.cost import (
     CHAIN_FACTOR,
     FAR_NS,
     ISLAND_FACTOR,
-    UNMEASURED,
     EdgeCost,
     Edges,
     Strategy,
@@ -41,7 +40,8 @@ def any_edges(draw: st.DrawFn) -> Edges:
 
 
 def test_an_edge_costs_its_latency_for_each_step_and_its_bandwidth_for_each_byte() -> None:
-    assert UNMEASURED.predict_ns(steps=2, nbytes=1_000_000) == 1_000_000 + 8_000_000
+    edge = EdgeCost(alpha_ns=500_000, beta_ps=8_000)
+    assert edge.predict_ns(steps=2, nbytes=1_000_000) == 1_000_000 + 8_000_000
 
 
 def test_latency_hides_behind_the_bandwidth_of_steps_that_have_many_records() -> None:
