@@ -19,26 +19,20 @@ def through(codec: Codec, *values: float) -> list[float]:
     return decoded(codec, wire, len(values)).tolist()
 
 
+def assert_rounds_to_nearest(codec: Codec, step: float) -> None:
+    """Between 1 and 2, numbers that it can write are this far apart; ties go to the even one."""
+    values = 1 + step / 2, 1 + 1.5 * step, 1 + 0.51 * step, -1 - step / 2
+    assert through(codec, *values) == [1, 1 + 2 * step, 1 + step, -1]
+
+
 @fp16
 def test_fp16_rounds_to_nearest_and_ties_to_even(codec: Codec) -> None:
-    step = 2.0**-10
-    assert through(codec, 1 + step / 2, 1 + 1.5 * step, 1 + 0.51 * step, -1 - step / 2) == [
-        1,
-        1 + 2 * step,
-        1 + step,
-        -1,
-    ]
+    assert_rounds_to_nearest(codec, 2.0**-10)
 
 
 @bf16
 def test_bf16_rounds_to_nearest_and_ties_to_even(codec: Codec) -> None:
-    step = 2.0**-7
-    assert through(codec, 1 + step / 2, 1 + 1.5 * step, 1 + 0.51 * step, -1 - step / 2) == [
-        1,
-        1 + 2 * step,
-        1 + step,
-        -1,
-    ]
+    assert_rounds_to_nearest(codec, 2.0**-7)
 
 
 @fp16

@@ -138,8 +138,10 @@ def _next_broadcast(cluster: Cluster, root: TrainerId) -> OpNumber:
     return OpNumber(ranks[root].ledger.started + 1)
 
 
-def a_result_that_went_away_with_its_last_holder_is_not_waited_for() -> None:
-    """I6: the root's trainer dies, then its agent; the receiver still hears of it."""
+def _broadcast_that_only_the_root_completes() -> tuple[
+    Cluster, SimulatedRank, SimulatedRank, OpNumber
+]:
+    """Return the root, the receiver, and the op; its result is lost on the way."""
     cluster = formed_cluster(2)
     ranks = ranks_of(cluster)
     # 7 * op % 2 is 0 for each op that is a broadcast.
@@ -147,6 +149,12 @@ def a_result_that_went_away_with_its_last_holder_is_not_waited_for() -> None:
     op = _next_broadcast(cluster, root.id)
     _swallow_results_of(cluster, root, op)
     run_until(cluster, lambda: op in root.ends and op in other.ledger.ops, 4.0)
+    return cluster, root, other, op
+
+
+def a_result_that_went_away_with_its_last_holder_is_not_waited_for() -> None:
+    """I6: the root's trainer dies, then its agent; the receiver still hears of it."""
+    cluster, root, other, op = _broadcast_that_only_the_root_completes()
     number, host = other.roster.number, agent_of(cluster, root)
     host.trainers[0].die()
     run_until(cluster, lambda: other.roster.number > number, 2.0)
@@ -157,12 +165,7 @@ def a_result_that_went_away_with_its_last_holder_is_not_waited_for() -> None:
 
 def what_a_dead_trainer_has_completed_is_fetched_from_its_agent() -> None:
     """O2: the root's trainer dies; its agent is a holder, and serves the result."""
-    cluster = formed_cluster(2)
-    ranks = ranks_of(cluster)
-    root, other = ranks[TrainerId(0)], ranks[TrainerId(1)]
-    op = _next_broadcast(cluster, root.id)
-    _swallow_results_of(cluster, root, op)
-    run_until(cluster, lambda: op in root.ends and op in other.ledger.ops, 4.0)
+    cluster, root, other, op = _broadcast_that_only_the_root_completes()
     agent_of(cluster, root).trainers[0].die()
     run_until(cluster, lambda: other.roster.rank_of(root.id) is None, 2.0)
     cluster.network.swallow = None

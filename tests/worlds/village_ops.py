@@ -208,3 +208,14 @@ async def reduce_all(trainers: list[Trainer], values: "Values | None" = None) ->
 
 def snapshot_of(machine: Machine) -> Status:
     return machine.agent._snapshot()  # noqa: SLF001 - without a session, at this instant
+
+
+async def send_garbage(message: StartOp, trainer: Trainer, *, other: Trainer) -> None:
+    """Send what no client sends: that ends this trainer alone."""
+    await trainer.send(message)
+    with pytest.raises(trio.EndOfChannel):
+        await trainer.receive()
+    verdict = await other.verdict_of(other.barrier())
+    assert verdict.error == "RankLost"
+    assert "its trainer sent garbage" in verdict.message
+    await other.barrier()  # it goes on alone

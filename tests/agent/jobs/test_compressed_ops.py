@@ -22,7 +22,7 @@ from tests.agent.jobs.buckets import Bucket, buckets_of, reduce_buckets
 from tests.worlds.coded_rings import Coded, reduce_coded
 from tests.worlds.trainer import together, until
 from tests.worlds.village import training, village
-from tests.worlds.village_ops import RAISE, ranks_of, reduce_all, verdicts_of_all
+from tests.worlds.village_ops import RAISE, ranks_of, reduce_all, send_garbage, verdicts_of_all
 
 COUNT = 3000
 
@@ -299,13 +299,7 @@ async def test_a_call_that_no_client_makes_ends_that_trainer_alone(
         a, b = trainers
         for nbytes in (9, 9, 400_000):
             assert isinstance(await b.ask(WantArena(nbytes)), ArenaGranted)
-        await b.send(request_)
-        with pytest.raises(trio.EndOfChannel):
-            await b.receive()
-        verdict = await a.verdict_of(a.barrier())
-        assert verdict.error == "RankLost"
-        assert "its trainer sent garbage" in verdict.message
-        await a.barrier()  # it goes on alone
+        await send_garbage(request_, b, other=a)
 
 
 async def test_there_is_room_for_the_residuals_of_a_hundred_buckets(clock: MockClock) -> None:

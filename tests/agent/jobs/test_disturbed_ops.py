@@ -36,6 +36,7 @@ from tests.worlds.village_ops import (
     ranks_of,
     reduce_all,
     run_on_lanes_by,
+    send_garbage,
     swallow,
     verdicts_of_all,
 )
@@ -318,13 +319,7 @@ async def test_a_call_that_no_client_makes_ends_that_trainer_alone(
     async with village(clock, 2) as here:
         a, b = await here.job(*here.machines, terms=RAISE)
         await b.input_arena(9)
-        await b.send(request_)
-        with pytest.raises(trio.EndOfChannel):
-            await b.receive()
-        verdict = await a.verdict_of(a.barrier())
-        assert verdict.error == "RankLost"
-        assert "its trainer sent garbage" in verdict.message
-        await a.barrier()  # it goes on alone
+        await send_garbage(request_, b, other=a)
         assert a.names == (a.names[0],)
         await a.leave()
         trainers = await here.job(*here.machines)
