@@ -34,7 +34,7 @@ from pmesh.net.sessions.processes import Stall
 from tests.worlds.lanes import is_closed
 from tests.worlds.trainer import Trainer, until
 from tests.worlds.village import MESH, training, village
-from tests.worlds.village_ops import kinds_of_events, snapshot_of
+from tests.worlds.village_ops import kinds_of_events, snapshot_of, turned_away
 
 KEY = NodeKey.from_seed(b"k" * 32)
 
@@ -316,7 +316,7 @@ async def test_a_session_that_does_not_begin_with_a_beginning_is_closed(clock: M
         await trainer.send(Leave())
         with pytest.raises(trio.EndOfChannel):
             await trainer.receive()
-        assert one.agent._sessions.garbage == 1  # noqa: SLF001
+        assert turned_away(one) == 1
 
 
 async def test_an_agent_whose_counter_was_led_astray_begins_anew(clock: MockClock) -> None:

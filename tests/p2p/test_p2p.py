@@ -39,6 +39,7 @@ from tests.worlds.village_ops import (
     reduce_all,
     snapshot_of,
     swallow,
+    turned_away,
 )
 
 X = np.arange(6.0).reshape(2, 3)
@@ -325,9 +326,9 @@ async def test_garbage_ends_the_connection_and_nothing_else(
 ) -> None:
     async with a_pair(clock) as pair:
         await pair.one.trainer.send(request_)
-        agent = machine_of(pair.here, pair.trainers[0]).agent
-        await until(lambda: agent._sessions.garbage == 1)  # noqa: SLF001 - told in no other way
-        one = await attach(pair.here, machine_of(pair.here, pair.trainers[0]), pair.trainers[0])
+        machine = machine_of(pair.here, pair.trainers[0])
+        await until(lambda: turned_away(machine) == 1)
+        one = await attach(pair.here, machine, pair.trainers[0])
         sent = await one.begin_send(pair.other.id, X)
         await pair.other.receive(one.id)
         await one.end(sent)
@@ -338,8 +339,7 @@ async def test_a_call_number_that_is_in_use_ends_the_connection(clock: MockClock
         pair.one.calls = iter((5, 5))  # type: ignore[assignment] # as the counter
         await pair.one.begin_receive(pair.other.id)
         await pair.one.begin_receive(pair.other.id)
-        sessions = machine_of(pair.here, pair.trainers[0]).agent._sessions  # noqa: SLF001
-        await until(lambda: sessions.garbage == 1)
+        await until(lambda: turned_away(machine_of(pair.here, pair.trainers[0])) == 1)
 
 
 async def test_so_many_calls_may_wait_and_no_more(

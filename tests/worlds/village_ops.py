@@ -219,3 +219,8 @@ async def send_garbage(message: StartOp, trainer: Trainer, *, other: Trainer) ->
     assert verdict.error == "RankLost"
     assert "its trainer sent garbage" in verdict.message
     await other.barrier()  # it goes on alone
+
+
+def turned_away(machine: Machine) -> int:
+    """How many programs its agent has turned away, as `pmesh status` shows."""
+    return snapshot_of(machine).turned_away.programs

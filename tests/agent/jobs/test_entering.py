@@ -23,6 +23,7 @@ from tests.worlds.village_ops import (
     reduce_all,
     swallow,
     syncing_job,
+    turned_away,
     verdicts_of_all,
 )
 
@@ -216,7 +217,7 @@ async def test_a_newcomer_that_does_not_begin_with_a_sync_is_garbage(
             await late.send(request_)
             with pytest.raises(trio.EndOfChannel):
                 await late.receive()
-        await until(lambda: here.machines[1].agent._sessions.garbage == 1)  # noqa: SLF001
+        await until(lambda: turned_away(here.machines[1]) == 1)
         await until(lambda: len(ranks_of(here)) == 1)
         assert (await inside[0].reduce(ones(4)))[0] == 1.0
 

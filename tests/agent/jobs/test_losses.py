@@ -18,6 +18,7 @@ from tests.worlds.trainer import Trainer, together, until
 from tests.worlds.village import Village, training, village
 from tests.worlds.village_ops import (
     RAISE,
+    events_of,
     hold_all_reduces,
     kinds_of_events,
     losing,
@@ -192,7 +193,7 @@ async def test_an_op_that_was_interrupted_is_noted_with_how_long_the_ring_stood_
             nursery.start_soon(swallow, trainers[2].reduce(ones(1000)))
             await reduce_all(trainers[:2])
         for trainer in trainers[:2]:
-            events = machine_of(here, trainer).agent._event_log.since(-1).events  # noqa: SLF001
+            events = events_of(machine_of(here, trainer))
             (halt,) = [event for event in events if event.kind == "ring stood still"]
             assert halt.op == 0
             assert halt.duration_s is not None

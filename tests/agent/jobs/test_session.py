@@ -19,7 +19,7 @@ from pmesh.net.sessions import arena_pools
 from pmesh.net.sessions.arenas import Arena
 from tests.worlds.trainer import ANY, RefusedError, Trainer, together, until
 from tests.worlds.village import Village, training, village
-from tests.worlds.village_ops import RAISE, machine_of, ranks_of
+from tests.worlds.village_ops import RAISE, machine_of, ranks_of, turned_away
 
 
 def connect_as(program: str, terms: Terms = ANY) -> Connect:
@@ -371,7 +371,7 @@ async def test_a_trainer_that_asks_for_something_else_is_garbage(
         assert "sent garbage" in (await a.verdict_of(a.barrier())).message
         await a.leave()
         await no_job_is_left(here)
-        await until(lambda: sum(m.agent._sessions.garbage for m in here.machines) == 1)  # noqa: SLF001
+        await until(lambda: sum(map(turned_away, here.machines)) == 1)
 
 
 async def test_a_session_that_begins_with_an_op_is_closed(clock: MockClock) -> None:

@@ -27,6 +27,7 @@ from pmesh.net.links.path import Path
 from tests.agent.mesh.paths import link_to, path_set, path_to
 from tests.worlds.trainer import until
 from tests.worlds.village import Machine, village
+from tests.worlds.village_ops import events_of
 
 
 @pytest.fixture
@@ -44,9 +45,8 @@ def many_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "live_path", numbered)
 
 
-def events_of(machine: Machine, kind: str) -> list[Event]:
-    log = machine.agent._event_log  # noqa: SLF001 - without a session, at this instant
-    return [event for event in log.since(-1).events if event.kind == kind]
+def events_of_kind(machine: Machine, kind: str) -> list[Event]:
+    return [event for event in events_of(machine) if event.kind == kind]
 
 
 async def add_path(machine: Machine, other: Machine) -> LivePath:
@@ -74,8 +74,8 @@ async def test_a_switch_to_another_path_is_told_once_the_peer_was_heard_there_wi
         heard, before = old.last_heard, trio.current_time()
         await old.path.aclose()
         for machine in (one, two):
-            await until(lambda m=machine: bool(events_of(m, "path changed")))  # type: ignore[misc]
-        (event,) = events_of(one, "path changed")
+            await until(lambda m=machine: bool(events_of_kind(m, "path changed")))  # type: ignore[misc]
+        (event,) = events_of_kind(one, "path changed")
         assert event.names == ("mac-1",)
         assert event.duration_s is not None
         assert before - heard <= event.duration_s <= trio.current_time() - heard
@@ -94,8 +94,8 @@ async def test_of_a_path_that_is_not_used_only_the_log_tells(clock: MockClock) -
             await new.path.aclose()
             await until(lambda: len(link_to(two, one).paths) == 1)
         assert {line["event"] for line in log} == {"a path is there", "a path has ended"}
-        assert not events_of(one, "path changed")
-        assert not events_of(two, "path changed")
+        assert not events_of_kind(one, "path changed")
+        assert not events_of_kind(two, "path changed")
 
 
 async def test_who_has_lost_its_last_path_is_dialled_at_all_its_addresses(
@@ -228,7 +228,7 @@ async def test_a_path_that_carries_far_less_than_it_claims_is_left_for_one_that_
         for path in theirs.paths.values():
             path.speed_mbit_s = 1000
         await until(lambda: theirs.current is theirs.paths[new.key])
-        await until(lambda: bool(events_of(one, "path changed")))
+        await until(lambda: bool(events_of_kind(one, "path changed")))
         old.bandwidth.note(94 / 1.3, "probe")
         await trio.sleep(3)
         assert link.current is new
