@@ -16,18 +16,12 @@ import pytest
 from pmesh.launches.cli.launches import allow_run
 from tests.e2e.harness import TIMEOUT_S, Agent, Fleet, Running, allow_runs
 from tools.lab.net import NetLab
+from tools.lab.program import await_that
 
 pytestmark = pytest.mark.slow
 
 ENDS_S = 5.0
 """Within so long nothing may be left running, whatever has happened."""
-
-
-def await_that(condition: Callable[[], bool], *, within_s: float = TIMEOUT_S) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def running(word: str) -> list[int]:
@@ -205,12 +199,12 @@ def test_children_in_groups_of_their_own_end_too(
     )
     started.await_line("[|] up")
     (rank,) = [pid for pid in running(marker) if psutil.Process(pid).name() == "sh"]
-    await_that(lambda: len(running(marker)) == 3)
+    await_that(lambda: len(running(marker)) == 3, "a process of each rank")
     if victim == "rank":
         psutil.Process(rank).kill()
     else:
         ring[0].process.send_signal(signal.SIGKILL)
-    await_that(lambda: not running(marker), within_s=ENDS_S)
+    await_that(lambda: not running(marker), "the end of all", within_s=ENDS_S)
 
 
 @pytest.mark.parametrize("victim", ["ctrl-c", "starter", "agent of the starter"])
@@ -224,7 +218,7 @@ def test_nothing_is_left_running_anywhere(fleet: Fleet, ring: list[Agent], victi
             started.send_signal(signal.SIGKILL)
         case _:
             ring[0].process.send_signal(signal.SIGKILL)
-    await_that(lambda: not running(marker), within_s=ENDS_S)
+    await_that(lambda: not running(marker), "the end of all", within_s=ENDS_S)
     if victim == "ctrl-c":
         started.await_end(code=130)
     elif victim != "starter":
@@ -250,7 +244,7 @@ def test_a_machine_that_comes_back_starts_its_rank_again(
     started = start_sleepers(fleet, ring[0], marker, "--grace", "1")
     ring[2].process.send_signal(signal.SIGKILL)
     started.await_line("mac-3 is lost")
-    await_that(lambda: len(running(marker)) == 4, within_s=ENDS_S)
+    await_that(lambda: len(running(marker)) == 4, "the end of the lost rank", within_s=ENDS_S)
     ring[2] = lasting_fleet.start_agent("mac-3", "--no-mdns", "--peer", ring[0].address)
     started.await_line("mac-3 is back")
     started.await_line("mac-3 +[|] up")
@@ -381,7 +375,8 @@ def test_no_line_is_lost_or_torn_while_the_terminal_is_slow(
         stdout=subprocess.PIPE,
         text=True,
     )
-    await_that(lambda: len(list(tmp_path.iterdir())) == 3)  # though nobody has read a line
+    # Nobody has read a line yet.
+    await_that(lambda: len(list(tmp_path.iterdir())) == 3, "a file of each rank")
     text, _ = run.communicate(timeout=TIMEOUT_S)
     assert run.returncode == 0
     for name in ("mac-1", "mac-2", "mac-3"):
@@ -419,7 +414,7 @@ def test_a_pipe_that_is_closed_ends_all(ring: list[Agent]) -> None:
         os.close(reading)
         _, errors = run.communicate(timeout=TIMEOUT_S)
     assert (run.returncode, errors.count(b"\n"), errors[:8]) == (1, 1, b"runs on ")
-    await_that(lambda: not running("while :; do echo x; done"), within_s=ENDS_S)
+    await_that(lambda: not running("while :; do echo x; done"), "the end of all", within_s=ENDS_S)
 
 
 def test_a_third_signal_ends_a_run_that_can_not_print(ring: list[Agent]) -> None:
@@ -427,7 +422,7 @@ def test_a_third_signal_ends_a_run_that_can_not_print(ring: list[Agent]) -> None
     try:
         with start_chatter(ring, output=writing) as run:
             os.close(writing)
-            await_that(lambda: select.select([reading], [], [], 0)[0] != [])
+            await_that(lambda: select.select([reading], [], [], 0)[0], "something to read")
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # two alike may be one
                 run.send_signal(number)
             _, errors = run.communicate(timeout=TIMEOUT_S)
