@@ -71,11 +71,11 @@ def _register() -> None:
 
     if not dist.is_available() or "PMESH" in dist.Backend._plugins:  # noqa: SLF001
         return
-    from pmesh.torch import accelerate, rendezvous  # noqa: PLC0415 - need torch.distributed
+    from pmesh.torch import plugs, rendezvous  # noqa: PLC0415 - need torch.distributed
 
     dist.Backend.register_backend("pmesh", _create, extended_api=True, devices=_DEVICES)
     rendezvous.install()
-    accelerate.install()
+    plugs.install()
     if os.environ.get("PMESH_BACKEND") == "pmesh":
         from pmesh.torch.backends import answer_for_others  # noqa: PLC0415 - few programs ask for it
 

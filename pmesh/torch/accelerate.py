@@ -7,14 +7,8 @@ alone, without a word. It has no public seam for this, so one private method is 
 """
 
 import os
-import sys
-from collections.abc import Callable, Sequence
 from functools import wraps
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
 from importlib.metadata import version
-from importlib.util import find_spec
-from types import ModuleType
 from typing import Any
 
 from pmesh.errors import UsageError
@@ -22,44 +16,9 @@ from pmesh.errors import UsageError
 TRIED = "1.15"
 """The minor version of accelerate in which the method is as it is here."""
 
-_MODULE = "accelerate.state"
 
-
-def install() -> None:
-    """Let Accelerate find the ranks of pmesh, now or when it is imported."""
-    if _MODULE in sys.modules:
-        _extend(sys.modules[_MODULE])
-    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
-
-
-class _Finder(MetaPathFinder):
-    """Finds the module as without it, and extends it when it has run."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        del path, target
-        if fullname != _MODULE:
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            loader: Any = spec.loader
-            loader.exec_module = _then_extend(loader.exec_module)
-        return spec
-
-
-def _then_extend(execute: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
-    def exec_module(module: ModuleType) -> None:
-        execute(module)
-        _extend(module)
-
-    return exec_module
-
-
-def _extend(module: Any) -> None:  # noqa: ANN401 - of accelerate
-    """Replace the method that chooses the backend."""
+def extend(module: Any) -> None:  # noqa: ANN401 - of accelerate
+    """Replace the method that chooses the backend, in `accelerate.state`."""
     of_accelerate = module.PartialState._prepare_backend  # noqa: SLF001 - see above
     if getattr(of_accelerate, "of_pmesh", False):
         return

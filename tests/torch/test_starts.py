@@ -86,8 +86,8 @@ def test_import_torch_brings_seven_small_modules_and_no_library() -> None:
         "pmesh.errors",
         "pmesh.texts",
         "pmesh.torch",
-        "pmesh.torch.accelerate",
         "pmesh.torch.library",
+        "pmesh.torch.plugs",
         "pmesh.torch.rendezvous",
     ]
 
