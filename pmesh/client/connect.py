@@ -109,7 +109,18 @@ def connect(
     place = Place(
         home_directory(home), request, on_superseded=on_superseded, shares=_shares(shares, max_rows)
     )
-    return Mesh(place, job=job)
+    mesh = Mesh(place, job=job)
+    _JOBS.append(job)
+    return mesh
+
+
+_JOBS: list[str] = []
+"""All jobs that this program has joined."""
+
+
+def has_joined() -> bool:
+    """Whether this program has joined a job, which it may have left."""
+    return bool(_JOBS)
 
 
 def _job(job: str | None) -> str:

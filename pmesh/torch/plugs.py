@@ -12,7 +12,15 @@ from importlib.util import find_spec
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-_PLUGS = MappingProxyType({"accelerate.state": "pmesh.torch.accelerate"})
+_PLUGS = MappingProxyType(
+    {
+        "accelerate.state": "pmesh.torch.accelerate",
+        "lightning.fabric.strategies": "pmesh.torch.lightning",
+        "lightning.pytorch.strategies": "pmesh.torch.lightning",
+        "lightning_fabric.strategies": "pmesh.torch.lightning",  # each is a package of its own, too
+        "pytorch_lightning.strategies": "pmesh.torch.lightning",
+    }
+)
 """For each module of another library the module of ours whose `extend` is called with it."""
 
 

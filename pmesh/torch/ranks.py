@@ -51,6 +51,7 @@ class TorchWorld:
             "WORLD_SIZE": str(len(hosts)),
             "LOCAL_RANK": str(hosts[:rank].count(here)),
             "LOCAL_WORLD_SIZE": str(hosts.count(here)),
+            "GROUP_RANK": str(list(dict.fromkeys(hosts)).index(here)),
             "MASTER_ADDR": hosts[0],  # of which accelerate wants some on several machines
         }
 
