@@ -72,6 +72,11 @@ def _join(state: Any, kinds: Any, *, cpu: bool) -> object:  # noqa: ANN401 - of 
         dist.init_process_group("pmesh")
     if torch.cuda.is_available() and not cpu:
         return kinds.MULTI_GPU
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        raise UsageError(
+            "Accelerate shards a model (FSDP) on CUDA only, and would keep all of it on each rank "
+            "here: leave FSDP out, or shard it by fully_shard of torch"
+        )
     if state.device is None:
         state.device = torch.device("cpu") if cpu else state.default_device
     return kinds.MULTI_CPU

@@ -136,3 +136,12 @@ def untried(rank: int, folder: str) -> None:
     with pytest.raises(pmesh.UsageError, match="never been tried with accelerate") as caught:
         Accelerator()
     assert "pip install 'accelerate==0.34.*'" in str(caught.value)
+
+
+def sharded(rank: int, folder: str) -> None:
+    """FSDP through Accelerate, which would keep the whole model on each rank, and not say so."""
+    _start(rank, "pmesh", folder)
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    with pytest.raises(pmesh.UsageError, match=r"shards a model .* on CUDA only"):
+        Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))

@@ -51,10 +51,11 @@ def check_equal(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> Non
             assert torch.equal(weights, ours[0]["net"][name])
 
 
-def test_a_version_that_was_never_tried_is_refused(programs: Programs) -> None:
-    folder = programs.folder / "untried"
+@pytest.mark.parametrize("program", ["untried", "sharded"])
+def test_what_accelerate_can_t_do_is_refused(programs: Programs, program: str) -> None:
+    folder = programs.folder / program
     folder.mkdir()
-    assert programs.run("tests.torch.hugging_face", "untried", str(folder)) == [0, 0, 0]
+    assert programs.run("tests.torch.hugging_face", program, str(folder)) == [0, 0, 0]
 
 
 def test_the_method_that_is_replaced_is_still_what_it_was() -> None:
