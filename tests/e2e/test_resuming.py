@@ -1,0 +1,56 @@
+"""A machine dies under a library that fixes the number of ranks: all start again, and go on."""
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.harness import Agent, Fleet
+
+pytestmark = pytest.mark.slow
+
+
+def needs(module: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(find_spec(module) is None, reason=f"{module} is not installed")
+
+
+def train(fleet: Fleet, agent: Agent, folder: Path, library: str) -> tuple[str, list[Any]]:
+    import torch  # noqa: PLC0415 - it may not be installed
+
+    script = Path(__file__).parents[1] / "torch/resuming.py"
+    words = ("--on", "all", "--job", folder.name, "--", str(script), library, str(folder))
+    said = fleet.start_command("run", *words, home=agent.home).await_end(timeout_s=120.0)
+    return said, [torch.load(folder / f"rank-{rank}.pt") for rank in range(3)]
+
+
+@pytest.mark.parametrize(
+    "library",
+    [
+        pytest.param("transformers", marks=[needs("transformers"), needs("accelerate")]),
+        pytest.param("lightning", marks=needs("lightning")),
+    ],
+)
+@pytest.mark.timeout(300)  # nine times a rank imports these libraries, all on two cores
+def test_a_training_with_a_kill_ends_with_the_weights_of_one_without(
+    fleet: Fleet, ring: list[Agent], tmp_path: Path, library: str
+) -> None:
+    ended = {}
+    for name in ("undisturbed", "disturbed"):
+        folder = tmp_path / f"{library}-{name}"
+        folder.mkdir()
+        if name == "undisturbed":
+            (folder / "killed").touch()
+        said, ended[name] = train(fleet, ring[0], folder, library)
+        killed = name == "disturbed"
+        assert len(re.findall("rank 1 ended by SIGKILL; it is started again", said)) == killed
+        assert (
+            len(re.findall(r"DistBackendError: RankLost: .* start all of them", said)) >= 2 * killed
+        )
+    for rank in range(3):
+        before, after = (ended[name][rank] for name in ("undisturbed", "disturbed"))
+        assert after["steps"] == before["steps"]
+        for name, weights in before["net"].items():
+            assert after["net"][name].sub(weights).abs().max() < 1e-5
+            assert after["net"][name].equal(ended["disturbed"][0]["net"][name])
