@@ -59,6 +59,9 @@ KNOWN = {
     },
     "pmesh/mlx_lm/session.py": {"Path(options.adapter_path)"},
     "pmesh/testing.py": {"Path(home)"},
+    "pmesh/torch/lightning.py": {
+        "Path(str(found))"
+    },  # as Lightning broadcasts it; nothing opens it
     "pmesh/torch/options.py": {"Path(sys.argv[0] if sys.argv and sys.argv[0] else 'torch')"},
     # Directories as this machine lists them, and git, whose answer `flaw_of` checks.
     "pmesh/launches/cli/sync.py": {

@@ -12,6 +12,7 @@ from importlib.metadata import version
 from typing import Any
 
 from pmesh.errors import UsageError
+from pmesh.torch import plugs
 
 TRIED = "1.15"
 """The minor version of accelerate in which the method is as it is here."""
@@ -70,6 +71,8 @@ def _join(state: Any, kinds: Any, *, cpu: bool) -> object:  # noqa: ANN401 - of 
 
     if not dist.is_initialized():
         dist.init_process_group("pmesh")
+    # Not when torch is imported: this module imports torch, and has not run to its end then.
+    plugs.install({"transformers.trainer": "pmesh.torch.transformers"})
     if torch.cuda.is_available() and not cpu:
         return kinds.MULTI_GPU
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":

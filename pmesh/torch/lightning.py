@@ -14,6 +14,7 @@ from typing import Any
 
 from pmesh.errors import UsageError
 from pmesh.torch.library import dist, torch
+from pmesh.torch.transformers import check_same
 
 
 def extend(strategies: Any) -> None:  # noqa: ANN401 - of Lightning
@@ -21,12 +22,10 @@ def extend(strategies: Any) -> None:  # noqa: ANN401 - of Lightning
     package = strategies.__name__.rpartition(".")[0]
     environments: Any = import_module(f"{package}.plugins.environments")
     environment = type("PmeshEnvironment", (_Environment, environments.ClusterEnvironment), {})
-    strategy = type(
-        "PmeshStrategy", (_Strategy, strategies.DDPStrategy), {"environment": environment}
-    )
-    registry = getattr(strategies, "StrategyRegistry", None)
-    if registry is None:
-        registry = strategies.STRATEGY_REGISTRY
+    of_trainer = hasattr(strategies, "StrategyRegistry")
+    registry = strategies.StrategyRegistry if of_trainer else strategies.STRATEGY_REGISTRY
+    bases = _OfTrainer if of_trainer else _Strategy, strategies.DDPStrategy
+    strategy = type("PmeshStrategy", bases, {"environment": environment})
     registry.register("pmesh", strategy, description="DDP over pmesh")
     registry.register(
         "pmesh_find_unused_parameters_true",
@@ -141,13 +140,48 @@ class _Strategy:
                 "ranks by torch.serialization.add_safe_globals, or broadcast its fields"
             )
         found = torch.load(BytesIO(data), map_location=self._placed, weights_only=True)
-        return Path(found) if kind == "path" else found
+        return Path(str(found)) if kind == "path" else found
 
     def _placed(self, storage: Any, device: str) -> Any:  # noqa: ANN401 - torch's
         """Put the values of another rank's GPU on the device of this rank."""
         if device == "cpu":
             return storage
         return torch.serialization.default_restore_location(storage, str(self.root_device))
+
+
+class _OfTrainer(_Strategy):
+    """Compares what the ranks go on from: each has found a checkpoint, or none, on its own disk."""
+
+    _is_compared = False
+
+    def setup(self, trainer: Any) -> None:  # noqa: ANN401 - of Lightning
+        """Begin to fit or to evaluate, which a rank with a checkpoint has loaded before this."""
+        if not self._is_compared:
+            self._compare("no checkpoint")
+        self._is_compared = False
+        inner: Any = super()
+        inner.setup(trainer)
+
+    def load_checkpoint(self, checkpoint_path: Any, **options: Any) -> Any:  # noqa: ANN401 - of Lightning
+        """Load the checkpoint of this rank.
+
+        Raises:
+            UsageError: on all ranks, if they have found different ones, or some have none.
+        """
+        inner: Any = super()
+        try:
+            found = inner.load_checkpoint(checkpoint_path, **options)
+        except OSError as e:
+            self._compare(f"no checkpoint ({e})")
+            raise
+        self._compare(f"epoch {found.get('epoch')}, step {found.get('global_step')}")
+        return found
+
+    def _compare(self, mine: str) -> None:
+        from pmesh.torch.objects import all_gather_object  # noqa: PLC0415 - after torch
+
+        self._is_compared = True
+        check_same(all_gather_object(mine))
 
 
 def _packed(obj: object) -> tuple[str, bytes | str]:

@@ -76,6 +76,15 @@ _PARTS = slice(0, 700), slice(700, 1000)
 def trainer(rank: int, folder: str, backend: str) -> None:
     """Transformers' Trainer: trains a tiny language model on Python's source, and evaluates it."""
     cpu = _start(rank, backend, folder)
+    training = _tiny(folder, use_cpu=cpu, save_strategy="no")
+    training.train()
+    losses = [each["loss"] for each in training.state.log_history if "loss" in each]
+    loss = training.evaluate()["eval_loss"]
+    assert isinstance(training.model_wrapped, torch.nn.parallel.DistributedDataParallel)
+    _end(rank, folder, {"net": training.model.state_dict(), "losses": losses, "loss": loss})
+
+
+def _tiny(folder: str, **options: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
     set_seed(0)
@@ -86,22 +95,36 @@ def trainer(rank: int, folder: str, backend: str) -> None:
     model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes, **heads))
     arguments = TrainingArguments(
         folder,
-        use_cpu=cpu,
         max_steps=4,
         gradient_accumulation_steps=2,
         per_device_train_batch_size=2,
         learning_rate=1e-2,
         logging_steps=2,
-        save_strategy="no",
         report_to=[],
         disable_tqdm=True,
+        **options,
     )
-    training = Trainer(model, arguments, train_dataset=rows[:100], eval_dataset=rows[100:])
-    training.train()
-    losses = [each["loss"] for each in training.state.log_history if "loss" in each]
-    loss = training.evaluate()["eval_loss"]
-    assert isinstance(training.model_wrapped, torch.nn.parallel.DistributedDataParallel)
-    _end(rank, folder, {"net": model.state_dict(), "losses": losses, "loss": loss})
+    return Trainer(model, arguments, train_dataset=rows[:100], eval_dataset=rows[100:])
+
+
+def of_other_checkpoints(rank: int, folder: str) -> None:
+    """One machine has the checkpoint, the others begin anew."""
+    _start(rank, "pmesh", folder)
+    first = _tiny(folder, save_steps=2)
+    first.train()
+    last = f"{folder}/checkpoint-2"
+    for other, steps in (
+        (None, "0; rank 1: step 2; rank 2: step 0"),
+        (f"{folder}/checkpoint-4", ""),
+    ):
+        says = rf"different checkpoints \(rank 0: step {steps}"
+        with pytest.raises(pmesh.UsageError, match=says):
+            _tiny(folder).train(resume_from_checkpoint=last if rank == 1 else other)
+    again = _tiny(folder, save_strategy="no")
+    again.train(resume_from_checkpoint=last)
+    for name, value in first.model.state_dict().items():
+        torch.testing.assert_close(again.model.state_dict()[name], value, rtol=1e-5, atol=1e-5)
+    dist.destroy_process_group()
 
 
 def on_mps(rank: int, folder: str, backend: str) -> None:

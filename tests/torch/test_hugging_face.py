@@ -51,7 +51,7 @@ def check_equal(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> Non
             assert torch.equal(weights, ours[0]["net"][name])
 
 
-@pytest.mark.parametrize("program", ["untried", "sharded"])
+@pytest.mark.parametrize("program", ["untried", "sharded", "of_other_checkpoints"])
 def test_what_accelerate_can_t_do_is_refused(programs: Programs, program: str) -> None:
     folder = programs.folder / program
     folder.mkdir()

@@ -52,7 +52,9 @@ def test_trainer_and_fabric_have_the_numbers_of_gloo(
                 torch.testing.assert_close(value, theirs[rank][name], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("program", ["refusals", "alone", "beside_gloo", "on_mps"])
+@pytest.mark.parametrize(
+    "program", ["refusals", "alone", "beside_gloo", "of_other_checkpoints", "on_mps"]
+)
 def test_what_lightning_would_do_otherwise_is_refused_or_done(
     programs: Programs, program: str
 ) -> None:

@@ -217,6 +217,30 @@ def alone(rank: int, folder: str) -> None:
     assert callbacks() == []  # it has trained with others, and now does something on its own
 
 
+def of_other_checkpoints(rank: int, folder: str) -> None:
+    """Each machine has its own disk, and Lightning writes on that of rank 0."""
+    chosen = _start(rank, folder, "launched")
+
+    def trainer(epochs: int) -> lightning.Trainer:
+        return lightning.Trainer(max_epochs=epochs, **chosen, **settings(folder))
+
+    files = []
+    for epochs in (1, 2):
+        files.append(f"{folder}/{epochs}.ckpt")
+        first = trainer(epochs)
+        first.fit(module(), *_loaders(), ckpt_path=files[-2] if epochs == 2 else None)
+        first.save_checkpoint(files[-1])
+    for other, says in (
+        (files[0], r"rank 1: epoch 1, step 5; rank 2: epoch 2, step 10\)"),
+        (f"{folder}/none", r"rank 1: no checkpoint \(.*none.*\); rank 2: epoch 2, step 10\)"),
+        (None, r"rank 1: no checkpoint; rank 2: epoch 2, step 10\)"),
+    ):
+        with pytest.raises(pmesh.UsageError, match=r"different checkpoints \(rank 0: .*" + says):
+            trainer(3).fit(module(), *_loaders(), ckpt_path=other if rank == 1 else files[1])
+    trainer(3).fit(module(), *_loaders(), ckpt_path=files[1])
+    dist.destroy_process_group()
+
+
 def beside_gloo(rank: int, folder: str) -> None:
     _start(rank, folder, "gloo")
     with pytest.raises(pmesh.UsageError, match="begun one with 'gloo': leave init_process_group"):
