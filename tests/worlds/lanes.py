@@ -205,7 +205,7 @@ class Web:
     def open(self, plans: Sequence[RankPlan]) -> None:
         """Whatever these plans need and there isn't yet."""
         for rank, plan in enumerate(plans):
-            for peer in plan.peers_to:
+            for peer in plan.sends:
                 if (rank, peer) not in self.sending:
                     self._open(rank, peer)
 

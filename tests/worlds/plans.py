@@ -187,8 +187,8 @@ class PlanWorld:
 def check_shape(plans: Sequence[RankPlan], *, segment_bytes: int) -> None:
     """What holds for the plans of every collective, before any is run."""
     for rank, plan in enumerate(plans):
-        assert all(rank in plans[peer].sends for peer in plan.peers_from)
-        assert rank not in plan.peers_to
+        assert all(rank in plans[peer].sends for peer in plan.receives)
+        assert rank not in plan.sends
         for peer, sends in plan.sends.items():
             receives = plans[peer].receives[rank]
             assert [(s.step, s.nbytes) for s in sends] == [(r.step, r.nbytes) for r in receives]

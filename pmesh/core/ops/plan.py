@@ -158,16 +158,6 @@ class RankPlan:
     """Each rank adds all values for itself, so NaN must be made equal (I3)."""
 
     @property
-    def peers_to(self) -> tuple[int, ...]:
-        """The ranks to which lanes are needed."""
-        return tuple(self.sends)
-
-    @property
-    def peers_from(self) -> tuple[int, ...]:
-        """The ranks from which lanes are needed."""
-        return tuple(self.receives)
-
-    @property
     def steps(self) -> int:
         """How many times this rank waits for the network in a row: the alpha of its cost."""
         steps = [send.step for sends in self.sends.values() for send in sends]

@@ -96,7 +96,6 @@ class Load(NamedTuple):
     is_measured: bool
     bytes_in_flight: int
     """Handed to the system and not acknowledged."""
-    bytes_queued: int
 
 
 @dataclass(slots=True, eq=False)
@@ -218,7 +217,7 @@ class SendWindow:
     def subflows(self) -> dict[int, Load]:
         """All of them."""
         return {
-            index: Load(s.bytes_per_s, s.is_measured, s.sent - s.received, s.queued + len(s.rest))
+            index: Load(s.bytes_per_s, s.is_measured, s.sent - s.received)
             for index, s in self._subflows.items()
         }
 

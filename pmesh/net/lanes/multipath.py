@@ -200,11 +200,6 @@ class MultipathLane(Lane):
         self.pump(outside=True)
         self._wake_tend()
 
-    def loads(self) -> list[core.Load]:
-        """Return what is known of each connection in use, in the order in which they joined."""
-        with self._lock:
-            return list(self._sends.subflows.values())
-
     def _lose(self, subflow: _Subflow, *, ended: bool) -> None:
         self._was_ended = ended
         del self._subflows[subflow.index]

@@ -413,10 +413,10 @@ def test_an_all_to_all_begins_at_every_rank_with_another_and_goes_on_one_by_one(
     size = 5
     plans = moving_plans("all_to_all", [[100] * size] * size, 0, 40)
     for step in range(size - 1):
-        receivers = [plan.peers_to[step] for plan in plans]
+        receivers = [tuple(plan.sends)[step] for plan in plans]
         assert sorted(receivers) == list(range(size))
     for plan in plans:
-        for before, peer in zip(plan.peers_to, plan.peers_to[1:], strict=False):
+        for before, peer in itertools.pairwise(plan.sends):
             assert {send.needs for send in plan.sends[peer]} == {((before, 3, Event.SENT),)}
 
 

@@ -123,7 +123,7 @@ def test_a_window_ends_what_may_be_put() -> None:
 
 def acknowledge_at(sending: SendWindow, index: int, rate: float, *, steps: int) -> None:
     """The receiver reads all that comes, at this rate, and says so ten times in 0.1 s."""
-    _, _, in_flight, _ = sending.subflows[index]
+    in_flight = sending.subflows[index].bytes_in_flight
     for step in range(1, steps + 1):
         ack = Ack(min(in_flight, round(rate * 0.01 * step)), 0, waiting=True)
         assert sending.acknowledge_untrusted(index, ack, now=0.01001 * step) == []
