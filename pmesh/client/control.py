@@ -1,4 +1,4 @@
-"""Requests of `pmesh status`, `events`, `down` and so on to the local agent, with their answers."""
+"""Questions of the commands to the local agent, and its answers."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -9,49 +9,62 @@ from pmesh.client.session.connection import AgentConnection, error_of
 from pmesh.core.wire.control import (
     CONTROL_REPLIES,
     AskEvents,
-    AskMachines,
     AskPing,
     AskStatus,
     Events,
-    ForgetName,
-    Machines,
     Pinged,
     StatusReply,
     StopAgent,
     Stopping,
     WayTried,
 )
-from pmesh.core.wire.session import Refused, SessionMessage
+from pmesh.core.wire.session import Refused, SessionDecoder, SessionMessage
 from pmesh.errors import ProtocolError
 
 ReplyT = TypeVar("ReplyT", bound=SessionMessage)
 
 
-def ask_status(home: Path, *, timeout_s: float = 5.0) -> bytes:
-    """Return the status of the agent of this home, as JSON.
-
-    Raises:
-        AgentNotRunning: Nobody listens at its socket.
-        AgentStopped: The agent ended, or stayed silent for `timeout_s`.
-    """
-    with closing(AgentConnection(home, CONTROL_REPLIES, silence_s=timeout_s)) as connection:
-        return ask(connection, AskStatus(), StatusReply).json
-
-
-def ask_events(home: Path, after: int = -1, *, timeout_s: float = 5.0) -> bytes:
-    """Return the events of the agent of this home, as JSON.
+def ask(
+    home: Path,
+    request: SessionMessage,
+    wanted: type[ReplyT],
+    *,
+    replies: SessionDecoder[SessionMessage] = CONTROL_REPLIES,
+    timeout_s: float = 5.0,
+) -> ReplyT:
+    """Ask the agent of this home one question, and return its answer.
 
     Args:
         home: The home of the agent, as `home_directory` returns it.
-        after: The number of the last event that the caller has; -1 for all that are kept.
+        request: The question.
+        wanted: The type of the answer.
+        replies: All that the agent may answer in a session that begins with this question.
         timeout_s: How long the agent may stay silent.
 
     Raises:
         AgentNotRunning: Nobody listens at its socket.
         AgentStopped: The agent ended, or stayed silent for `timeout_s`.
+        PmeshError: The agent refused; this is the error that it named.
     """
-    with closing(AgentConnection(home, CONTROL_REPLIES, silence_s=timeout_s)) as connection:
-        return ask(connection, AskEvents(after), Events).json
+    with closing(AgentConnection(home, replies, silence_s=timeout_s)) as connection:
+        connection.send(request)
+        return await_reply(connection, wanted)
+
+
+def ask_status(home: Path, *, timeout_s: float = 5.0) -> bytes:
+    """Return the status of the agent of this home, as JSON; raise what `ask` raises."""
+    return ask(home, AskStatus(), StatusReply, timeout_s=timeout_s).json
+
+
+def ask_events(home: Path, after: int = -1, *, timeout_s: float = 5.0) -> bytes:
+    """Return the events of the agent of this home, as JSON; raise what `ask` raises.
+
+    Args:
+        home: The home of the agent, as `home_directory` returns it.
+        after: The number of the last event that the caller has; -1 for all that are kept.
+        timeout_s: How long the agent may stay silent.
+    """
+    return ask(home, AskEvents(after), Events, timeout_s=timeout_s).json
 
 
 def ping(home: Path, name: str, *, timeout_s: float = 10.0) -> Iterator[WayTried | Pinged]:
@@ -76,31 +89,6 @@ def ping(home: Path, name: str, *, timeout_s: float = 10.0) -> Iterator[WayTried
                 return
 
 
-def ask_machines(home: Path, names: tuple[str, ...], *, timeout_s: float = 5.0) -> tuple[str, ...]:
-    """Return the node ids, as text, of machines named by their names or the starts of their ids.
-
-    Raises:
-        AgentNotRunning: Nobody listens at its socket.
-        AgentStopped: The agent ended, or stayed silent for `timeout_s`.
-        UsageError: The agent knows no such machine.
-    """
-    with closing(AgentConnection(home, CONTROL_REPLIES, silence_s=timeout_s)) as connection:
-        return ask(connection, AskMachines(names), Machines).ids
-
-
-def forget_name(home: Path, name: str, *, timeout_s: float = 5.0) -> str:
-    """Free a machine's name for another machine; return the id of the one that had it.
-
-    Raises:
-        AgentNotRunning: Nobody listens at its socket.
-        AgentStopped: The agent ended, or stayed silent for `timeout_s`.
-        UsageError: The agent knows no such name.
-    """
-    with closing(AgentConnection(home, CONTROL_REPLIES, silence_s=timeout_s)) as connection:
-        (node,) = ask(connection, ForgetName(name), Machines).ids
-        return node
-
-
 def stop_agent(home: Path, *, timeout_s: float = 10.0) -> int:
     """Make the agent of this home leave the mesh; return its pid when it has left.
 
@@ -109,17 +97,10 @@ def stop_agent(home: Path, *, timeout_s: float = 10.0) -> int:
         AgentStopped: The agent did not answer, or did not leave, within `timeout_s`.
     """
     with closing(AgentConnection(home, CONTROL_REPLIES, silence_s=timeout_s)) as connection:
-        stopping = ask(connection, StopAgent(), Stopping)
+        connection.send(StopAgent())
+        stopping = await_reply(connection, Stopping)
         connection.await_end()  # closing it is the last thing that the agent does
     return stopping.pid
-
-
-def ask(
-    connection: AgentConnection[SessionMessage], request: SessionMessage, wanted: type[ReplyT]
-) -> ReplyT:
-    """Send a request and return its reply; raise the error that the agent names instead."""
-    connection.send(request)
-    return await_reply(connection, wanted)
 
 
 def await_reply(connection: AgentConnection[SessionMessage], wanted: type[ReplyT]) -> ReplyT:

@@ -43,17 +43,17 @@ class SessionMessage(msgspec.Struct, frozen=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_Any = TypeVar("_Any", bound=SessionMessage)
+_Any_co = TypeVar("_Any_co", bound=SessionMessage, covariant=True)
 
 
-class SessionDecoder(Generic[_Any]):
+class SessionDecoder(Generic[_Any_co]):
     """Reads the requests, or the replies, of one kind of session."""
 
     def __init__(self, what: Literal["request", "reply"], kinds: Any) -> None:  # noqa: ANN401 - a union of classes
         self._what = what
-        self._decoder: msgspec.msgpack.Decoder[_Any] = msgspec.msgpack.Decoder(kinds)
+        self._decoder: msgspec.msgpack.Decoder[_Any_co] = msgspec.msgpack.Decoder(kinds)
 
-    def decode_untrusted(self, data: bytes) -> _Any:
+    def decode_untrusted(self, data: bytes) -> _Any_co:
         """Reverse `encode`; raise ProtocolError for anything else."""
         try:
             return self._decoder.decode(data)

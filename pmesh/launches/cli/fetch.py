@@ -8,18 +8,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from pmesh.client.control import ask
 from pmesh.errors import ConfigError, PmeshError, UsageError
 from pmesh.home_paths import home_directory
 from pmesh.ids import SHORT_ID, PathName, path_name
 from pmesh.launches.agent.copies import Copies
 from pmesh.launches.agent.files import FileStore
-from pmesh.launches.client.control import fetch_files
-from pmesh.launches.wire.messages import FetchedFiles, FetchFiles
+from pmesh.launches.wire.messages import LAUNCH_REPLIES, Fetched, FetchedFiles, FetchFiles
 from pmesh.launches.wire.tree import Content, FileEntry, decode_tree_untrusted
 from pmesh.terminal.lines import complain, say
 from pmesh.terminal.sizes import rounded
 
 DEFAULT_LIMIT: Final = 10 * 1024**3  # the checkpoints of a night
+_FETCHED_IN_S: Final = 86400.0  # whatever the files' size: a machine that is lost ends it earlier
 _SHOWN_NAME = 40  # characters of a machine's name in that of a directory
 
 
@@ -30,7 +31,7 @@ def show_fetch(home: Path | None, launch: str, to: Path | None, *, most_bytes: i
         UsageError: There is nothing that could be fetched.
     """
     directory = home_directory(home)
-    found = fetch_files(directory, FetchFiles(launch, contents=True, most_bytes=most_bytes))
+    found = _fetch(directory, FetchFiles(launch, contents=True, most_bytes=most_bytes))
     if not found.machines:
         raise UsageError(
             f"no machine that is linked now has a copy of launch {found.launch}: the copies of the "
@@ -60,7 +61,7 @@ def check_target(to: Path) -> None:
 def tell_new_files(home: Path, launch: str) -> None:
     """Name on standard error what the ranks of a launch that is over have written."""
     try:
-        machines = fetch_files(home, FetchFiles(launch)).machines
+        machines = _fetch(home, FetchFiles(launch)).machines
     except PmeshError as e:
         complain(f"it is not known what the ranks have written: {e}")
         return
@@ -71,6 +72,11 @@ def tell_new_files(home: Path, launch: str) -> None:
             complain(f"new files on {files.name}: {_listed(files)}")
     if any(files.count for files in machines):
         complain(f"'pmesh fetch {launch}' brings them here")
+
+
+def _fetch(home: Path, request: FetchFiles) -> Fetched:
+    """Return what ranks have written into their copies; the agent's store gets the contents."""
+    return ask(home, request, Fetched, replies=LAUNCH_REPLIES, timeout_s=_FETCHED_IN_S)
 
 
 def _listed(files: FetchedFiles) -> str:

@@ -11,13 +11,21 @@ from rich.table import Table
 from rich.text import Text
 
 from pmesh.agent.home import open_home
-from pmesh.client.control import ask_machines, forget_name
+from pmesh.client.control import ask
+from pmesh.core.wire.control import AskMachines, ForgetName, Machines
 from pmesh.errors import ConfigError
 from pmesh.home_paths import home_directory
 from pmesh.ids import node_from_text
 from pmesh.launches.agent.permission import Permission, load_permission, store_permission
-from pmesh.launches.client.control import ask_hosts, ask_launches, end_launch
-from pmesh.launches.wire.messages import AskHosts, LaunchRow
+from pmesh.launches.client.control import ask_launches
+from pmesh.launches.wire.messages import (
+    LAUNCH_REPLIES,
+    AskHosts,
+    EndLaunch,
+    Hosts,
+    LaunchEnding,
+    LaunchRow,
+)
 from pmesh.terminal.lines import complain, say
 from pmesh.terminal.rows import Rows, output
 from pmesh.texts import printable
@@ -25,7 +33,7 @@ from pmesh.texts import printable
 
 def show_hosts(home: Path | None, request: AskHosts, command: Sequence[str]) -> int:
     """Print a host file for mpirun of Open MPI; how to give it the command, on standard error."""
-    hosts = ask_hosts(home_directory(home), request)
+    hosts = ask(home_directory(home), request, Hosts, replies=LAUNCH_REPLIES).hosts
     say(*(f"{host.host} slots={host.ranks}" for host in hosts))
     words = shlex.join(command or ("COMMAND",))
     complain(f"save these lines as 'hosts', then type: mpirun --hostfile hosts {words}")
@@ -106,7 +114,9 @@ def _age(seconds: float) -> str:
 
 def stop_launch(home: Path | None, launch: str) -> int:
     """End a launch everywhere."""
-    say(f"launch {end_launch(home_directory(home), launch)} is being ended")
+    request = EndLaunch(launch)
+    ending = ask(home_directory(home), request, LaunchEnding, replies=LAUNCH_REPLIES)
+    say(f"launch {ending.launch} is being ended")
     return 0
 
 
@@ -127,7 +137,9 @@ def allow_run(home: Path | None, names: tuple[str, ...], *, as_root: bool, no: b
             "you are root, and an agent of root refuses all commands: run 'pmesh up' and this as "
             "another user, or type: pmesh allow run --as-root"
         )
-    nodes = names if all(map(_is_id, names)) else ask_machines(directory, names)
+    nodes = names
+    if not all(map(_is_id, names)):
+        nodes = ask(directory, AskMachines(names), Machines).ids
     permission = Permission(
         everyone=not names,
         members=tuple(dict.fromkeys((*before.members, *nodes))) if names else (),
@@ -141,7 +153,7 @@ def allow_run(home: Path | None, names: tuple[str, ...], *, as_root: bool, no: b
 
 def forget(home: Path | None, name: str) -> int:
     """Let another machine have a name."""
-    node = forget_name(home_directory(home), name)
+    (node,) = ask(home_directory(home), ForgetName(name), Machines).ids
     say(f"{name!r} is no more the name of {node}; the next machine that says it has it")
     return 0
 
