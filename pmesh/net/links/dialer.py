@@ -3,8 +3,8 @@
 import errno
 import ipaddress
 import socket
-from collections.abc import Iterator, Sequence
-from typing import Final
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Final, TypeAlias
 
 import psutil
 import trio
@@ -18,12 +18,19 @@ DIAL_TIMEOUT_S: Final = 5.0  # a lost SYN is sent again after 1 s and 3 s
 STAGGER_S: Final = 0.25  # RFC 8305 section 8: between the starts of two attempts
 AT_ONCE: Final = 4  # each costs a descriptor, and a peer may name addresses that do not exist
 
+Connect: TypeAlias = Callable[[str, int], Awaitable[trio.SocketStream]]
+"""Opens a TCP connection to a host and a port, as `trio.open_tcp_stream`."""
+
 _IP_BOUND_IF: Final = 25  # <netinet/in.h> of macOS
 _IPV6_BOUND_IF: Final = 125  # <netinet6/in6.h> of macOS
 
 
 async def dial(
-    address: Address, *, via: LocalAddress | None = None, timeout_s: float = DIAL_TIMEOUT_S
+    address: Address,
+    *,
+    via: LocalAddress | None = None,
+    timeout_s: float = DIAL_TIMEOUT_S,
+    connect: Connect = trio.open_tcp_stream,
 ) -> trio.SocketStream:
     """Open a TCP connection to this address, without delay (TCP_NODELAY).
 
@@ -32,6 +39,7 @@ async def dial(
         via: Packets leave by its interface, whatever the routes say; None for as they say. A host
             name must then have an address of the same version of IP; the first one is dialled.
         timeout_s: The limit.
+        connect: Opens the connection, unless it is bound to an interface.
 
     Raises:
         PeerUnreachable: There was no answer, or the name is unknown.
@@ -42,7 +50,7 @@ async def dial(
         with trio.fail_after(timeout_s):
             if via is not None:
                 return await _dial_bound(address, via)
-            return await trio.open_tcp_stream(address.host, address.port)
+            return await connect(address.host, address.port)
     except trio.TooSlowError as e:
         raise PeerUnreachable(f"{where} does not answer ({timeout_s:g} s)") from e
     except (OSError, ValueError, RuntimeError) as e:
@@ -82,7 +90,10 @@ async def _bind_to_interface(connecting: trio.socket.SocketType, via: LocalAddre
 
 
 async def dial_any(
-    addresses: Sequence[BoundAddress], *, timeout_s: float = DIAL_TIMEOUT_S
+    addresses: Sequence[BoundAddress],
+    *,
+    timeout_s: float = DIAL_TIMEOUT_S,
+    connect: Connect = trio.open_tcp_stream,
 ) -> tuple[trio.SocketStream, BoundAddress]:
     """Return the first connection that any of these addresses accepts, and which one did.
 
@@ -92,6 +103,7 @@ async def dial_any(
     Args:
         addresses: At least one, the best first.
         timeout_s: The limit of each attempt.
+        connect: As for `dial`.
 
     Raises:
         PeerUnreachable: None accepted; the message has each reason.
@@ -105,7 +117,7 @@ async def dial_any(
         nonlocal winner
         address, via = bound
         try:
-            stream = await dial(address, via=via, timeout_s=timeout_s)
+            stream = await dial(address, via=via, timeout_s=timeout_s, connect=connect)
         except (PeerUnreachable, LocalNetworkDenied) as e:
             failures.append(e)
             failed.set()

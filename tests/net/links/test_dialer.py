@@ -1,6 +1,6 @@
 import errno
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 
 import psutil
 import pytest
@@ -11,9 +11,7 @@ from pmesh.core.links.addresses import LocalAddress
 from pmesh.core.wire.link import Address
 from pmesh.errors import LocalNetworkDenied, PeerUnreachable
 from pmesh.net.links import dialer
-from pmesh.net.links.dialer import AT_ONCE, DIAL_TIMEOUT_S, dial, dial_any
-
-Connect = Callable[[str, int], Awaitable[trio.SocketStream]]
+from pmesh.net.links.dialer import AT_ONCE, DIAL_TIMEOUT_S, Connect, dial, dial_any
 
 
 @pytest.fixture
@@ -58,16 +56,13 @@ async def test_a_refused_connection_says_what_to_do(refusing: Address) -> None:
         await dial(refusing)
 
 
-async def test_no_thread_to_look_up_a_name_is_one_dial_that_failed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_no_thread_to_look_up_a_name_is_one_dial_that_failed() -> None:
     async def no_thread(_host: str, _port: int) -> trio.SocketStream:
         await trio.lowlevel.checkpoint()
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(trio, "open_tcp_stream", no_thread)
     with pytest.raises(PeerUnreachable, match="can't start new thread"):
-        await dial(Address("mac-mini.local", 1))
+        await dial(Address("mac-mini.local", 1), connect=no_thread)
 
 
 @pytest.mark.parametrize("host", ["no such host", "x" * 70 + ".local", "nul\0", "é" * 100, ""])
@@ -168,12 +163,9 @@ async def test_a_dial_that_is_bound_connects_without_delay(listening: Address) -
         assert stream.getsockopt(socket.SOL_SOCKET, 25, 16).rstrip(b"\0") == b"lo"
 
 
-async def test_silence_ends_in_time(
-    monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
-) -> None:
-    monkeypatch.setattr(trio, "open_tcp_stream", never)
+async def test_silence_ends_in_time(autojump_clock: trio.testing.MockClock) -> None:
     with pytest.raises(PeerUnreachable, match=r"10\.0\.0\.9:7 does not answer \(5 s\)"):
-        await dial(Address("10.0.0.9", 7))
+        await dial(Address("10.0.0.9", 7), connect=never)
     assert autojump_clock.current_time() == 5.0
 
 
@@ -182,9 +174,8 @@ async def test_macos_without_the_permission_names_the_settings_pane(
     monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
     monkeypatch.setattr(psutil, "MACOS", True)
-    monkeypatch.setattr(trio, "open_tcp_stream", fail_with(errno.ECONNREFUSED, errno.EHOSTUNREACH))
     with pytest.raises(LocalNetworkDenied, match="Privacy & Security → Local Network"):
-        await dial(Address(host, 1))
+        await dial(Address(host, 1), connect=fail_with(errno.ECONNREFUSED, errno.EHOSTUNREACH))
 
 
 @pytest.mark.parametrize(("macos", "host"), [(False, "192.168.1.9"), (True, "8.8.8.8")])
@@ -192,43 +183,44 @@ async def test_elsewhere_no_route_is_just_that(
     monkeypatch: pytest.MonkeyPatch, *, macos: bool, host: str
 ) -> None:
     monkeypatch.setattr(psutil, "MACOS", macos)
-    monkeypatch.setattr(trio, "open_tcp_stream", fail_with(errno.EHOSTUNREACH))
     with pytest.raises(PeerUnreachable, match=r"can't be reached: why$"):
-        await dial(Address(host, 1))
+        await dial(Address(host, 1), connect=fail_with(errno.EHOSTUNREACH))
 
 
 async def test_after_a_refusal_the_next_address_is_dialled_at_once(
-    monkeypatch: pytest.MonkeyPatch, listening: Address, autojump_clock: trio.testing.MockClock
+    listening: Address, autojump_clock: trio.testing.MockClock
 ) -> None:
     connect, refuse = trio.open_tcp_stream, fail_with(errno.ECONNREFUSED)
 
     async def refuse_or_connect(host: str, port: int) -> trio.SocketStream:
         return await (refuse if host == "10.0.0.9" else connect)(host, port)
 
-    monkeypatch.setattr(trio, "open_tcp_stream", refuse_or_connect)
-    stream, address = await dial_any([(Address("10.0.0.9", 1), None), (listening, None)])
+    stream, address = await dial_any(
+        [(Address("10.0.0.9", 1), None), (listening, None)], connect=refuse_or_connect
+    )
     async with stream:
         assert address == (listening, None)
     assert autojump_clock.current_time() == 0
 
 
 async def test_an_address_that_swallows_packets_costs_a_quarter_of_a_second(
-    monkeypatch: pytest.MonkeyPatch, listening: Address, autojump_clock: trio.testing.MockClock
+    listening: Address, autojump_clock: trio.testing.MockClock
 ) -> None:
     connect = trio.open_tcp_stream
 
     async def swallow_or_connect(host: str, port: int) -> trio.SocketStream:
         return await (never if host == "10.0.0.9" else connect)(host, port)
 
-    monkeypatch.setattr(trio, "open_tcp_stream", swallow_or_connect)
-    stream, address = await dial_any([(Address("10.0.0.9", 1), None), (listening, None)])
+    stream, address = await dial_any(
+        [(Address("10.0.0.9", 1), None), (listening, None)], connect=swallow_or_connect
+    )
     async with stream:
         assert address == (listening, None)
     assert autojump_clock.current_time() < 2 * dialer.STAGGER_S
 
 
 async def test_of_two_that_connect_in_one_turn_one_is_closed(
-    monkeypatch: pytest.MonkeyPatch, listening: Address, autojump_clock: trio.testing.MockClock
+    listening: Address, autojump_clock: trio.testing.MockClock
 ) -> None:
     streams: list[trio.SocketStream] = []
     really_connect = trio.open_tcp_stream
@@ -239,8 +231,7 @@ async def test_of_two_that_connect_in_one_turn_one_is_closed(
             streams.append(await really_connect(host, port))
         return streams[-1]
 
-    monkeypatch.setattr(trio, "open_tcp_stream", connect)
-    winner, _ = await dial_any([(listening, None), (listening, None)])
+    winner, _ = await dial_any([(listening, None), (listening, None)], connect=connect)
     assert len(streams) == 2
     assert [stream for stream in streams if stream.socket.fileno() >= 0] == [winner]
     await winner.aclose()
@@ -256,9 +247,11 @@ async def test_when_one_may_have_been_denied_the_error_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(psutil, "MACOS", True)
-    monkeypatch.setattr(trio, "open_tcp_stream", fail_with(errno.EHOSTUNREACH))
     with pytest.raises(LocalNetworkDenied, match=r"10\.0\.0\.9"):
-        await dial_any([(Address("10.0.0.9", 1), None), (Address("8.8.8.8", 1), None)])
+        await dial_any(
+            [(Address("10.0.0.9", 1), None), (Address("8.8.8.8", 1), None)],
+            connect=fail_with(errno.EHOSTUNREACH),
+        )
 
 
 def test_an_address_is_described_as_a_person_writes_it() -> None:
@@ -267,7 +260,7 @@ def test_an_address_is_described_as_a_person_writes_it() -> None:
 
 
 async def test_four_addresses_at_once_are_dialled_at_most(
-    monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
+    autojump_clock: trio.testing.MockClock,
 ) -> None:
     """A machine may name many that do not exist; each attempt costs a descriptor."""
     under_way = most = 0
@@ -282,8 +275,7 @@ async def test_four_addresses_at_once_are_dialled_at_most(
             under_way -= 1
         raise AssertionError
 
-    monkeypatch.setattr(trio, "open_tcp_stream", connect)
     with pytest.raises(PeerUnreachable):
-        await dial_any([(Address(f"10.0.0.{n}", 7), None) for n in range(16)])
+        await dial_any([(Address(f"10.0.0.{n}", 7), None) for n in range(16)], connect=connect)
     assert most == AT_ONCE
     assert autojump_clock.current_time() < 4 * DIAL_TIMEOUT_S + 1
