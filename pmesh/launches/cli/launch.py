@@ -33,9 +33,9 @@ from pmesh.ids import MAX_NAME, PRINTABLE, SHORT_ID, path_name
 from pmesh.launches.agent.checks import python_version
 from pmesh.launches.agent.copies import copy_path
 from pmesh.launches.cli.fetch import DEFAULT_LIMIT, check_target, show_fetch, tell_new_files
+from pmesh.launches.cli.launches import ask_launches
 from pmesh.launches.cli.same_code import digests_of
 from pmesh.launches.cli.sync import SendingShown, with_tree
-from pmesh.launches.client.control import ask_launches
 from pmesh.launches.rules.engines import why_not_set
 from pmesh.launches.rules.lines import (
     ERROR,

@@ -3,6 +3,7 @@
 import os
 import shlex
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Final
 
@@ -11,20 +12,22 @@ from rich.table import Table
 from rich.text import Text
 
 from pmesh.agent.home import open_home
-from pmesh.client.control import ask
+from pmesh.client.control import ask, await_reply
+from pmesh.client.session.connection import AgentConnection
 from pmesh.core.wire.control import AskMachines, ForgetName, Machines
 from pmesh.errors import ConfigError
 from pmesh.home_paths import home_directory
 from pmesh.ids import node_from_text
 from pmesh.launches.agent.permission import Permission, load_permission, store_permission
-from pmesh.launches.client.control import ask_launches
 from pmesh.launches.wire.messages import (
     LAUNCH_REPLIES,
     AskHosts,
+    AskLaunches,
     EndLaunch,
     Hosts,
     LaunchEnding,
     LaunchRow,
+    LaunchRows,
 )
 from pmesh.terminal.lines import complain, say
 from pmesh.terminal.rows import Rows, output
@@ -45,6 +48,21 @@ SHOWN: Final = 10  # with the headers half of the smallest terminal
 _HEADERS: Final = ("launch", "job", "state", "age", "machines", "command")
 _MOST_CELLS: Final = (24, 12, 10, 6, 15, 500)
 _GAP: Final = 2
+
+
+def ask_launches(home: Path, *, timeout_s: float = 5.0) -> tuple[LaunchRow, ...]:
+    """Return the launches that the agent of this home has started or runs, the latest first.
+
+    Raises:
+        AgentNotRunning: Nobody listens at its socket.
+        AgentStopped: The agent ended, or stayed silent for `timeout_s`.
+    """
+    rows: list[LaunchRow] = []
+    with closing(AgentConnection(home, LAUNCH_REPLIES, silence_s=timeout_s)) as connection:
+        connection.send(AskLaunches())
+        while some := await_reply(connection, LaunchRows).rows:
+            rows += some
+    return tuple(rows)
 
 
 def show_launches(home: Path | None, *, whole: bool) -> int:
