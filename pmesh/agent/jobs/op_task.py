@@ -15,6 +15,7 @@ from msgspec import structs
 
 from pmesh.agent.jobs.driver import Jobs
 from pmesh.agent.jobs.ranks import LocalRank, Result
+from pmesh.agent.jobs.requests import check_request
 from pmesh.agent.jobs.retained import fetch_result
 from pmesh.agent.jobs.together import Part, attempt_of
 from pmesh.agent.lanes.edge_costs import agree_on_costs
@@ -34,10 +35,10 @@ from pmesh.core.jobs.attempt import (
     Wait,
     roles_in,
 )
-from pmesh.core.ops.kinds import KINDS, Extent, OpKind, Setting, extent_of, ring_codec_name
+from pmesh.core.ops.kinds import KINDS, Extent, OpKind, Setting, ring_codec_name
 from pmesh.core.ops.moving import plan_broadcast
 from pmesh.core.ops.plan import RankPlan
-from pmesh.core.ops.reductions import WIRE_DTYPES, check_reduction
+from pmesh.core.ops.reductions import WIRE_DTYPES
 from pmesh.core.values import OpOutcome, Verdict
 from pmesh.core.wire.records import RecordHeader
 from pmesh.core.wire.trainer import OpDone, OpFailed, StartOp
@@ -53,7 +54,6 @@ NOTHING = Result(arena=None, nbytes=0)
 BEAT_EVERY_OPS = 8  # unstable ops: after so many, a heartbeat with our progress goes early
 RANKS_POLL_S = 0.1  # while there are too few ranks: half a heartbeat
 
-_CODED_DTYPE = "float32"
 _IN_STEPS = frozenset({"broadcast", "reduce"})  # they decide between two plans who holds the result
 _MOST_RANKS = 1024  # as many as a job can wait for; newcomers may make a sync's table longer
 
@@ -284,62 +284,7 @@ async def _fetch(rank: LocalRank, op: Op, outcome: OpOutcome, jobs: Jobs) -> Non
     await fetch_result(rank, op.request.call, op.result.memory, outcome, jobs)
 
 
-# --- the request, checked, and the regions of its values
-
-
-def check_request(rank: LocalRank, request: StartOp) -> Extent:
-    """Refuse a request that no pmesh client sends: a trainer must not be able to end its agent.
-
-    Returns what the rank gives and gets.
-
-    Raises:
-        ProtocolError: it is such a request.
-    """
-    call, world = request.call, rank.world
-    if not _fits(rank, request):
-        raise ProtocolError(f"op {request.op} is {call}")
-    if not (call.kind == "sync" or world):  # O6: a trainer that has just entered begins with it
-        raise ProtocolError(f"op {request.op} is {call}, before the sync")
-    try:
-        place = world.index(rank.id) if rank.id in world else -1
-        extent = extent_of(request, rank=place, size=max(len(world), 1))
-        if KINDS[call.kind].reduces:
-            check_reduction(call.reduction or "sum", request.wire_dtype)
-        _check_coding(request)
-    except ValueError as e:
-        raise ProtocolError(f"op {request.op} is {call}: {e}") from e
-    return extent
-
-
-def _fits(rank: LocalRank, request: StartOp) -> bool:
-    call, ranks, kind = request.call, range(len(rank.world)), KINDS.get(request.call.kind)
-    return (
-        kind is not None
-        and (not kind.rooted or call.root in ranks)
-        and all(map(ranks.__contains__, call.receivers))
-        and len(set(call.receivers)) == len(call.receivers)  # views report calls: they stay small
-        and (kind.row is None or kind.row.fits(request))
-    )
-
-
-def _check_coding(request: StartOp) -> None:
-    """Raise ValueError if the request does not fit the ring's codec, or the lack of one."""
-    call, name = request.call, ring_codec_name(request.call.compression)
-    if request.residual >= 0 or request.residual_out >= 0:
-        arenas = [a for a in (request.arena, request.residual, request.residual_out) if a >= 0]
-        if len(set(arenas)) < len(arenas):
-            raise ValueError("values and residuals in one arena")
-        if not name:
-            raise ValueError("residuals of what is not compressed")
-    if not name:
-        return
-    codec_of(name)
-    if call.kind != "all_reduce" or request.wire_dtype != _CODED_DTYPE:
-        raise ValueError(f"{name} is for an all_reduce of {_CODED_DTYPE}")
-    if call.reduction not in {"sum", "mean"}:
-        raise ValueError(f"{name} is for a sum or a mean")
-    if call.strategy not in {"", "ring"}:
-        raise ValueError(f"{name} is for the ring")
+# --- the regions of its values
 
 
 async def lay_out(rank: LocalRank, request: StartOp, extent: Extent) -> Op:
