@@ -15,9 +15,9 @@ from msgspec import structs
 
 from pmesh.agent.jobs.driver import Jobs
 from pmesh.agent.jobs.ranks import LocalRank, Result
-from pmesh.agent.jobs.requests import check_request
+from pmesh.agent.jobs.requests import Shape
 from pmesh.agent.jobs.retained import fetch_result
-from pmesh.agent.jobs.together import Part, attempt_of
+from pmesh.agent.jobs.together import Part, Taking, attempt_of
 from pmesh.agent.lanes.edge_costs import agree_on_costs
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
 from pmesh.compression.blocks import Float32s
@@ -33,9 +33,8 @@ from pmesh.core.jobs.attempt import (
     RequestView,
     Run,
     Wait,
-    roles_in,
 )
-from pmesh.core.ops.kinds import KINDS, Extent, OpKind, Setting, ring_codec_name
+from pmesh.core.ops.kinds import KINDS, OpKind, Setting, ring_codec_name
 from pmesh.core.ops.moving import plan_broadcast
 from pmesh.core.ops.plan import RankPlan
 from pmesh.core.ops.reductions import WIRE_DTYPES
@@ -76,8 +75,10 @@ class Op(OpState):
     clipped: int = 0
     """How many values the codec has clipped in the last attempt."""
     attempts: int = 0
-    begun: Runner | None = None
-    """What the library does for the first attempt already."""
+    shape: Shape | None = None
+    """None if it is doomed."""
+    begun: Runner | Taking | None = None
+    """What is being done for the first attempt already."""
 
     @property
     def row_bytes(self) -> int:
@@ -100,9 +101,9 @@ async def run_op(rank: LocalRank, request: StartOp, jobs: Jobs) -> OpReply:
         return _failed(request.op, attempts.report_late(rank))
     if request.op != rank.ledger.started + 1:
         raise ProtocolError(f"op {request.op} after op {rank.ledger.started}")
-    extent = check_request(rank, request)
+    shape = rank.shapes.of(rank, request)
     try:
-        op = await lay_out(rank, request, extent)
+        op = await lay_out(rank, request, shape)
     except (UsageError, OSError) as e:  # OSError: the system has no memory or descriptor left
         op = _doomed(request, Verdict("UsageError", f"rank {rank.rank}: {e}", (rank.id,)))
     if rank.late_failure is not None:  # I5: a view has come while memory was made for the result
@@ -126,18 +127,29 @@ def _ends_at_once(rank: LocalRank, op: Op, jobs: Jobs) -> bool:
     Returns False if it can't run so. What has begun then is `op.begun`, which the first attempt
     takes to its end.
     """
-    if op.codec is not None or op.kind.row or op.call.kind in _IN_STEPS:
+    if op.codec is not None or not isinstance(_next_step(rank, op, jobs), Run):
         return False
     if is_in_memory(rank, op, jobs):
-        return False
-    if not isinstance(_next_step(rank, op, jobs), Run) or _leaves_the_choice(rank, op):
-        return False
-    plan = op.kind.plan(_setting(rank, op))
+        op.begun = _meet(rank, op, jobs)
+        ended = op.begun is not None and op.begun.ends_at_once()
+    else:
+        op.begun = _begin_on_lanes(rank, op)
+        ended = op.begun is not None and op.begun.ends_at_once(rank.patience)
+    if ended:
+        op.begun, op.contributors = None, rank.roster.ids
+    return ended
+
+
+def _begin_on_lanes(rank: LocalRank, op: Op) -> Runner | None:
+    """Begin the op in the library; None if it needs more than one plan that is known already."""
+    if op.kind.row or op.call.kind in _IN_STEPS or _leaves_the_choice(rank, op):
+        return None
+    plan = _plan_of(rank, op)
     lanes = rank.lanes.if_open(plan.receives, plan.sends)
     if lanes is None:
-        return False
+        return None
     with contextlib.suppress(LaneBroken):  # the attempt that follows meets it, too
-        op.begun = begin_plan(
+        return begin_plan(
             plan,
             lanes,
             _header(rank, op),
@@ -146,10 +158,7 @@ def _ends_at_once(rank: LocalRank, op: Op, jobs: Jobs) -> bool:
             dtype=op.request.wire_dtype if op.kind.reduces else "",
             reduction=op.request.call.reduction or "sum",
         )
-    if op.begun is None or not op.begun.ends_at_once(rank.patience):
-        return False
-    op.begun, op.contributors = None, rank.roster.ids
-    return True
+    return None
 
 
 def _doomed(request: StartOp, verdict: Verdict) -> Op:
@@ -287,7 +296,7 @@ async def _fetch(rank: LocalRank, op: Op, outcome: OpOutcome, jobs: Jobs) -> Non
 # --- the regions of its values
 
 
-async def lay_out(rank: LocalRank, request: StartOp, extent: Extent) -> Op:
+async def lay_out(rank: LocalRank, request: StartOp, shape: Shape) -> Op:
     """Find the input region, and a free output region if the op has one.
 
     Raises:
@@ -295,8 +304,7 @@ async def lay_out(rank: LocalRank, request: StartOp, extent: Extent) -> Op:
         UsageError: there is no room for the output.
         OSError: the system has no memory or descriptor for it.
     """
-    call, kind = request.call, KINDS[request.call.kind]
-    root, receivers = roles_in(rank, call)
+    call, kind, extent, root = request.call, shape.kind, shape.extent, shape.root
     itemsize = WIRE_DTYPES[request.wire_dtype].itemsize
     if (extent.gives > 0) != (request.arena >= 0) or request.offset % itemsize:
         raise ProtocolError(
@@ -310,7 +318,8 @@ async def lay_out(rank: LocalRank, request: StartOp, extent: Extent) -> Op:
         kind=kind,
         result=NOTHING,
         root=root,
-        receivers=receivers,
+        receivers=shape.receivers,
+        shape=shape,
     )
     if extent.gives:
         op.source = _hold(rank, request.arena, extent.gives * itemsize, request.offset)
@@ -405,6 +414,15 @@ async def run_on_network(rank: LocalRank, op: Op, jobs: Jobs) -> None:
         await run_on_lanes(rank, op, news, rendezvous)
 
 
+def _plan_of(rank: LocalRank, op: Op) -> RankPlan:
+    """Return the plan of an op that has one only, and whose root is the same all the time."""
+    shape, here = op.shape, (rank.roster, rank.costs.edges)
+    assert shape is not None  # noqa: S101 - a doomed op does not run
+    if shape.plan is None or shape.planned_for != here:
+        shape.planned_for, shape.plan = here, op.kind.plan(_setting(rank, op))
+    return shape.plan
+
+
 def _setting(rank: LocalRank, op: Op) -> Setting:
     root = None if op.root is None else rank.roster.rank_of(op.root)
     return Setting(
@@ -423,15 +441,29 @@ def is_in_memory(rank: LocalRank, op: Op, jobs: Jobs) -> bool:
 
 async def _run_in_memory(rank: LocalRank, op: Op, jobs: Jobs) -> None:
     """Run the op among ranks that are all at this agent."""
-    root = Rank((None if op.root is None else rank.roster.rank_of(op.root)) or 0)
-    kind, reach = op.call.kind, _reach(rank, op, root)
+    await trio.lowlevel.checkpoint_if_cancelled()
+    await jobs.meetings.take_part(attempt_of(rank), rank.rank or 0, rank.size, _part_of(rank, op))
+
+
+def _meet(rank: LocalRank, op: Op, jobs: Jobs) -> Taking | None:
+    """Take part among ranks of this agent at once, if no other has called something else."""
+    if op.call.kind == "broadcast" or rank.rank is None:
+        return None
+    return jobs.meetings.meet(attempt_of(rank), rank.rank, rank.size, _part_of(rank, op))
+
+
+def _part_of(rank: LocalRank, op: Op) -> Part:
+    root, reach, kind = Rank(0), 0, op.call.kind
+    if op.root is not None:
+        root = Rank(rank.roster.rank_of(op.root) or 0)
     if kind == "broadcast":
+        reach = _reach(rank, op, root)
         op.holds = ((rank.rank or 0) - root) % rank.size <= reach
     elif kind == "reduce":
         op.holds = root == rank.rank
     if op.kind.row:
         op.result = structs.replace(op.result, nbytes=rank.size * op.row_bytes)
-    part = Part(
+    return Part(
         request=op.request,
         source=_source_of(op),
         result=memoryview(b"") if op.result.is_input else op.result.memory,
@@ -439,7 +471,6 @@ async def _run_in_memory(rank: LocalRank, op: Op, jobs: Jobs) -> None:
         reach=reach,
         describe=partial(rank.roster.describe, rank.id),
     )
-    await jobs.meetings.take_part(attempt_of(rank), rank.rank or 0, rank.size, part)
 
 
 def _reach(rank: LocalRank, op: Op, root: Rank) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 import msgspec
 import trio
 
+from pmesh.agent.jobs.requests import Shapes
 from pmesh.agent.lanes.edge_costs import RingCosts
 from pmesh.agent.lanes.rendezvous import LaneEnd, LaneKey, LaneRendezvous
 from pmesh.core.jobs.jobs import LEFT
@@ -72,6 +73,7 @@ class LocalRank(RankState[Result]):
         self.losses: list[str] = []
         """What the trainer must still be told about ranks that are gone."""
         self.patience = Patience()
+        self.shapes = Shapes()
         self.only_member = _only_member_of(roster)
         """The member at which all ranks of the job are, if it is one."""
         self._changed = trio.Event()

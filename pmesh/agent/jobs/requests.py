@@ -1,16 +1,78 @@
-"""The request of an op, checked: no trainer must be able to end its agent."""
+"""The request of an op, checked: no trainer must be able to end its agent.
 
-from pmesh.agent.jobs.ranks import LocalRank
+A training makes the same few calls again and again. What holds for all requests that differ only in
+their op's number and in where their values lie is found once, for one world.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
 from pmesh.compression.codecs import codec_of
-from pmesh.core.ops.kinds import KINDS, Extent, extent_of, ring_codec_name
+from pmesh.core.jobs.attempt import roles_in
+from pmesh.core.jobs.rank import RankState
+from pmesh.core.ops.cost import Edges
+from pmesh.core.ops.kinds import KINDS, Extent, OpKind, extent_of, ring_codec_name
+from pmesh.core.ops.plan import RankPlan
 from pmesh.core.ops.reductions import check_reduction
+from pmesh.core.values import Roster
 from pmesh.core.wire.trainer import StartOp
 from pmesh.errors import ProtocolError
+from pmesh.ids import TrainerId
 
 _CODED_DTYPE = "float32"
+_MOST_SHAPES = 64
 
 
-def check_request(rank: LocalRank, request: StartOp) -> Extent:
+@dataclass(slots=True, kw_only=True)
+class Shape:
+    """What a request means for one rank, among the ranks that its trainer knows."""
+
+    kind: OpKind
+    extent: Extent
+    root: TrainerId | None
+    receivers: tuple[TrainerId, ...]
+    planned_for: tuple[Roster, Edges | None] | None = None
+    """For which roster, with which costs of edges, `plan` was made."""
+    plan: RankPlan | None = None
+
+
+class Shapes:
+    """The shapes of a rank's requests that were found to be right, in its current world."""
+
+    def __init__(self) -> None:
+        self._world: tuple[TrainerId, ...] = ()
+        self._known: dict[Hashable, Shape] = {}
+
+    def of(self, rank: RankState[Any], request: StartOp) -> Shape:
+        """Return the shape of a request.
+
+        Raises:
+            ProtocolError: no pmesh client sends it.
+        """
+        if rank.world is not self._world:
+            self._world, self._known = rank.world, {}
+        call = request.call
+        if call.compression or request.residual >= 0 or request.residual_out >= 0:
+            return _shape_of(rank, request)  # what is checked are its arenas, too
+        key = call, request.wire_dtype, request.count, request.parts, request.parts_in
+        shape = self._known.get(key)
+        if shape is None:
+            shape = _shape_of(rank, request)
+            if len(self._known) >= _MOST_SHAPES:
+                self._known.clear()
+            self._known[key] = shape
+        return shape
+
+
+def _shape_of(rank: RankState[Any], request: StartOp) -> Shape:
+    extent = check_request(rank, request)
+    root, receivers = roles_in(rank, request.call)
+    kind = KINDS[request.call.kind]
+    return Shape(kind=kind, extent=extent, root=root, receivers=receivers)
+
+
+def check_request(rank: RankState[Any], request: StartOp) -> Extent:
     """Refuse a request that no pmesh client sends: a trainer must not be able to end its agent.
 
     Returns what the rank gives and gets.
@@ -34,7 +96,7 @@ def check_request(rank: LocalRank, request: StartOp) -> Extent:
     return extent
 
 
-def _fits(rank: LocalRank, request: StartOp) -> bool:
+def _fits(rank: RankState[Any], request: StartOp) -> bool:
     call, ranks, kind = request.call, range(len(rank.world)), KINDS.get(request.call.kind)
     return (
         kind is not None
