@@ -109,16 +109,19 @@ async def run_op(rank: LocalRank, request: StartOp, jobs: Jobs) -> OpReply:
     if rank.late_failure is not None:  # I5: a view has come while memory was made for the result
         let_go(rank, op, keep=None)
         return _failed(request.op, attempts.report_late(rank))
-    attempts.start(rank, op, trio.current_time())
+    now = trio.current_time()
+    attempts.start(rank, op, now)
     if _ends_at_once(rank, op, jobs):
         return _deliver(rank, op, jobs)
     while True:
-        attempts.begin_attempt(rank, op, trio.current_time())
-        with rank.attempt():
-            with trio.move_on_at(op.deadline):
-                return await _attempt(rank, op, jobs)
-            verdict = attempts.timed_out(rank, op, jobs.progress, jobs.newcomers(rank))
-            await _await_view(rank, verdict, op.number, jobs)
+        attempts.begin_attempt(rank, op, now)
+        with rank.attempt(op.deadline):
+            return await _attempt(rank, op, jobs)
+        if not rank.was_interrupted:
+            with rank.attempt():
+                verdict = attempts.timed_out(rank, op, jobs.progress, jobs.newcomers(rank))
+                await _await_view(rank, verdict, op.number, jobs)
+        now = trio.current_time()
 
 
 def _ends_at_once(rank: LocalRank, op: Op, jobs: Jobs) -> bool:
@@ -442,14 +445,18 @@ def is_in_memory(rank: LocalRank, op: Op, jobs: Jobs) -> bool:
 async def _run_in_memory(rank: LocalRank, op: Op, jobs: Jobs) -> None:
     """Run the op among ranks that are all at this agent."""
     await trio.lowlevel.checkpoint_if_cancelled()
-    await jobs.meetings.take_part(attempt_of(rank), rank.rank or 0, rank.size, _part_of(rank, op))
+    await jobs.meetings.take_part(
+        attempt_of(rank.roster, op.number), rank.rank or 0, rank.size, _part_of(rank, op)
+    )
 
 
 def _meet(rank: LocalRank, op: Op, jobs: Jobs) -> Taking | None:
     """Take part among ranks of this agent at once, if no other has called something else."""
     if op.call.kind == "broadcast" or rank.rank is None:
         return None
-    return jobs.meetings.meet(attempt_of(rank), rank.rank, rank.size, _part_of(rank, op))
+    return jobs.meetings.meet(
+        attempt_of(rank.roster, op.number), rank.rank, rank.size, _part_of(rank, op)
+    )
 
 
 def _part_of(rank: LocalRank, op: Op) -> Part:
@@ -465,7 +472,7 @@ def _part_of(rank: LocalRank, op: Op) -> Part:
         op.result = structs.replace(op.result, nbytes=rank.size * op.row_bytes)
     return Part(
         request=op.request,
-        source=_source_of(op),
+        source=NOTHING.memory if op.source is None else op.source.memory,  # only read (I8)
         result=memoryview(b"") if op.result.is_input else op.result.memory,
         root=root,
         reach=reach,

@@ -1,5 +1,6 @@
 """One local rank: the events that its op waits for, its lanes, the memory of its results."""
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import msgspec
@@ -166,10 +167,15 @@ class LocalRank(RankState[Result]):
             self._wake()
         return released
 
-    def attempt(self) -> trio.CancelScope:
+    def attempt(self, deadline: float = math.inf) -> trio.CancelScope:
         """Return the scope of one attempt; the next view change that resolves ops cancels it."""
-        self._attempt = trio.CancelScope()
+        self._attempt = trio.CancelScope(deadline=deadline)
         return self._attempt
+
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether a view change has ended the last attempt, not its deadline."""
+        return self._attempt is None
 
     async def changed(self) -> None:
         """Wait until a fence is lifted, ops become stable, or the roster comes into force.
@@ -203,6 +209,7 @@ class LocalRank(RankState[Result]):
     def _stop_attempt(self) -> None:
         if self._attempt is not None:
             self._attempt.cancel()
+            self._attempt = None
         for scope in self.serving:
             scope.cancel()
 

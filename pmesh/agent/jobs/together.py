@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import trio
 
-from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.core.ops.together import Fold, Place, Together, plan_together
+from pmesh.core.values import Roster
 from pmesh.core.wire.trainer import StartOp
 from pmesh.errors import LaneBroken
 from pmesh.ids import Epoch, JobName, OpNumber
@@ -34,10 +34,9 @@ class Attempt(NamedTuple):
     op: OpNumber
 
 
-def attempt_of(rank: LocalRank) -> Attempt:
-    """Return the attempt at the op that a rank has started last."""
-    roster = rank.roster
-    return Attempt(roster.job, roster.born, roster.number, OpNumber(rank.ledger.started))
+def attempt_of(roster: Roster, op: OpNumber) -> Attempt:
+    """Return the attempt at an op by the ranks of a roster."""
+    return Attempt(roster.job, roster.born, roster.number, op)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -166,29 +166,24 @@ class Session:
             trio.BrokenResourceError: The program is gone.
         """
         data = frame(encode(reply))
+        await trio.lowlevel.checkpoint_if_cancelled()
         try:
-            self._sending.acquire_nowait()  # the usual case, without a turn of the loop
-        except trio.WouldBlock:
-            await self._sending.acquire()
-        try:
-            if descriptors:
+            if not (descriptors or self._sending.locked()):
+                # The usual case. Not trio's sockets, which yield after each call: that would be a
+                # third of an op's turns of the loop.
+                with contextlib.suppress(BlockingIOError):
+                    data = data[os.write(self._stream.socket.fileno(), data) :]
+                if not data:
+                    return
+            async with self._sending:
+                if not descriptors:
+                    await self._stream.send_all(data)
+                    return
                 await self._stream.send_all(data[:-1])
                 rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
                 await self._stream.socket.sendmsg([data[-1:]], [rights])
-                return
-            await trio.lowlevel.checkpoint_if_cancelled()
-            try:
-                # Not trio's sockets, which yield after each call: that would be a third of an op's
-                # turns of the loop.
-                sent = os.write(self._stream.socket.fileno(), data)
-            except BlockingIOError:
-                sent = 0
-            if sent < len(data):
-                await self._stream.send_all(data[sent:])
         except OSError as e:
             raise trio.BrokenResourceError(f"the program is gone: {e.strerror}") from e
-        finally:
-            self._sending.release()
 
     async def all_sent(self) -> None:
         """Wait until no reply is being sent; usually returns at once."""
