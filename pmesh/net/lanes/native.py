@@ -214,7 +214,7 @@ class Runner:
         _, op.roster, op.number, _, op.fingerprint, op.completed = header
         for place, region in enumerate(regions):
             op.regions[place], op.region_bytes[place] = address_of(region), len(region)
-        for lane in lanes:
+        for lane in lanes:  # before any is shared
             lane.check_open()
         self._states = array("Q", [lane.share_state() for lane in lanes])
         op.lanes, _ = self._states.buffer_info()
@@ -229,7 +229,9 @@ class Runner:
         """
         flat = self._flat
         waits = self._state == State.AWAITS and flat is not None and flat.is_short
-        if waits and all(lane.leads_away for lane in self._lanes) and patience.waits():
+        for lane in self._lanes:
+            waits = waits and lane.leads_away
+        if waits and patience.waits():
             self._state = self._library.pmesh_wait(self._runner, WAITS_MS)
             patience.note(late=self._state != State.OVER)
         if self._state != State.OVER or self._library.pmesh_end(self._runner) != Status.DONE:
