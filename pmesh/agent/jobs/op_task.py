@@ -4,7 +4,6 @@
 or a fetch of the result.
 """
 
-import contextlib
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, assert_never
@@ -151,7 +150,7 @@ def _begin_on_lanes(rank: LocalRank, op: Op) -> Runner | None:
     lanes = rank.lanes.if_open(plan.receives, plan.sends)
     if lanes is None:
         return None
-    with contextlib.suppress(LaneBroken):  # the attempt that follows meets it, too
+    try:
         return begin_plan(
             plan,
             lanes,
@@ -161,7 +160,8 @@ def _begin_on_lanes(rank: LocalRank, op: Op) -> Runner | None:
             dtype=op.request.wire_dtype if op.kind.reduces else "",
             reduction=op.request.call.reduction or "sum",
         )
-    return None
+    except LaneBroken:  # the attempt that follows meets it, too
+        return None
 
 
 def _doomed(request: StartOp, verdict: Verdict) -> Op:

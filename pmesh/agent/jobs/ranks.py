@@ -77,7 +77,8 @@ class LocalRank(RankState[Result]):
         self.shapes = Shapes()
         self.only_member = _only_member_of(roster)
         """The member at which all ranks of the job are, if it is one."""
-        self._changed = trio.Event()
+        self._changed: trio.Event | None = None
+        """For the tasks that wait for a change, if there are any."""
         self._attempt: trio.CancelScope | None = None
 
     @property
@@ -182,6 +183,8 @@ class LocalRank(RankState[Result]):
 
         The view that does so may cancel the attempt that waits here, which then must not go on.
         """
+        if self._changed is None:
+            self._changed = trio.Event()
         await self._changed.wait()
         await trio.lowlevel.checkpoint_if_cancelled()
 
@@ -203,8 +206,9 @@ class LocalRank(RankState[Result]):
         await trio.lowlevel.checkpoint_if_cancelled()
 
     def _wake(self) -> None:
-        self._changed.set()
-        self._changed = trio.Event()
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None
 
     def _stop_attempt(self) -> None:
         if self._attempt is not None:
