@@ -140,7 +140,8 @@ class AgentConnection(Generic[_Reply_co]):
         """Wait at most `timeout_s`; return True if there is data, or the connection has ended."""
         poll = select.poll()  # not select, which takes no descriptor above 1,023
         poll.register(self._socket.fileno(), select.POLLIN)
-        return bool(wait(partial(poll.poll, 1000 * timeout_s), otherwise=[]))
+        events: list[tuple[int, int]] = wait(partial(poll.poll, 1000 * timeout_s), otherwise=[])
+        return bool(events)
 
     def _warn_of_silence(self, due_s: float, began: float) -> None:
         """Wait until the agent sends something; warn once if it is late."""
