@@ -78,6 +78,7 @@ async def test_who_would_not_fit_takes_no_part() -> None:
         (replace(other, source=memoryview(b"1234")), LaneBroken),
     ]:
         assert meetings.meet(ATTEMPT, 1, 2, part) is None
+        assert meetings.meet(ATTEMPT, 0, 2, part_of(1, result)) is not None  # it still waits
         with pytest.raises(error):
             await meetings.take_part(ATTEMPT, 1, 2, part)
     assert result == bytes(36)
