@@ -26,6 +26,11 @@ class Grants:
             return
         await self._grant(arena)
 
+    def lacks(self, arena: Arena | None) -> bool:
+        """Return whether the trainer must hear of this result's arena, or of one that is gone."""
+        is_new = arena is not None and arena.number not in self._outputs
+        return is_new or bool(self._arenas.outputs.gone)
+
     async def report_gone(self) -> None:
         """Report the output arenas that are gone since the last call."""
         for number in self._arenas.outputs.take_gone():

@@ -205,3 +205,16 @@ class Op(ctypes.Structure):
     reduction: int
     track: int
     detail: int
+
+
+def address_of(region: memoryview) -> int:
+    """Return where a region lies; where nothing is read or written if it is empty."""
+    if not len(region):
+        region = _NOWHERE
+    if region.readonly:
+        address: int = np.frombuffer(region, np.uint8).ctypes.data
+        return address
+    return ctypes.addressof(ctypes.c_char.from_buffer(region))  # a quarter of the time
+
+
+_NOWHERE: Final = np.zeros(1, np.uint64).view(np.uint8).data

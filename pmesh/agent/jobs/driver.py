@@ -27,7 +27,7 @@ from pmesh.core.views.state import Facts
 from pmesh.core.wire.lanes import AskResult, LaneMessage, OfferLane, RestLane, Splice
 from pmesh.core.wire.trainer import Connect
 from pmesh.core.wire.views import Heartbeat, RankProgress
-from pmesh.ids import Epoch, JobName, Member, TrainerId
+from pmesh.ids import Epoch, JobName, Member, OpNumber, TrainerId
 from pmesh.net.sessions.arena_pools import SessionArenas
 from pmesh.net.sessions.processes import ProcessExits
 
@@ -179,7 +179,8 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
         for rank in self.ranks:
             rank.lanes.note_traffic()
             self._note_bandwidths(rank)
-            rank.moved = sum(rank.lanes.traffic) + self.meetings.taken(attempt_of(rank))
+            attempt = attempt_of(rank.roster, OpNumber(rank.ledger.started))
+            rank.moved = sum(rank.lanes.traffic) + self.meetings.taken(attempt)
             rank.patience_s = self._patience_s(rank)
         self._note_speeds()
         passed = self.pass_time(self.membership.state, trio.current_time())

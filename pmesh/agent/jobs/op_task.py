@@ -4,7 +4,6 @@
 or a fetch of the result.
 """
 
-import contextlib
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, assert_never
@@ -15,8 +14,9 @@ from msgspec import structs
 
 from pmesh.agent.jobs.driver import Jobs
 from pmesh.agent.jobs.ranks import LocalRank, Result
+from pmesh.agent.jobs.requests import Shape
 from pmesh.agent.jobs.retained import fetch_result
-from pmesh.agent.jobs.together import Part, attempt_of
+from pmesh.agent.jobs.together import Part, Taking, attempt_of
 from pmesh.agent.lanes.edge_costs import agree_on_costs
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
 from pmesh.compression.blocks import Float32s
@@ -32,12 +32,11 @@ from pmesh.core.jobs.attempt import (
     RequestView,
     Run,
     Wait,
-    roles_in,
 )
-from pmesh.core.ops.kinds import KINDS, Extent, OpKind, Setting, extent_of, ring_codec_name
+from pmesh.core.ops.kinds import KINDS, OpKind, Setting, ring_codec_name
 from pmesh.core.ops.moving import plan_broadcast
 from pmesh.core.ops.plan import RankPlan
-from pmesh.core.ops.reductions import WIRE_DTYPES, check_reduction
+from pmesh.core.ops.reductions import WIRE_DTYPES
 from pmesh.core.values import OpOutcome, Verdict
 from pmesh.core.wire.records import RecordHeader
 from pmesh.core.wire.trainer import OpDone, OpFailed, StartOp
@@ -53,7 +52,6 @@ NOTHING = Result(arena=None, nbytes=0)
 BEAT_EVERY_OPS = 8  # unstable ops: after so many, a heartbeat with our progress goes early
 RANKS_POLL_S = 0.1  # while there are too few ranks: half a heartbeat
 
-_CODED_DTYPE = "float32"
 _IN_STEPS = frozenset({"broadcast", "reduce"})  # they decide between two plans who holds the result
 _MOST_RANKS = 1024  # as many as a job can wait for; newcomers may make a sync's table longer
 
@@ -76,8 +74,10 @@ class Op(OpState):
     clipped: int = 0
     """How many values the codec has clipped in the last attempt."""
     attempts: int = 0
-    begun: Runner | None = None
-    """What the library does for the first attempt already."""
+    shape: Shape | None = None
+    """None if it is doomed."""
+    begun: Runner | Taking | None = None
+    """What is being done for the first attempt already."""
 
     @property
     def row_bytes(self) -> int:
@@ -100,24 +100,27 @@ async def run_op(rank: LocalRank, request: StartOp, jobs: Jobs) -> OpReply:
         return _failed(request.op, attempts.report_late(rank))
     if request.op != rank.ledger.started + 1:
         raise ProtocolError(f"op {request.op} after op {rank.ledger.started}")
-    extent = check_request(rank, request)
+    shape = rank.shapes.of(rank, request)
     try:
-        op = await lay_out(rank, request, extent)
+        op = await lay_out(rank, request, shape)
     except (UsageError, OSError) as e:  # OSError: the system has no memory or descriptor left
         op = _doomed(request, Verdict("UsageError", f"rank {rank.rank}: {e}", (rank.id,)))
     if rank.late_failure is not None:  # I5: a view has come while memory was made for the result
         let_go(rank, op, keep=None)
         return _failed(request.op, attempts.report_late(rank))
-    attempts.start(rank, op, trio.current_time())
+    now = trio.current_time()
+    attempts.start(rank, op, now)
     if _ends_at_once(rank, op, jobs):
         return _deliver(rank, op, jobs)
     while True:
-        attempts.begin_attempt(rank, op, trio.current_time())
-        with rank.attempt():
-            with trio.move_on_at(op.deadline):
-                return await _attempt(rank, op, jobs)
-            verdict = attempts.timed_out(rank, op, jobs.progress, jobs.newcomers(rank))
-            await _await_view(rank, verdict, op.number, jobs)
+        attempts.begin_attempt(rank, op, now)
+        with rank.attempt(op.deadline):
+            return await _attempt(rank, op, jobs)
+        if not rank.was_interrupted:
+            with rank.attempt():
+                verdict = attempts.timed_out(rank, op, jobs.progress, jobs.newcomers(rank))
+                await _await_view(rank, verdict, op.number, jobs)
+        now = trio.current_time()
 
 
 def _ends_at_once(rank: LocalRank, op: Op, jobs: Jobs) -> bool:
@@ -126,18 +129,29 @@ def _ends_at_once(rank: LocalRank, op: Op, jobs: Jobs) -> bool:
     Returns False if it can't run so. What has begun then is `op.begun`, which the first attempt
     takes to its end.
     """
-    if op.codec is not None or op.kind.row or op.call.kind in _IN_STEPS:
+    if op.codec is not None or not isinstance(_next_step(rank, op, jobs), Run):
         return False
     if is_in_memory(rank, op, jobs):
-        return False
-    if not isinstance(_next_step(rank, op, jobs), Run) or _leaves_the_choice(rank, op):
-        return False
-    plan = op.kind.plan(_setting(rank, op))
+        op.begun = _meet(rank, op, jobs)
+        ended = op.begun is not None and op.begun.ends_at_once()
+    else:
+        op.begun = _begin_on_lanes(rank, op)
+        ended = op.begun is not None and op.begun.ends_at_once(rank.patience)
+    if ended:
+        op.begun, op.contributors = None, rank.roster.ids
+    return ended
+
+
+def _begin_on_lanes(rank: LocalRank, op: Op) -> Runner | None:
+    """Begin the op in the library; None if it needs more than one plan that is known already."""
+    if op.kind.row or op.call.kind in _IN_STEPS or _leaves_the_choice(rank, op):
+        return None
+    plan = _plan_of(rank, op)
     lanes = rank.lanes.if_open(plan.receives, plan.sends)
     if lanes is None:
-        return False
-    with contextlib.suppress(LaneBroken):  # the attempt that follows meets it, too
-        op.begun = begin_plan(
+        return None
+    try:
+        return begin_plan(
             plan,
             lanes,
             _header(rank, op),
@@ -146,10 +160,8 @@ def _ends_at_once(rank: LocalRank, op: Op, jobs: Jobs) -> bool:
             dtype=op.request.wire_dtype if op.kind.reduces else "",
             reduction=op.request.call.reduction or "sum",
         )
-    if op.begun is None or not op.begun.ends_at_once(rank.patience):
-        return False
-    op.begun, op.contributors = None, rank.roster.ids
-    return True
+    except LaneBroken:  # the attempt that follows meets it, too
+        return None
 
 
 def _doomed(request: StartOp, verdict: Verdict) -> Op:
@@ -284,65 +296,10 @@ async def _fetch(rank: LocalRank, op: Op, outcome: OpOutcome, jobs: Jobs) -> Non
     await fetch_result(rank, op.request.call, op.result.memory, outcome, jobs)
 
 
-# --- the request, checked, and the regions of its values
+# --- the regions of its values
 
 
-def check_request(rank: LocalRank, request: StartOp) -> Extent:
-    """Refuse a request that no pmesh client sends: a trainer must not be able to end its agent.
-
-    Returns what the rank gives and gets.
-
-    Raises:
-        ProtocolError: it is such a request.
-    """
-    call, world = request.call, rank.world
-    if not _fits(rank, request):
-        raise ProtocolError(f"op {request.op} is {call}")
-    if not (call.kind == "sync" or world):  # O6: a trainer that has just entered begins with it
-        raise ProtocolError(f"op {request.op} is {call}, before the sync")
-    try:
-        place = world.index(rank.id) if rank.id in world else -1
-        extent = extent_of(request, rank=place, size=max(len(world), 1))
-        if KINDS[call.kind].reduces:
-            check_reduction(call.reduction or "sum", request.wire_dtype)
-        _check_coding(request)
-    except ValueError as e:
-        raise ProtocolError(f"op {request.op} is {call}: {e}") from e
-    return extent
-
-
-def _fits(rank: LocalRank, request: StartOp) -> bool:
-    call, ranks, kind = request.call, range(len(rank.world)), KINDS.get(request.call.kind)
-    return (
-        kind is not None
-        and (not kind.rooted or call.root in ranks)
-        and all(map(ranks.__contains__, call.receivers))
-        and len(set(call.receivers)) == len(call.receivers)  # views report calls: they stay small
-        and (kind.row is None or kind.row.fits(request))
-    )
-
-
-def _check_coding(request: StartOp) -> None:
-    """Raise ValueError if the request does not fit the ring's codec, or the lack of one."""
-    call, name = request.call, ring_codec_name(request.call.compression)
-    if request.residual >= 0 or request.residual_out >= 0:
-        arenas = [a for a in (request.arena, request.residual, request.residual_out) if a >= 0]
-        if len(set(arenas)) < len(arenas):
-            raise ValueError("values and residuals in one arena")
-        if not name:
-            raise ValueError("residuals of what is not compressed")
-    if not name:
-        return
-    codec_of(name)
-    if call.kind != "all_reduce" or request.wire_dtype != _CODED_DTYPE:
-        raise ValueError(f"{name} is for an all_reduce of {_CODED_DTYPE}")
-    if call.reduction not in {"sum", "mean"}:
-        raise ValueError(f"{name} is for a sum or a mean")
-    if call.strategy not in {"", "ring"}:
-        raise ValueError(f"{name} is for the ring")
-
-
-async def lay_out(rank: LocalRank, request: StartOp, extent: Extent) -> Op:
+async def lay_out(rank: LocalRank, request: StartOp, shape: Shape) -> Op:
     """Find the input region, and a free output region if the op has one.
 
     Raises:
@@ -350,8 +307,7 @@ async def lay_out(rank: LocalRank, request: StartOp, extent: Extent) -> Op:
         UsageError: there is no room for the output.
         OSError: the system has no memory or descriptor for it.
     """
-    call, kind = request.call, KINDS[request.call.kind]
-    root, receivers = roles_in(rank, call)
+    call, kind, extent, root = request.call, shape.kind, shape.extent, shape.root
     itemsize = WIRE_DTYPES[request.wire_dtype].itemsize
     if (extent.gives > 0) != (request.arena >= 0) or request.offset % itemsize:
         raise ProtocolError(
@@ -365,7 +321,8 @@ async def lay_out(rank: LocalRank, request: StartOp, extent: Extent) -> Op:
         kind=kind,
         result=NOTHING,
         root=root,
-        receivers=receivers,
+        receivers=shape.receivers,
+        shape=shape,
     )
     if extent.gives:
         op.source = _hold(rank, request.arena, extent.gives * itemsize, request.offset)
@@ -460,6 +417,15 @@ async def run_on_network(rank: LocalRank, op: Op, jobs: Jobs) -> None:
         await run_on_lanes(rank, op, news, rendezvous)
 
 
+def _plan_of(rank: LocalRank, op: Op) -> RankPlan:
+    """Return the plan of an op that has one only, and whose root is the same all the time."""
+    shape, here = op.shape, (rank.roster, rank.costs.edges)
+    assert shape is not None  # noqa: S101 - a doomed op does not run
+    if shape.plan is None or shape.planned_for != here:
+        shape.planned_for, shape.plan = here, op.kind.plan(_setting(rank, op))
+    return shape.plan
+
+
 def _setting(rank: LocalRank, op: Op) -> Setting:
     root = None if op.root is None else rank.roster.rank_of(op.root)
     return Setting(
@@ -478,23 +444,40 @@ def is_in_memory(rank: LocalRank, op: Op, jobs: Jobs) -> bool:
 
 async def _run_in_memory(rank: LocalRank, op: Op, jobs: Jobs) -> None:
     """Run the op among ranks that are all at this agent."""
-    root = Rank((None if op.root is None else rank.roster.rank_of(op.root)) or 0)
-    kind, reach = op.call.kind, _reach(rank, op, root)
+    await trio.lowlevel.checkpoint_if_cancelled()
+    await jobs.meetings.take_part(
+        attempt_of(rank.roster, op.number), rank.rank or 0, rank.size, _part_of(rank, op)
+    )
+
+
+def _meet(rank: LocalRank, op: Op, jobs: Jobs) -> Taking | None:
+    """Take part among ranks of this agent at once, if no other has called something else."""
+    if op.call.kind == "broadcast" or rank.rank is None:
+        return None
+    return jobs.meetings.meet(
+        attempt_of(rank.roster, op.number), rank.rank, rank.size, _part_of(rank, op)
+    )
+
+
+def _part_of(rank: LocalRank, op: Op) -> Part:
+    root, reach, kind = Rank(0), 0, op.call.kind
+    if op.root is not None:
+        root = Rank(rank.roster.rank_of(op.root) or 0)
     if kind == "broadcast":
+        reach = _reach(rank, op, root)
         op.holds = ((rank.rank or 0) - root) % rank.size <= reach
     elif kind == "reduce":
         op.holds = root == rank.rank
     if op.kind.row:
         op.result = structs.replace(op.result, nbytes=rank.size * op.row_bytes)
-    part = Part(
+    return Part(
         request=op.request,
-        source=_source_of(op),
+        source=NOTHING.memory if op.source is None else op.source.memory,  # only read (I8)
         result=memoryview(b"") if op.result.is_input else op.result.memory,
         root=root,
         reach=reach,
         describe=partial(rank.roster.describe, rank.id),
     )
-    await jobs.meetings.take_part(attempt_of(rank), rank.rank or 0, rank.size, part)
 
 
 def _reach(rank: LocalRank, op: Op, root: Rank) -> int:

@@ -1,10 +1,12 @@
 """One local rank: the events that its op waits for, its lanes, the memory of its results."""
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import msgspec
 import trio
 
+from pmesh.agent.jobs.requests import Shapes
 from pmesh.agent.lanes.edge_costs import RingCosts
 from pmesh.agent.lanes.rendezvous import LaneEnd, LaneKey, LaneRendezvous
 from pmesh.core.jobs.jobs import LEFT
@@ -72,9 +74,11 @@ class LocalRank(RankState[Result]):
         self.losses: list[str] = []
         """What the trainer must still be told about ranks that are gone."""
         self.patience = Patience()
+        self.shapes = Shapes()
         self.only_member = _only_member_of(roster)
         """The member at which all ranks of the job are, if it is one."""
-        self._changed = trio.Event()
+        self._changed: trio.Event | None = None
+        """For the tasks that wait for a change, if there are any."""
         self._attempt: trio.CancelScope | None = None
 
     @property
@@ -164,16 +168,23 @@ class LocalRank(RankState[Result]):
             self._wake()
         return released
 
-    def attempt(self) -> trio.CancelScope:
+    def attempt(self, deadline: float = math.inf) -> trio.CancelScope:
         """Return the scope of one attempt; the next view change that resolves ops cancels it."""
-        self._attempt = trio.CancelScope()
+        self._attempt = trio.CancelScope(deadline=deadline)
         return self._attempt
+
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether a view change has ended the last attempt, not its deadline."""
+        return self._attempt is None
 
     async def changed(self) -> None:
         """Wait until a fence is lifted, ops become stable, or the roster comes into force.
 
         The view that does so may cancel the attempt that waits here, which then must not go on.
         """
+        if self._changed is None:
+            self._changed = trio.Event()
         await self._changed.wait()
         await trio.lowlevel.checkpoint_if_cancelled()
 
@@ -195,12 +206,14 @@ class LocalRank(RankState[Result]):
         await trio.lowlevel.checkpoint_if_cancelled()
 
     def _wake(self) -> None:
-        self._changed.set()
-        self._changed = trio.Event()
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None
 
     def _stop_attempt(self) -> None:
         if self._attempt is not None:
             self._attempt.cancel()
+            self._attempt = None
         for scope in self.serving:
             scope.cancel()
 

@@ -360,9 +360,10 @@ class _TrainerSession:
         if rank.losses:
             await self._session.send(RanksLost(tuple(rank.losses)))
             rank.losses.clear()
-        await self._grants.report_gone()
-        if arena is not None:
-            await self._grants.grant_output(arena)
+        if self._grants.lacks(arena):
+            await self._grants.report_gone()
+            if arena is not None:
+                await self._grants.grant_output(arena)
         syncs = request.call.kind == "sync" or bool(self._syncs)
         if isinstance(reply, OpDone) and syncs != self._syncs:
             self._syncs = syncs

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import trio
 
-from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.core.ops.together import Fold, Place, Together, plan_together
+from pmesh.core.values import Roster
 from pmesh.core.wire.trainer import StartOp
 from pmesh.errors import LaneBroken
 from pmesh.ids import Epoch, JobName, OpNumber
@@ -34,10 +34,9 @@ class Attempt(NamedTuple):
     op: OpNumber
 
 
-def attempt_of(rank: LocalRank) -> Attempt:
-    """Return the attempt at the op that a rank has started last."""
-    roster = rank.roster
-    return Attempt(roster.job, roster.born, roster.number, OpNumber(rank.ledger.started))
+def attempt_of(roster: Roster, op: OpNumber) -> Attempt:
+    """Return the attempt at an op by the ranks of a roster."""
+    return Attempt(roster.job, roster.born, roster.number, op)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +76,11 @@ class _Work:
     def _end(self) -> None:
         self._is_over = True
         _wake(self._waiting)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has been done, and was not stopped before."""
+        return self._is_over and self.run.result()
 
     async def finish(self) -> None:
         """Return once it is done. A task that is cancelled here ends it for all that wait.
@@ -158,6 +162,23 @@ class Meetings:
             at: meeting for at, meeting in self._open.items() if at[0] != job or at[2] >= below
         }
 
+    def meet(self, attempt: Attempt, rank: int, size: int, part: Part) -> "Taking | None":
+        """Take part in an op that is no broadcast, without waiting.
+
+        Returns None if `take_part` would raise.
+        """
+        try:
+            meeting = self._join(attempt, rank, size, part)
+        except CallsDiffer:
+            return None
+        if len(meeting.parts) == size:
+            try:
+                meeting.begin()
+            except LaneBroken:
+                del meeting.parts[rank]
+                return None
+        return Taking(self, attempt, meeting, rank)
+
     async def take_part(self, attempt: Attempt, rank: int, size: int, part: Part) -> None:
         """Do an op with all other ranks of the job; return when this rank has its result.
 
@@ -165,24 +186,57 @@ class Meetings:
             CallsDiffer: another rank has called something else.
             LaneBroken: what the ranks ask for does not fit together.
         """
-        await trio.lowlevel.checkpoint_if_cancelled()
-        meeting = self._open.setdefault(attempt, _Meeting(size))
+        meeting = self._join(attempt, rank, size, part)
+        if part.request.call.kind == "broadcast":
+            await _take_copy(meeting, rank, part)
+            self.end_part(attempt, meeting)
+            return
+        if len(meeting.parts) == size:
+            meeting.begin()
+        await Taking(self, attempt, meeting, rank).finish()
+
+    def _join(self, attempt: Attempt, rank: int, size: int, part: Part) -> _Meeting:
+        meeting = self._open.get(attempt)
+        if meeting is None:
+            meeting = self._open[attempt] = _Meeting(size)
         for other in meeting.parts.values():  # O8
             if other.request.call != part.request.call:
                 raise CallsDiffer(attempt.op, other.describe())
         meeting.parts[rank] = part
-        if part.request.call.kind == "broadcast":
-            await _take_copy(meeting, rank, part)
-        else:
-            if len(meeting.parts) == size:
-                meeting.begin()
-            else:
-                await meeting.wait(rank)
-            assert meeting.work is not None  # noqa: S101 - else nobody wakes it
-            await meeting.work.finish()
+        return meeting
+
+    def end_part(self, attempt: Attempt, meeting: _Meeting) -> None:
+        """Note that another rank has its result."""
         meeting.ended += 1
-        if meeting.ended == size:
+        if meeting.ended == meeting.size:
             self._open.pop(attempt, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Taking:
+    """The part of one rank in an op that has begun, or that still waits for others."""
+
+    meetings: Meetings
+    attempt: Attempt
+    meeting: _Meeting
+    rank: int
+
+    def ends_at_once(self) -> bool:
+        """Return True if the op is done: then this needs no `finish`."""
+        work = self.meeting.work
+        if work is None or not work.is_done:
+            return False
+        self.meetings.end_part(self.attempt, self.meeting)
+        return True
+
+    async def finish(self) -> None:
+        """Return when this rank has its result."""
+        meeting = self.meeting
+        if meeting.work is None:
+            await meeting.wait(self.rank)
+        assert meeting.work is not None  # noqa: S101 - else nobody wakes it
+        await meeting.work.finish()
+        self.meetings.end_part(self.attempt, meeting)
 
 
 async def _take_copy(meeting: _Meeting, rank: int, part: Part) -> None:

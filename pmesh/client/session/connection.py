@@ -8,6 +8,7 @@ import select
 import socket
 import time
 from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -91,7 +92,7 @@ class AgentConnection(Generic[_Reply_co]):
 
     def send(self, *requests: SessionMessage) -> None:
         """Send requests in one write; raise AgentStopped if the agent has ended."""
-        data = b"".join([frame(encode(request)) for request in requests])
+        data = b"".join(map(frame, map(encode, requests)))
         try:
             try:  # it is non-blocking, as it has a timeout: Python would wait for it first
                 sent = os.write(self._socket.fileno(), data)
@@ -139,7 +140,8 @@ class AgentConnection(Generic[_Reply_co]):
         """Wait at most `timeout_s`; return True if there is data, or the connection has ended."""
         poll = select.poll()  # not select, which takes no descriptor above 1,023
         poll.register(self._socket.fileno(), select.POLLIN)
-        return wait(lambda: bool(poll.poll(1000 * timeout_s)), otherwise=False)
+        events: list[tuple[int, int]] = wait(partial(poll.poll, 1000 * timeout_s), otherwise=[])
+        return bool(events)
 
     def _warn_of_silence(self, due_s: float, began: float) -> None:
         """Wait until the agent sends something; warn once if it is late."""

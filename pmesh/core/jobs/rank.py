@@ -6,7 +6,6 @@ them any more, and its caller releases them.
 """
 
 from collections.abc import Collection
-from dataclasses import replace
 from typing import Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
@@ -271,7 +270,7 @@ class RankState(Generic[R]):
         self.running = None
         self.fingerprint = 0
         others = {number: r for number, r in self.ledger.ops.items() if number != op}
-        self.ledger = replace(self.ledger, ops=others)
+        self.ledger = msgspec.structs.replace(self.ledger, ops=others)
 
     def complete(
         self, op: OpNumber, result: R, contributors: tuple[TrainerId, ...], *, holds: bool = True

@@ -4,7 +4,6 @@ Frozen values and functions; the op's own task writes, the agreement reads.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -17,12 +16,11 @@ NONE_YET = -1
 """The mark before op 0."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ledger:
+class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     """Ops of one rank; every op up to `stable` has ended at all ranks and is forgotten (O2)."""
 
     stable: int = NONE_YET
-    ops: Mapping[OpNumber, OpReport] = field(default_factory=dict[OpNumber, OpReport])
+    ops: Mapping[OpNumber, OpReport] = msgspec.field(default_factory=dict[OpNumber, OpReport])
 
     @property
     def started(self) -> int:

@@ -86,7 +86,7 @@ class Connect(SessionMessage, frozen=True, tag="connect"):
     the ring has not changed since; -1 for none."""
 
 
-class StartOp(SessionMessage, frozen=True, tag="start_op"):
+class StartOp(SessionMessage, frozen=True, tag="start_op", omit_defaults=True):
     """A collective call; answered by OpDone or OpFailed with the same number."""
 
     op: Annotated[OpNumber, Meta(ge=ENTERS, le=2**63 - 1)]
@@ -151,7 +151,7 @@ class Joined(SessionMessage, frozen=True, tag="joined"):
     """The default compression of gradients; empty for none."""
 
 
-class OpDone(SessionMessage, frozen=True, tag="op_done"):
+class OpDone(SessionMessage, frozen=True, tag="op_done", omit_defaults=True):
     """The result lies in an output arena until the next op ends; if lent, until DropArena."""
 
     op: OpNumber

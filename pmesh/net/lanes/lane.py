@@ -129,6 +129,8 @@ class Lane:
         self._in = memoryview(bytearray(_GREETING_BYTES))
         """`_out` and `_in` grow with the first record, as many lanes are never used."""
         self._is_shared = False
+        self._addressed: memoryview | None = None
+        """The buffer whose address the library knows."""
         self._stop_thread: Callable[[], None] | None = None
 
     @property
@@ -203,7 +205,11 @@ class Lane:
         """Take the lane back: the thread has ended. Close it if `close` was called meanwhile."""
         self._stop_thread = None
         if self._is_shared:
-            self._read_state()
+            state, self._is_shared = self.state, False
+            self._sealer.records, self._opener.records = state.sealed, state.opened
+            if state.paced_bytes:
+                self._note_paces({self.hosts: state.paced_bytes}, state.paced_s)
+                state.paced_bytes, state.paced_s = 0, 0.0
         if self._closed.is_set():
             self.close()
 
@@ -212,25 +218,24 @@ class Lane:
     def share_state(self) -> int:
         """Return the address of the lane's state, which the library uses until `take_back`."""
         state = self.state
-        if self.sending:
-            if len(self._out) < _WHOLE_BYTES:
-                self._out = _whole(self._out, state.unsent_end)
-            state.out = _address(self._out)
-        else:
-            if len(self._in) < _WHOLE_BYTES:
-                self._in = _whole(self._in, state.filled)
-            state.in_ = _address(self._in)
+        if (self._out if self.sending else self._in) is not self._addressed:
+            self._give_address()
         state.fd = self._socket.fileno()
         state.sealed, state.opened = self._sealer.records, self._opener.records
         self._is_shared = True
         return ctypes.addressof(state)
 
-    def _read_state(self) -> None:
-        state, self._is_shared = self.state, False
-        self._sealer.records, self._opener.records = state.sealed, state.opened
-        if state.paced_bytes:
-            self._note_paces({self.hosts: state.paced_bytes}, state.paced_s)
-            state.paced_bytes, state.paced_s = 0, 0.0
+    def _give_address(self) -> None:
+        """Write where the buffer for records lies into the state."""
+        state = self.state
+        if self.sending:
+            if len(self._out) < _WHOLE_BYTES:
+                self._out = _whole(self._out, state.unsent_end)
+            self._addressed, state.out = self._out, _address(self._out)
+        else:
+            if len(self._in) < _WHOLE_BYTES:
+                self._in = _whole(self._in, state.filled)
+            self._addressed, state.in_ = self._in, _address(self._in)
 
     def register(self, poll: select.poll) -> None:
         """Make a thread's `poll` return when the lane's steps may go on."""

@@ -37,6 +37,7 @@ from pmesh.native.layout import (
     Plan,
     State,
     Status,
+    address_of,
 )
 from pmesh.net.lanes.lane import CallsDiffer, Lane, Wait
 
@@ -53,10 +54,6 @@ MOST_RUNNERS: Final = 16
 NUMBERS_OF_CODECS: Final = {codec_of(name): number for number, name in enumerate(CODECS)}
 _DTYPES: Final = {name: number for number, name in enumerate(WIRE_DTYPES)}
 _REDUCTIONS: Final = {name: number for number, name in enumerate(REDUCTIONS)}
-_NOWHERE: Final = np.zeros(1, np.uint64).view(np.uint8).data
-"""Where a region without values lies."""
-
-
 WAITS_MS: Final = 1
 """The event loop's thread waits so long for what the others of a small op have still to send."""
 _WAITS_TO_BYTES: Final = 256 * 1024  # sent and received; more may take longer on a busy machine
@@ -216,8 +213,8 @@ class Runner:
         op.coding = None if coding is None else ctypes.addressof(coding)
         _, op.roster, op.number, _, op.fingerprint, op.completed = header
         for place, region in enumerate(regions):
-            op.regions[place], op.region_bytes[place] = _address_of(region), len(region)
-        for lane in lanes:
+            op.regions[place], op.region_bytes[place] = address_of(region), len(region)
+        for lane in lanes:  # before any is shared
             lane.check_open()
         self._states = array("Q", [lane.share_state() for lane in lanes])
         op.lanes, _ = self._states.buffer_info()
@@ -232,7 +229,9 @@ class Runner:
         """
         flat = self._flat
         waits = self._state == State.AWAITS and flat is not None and flat.is_short
-        if waits and all(lane.leads_away for lane in self._lanes) and patience.waits():
+        for lane in self._lanes:
+            waits = waits and lane.leads_away
+        if waits and patience.waits():
             self._state = self._library.pmesh_wait(self._runner, WAITS_MS)
             patience.note(late=self._state != State.OVER)
         if self._state != State.OVER or self._library.pmesh_end(self._runner) != Status.DONE:
@@ -314,15 +313,6 @@ def _failure_of(lane: Lane, status: int, detail: int) -> PmeshError:
             return lane.broken("broke: a record fails authentication")
         case _:
             return lane.broken(f"broke: {os.strerror(detail)}")
-
-
-def _address_of(region: memoryview) -> int:
-    if not len(region):
-        region = _NOWHERE
-    if region.readonly:
-        address: int = np.frombuffer(region, np.uint8).ctypes.data
-        return address
-    return ctypes.addressof(ctypes.c_char.from_buffer(region))  # a quarter of the time
 
 
 # --- a plan, laid out flat

@@ -258,14 +258,16 @@ class _Held:
 
     def release(self, arena: Arena) -> None:
         """End the use of an arena by an op."""
-        self._ops[arena] -= 1
-        self._recycle(arena)
+        left = self._ops[arena] = self._ops[arena] - 1
+        if not left and arena.number not in self._trainers:
+            self._recycle(arena)
 
     def drop(self, number: int) -> None:
         """End the use of an arena by the trainer. Raises ProtocolError if it has no such arena."""
         arena = self._of_trainer(number)
         del self._trainers[number]
-        self._recycle(arena)
+        if not self._ops[arena]:
+            self._recycle(arena)
 
     async def aclose(self) -> None:
         """Close every arena, even those in use."""
@@ -280,9 +282,8 @@ class _Held:
         return arena
 
     def _recycle(self, arena: Arena) -> None:
-        if self._ops[arena] == 0 and arena.number not in self._trainers:
-            del self._ops[arena]
-            self._pool.release(arena)
+        del self._ops[arena]
+        self._pool.release(arena)
 
 
 class InputArenas(_Held):
@@ -352,6 +353,8 @@ class OutputArenas(_Held):
     def __init__(self, numbers: Iterator[int], share: ArenaShare) -> None:
         super().__init__(_Pool("output", numbers, share, most=MAX_ARENAS, spares_the_last=True))
         self._share = share
+        self.gone = self._pool.gone
+        """What `take_gone` returns next."""
         self._dropped = trio.Event()
 
     async def acquire(self, nbytes: int) -> Arena:
@@ -392,7 +395,8 @@ class OutputArenas(_Held):
 
     def take_gone(self) -> tuple[int, ...]:
         """Return the arenas closed since the last call, which the trainer must unmap."""
-        gone, self._pool.gone = tuple(self._pool.gone), []
+        gone = tuple(self.gone)
+        self.gone.clear()
         return gone
 
     async def rest(self) -> None:

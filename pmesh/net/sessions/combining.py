@@ -7,9 +7,10 @@ has begun. The native library does them (native/combine.c), or numpy where it is
 import ctypes
 import os
 import threading
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import trio
@@ -25,6 +26,7 @@ from pmesh.core.ops.reductions import (
     make_nan_equal,
 )
 from pmesh.core.ops.together import Fold, Place, Together
+from pmesh.native.layout import address_of
 
 SLICE_BYTES: Final = 64 * 1024
 INLINE_BYTES: Final = 512 * 1024
@@ -108,8 +110,6 @@ def slices_of(
 
 _DTYPES: Final = {name: number for number, name in enumerate(WIRE_DTYPES)}
 _REDUCTIONS: Final = {name: number for number, name in enumerate(REDUCTIONS)}
-_NOWHERE: Final = np.zeros(1, np.uint64).view(np.uint8)
-"""Where a region without values lies."""
 _NO_FIT: Final = "the values do not fit the memory of all ranks"
 
 
@@ -127,23 +127,19 @@ class InLibrary:
         reduction: str,
     ) -> None:
         self._library = library
-        self._flat = folds, places = _laid_out(plan)
-        self._views = [
-            np.frombuffer(m, np.uint8) if len(m) else _NOWHERE for m in (*sources, *results)
-        ]
-        size = plan.size
-        addresses = [_address(view) for view in self._views]
-        self._memory = np.array([addresses, [m.nbytes for m in (*sources, *results)]], np.uint64)
-        at = _address(self._memory)
+        flat = self._flat = _laid_out(plan)
+        self._kept = regions = (*sources, *results)
+        self._memory = array("Q", [*map(address_of, regions), *map(len, regions)])
+        (at, _), size = self._memory.buffer_info(), plan.size
         self._state = State(
-            folds=_address(folds),
-            places=_address(places),
+            folds=flat.at_folds,
+            places=flat.at_places,
             sources=at,
             results=at + 8 * size,
             source_bytes=at + 16 * size,
             result_bytes=at + 24 * size,
-            fold_count=len(folds),
-            place_count=len(places),
+            fold_count=len(flat.folds),
+            place_count=len(flat.places),
             ranks=size,
             dtype=_DTYPES[dtype] if plan.reduces else -1,
             reduction=_REDUCTIONS[reduction] if plan.reduces else -1,
@@ -227,20 +223,24 @@ def _fits(fold: Fold, sources: Sequence[memoryview], results: Sequence[memoryvie
     return all(place.offset + fold.nbytes <= of[place.rank].nbytes for of, place in places)
 
 
-def _address(array: Values) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address
+class _Flat(NamedTuple):
+    """The folds and the places of a plan as the library reads them, and where they lie."""
+
+    folds: Values
+    places: Values
+    at_folds: int
+    at_places: int
 
 
 @lru_cache(maxsize=64)
-def _laid_out(plan: Together) -> tuple[Values, Values]:
-    """Return the folds and the places as the library reads them."""
+def _laid_out(plan: Together) -> _Flat:
     places, folds = list[tuple[int, int]](), list[tuple[int, tuple[int, int], tuple[int, int]]]()
     for fold in plan.folds:
         begin, middle = len(places), len(places) + len(fold.takes)
         places += [(place.offset, place.rank) for place in (*fold.takes, *fold.gives)]
         folds.append((fold.nbytes, (begin, middle), (middle, len(places))))
-    return np.array(folds, FOLD), np.array(places, PLACE)
+    tables = np.array(folds, FOLD), np.array(places, PLACE)
+    return _Flat(*tables, *(table.__array_interface__["data"][0] for table in tables))
 
 
 # --- in threads

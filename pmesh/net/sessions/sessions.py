@@ -133,18 +133,16 @@ class Session:
             # Not trio's streams, which try first and yield after each call: a request is never
             # there yet, and the wait for it is the turn of other tasks.
             await trio.lowlevel.wait_readable(self._stream.socket)
-            with contextlib.suppress(BlockingIOError):
-                self._reader.receive_data(self._read())
+            try:
+                data = os.read(self._stream.socket.fileno(), _RECEIVE_BYTES)
+            except BlockingIOError:
+                continue
+            except ConnectionError as e:
+                raise trio.EndOfChannel from e
+            if not data:
+                raise trio.EndOfChannel
+            self._reader.receive_data(data)
         return requests.decode_untrusted(message)
-
-    def _read(self) -> bytes:
-        try:
-            data = os.read(self._stream.socket.fileno(), _RECEIVE_BYTES)
-        except ConnectionError as e:
-            raise trio.EndOfChannel from e
-        if not data:
-            raise trio.EndOfChannel
-        return data
 
     async def await_end(self) -> NoReturn:
         """Wait until the program is gone. Run it beside whatever answers for long.
@@ -166,29 +164,27 @@ class Session:
             trio.BrokenResourceError: The program is gone.
         """
         data = frame(encode(reply))
+        await trio.lowlevel.checkpoint_if_cancelled()
         try:
-            self._sending.acquire_nowait()  # the usual case, without a turn of the loop
-        except trio.WouldBlock:
-            await self._sending.acquire()
-        try:
-            if descriptors:
+            if not (descriptors or self._sending.locked()):
+                # The usual case. Not trio's sockets, which yield after each call: that would be a
+                # third of an op's turns of the loop.
+                try:
+                    sent = os.write(self._stream.socket.fileno(), data)
+                except BlockingIOError:
+                    sent = 0
+                if sent == len(data):
+                    return
+                data = data[sent:]
+            async with self._sending:
+                if not descriptors:
+                    await self._stream.send_all(data)
+                    return
                 await self._stream.send_all(data[:-1])
                 rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
                 await self._stream.socket.sendmsg([data[-1:]], [rights])
-                return
-            await trio.lowlevel.checkpoint_if_cancelled()
-            try:
-                # Not trio's sockets, which yield after each call: that would be a third of an op's
-                # turns of the loop.
-                sent = os.write(self._stream.socket.fileno(), data)
-            except BlockingIOError:
-                sent = 0
-            if sent < len(data):
-                await self._stream.send_all(data[sent:])
         except OSError as e:
             raise trio.BrokenResourceError(f"the program is gone: {e.strerror}") from e
-        finally:
-            self._sending.release()
 
     async def all_sent(self) -> None:
         """Wait until no reply is being sent; usually returns at once."""

@@ -10,8 +10,8 @@ import trio
 from trio.testing import MockClock
 
 from pmesh.agent.jobs import op_task
-from pmesh.agent.jobs.op_task import check_request
 from pmesh.agent.jobs.ranks import LocalRank
+from pmesh.agent.jobs.requests import check_request
 from pmesh.core.ops.plan import RankPlan
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.calls import Call

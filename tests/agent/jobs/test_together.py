@@ -1,18 +1,22 @@
 """Ranks of one agent, which combine in its memory: all of them get a result, or none."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
 import trio
 import trio.testing
+from msgspec import structs
 from trio.testing import MockClock
 
 from pmesh.agent.jobs.together import Attempt, Meetings, Part
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.trainer import OpFailed, StartOp
+from pmesh.errors import LaneBroken
 from pmesh.ids import Epoch, Incarnation, JobName, NodeId, OpNumber
+from pmesh.net.lanes.lane import CallsDiffer
 from pmesh.net.sessions import combining
 from pmesh.net.sessions.combining import Run
 from tests.worlds.trainer import OpError, Trainer, together, until
@@ -47,6 +51,37 @@ async def test_who_is_cancelled_takes_its_part_away_at_once() -> None:
             await meetings.take_part(ATTEMPT, 1, 2, part_of(1, results[1]))
         assert scope.cancelled_caught
     assert results == [bytes(36)] * 2
+
+
+async def test_the_last_rank_that_comes_ends_its_part_at_once() -> None:
+    meetings, results = Meetings(), [bytearray(36), bytearray(36)]
+    first = meetings.meet(ATTEMPT, 0, 2, part_of(1, results[0]))
+    assert first is not None
+    assert not first.ends_at_once()
+    last = meetings.meet(ATTEMPT, 1, 2, part_of(2, results[1]))
+    assert last is not None
+    assert last.ends_at_once()
+    with trio.fail_after(0):
+        await first.finish()
+    assert results == [np.full(9, 3, np.float32).tobytes()] * 2
+    assert meetings.meet(ATTEMPT, 0, 2, part_of(1, results[0])) is not None  # it has been forgotten
+
+
+async def test_who_would_not_fit_takes_no_part() -> None:
+    """O8, and a trainer that has lied: `take_part` raises why."""
+    meetings, result = Meetings(), bytearray(36)
+    meetings.meet(ATTEMPT, 0, 2, part_of(1, result))
+    other = part_of(1, bytearray(36))
+    barrier = structs.replace(other.request, call=Call("barrier", "float32", ()))
+    for part, error in [
+        (replace(other, request=barrier), CallsDiffer),
+        (replace(other, source=memoryview(b"1234")), LaneBroken),
+    ]:
+        assert meetings.meet(ATTEMPT, 1, 2, part) is None
+        assert meetings.meet(ATTEMPT, 0, 2, part_of(1, result)) is not None  # it still waits
+        with pytest.raises(error):
+            await meetings.take_part(ATTEMPT, 1, 2, part)
+    assert result == bytes(36)
 
 
 async def test_no_task_ends_while_a_thread_is_in_its_memory(
