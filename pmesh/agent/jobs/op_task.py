@@ -16,7 +16,7 @@ from pmesh.agent.jobs.driver import Jobs
 from pmesh.agent.jobs.ranks import LocalRank, Result
 from pmesh.agent.jobs.requests import Shape
 from pmesh.agent.jobs.retained import fetch_result
-from pmesh.agent.jobs.together import Part, Taking, attempt_of
+from pmesh.agent.jobs.together import Part, Taking, attempt_of, copy_result
 from pmesh.agent.lanes.edge_costs import agree_on_costs
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
 from pmesh.compression.blocks import Float32s
@@ -67,6 +67,8 @@ class Op(OpState):
     kind: OpKind
     source: Result | None = None
     result: Result
+    shared: Result | None = None
+    """The result of the last attempt, if another rank's memory has it."""
     codec: Codec | None = None
     """The codec of a compressed all-reduce."""
     residual: Result | None = None
@@ -114,6 +116,9 @@ async def run_op(rank: LocalRank, request: StartOp, jobs: Jobs) -> OpReply:
         return _deliver(rank, op, jobs)
     while True:
         attempts.begin_attempt(rank, op, now)
+        if op.shared is not None:  # an attempt was interrupted before its result counted
+            rank.let_go(op.shared)
+            op.shared = None
         with rank.attempt(op.deadline):
             return await _attempt(rank, op, jobs)
         if not rank.was_interrupted:
@@ -246,10 +251,13 @@ def _failed(op: OpNumber, failed: Failed) -> OpReply:
 
 def _deliver(rank: LocalRank, op: Op, jobs: Jobs) -> OpReply:
     """V3: no await lies between the end of the fence and the ledger's entry."""
-    rank.complete(op.number, op.result, op.contributors, holds=op.holds)
-    arena = None if op.result.is_input else op.result.arena
-    lent = arena is not None and op.request.borrows and rank.arenas.outputs.lend(arena)
-    let_go(rank, op, keep=op.result)
+    result = op.shared or op.result
+    rank.complete(op.number, result, op.contributors, holds=op.holds)
+    arena, lent = None if result.is_input else result.arena, False
+    if arena is not None:
+        rank.arenas.outputs.deliver(arena)
+        lent = op.request.borrows and rank.arenas.outputs.lend(arena)
+    let_go(rank, op, keep=result)
     rank.pass_barrier(op.number, op.call.kind)
     if rank.ledger.ops and len(rank.ledger.ops) % BEAT_EVERY_OPS == 0:
         jobs.beat()
@@ -387,7 +395,7 @@ async def run_on_network(rank: LocalRank, op: Op, jobs: Jobs) -> None:
     op.contributors, rendezvous = rank.roster.ids, jobs.rendezvous
     if op.begun is not None:
         begun, op.begun = op.begun, None
-        await begun.finish()
+        await _take_result(rank, op, await begun.finish())
         return
     if is_in_memory(rank, op, jobs):
         await _run_in_memory(rank, op, jobs)
@@ -445,9 +453,10 @@ def is_in_memory(rank: LocalRank, op: Op, jobs: Jobs) -> bool:
 async def _run_in_memory(rank: LocalRank, op: Op, jobs: Jobs) -> None:
     """Run the op among ranks that are all at this agent."""
     await trio.lowlevel.checkpoint_if_cancelled()
-    await jobs.meetings.take_part(
+    other = await jobs.meetings.take_part(
         attempt_of(rank.roster, op.number), rank.rank or 0, rank.size, _part_of(rank, op)
     )
+    await _take_result(rank, op, other)
 
 
 def _meet(rank: LocalRank, op: Op, jobs: Jobs) -> Taking | None:
@@ -473,11 +482,22 @@ def _part_of(rank: LocalRank, op: Op) -> Part:
     return Part(
         request=op.request,
         source=NOTHING.memory if op.source is None else op.source.memory,  # only read (I8)
-        result=memoryview(b"") if op.result.is_input else op.result.memory,
+        result=NOTHING if op.result.is_input else op.result,
         root=root,
         reach=reach,
         describe=partial(rank.roster.describe, rank.id),
     )
+
+
+async def _take_result(rank: LocalRank, op: Op, other: Result | None) -> None:
+    """Take the result of another rank of this agent, if there is one: an alias of it, or a copy."""
+    if other is None or other.arena is None:
+        return
+    alias = rank.arenas.outputs.adopt(other.arena)
+    if alias is None:
+        await copy_result(op.request, other, op.result)
+    else:
+        op.shared = structs.replace(op.result, arena=alias)
 
 
 def _reach(rank: LocalRank, op: Op, root: Rank) -> int:

@@ -7,21 +7,29 @@ as after every cancel, and settles the op at all ranks alike (O3). A task never 
 threads have left its memory (V3).
 
 Only a broadcast's root waits for nobody, as over lanes; the others copy its values when they come.
+
+A large result that all ranks get is written once, into the arena of one of them. The others take an
+alias of that arena as their result, once the op has ended; a copy, if they have no room for it.
+Until then each has an arena of its own, for an attempt that must be made again, or a fetch.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import trio
 
-from pmesh.core.ops.together import Fold, Place, Together, plan_together
+from pmesh.agent.jobs.ranks import Result
+from pmesh.core.ops.together import SAME_FOR_ALL, Fold, Place, Together, plan_together
 from pmesh.core.values import Roster
 from pmesh.core.wire.trainer import StartOp
 from pmesh.errors import LaneBroken
 from pmesh.ids import Epoch, JobName, OpNumber
 from pmesh.net.lanes.lane import CallsDiffer
 from pmesh.net.sessions.combining import Run, slices_of
+
+SHARED_BYTES: Final = 256 * 1024
+"""From here on, an alias costs less than a copy."""
 
 
 class Attempt(NamedTuple):
@@ -46,8 +54,8 @@ class Part:
     request: StartOp
     source: memoryview
     """Its values; empty if it gives none."""
-    result: memoryview
-    """Where its result will be; empty if it gets none."""
+    result: Result
+    """Where its result will be, unless it takes another rank's."""
     root: int
     reach: int
     describe: Callable[[], str]
@@ -57,13 +65,18 @@ class Part:
 class _Work:
     """Values that move, and the tasks that wait for their end."""
 
-    def __init__(self, plan: Together, parts: Sequence[Part]) -> None:
-        request = parts[0].request
+    def __init__(
+        self,
+        plan: Together,
+        request: StartOp,
+        sources: Sequence[memoryview],
+        results: Sequence[memoryview],
+    ) -> None:
         try:
             slices = slices_of(
                 plan,
-                [part.source for part in parts],
-                [part.result for part in parts],
+                sources,
+                results,
                 dtype=request.wire_dtype,
                 reduction=request.call.reduction or "sum",
             )
@@ -113,6 +126,9 @@ class _Meeting:
         self.size = size
         self.parts: dict[int, Part] = {}
         self.work: _Work | None = None
+        """What all ranks wait for, or those of a broadcast that take one result."""
+        self.writes: int | None = None
+        """The rank into whose arena a result is written that the others take."""
         self.ended = 0
         """How many ranks have their results."""
         self._waiting = set[trio.lowlevel.Task]()
@@ -136,12 +152,17 @@ class _Meeting:
     def begin(self) -> None:
         """Begin the op, as the last rank has come, and let the others wait for its end."""
         parts = [self.parts[rank] for rank in range(self.size)]
-        requests = [part.request for part in parts]
+        requests, first = [part.request for part in parts], parts[0]
+        nbytes = first.result.nbytes
+        once = first.request.call.kind in SAME_FOR_ALL and nbytes >= SHARED_BYTES
+        once = once and all(part.result.nbytes == nbytes for part in parts)  # else one has lied
         try:
-            plan = plan_together(requests, root=parts[0].root)
+            plan = plan_together(requests, root=first.root, once=once)
         except ValueError as e:
-            raise LaneBroken(f"op {requests[0].op}: {e}") from e
-        self.work = _Work(plan, parts)
+            raise LaneBroken(f"op {first.request.op}: {e}") from e
+        results = [part.result.memory for part in parts]
+        self.work = _Work(plan, first.request, [part.source for part in parts], results)
+        self.writes = 0 if once else None
         self.wake()
 
 
@@ -179,8 +200,11 @@ class Meetings:
                 return None
         return Taking(self, attempt, meeting, rank)
 
-    async def take_part(self, attempt: Attempt, rank: int, size: int, part: Part) -> None:
+    async def take_part(self, attempt: Attempt, rank: int, size: int, part: Part) -> Result | None:
         """Do an op with all other ranks of the job; return when this rank has its result.
+
+        Returns the result of another rank if this one is to take it. That one keeps it until this
+        one has ended the op (O2).
 
         Raises:
             CallsDiffer: another rank has called something else.
@@ -188,12 +212,12 @@ class Meetings:
         """
         meeting = self._join(attempt, rank, size, part)
         if part.request.call.kind == "broadcast":
-            await _take_copy(meeting, rank, part)
+            writes = await _take_copy(meeting, rank, part)
             self.end_part(attempt, meeting)
-            return
+            return None if writes is None else meeting.parts[writes].result
         if len(meeting.parts) == size:
             meeting.begin()
-        await Taking(self, attempt, meeting, rank).finish()
+        return await Taking(self, attempt, meeting, rank).finish()
 
     def _join(self, attempt: Attempt, rank: int, size: int, part: Part) -> _Meeting:
         meeting = self._open.get(attempt)
@@ -222,32 +246,55 @@ class Taking:
     rank: int
 
     def ends_at_once(self) -> bool:
-        """Return True if the op is done: then this needs no `finish`."""
-        work = self.meeting.work
-        if work is None or not work.is_done:
+        """Return True if the op is done and its result is here: then this needs no `finish`."""
+        work, writes = self.meeting.work, self.meeting.writes
+        if work is None or not work.is_done or writes not in {None, self.rank}:
             return False
         self.meetings.end_part(self.attempt, self.meeting)
         return True
 
-    async def finish(self) -> None:
-        """Return when this rank has its result."""
+    async def finish(self) -> Result | None:
+        """Return when this rank has its result; see `Meetings.take_part`."""
         meeting = self.meeting
         if meeting.work is None:
             await meeting.wait(self.rank)
         assert meeting.work is not None  # noqa: S101 - else nobody wakes it
         await meeting.work.finish()
         self.meetings.end_part(self.attempt, meeting)
+        writes = meeting.writes
+        return None if writes is None or writes == self.rank else meeting.parts[writes].result
 
 
-async def _take_copy(meeting: _Meeting, rank: int, part: Part) -> None:
-    """Copy the root's values. The root waits for nobody: they are kept until all have them (O2)."""
+async def _take_copy(meeting: _Meeting, rank: int, part: Part) -> int | None:
+    """Copy the root's values; return the rank that has done so, or does, if its copy will do.
+
+    The root waits for nobody: its values are kept until all have them (O2).
+    """
     if rank == part.root:
         meeting.wake()
-        return
+        return None
     while part.root not in meeting.parts:
         await meeting.wait(rank)
-    distance = (rank - part.root) % meeting.size
-    nbytes = meeting.parts[part.root].source.nbytes if distance <= part.reach else 0
-    folds = (Fold((Place(0, 0),), (Place(1, 0),), nbytes),) if nbytes else ()
+    if (rank - part.root) % meeting.size > part.reach:
+        return None
+    writes, nbytes = meeting.writes, part.result.nbytes
+    if meeting.work and writes is not None and meeting.parts[writes].result.nbytes == nbytes:
+        await meeting.work.finish()
+        return writes
+    work = _copy(part.request, meeting.parts[part.root].source, part.result.memory)
+    if writes is None and nbytes >= SHARED_BYTES:
+        meeting.work, meeting.writes = work, rank
+    await work.finish()
+    return None
+
+
+async def copy_result(request: StartOp, of: Result, into: Result) -> None:
+    """Copy the result of another rank, which has ended this op."""
+    await _copy(request, of.memory, into.memory).finish()
+
+
+def _copy(request: StartOp, source: memoryview, result: memoryview) -> _Work:
+    folds = (Fold((Place(0, 0),), (Place(1, 0),), source.nbytes),) if source.nbytes else ()
     plan = Together(2, folds, reduces=False, makes_nan_equal=False)
-    await _Work(plan, [meeting.parts[part.root], part]).finish()
+    nothing = memoryview(b"")
+    return _Work(plan, request, [source, nothing], [nothing, result])

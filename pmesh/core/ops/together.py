@@ -2,8 +2,9 @@
 
 The agent has mapped the values and the results of all of them, so nothing travels. The op is a list
 of folds. Each reads values of some ranks, reduces them in their order, and writes the result once
-for each rank that gets it. The order is the ring's, as in `pmesh.core.ops.reducing` and
-`reduce_scatter`: so every rank gets the bits that it would get over the ring.
+for each rank that gets it; or only once, if all ranks can read it there. The order is the ring's,
+as in `pmesh.core.ops.reducing` and `reduce_scatter`: so every rank gets the bits that it would get
+over the ring.
 """
 
 import itertools
@@ -53,13 +54,18 @@ class Together:
         return sum(fold.nbytes * (len(fold.takes) + len(fold.gives)) for fold in self.folds)
 
 
-def plan_together(requests: Sequence[StartOp], *, root: int) -> Together:
+SAME_FOR_ALL = frozenset({"all_reduce", "all_gather"})
+"""What gives all ranks the same result, however large."""
+
+
+def plan_together(requests: Sequence[StartOp], *, root: int, once: bool = False) -> Together:
     """Plan an op, which is no broadcast, from what its ranks ask for, by rank.
 
     Args:
         requests: of one call. Their sizes are those of correct clients: whoever carries the plan
             out checks that it fits the memory.
         root: the root's rank; 0 for a call without one.
+        once: write the result of an op of SAME_FOR_ALL only for rank 0.
 
     Raises:
         ValueError: a rank gives another one more or less than that one expects.
@@ -72,7 +78,7 @@ def plan_together(requests: Sequence[StartOp], *, root: int) -> Together:
         return _plan_all_to_all(given, WIRE_DTYPES[first.wire_dtype].itemsize)
     return _plan(
         *(first.call.kind, first.call.reduction or "sum", first.wire_dtype),
-        *(first.count, first.parts, len(requests), root),
+        *(first.count, first.parts, len(requests), root, once),
     )
 
 
@@ -85,6 +91,7 @@ def _plan(  # noqa: PLR0917 - by which it is remembered
     parts: tuple[int, ...],
     size: int,
     root: int,
+    once: bool,  # noqa: FBT001 - as above
 ) -> Together:
     itemsize, known = WIRE_DTYPES[dtype].itemsize, KINDS[kind]
     reduces = known.reduces and known.row is None
@@ -92,6 +99,7 @@ def _plan(  # noqa: PLR0917 - by which it is remembered
     at = _Setting(
         size=size,
         root=root,
+        getters=1 if once else size,
         count=count,
         itemsize=itemsize,
         bounds=[itemsize * bound for bound in itertools.accumulate(amounts, initial=0)],
@@ -124,6 +132,8 @@ class _Setting:
 
     size: int
     root: int
+    getters: int
+    """The ranks below this number get what all get."""
     count: int
     itemsize: int
     bounds: Sequence[int]
@@ -138,7 +148,7 @@ class _Setting:
         return tuple(Place((first + step) % self.size, offset) for step in range(self.size))
 
     def to_all(self, offset: int) -> tuple[Place, ...]:
-        return tuple(Place(rank, offset) for rank in range(self.size))
+        return tuple(Place(rank, offset) for rank in range(self.getters))
 
     def parts(self) -> Iterator[tuple[int, int, int]]:
         """Yield each rank, where its part begins, and the bytes of it."""

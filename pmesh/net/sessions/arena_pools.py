@@ -146,19 +146,22 @@ class _Pool:
         share: ArenaShare,
         *,
         most: int,
-        spares_the_last: bool,
     ) -> None:
         self._kind: ArenaKind = kind
         self._share = share
         self._count = 0  # including arenas that are being made
         self._most = most
-        self._spares_the_last = spares_the_last
         self._numbers = numbers
         self._in_use: set[Arena] = set()
         self._free: dict[Arena, float] = {}  # the time of release
         self.gone: list[int] = []
         """The arenas closed since they were last read from here."""
-        self._last: Arena | None = None
+        self.delivered = list[Arena]()
+        """What the trainer was given since the last `acquire`. It counts as a user."""
+        self._read = list[Arena]()
+        """What it was given between the last two, and may still read."""
+        self._adopted = False
+        """Whether there are aliases for which idle arenas have not been closed yet."""
         share.pools.add(self)
 
     @property
@@ -169,19 +172,45 @@ class _Pool:
     async def acquire(self, nbytes: int) -> Arena:
         """Return an arena of at least `nbytes` for exclusive use until `release`."""
         size = arena_bytes(nbytes)
+        for read in self._read:
+            read.users -= 1
+        self._read, self.delivered = self.delivered, []
+        if self._adopted:
+            self._adopted = False
+            await self.close_idle()
         arena, best = None, size * TOO_LARGE_FACTOR + 1
         for free in self._free:
-            if free is not self._last and size <= free.nbytes < best:
+            if size <= free.nbytes < best and free.may_be_written:
                 arena, best = free, free.nbytes
         if arena is None:
             arena = await self._create(size)
         else:
             del self._free[arena]
+        arena.users += 1
         self._in_use.add(arena)
-        self._last = arena if self._spares_the_last else None
+        return arena
+
+    def adopt(self, other: Arena) -> Arena | None:
+        """Return an alias of another session's arena until `release`; None if there is no room.
+
+        It counts as an arena of the same size, since it keeps the memory.
+        """
+        first = other.of or other
+        arena = next((free for free in self._free if free.of is first), None)
+        if arena is None:
+            if self._count >= self._most or not self._share.has_room(other.nbytes):
+                return None
+            self._share.take(other.nbytes)
+            self._count += 1
+            self._adopted = True
+            arena = other.alias(next(self._numbers))
+        self._free.pop(arena, None)
+        arena.users += 1
+        self._in_use.add(arena)
         return arena
 
     def release(self, arena: Arena) -> None:
+        arena.users -= 1
         self._in_use.remove(arena)
         self._free[arena] = trio.current_time()
 
@@ -231,8 +260,9 @@ class _Pool:
             self._free.pop(arena, None)
             self.gone.append(arena.number)
             self._forget(arena.nbytes)
-        small = [arena for arena in arenas if arena.nbytes <= INLINE_BYTES]
-        large = [arena for arena in arenas if arena.nbytes > INLINE_BYTES]
+        last = [arena for arena in arenas if arena.leave()]
+        small = [arena for arena in last if arena.nbytes <= INLINE_BYTES]
+        large = [arena for arena in last if arena.nbytes > INLINE_BYTES]
         for arena in small:
             arena.close()
         if large:
@@ -294,9 +324,7 @@ class InputArenas(_Held):
     """
 
     def __init__(self, numbers: Iterator[int], share: ArenaShare) -> None:
-        super().__init__(
-            _Pool("input", numbers, share, most=MAX_INPUT_ARENAS, spares_the_last=False)
-        )
+        super().__init__(_Pool("input", numbers, share, most=MAX_INPUT_ARENAS))
         self._lasting: set[int] = set()
         self._taken_back: set[int] = set()
 
@@ -346,12 +374,13 @@ class InputArenas(_Held):
 class OutputArenas(_Held):
     """The output arenas of one session, which an op holds until its result is stable (O2).
 
-    The latest arena is not reused by the next op, during which the trainer may still read it. The
-    trainer may read arenas that are lent to it for as long as it likes.
+    A result that was delivered is not overwritten by the next op, during which the trainer may
+    still read it. The trainer may read arenas that are lent to it for as long as it likes. A result
+    that several ranks of this agent have is in one memory, of which the others have aliases.
     """
 
     def __init__(self, numbers: Iterator[int], share: ArenaShare) -> None:
-        super().__init__(_Pool("output", numbers, share, most=MAX_ARENAS, spares_the_last=True))
+        super().__init__(_Pool("output", numbers, share, most=MAX_ARENAS))
         self._share = share
         self.gone = self._pool.gone
         """What `take_gone` returns next."""
@@ -362,6 +391,18 @@ class OutputArenas(_Held):
         arena = await self._pool.acquire(nbytes)
         self._ops[arena] = 1
         return arena
+
+    def adopt(self, other: Arena) -> Arena | None:
+        """Return an alias of another session's arena until `release`; None if there is no room."""
+        arena = self._pool.adopt(other)
+        if arena is not None:
+            self._ops[arena] = 1
+        return arena
+
+    def deliver(self, arena: Arena) -> None:
+        """Keep what is in it until the trainer's second call of `acquire`, which may read it."""
+        arena.users += 1
+        self._pool.delivered.append(arena)
 
     async def acquire_in_turn(self, nbytes: int) -> Arena:
         """As `acquire`, but wait if the trainer holds arenas that it will drop once it has read."""

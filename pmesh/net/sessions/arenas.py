@@ -2,8 +2,9 @@
 
 An *input* arena is written by the trainer and read by the agent. An *output* arena is written only
 by the agent, so that a trainer can't corrupt data that are being forwarded: on Linux a seal makes
-the kernel refuse writable mappings, on macOS the trainer gets a read-only descriptor. An arena
-never changes its size, so neither side can take memory away from the other.
+the kernel refuse writable mappings, on macOS the trainer gets a read-only descriptor. So several
+trainers may have the same memory, each as an arena of its own session. An arena never changes its
+size, so neither side can take memory away from the other.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ import os
 import secrets
 import sys
 from collections.abc import Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, cast
 
 import numpy as np
@@ -38,6 +39,34 @@ class Arena:
     descriptor: int
     """Passed to the trainer; open as long as the arena, so that it can't be lost on the way."""
     _map: mmap.mmap = field(repr=False)
+    of: "Arena | None" = None
+    """The arena whose memory this is, if it is an alias: nothing is written through an alias."""
+    users: int = 0
+    """How many need what is in it, of those for whom its session's pool counts."""
+    _all: "set[Arena]" = field(default_factory=set["Arena"], repr=False)
+    """All arenas with this memory; one set for all of them."""
+
+    def __post_init__(self) -> None:
+        self._all.add(self)
+
+    @property
+    def may_be_written(self) -> bool:
+        """Whether nobody needs what is in the memory, also through an alias."""
+        for arena in self._all:
+            if arena.users:
+                return False
+        return self.of is None
+
+    def alias(self, number: int) -> "Arena":
+        """Return an arena of another session with the same memory, which lasts as long as both."""
+        return replace(self, number=number, of=self.of or self, users=0)
+
+    def leave(self) -> bool:
+        """Give it up; return whether it was the last one with its memory, which `close` frees."""
+        if self.of is not None and self.users:
+            self.of.users += 1  # for good: its trainer may read on, and nobody would know
+        self._all.remove(self)
+        return not self._all
 
     def close(self) -> None:
         """Free the memory, or leave that to the last view that is still held."""

@@ -1,6 +1,6 @@
 """Ranks of one agent, which combine in its memory: all of them get a result, or none."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -11,38 +11,48 @@ import trio.testing
 from msgspec import structs
 from trio.testing import MockClock
 
-from pmesh.agent.jobs.together import Attempt, Meetings, Part
+from pmesh.agent.jobs.ranks import LocalRank, Result
+from pmesh.agent.jobs.together import SHARED_BYTES, Attempt, Meetings, Part
+from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.calls import Call
+from pmesh.core.wire.session import DropArena
 from pmesh.core.wire.trainer import OpFailed, StartOp
 from pmesh.errors import LaneBroken
 from pmesh.ids import Epoch, Incarnation, JobName, NodeId, OpNumber
 from pmesh.net.lanes.lane import CallsDiffer
 from pmesh.net.sessions import combining
+from pmesh.net.sessions.arena_pools import OutputArenas
+from pmesh.net.sessions.arenas import Arena, create_arena
 from pmesh.net.sessions.combining import Run
 from tests.worlds.trainer import OpError, Trainer, together, until
-from tests.worlds.village import village
+from tests.worlds.village import Village, village
 from tests.worlds.village_ops import ones, ranks_of, reduce_all, run, swallow, verdicts_of_all
 
 
-def part_of(value: float, result: bytearray) -> Part:
+def result_of(nbytes: int) -> Result:
+    return Result(arena=create_arena("output", 0, nbytes), nbytes=nbytes)
+
+
+def part_of(value: float, result: Result) -> Part:
     source = np.full(9, value, np.float32)
     call = Call("all_reduce", "float32", (9,), "sum")
     return Part(
         request=StartOp(OpNumber(0), call, "float32", 9, 0, 1.0),
         source=source.view(np.uint8).data,
-        result=memoryview(result),
+        result=result,
         root=0,
         reach=0,
         describe=lambda: "a rank",
     )
 
 
+LARGE = SHARED_BYTES // 4  # values
 ATTEMPT = Attempt(JobName("digits"), Epoch(1, NodeId(b"n" * 32), Incarnation(1)), 0, OpNumber(0))
 
 
 async def test_who_is_cancelled_takes_its_part_away_at_once() -> None:
     """V3: the last rank may come in the same turn of the event loop."""
-    meetings, results = Meetings(), [bytearray(36), bytearray(36)]
+    meetings, results = Meetings(), [result_of(36), result_of(36)]
     async with trio.open_nursery() as nursery:
         nursery.start_soon(meetings.take_part, ATTEMPT, 0, 2, part_of(1, results[0]))
         await trio.testing.wait_all_tasks_blocked()
@@ -50,11 +60,11 @@ async def test_who_is_cancelled_takes_its_part_away_at_once() -> None:
         with trio.CancelScope(shield=True), trio.move_on_after(0.01) as scope:
             await meetings.take_part(ATTEMPT, 1, 2, part_of(1, results[1]))
         assert scope.cancelled_caught
-    assert results == [bytes(36)] * 2
+    assert [bytes(result.memory) for result in results] == [bytes(36)] * 2
 
 
 async def test_the_last_rank_that_comes_ends_its_part_at_once() -> None:
-    meetings, results = Meetings(), [bytearray(36), bytearray(36)]
+    meetings, results = Meetings(), [result_of(36), result_of(36)]
     first = meetings.meet(ATTEMPT, 0, 2, part_of(1, results[0]))
     assert first is not None
     assert not first.ends_at_once()
@@ -63,15 +73,16 @@ async def test_the_last_rank_that_comes_ends_its_part_at_once() -> None:
     assert last.ends_at_once()
     with trio.fail_after(0):
         await first.finish()
-    assert results == [np.full(9, 3, np.float32).tobytes()] * 2
+    sums = np.full(9, 3, np.float32).tobytes()
+    assert [bytes(result.memory) for result in results] == [sums] * 2
     assert meetings.meet(ATTEMPT, 0, 2, part_of(1, results[0])) is not None  # it has been forgotten
 
 
 async def test_who_would_not_fit_takes_no_part() -> None:
     """O8, and a trainer that has lied: `take_part` raises why."""
-    meetings, result = Meetings(), bytearray(36)
+    meetings, result = Meetings(), result_of(36)
     meetings.meet(ATTEMPT, 0, 2, part_of(1, result))
-    other = part_of(1, bytearray(36))
+    other = part_of(1, result_of(36))
     barrier = structs.replace(other.request, call=Call("barrier", "float32", ()))
     for part, error in [
         (replace(other, request=barrier), CallsDiffer),
@@ -81,7 +92,7 @@ async def test_who_would_not_fit_takes_no_part() -> None:
         assert meetings.meet(ATTEMPT, 0, 2, part_of(1, result)) is not None  # it still waits
         with pytest.raises(error):
             await meetings.take_part(ATTEMPT, 1, 2, part)
-    assert result == bytes(36)
+    assert bytes(result.memory) == bytes(36)
 
 
 async def test_no_task_ends_while_a_thread_is_in_its_memory(
@@ -104,7 +115,7 @@ async def test_no_task_ends_while_a_thread_is_in_its_memory(
 
     async def take_part(rank: int) -> None:
         try:
-            await meetings.take_part(ATTEMPT, rank, 2, part_of(1, bytearray(36)))
+            await meetings.take_part(ATTEMPT, rank, 2, part_of(1, result_of(36)))
         finally:
             ended.append(rank)
 
@@ -155,9 +166,10 @@ async def test_ranks_that_come_first_wait_for_the_root(clock: MockClock) -> None
         await together(late, *[partial(early, other) for other in others])
 
 
+@pytest.mark.parametrize("count", [9, LARGE])
 @pytest.mark.parametrize("dies", ["before the others come", "while it is added", "after it"])
 async def test_a_trainer_that_dies_leaves_the_others_with_the_same_result(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch, dies: str
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch, dies: str, count: int
 ) -> None:
     begun, real = list[Run](), Run.start
 
@@ -179,7 +191,7 @@ async def test_a_trainer_that_dies_leaves_the_others_with_the_same_result(
 
         async def lose() -> None:
             if dies == "after it":
-                await lost.reduce(ones(9))
+                await lost.reduce(ones(count))
             elif dies == "before the others come":
                 await until(lambda: all(rank.busy_since for rank in ranks_of(here)[1:]))
             else:
@@ -188,12 +200,12 @@ async def test_a_trainer_that_dies_leaves_the_others_with_the_same_result(
 
         async def call() -> None:
             if dies == "while it is added":
-                await swallow(lost.reduce(ones(9)))
+                await swallow(lost.reduce(ones(count)))
 
         sums = list[float]()
 
         async def survive(trainer: Trainer) -> None:
-            sums.append(float((await trainer.reduce(ones(9)))[0]))
+            sums.append(float((await trainer.reduce(ones(count)))[-1]))
 
         await together(lose, call, *[partial(survive, trainer) for trainer in left])
         assert sums == [3.0 if dies == "after it" else 2.0] * 2
@@ -229,22 +241,148 @@ async def test_ranks_whose_calls_differ_all_get_the_error(clock: MockClock) -> N
         assert [x[0] for x in await reduce_all(trainers)] == [2.0] * 2
 
 
-async def test_a_trainer_that_lies_about_its_values_fails_only_its_job(clock: MockClock) -> None:
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather"])
+async def test_a_trainer_that_lies_about_its_values_fails_only_its_job(
+    clock: MockClock, kind: str
+) -> None:
     async with village(clock, 1) as here:
         others = await here.job(*here.machines * 2, name="other")
         honest, liar = await here.job(*here.machines * 2)
-        call = Call("all_reduce", "float32", (40_000,), "sum")
+        call = Call(kind, "float32", (LARGE,), "sum" if kind == "all_reduce" else "")
+        parts: tuple[int, ...] = ()
+        lies, count = parts, 2
+        if kind == "all_gather":
+            parts, lies, count = (LARGE, LARGE), (1, LARGE), LARGE
 
         async def lie() -> str:
-            arena = await liar.input_arena(8)
-            reply = await liar.ask(StartOp(OpNumber(0), call, "float32", 2, arena, 60.0))
+            arena = await liar.input_arena(4 * count)
+            request = StartOp(OpNumber(0), call, "float32", count, arena, 60.0, lies)
+            reply = await liar.ask(request)
             assert isinstance(reply, OpFailed)
             return reply.verdict.error
 
         async def be_honest() -> str:
             with pytest.raises(OpError) as caught:
-                await run(honest, call, ones(40_000))
+                await run(honest, call, ones(LARGE), parts)
             return caught.value.verdict.error
 
         assert await together(lie, be_honest) == ["LaneBroken"] * 2
         assert [x[0] for x in await reduce_all(others)] == [2.0] * 2
+
+
+# --- one result for all
+
+
+def memories_of(here: Village) -> set[Arena | None]:
+    """In which the results of the last op are."""
+    arenas = [[*rank.results.values()][-1].arena for rank in ranks_of(here)]
+    return {arena and (arena.of or arena) for arena in arenas}
+
+
+async def of_all(trainers: Sequence[Trainer], kind: str, value: float) -> list[Values]:
+    """What each gets of an op of all of them."""
+    size, values = len(trainers), np.full(LARGE, value, np.float32)
+    if kind == "broadcast":
+        return await together(*[partial(t.broadcast, values) for t in trainers])
+    call = Call(kind, "float32", (LARGE,), "sum" if kind == "all_reduce" else "")
+    parts = (LARGE,) * size if kind == "all_gather" else ()
+    return await together(*[partial(run, t, call, values, parts) for t in trainers])
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "broadcast"])
+async def test_what_all_get_is_written_once(clock: MockClock, kind: str) -> None:
+    async with village(clock, 1) as here:
+        trainers = await here.job(*here.machines * 3)
+        for value in range(1, 5):
+            results = await of_all(trainers, kind, value)
+            right = 3 * value if kind == "all_reduce" else value
+            assert all((result == right).all() for result in results)
+            memories = memories_of(here)
+            assert len(memories) == 1 + (kind == "broadcast")  # its root has its own values
+        assert len({number for t in trainers for number in t.maps}) < 12  # from op to op the same
+
+
+async def test_a_rank_without_room_for_it_gets_a_copy(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with village(clock, 1) as here:
+        trainers = await here.job(*here.machines * 3)
+        monkeypatch.setattr(OutputArenas, "adopt", lambda *_: None)
+        results = await of_all(trainers, "all_reduce", 1)
+        assert all((result == 3).all() for result in results)
+        assert len(memories_of(here)) == 3
+
+
+@pytest.mark.parametrize("keeper", [0, 1])
+async def test_what_one_rank_keeps_stays_as_it_is(clock: MockClock, keeper: int) -> None:
+    async with village(clock, 1) as here:
+        trainers = await here.job(*here.machines * 2)
+        call, first = Call("all_reduce", "float32", (LARGE,), "sum"), 5
+
+        def one(trainer: Trainer, value: float) -> Callable[[], Awaitable[object]]:
+            values, borrows = np.full(LARGE, value, np.float32), trainer.rank == keeper
+            return partial(trainer.run, call, values, borrows=borrows and value == first)
+
+        for value in range(first, first + 6):
+            await together(*[one(t, value) for t in trainers])
+            await trio.sleep(1)  # heartbeats: all of it is stable
+        kept = trainers[keeper]
+        (number,) = kept.lent
+        assert (np.frombuffer(kept.maps[number], np.float32, LARGE) == 10).all()
+        await kept.send(DropArena(number))
+
+
+async def test_a_rank_that_is_slow_to_read_is_not_overtaken(clock: MockClock) -> None:
+    """Until its second call after it, its trainer may read what it was given."""
+    async with village(clock, 1) as here:
+        fast, root, slow = await here.job(*here.machines * 3)
+        await of_all([fast, root, slow], "all_reduce", 1)
+        (read,) = ranks_of(here)[2].results.values()
+        assert read.arena is not None
+        await trio.sleep(1)  # heartbeats: it is stable
+        for value in range(5, 9):
+            await root.broadcast(np.full(LARGE, value, np.float32), root=1)
+            assert (await fast.broadcast(ones(LARGE), root=1))[0] == value
+        memory = slow.maps[read.arena.number]
+        assert (np.frombuffer(memory, np.float32, LARGE) == 3).all()
+
+
+@pytest.mark.parametrize("interrupted", [{1}, {0, 1}, {0, 1, 2}])
+async def test_who_is_interrupted_before_the_end_gets_what_the_others_get(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch, interrupted: set[int]
+) -> None:
+    """Where nobody has the result yet, the op runs again without the lost rank."""
+    real, held = LocalRank.unfenced, set[int | None]()
+
+    async def unfenced(rank: LocalRank) -> None:
+        if rank.size == 3 and rank.rank in interrupted:
+            held.add(rank.rank)
+            await trio.sleep_forever()
+        await real(rank)
+
+    monkeypatch.setattr(LocalRank, "unfenced", unfenced)
+    async with village(clock, 1) as here:
+        *left, lost = await here.job(*here.machines * 3)
+
+        async def die() -> None:
+            await until(lambda: held == interrupted)
+            await lost.die()
+
+        async def reduce(trainer: Trainer) -> float:
+            return float((await trainer.reduce(ones(LARGE)))[-1])
+
+        calls = [partial(reduce, trainer) for trainer in left]
+        *sums, _, _ = await together(*calls, die, partial(swallow, reduce(lost)))
+        assert sums == [2.0 if len(interrupted) == 3 else 3.0] * 2
+        assert [x[0] for x in await reduce_all(left)] == [2.0] * 2
+        await trio.sleep(1)  # heartbeats: all of it is stable
+        assert not any(rank.arenas.outputs._ops for rank in ranks_of(here))  # noqa: SLF001 - held
+
+
+async def test_who_is_beyond_the_receivers_takes_nothing(clock: MockClock) -> None:
+    async with village(clock, 1) as here:
+        root, *others = await here.job(*here.machines * 3)
+        results = await together(
+            *[partial(t.broadcast, ones(LARGE), receivers=(1,)) for t in (root, *others)]
+        )
+        assert [result[-1] for result in results] == [1, 1, 0]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pmesh.core.ops.kinds import KINDS, Setting, extent_of
 from pmesh.core.ops.reductions import REDUCTIONS, WIRE_DTYPES, Values, check_reduction
-from pmesh.core.ops.together import Fold, Place, Together, plan_together
+from pmesh.core.ops.together import SAME_FOR_ALL, Fold, Place, Together, plan_together
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.trainer import StartOp
 from pmesh.ids import OpNumber
@@ -90,6 +90,9 @@ def compare_with_lanes(requests: list[StartOp], root: int) -> None:
     reduction = first.call.reduction or "sum"
     there = PlanWorld(plans, sources, reduction=reduction).run(Order(seed=0, room=2), sizes)
     assert here == [result.tobytes() for result in there]
+    if first.call.kind in SAME_FOR_ALL:
+        written = combined(plan_together(requests, root=root, once=True), sources, sizes, first)
+        assert written == [here[0], *(b"\xee" * nbytes for nbytes in sizes[1:])]
 
 
 @given(drawn=calls())

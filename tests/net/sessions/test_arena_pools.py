@@ -47,12 +47,111 @@ async def test_a_released_arena_serves_the_next_op_of_its_size() -> None:
 async def test_what_a_trainer_may_still_read_is_not_written_by_its_next_op() -> None:
     pool = output_arenas()
     read = await pool.acquire(100_000)
+    pool.deliver(read)
     pool.release(read)  # it is stable already
     written = await pool.acquire(100_000)
     assert written is not read
+    pool.deliver(written)
     pool.release(written)
     assert await pool.acquire(100_000) is read
     await pool.aclose()
+
+
+async def test_several_ranks_have_one_memory_each_as_an_arena_of_its_own() -> None:
+    owner, other = output_arenas(), output_arenas()
+    arena = await owner.acquire(100_000)
+    await other.acquire(10)
+    alias = other.adopt(arena)
+    assert alias is not None
+    arena.memory[:3] = b"sum"
+    assert bytes(alias.memory[:3]) == b"sum"
+    assert (alias.number, alias.nbytes, other.nbytes) == (1, arena.nbytes, 65536 + arena.nbytes)
+    await owner.aclose()
+    assert bytes(alias.memory[:3]) == b"sum"
+    await other.aclose()
+    with pytest.raises(ValueError, match="released"):
+        alias.memory[0]
+
+
+async def test_what_another_rank_may_still_read_is_not_written() -> None:
+    owner, other = output_arenas(), output_arenas()
+    arena = await owner.acquire(10)
+    alias = other.adopt(arena)
+    assert alias is not None
+    other.deliver(alias)
+    owner.release(arena)
+    assert await owner.acquire(10) is not arena  # the other's op is not stable
+    other.release(alias)
+    for _ in range(2):  # the other's trainer may read it until its second call
+        assert await owner.acquire(10) is not arena
+        await other.acquire(10)
+    assert await owner.acquire(10) is arena
+    assert other.adopt(arena) is alias  # which the trainer has mapped
+    await owner.aclose()
+    await other.aclose()
+
+
+async def test_what_another_rank_keeps_is_not_written_though_it_has_left() -> None:
+    owner, other = output_arenas(), output_arenas()
+    kept, dropped = await owner.acquire(10), await owner.acquire(10)
+    aliases = [other.adopt(kept), other.adopt(dropped)]
+    assert aliases[0] is not None
+    assert aliases[1] is not None
+    assert other.lend(aliases[0])
+    for alias in aliases:
+        assert alias is not None
+        other.release(alias)
+    for arena in (kept, dropped):
+        owner.release(arena)
+    await other.aclose()
+    assert await owner.acquire(10) is dropped
+    assert await owner.acquire(10) is not kept
+    await owner.aclose()
+
+
+async def test_nothing_is_written_through_an_alias() -> None:
+    owner, other = output_arenas(), output_arenas()
+    arena = await owner.acquire(10)
+    alias = other.adopt(arena)
+    assert alias is not None
+    other.release(alias)
+    assert await other.acquire(10) is not alias
+    await owner.aclose()
+    assert await other.acquire(10) is not alias
+    await other.aclose()
+
+
+async def test_an_alias_counts_as_the_memory_that_it_keeps() -> None:
+    owner, other = output_arenas(), output_arenas(limit_bytes=4 * MIB)
+    arenas = [await owner.acquire(3 * MIB) for _ in range(2)]
+    alias = other.adopt(arenas[0])
+    assert alias is not None
+    assert other.adopt(arenas[1]) is None
+    other.release(alias)
+    assert other.adopt(arenas[1]) is None
+    await other.acquire(2 * MIB)  # for which the free alias makes way
+    assert other.take_gone() == (alias.number,)
+    for many in [await owner.acquire(10) for _ in range(MAX_ARENAS - 2)]:
+        assert other.adopt(many) or other.nbytes > 4 * MIB - SMALLEST_BYTES
+    await owner.aclose()
+    await other.aclose()
+
+
+async def test_aliases_that_rest_make_way_for_others(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    owner, other = output_arenas(), output_arenas()
+    first, second = [await owner.acquire(10) for _ in range(2)]
+    old, own = other.adopt(first), await other.acquire(10)
+    assert old is not None
+    other.release(old)
+    autojump_clock.jump(IDLE_S)
+    other.release(own)
+    assert other.adopt(second) is not None
+    assert await other.acquire(10) is own
+    assert other.take_gone() == (old.number,)
+    await owner.aclose()
+    await other.aclose()
 
 
 async def test_the_smallest_that_fits_is_taken() -> None:
