@@ -8,7 +8,6 @@ import select
 import socket
 import time
 from collections import deque
-from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -140,8 +139,7 @@ class AgentConnection(Generic[_Reply_co]):
         """Wait at most `timeout_s`; return True if there is data, or the connection has ended."""
         poll = select.poll()  # not select, which takes no descriptor above 1,023
         poll.register(self._socket.fileno(), select.POLLIN)
-        events: list[tuple[int, int]] = wait(partial(poll.poll, 1000 * timeout_s), otherwise=[])
-        return bool(events)
+        return wait(lambda: bool(poll.poll(1000 * timeout_s)), otherwise=False)
 
     def _warn_of_silence(self, due_s: float, began: float) -> None:
         """Wait until the agent sends something; warn once if it is late."""
