@@ -47,6 +47,10 @@ def test_equal_ranks_take_turns(size: int, rows: int) -> None:
         assert each.tolist() == list(range(rank, rows, size))
 
 
+def test_with_fewer_rows_than_ranks_the_first_ranks_have_one_each() -> None:
+    assert [each.tolist() for each in deal_rows(2, [1, 5, 9])] == [[0], [1], []]
+
+
 def test_rows_of_unequal_ranks_are_spread_over_the_batch() -> None:
     # mlx-lm sorts rows by length: neighbours would be short for one rank, and long for another.
     slow, fast = deal_rows(12, [1, 2])
