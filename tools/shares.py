@@ -121,13 +121,16 @@ class Trial:
         command = [sys.executable, *words]
         environment = inherited() | settings | {"OPENBLAS_NUM_THREADS": "1"}
         for rank in who:
-            self._groups[rank].hold(CORES[rank])
+            self._groups[rank].hold(1.0)  # until it trains: imports would take most of the time
         with ExitStack() as stack:
             programs = list[LabProgram]()
             for rank in who:
                 started = LabProgram.start(f"rank {rank}", command, environment=environment)
                 programs.append(stack.enter_context(started))
                 self._groups[rank].add(started.pid)
+            await_that(lambda: all(p.lines for p in programs), "steps", of=programs)
+            for rank in who:
+                self._groups[rank].hold(CORES[rank])
             if throttled:
                 await_that(lambda: len(programs[0].lines) >= steps // 2, "steps", of=programs)
                 self._groups[who[-1]].hold(CORES[who[-1]] / 4)
