@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+import threading
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -20,6 +21,7 @@ from pmesh.ids import PRINTABLE, JobName
 
 _MAX_RANKS = 1024  # what `pmesh.core.wire.trainer.Connect` allows
 _MAX_PLACE = 2**31
+_MOST_ROWS = 2**31
 
 OnLoss = Literal["continue", "raise"]
 Quorum = Literal["any", "majority"]
@@ -109,18 +111,16 @@ def connect(
     place = Place(
         home_directory(home), request, on_superseded=on_superseded, shares=_shares(shares, max_rows)
     )
-    mesh = Mesh(place, job=job)
-    _JOBS.append(job)
-    return mesh
+    _JOINED.set()
+    return Mesh(place, job=job)
 
 
-_JOBS: list[str] = []
-"""All jobs that this program has joined."""
+_JOINED = threading.Event()
 
 
 def has_joined() -> bool:
     """Whether this program has joined a job, which it may have left."""
-    return bool(_JOBS)
+    return _JOINED.is_set()
 
 
 def _job(job: str | None) -> str:
@@ -152,8 +152,8 @@ def _shares(shares: str | None, max_rows: int | None) -> Shares:
     name = "PMESH_SHARES" if shares is None else "shares"
     chosen = os.environ.get("PMESH_SHARES", "measured") if shares is None else shares
     _check_choice(name, chosen, get_args(DealsShares))
-    if max_rows is not None and max_rows < 1:
-        raise UsageError(f"max_rows is at least 1, not {max_rows}")
+    if max_rows is not None and not 1 <= max_rows < _MOST_ROWS:
+        raise UsageError(f"max_rows is at least 1 and less than 2**31, not {max_rows}")
     return Shares(even=chosen == "even", most_rows=max_rows or 0)
 
 

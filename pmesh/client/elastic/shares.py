@@ -31,8 +31,8 @@ class Shares:
         self._rows, self._began_s = 0, own_s
 
     def end_step(self, own_s: float) -> None:
-        """Measure the step, unless the session is another one than at its beginning."""
-        if self._rows and self._began_s is not None and own_s > self._began_s:
+        """Measure the step, which had the same session at its beginning."""
+        if self._rows and self._began_s is not None:
             self._pace.note(own_s - self._began_s, self._rows)
         self._rows, self._began_s = 0, None
 
