@@ -21,7 +21,7 @@ help:
 	@echo "make clean   remove all that the above have made, .venv too"
 
 demo: .venv/.for-demo $(LIBRARY)
-	@$(BIN)/python tools/demo.py
+	@$(BIN)/pmesh demo
 
 # Doctests count as tests; client/trees/torch.py can't be imported where torch, which is optional, is not.
 PYTEST := $(BIN)/pytest -n logical --dist loadscope --max-worker-restart 0 --doctest-modules --doctest-ignore-import-errors
@@ -61,11 +61,11 @@ venv: .venv/.for-work
 
 # A stamp for each of the two readers: who tries the demo need not wait for linters.
 .venv/.for-demo: .venv/.pip pyproject.toml hatch_build.py
-	$(PIP) install --quiet --editable '.[mlx]' --group demo
+	$(PIP) install --quiet --editable .
 	@touch $@
 
 .venv/.for-work: .venv/.pip pyproject.toml hatch_build.py
-	$(PIP) install --quiet --editable '.[mlx]' --group demo --group test --group check --group docs
+	$(PIP) install --quiet --editable '.[mlx]' --group test --group check --group docs
 	@touch $@
 
 # The installations above have compiled it, too; this does so after a change of its sources.
@@ -83,6 +83,6 @@ $(BIN)/python:
 	"$$python" -m venv --clear .venv
 
 clean:
-	rm -rf $(LIBRARY) .venv .demo .hypothesis .coverage .coverage.* docs/_build
+	rm -rf $(LIBRARY) .venv .hypothesis .coverage .coverage.* docs/_build
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 	find pmesh tests tools examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -36,6 +36,15 @@ KNOWN = {
         "cwd / Path(word).expanduser()",
         "cwd / found",
     },
+    "pmesh/cli/demo.py": {
+        "Path(made, f'mac-{number}')",  # counted here
+        "home.parent / f'{name}.log'",  # our own names of programs
+    },
+    "pmesh/cli/demo_training.py": {
+        "Path(sysconfig.get_path('stdlib'))",
+        "STEPS / seconds",
+        "chances / len(starts)",
+    },
     "pmesh/cli/mlx.py": {
         "Path(first)",
         "Path(path)",

@@ -14,25 +14,29 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from pmesh.cli.demo import status_of
 from pmesh.cli.events import Reader
 from pmesh.cli.ring import RingNode, draw_ring
-from tools.demo import CLONE, FRAME_S, console, demo_mesh, meet, status_of
-from tools.lab.mesh import Node
+from pmesh.terminal.rows import output
+from tools.lab.mesh import ROOT, LabMesh, Node
 
 TRAIN = f"""
-import sys, time; sys.path.insert(0, {str(CLONE / "examples")!r})
+import sys, time; sys.path.insert(0, {str(ROOT / "examples")!r})
 import train_numpy
 train_numpy.STEPS = 10**6
 train_numpy.main(3)
 """
+MACHINES = 3
 LINES = 7
+FRAME_S = 0.1
 ACT_S = 4.0
 
 
 class Picture:
     """What the first machine sees."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, width: int) -> None:
+        self._width = width
         self._node = node
         self._reader = Reader(node.home)
         self._lines: list[Text] = []
@@ -53,7 +57,7 @@ class Picture:
             at = f"{event.time:%H:%M:%S}.{event.time.microsecond // 1000:03}  "
             line = Text.assemble((at, "dim"), event.text, no_wrap=True, overflow="ellipsis")
             self._lines.append(line)
-        status = status_of(self._node)
+        status = status_of(self._node.home)
         if status is None:
             return Text(title)
         view = status.view
@@ -63,18 +67,20 @@ class Picture:
         calls = max((rank.completed for rank in ranks), default=0)
         return Group(
             Text(f"\n{title}\n", "bold"),
-            draw_ring(nodes, width=console.width, beat=beat),
+            draw_ring(nodes, width=self._width, beat=beat),
             Text(f"\n{len(ranks)} ranks train; {calls:,} collective calls so far\n"),
             *self._lines[-LINES:],
         )
 
 
 def main() -> None:
-    with demo_mesh() as mesh:
-        meet(mesh)
+    console = output()
+    with LabMesh(MACHINES) as mesh:
+        mesh.start_agents(mdns=True)
+        mesh.await_view()
         third = mesh.nodes[2]
         trainers = [mesh.start_program(node, "-c", TRAIN) for node in mesh.nodes]
-        picture = Picture(mesh.nodes[0])
+        picture = Picture(mesh.nodes[0], console.width)
         with Live(console=console, refresh_per_second=10) as live:
             picture.show(live, "Three machines train one model.", 3)
             for program in (*third.programs(), trainers[2]):

@@ -512,6 +512,14 @@ def forget_(name: str, /, *, home: Home = None) -> int:
 
 
 @app.command
+def demo() -> int:
+    """Train a small model with three agents and three trainers on this machine; half a minute."""
+    from pmesh.cli.demo import run_demo  # noqa: PLC0415 - numpy
+
+    return run_demo()
+
+
+@app.command
 def down(*, home: Home = None) -> int:
     """Stop the local agent cleanly: its peers see a leave, not a failure."""
     return bring_down(home)
@@ -526,7 +534,7 @@ def version() -> int:
 
 IN_ORDER_OF_USE = (
     *("key", "up", "status", "run", "ps", "logs", "fetch", "stop", "allow", "mlx", "checkpoint"),
-    *("events", "ping", "bench", "forget", "down", "version"),
+    *("events", "ping", "bench", "demo", "forget", "down", "version"),
 )
 for _place, _name in enumerate(IN_ORDER_OF_USE):
     app[_name].sort_key = _place  # else they are listed by the alphabet
