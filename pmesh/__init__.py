@@ -24,6 +24,7 @@ from pmesh.errors import (
     UnsupportedCompression,
     UsageError,
 )
+from pmesh.installed import installed_version, warn_of_namesake
 
 if TYPE_CHECKING:
     __version__: str
@@ -110,15 +111,16 @@ _LATER = MappingProxyType(
 """Imported when first asked for: `pmesh status` needs no numpy, nor does who imports one module."""
 
 
+warn_of_namesake(__path__[0])
+
+
 def __dir__() -> list[str]:
     return [*__all__, "errors"]
 
 
 def __getattr__(name: str) -> object:
     if name == "__version__":
-        from importlib.metadata import version  # noqa: PLC0415 - it takes longer than the rest
-
-        return version("pmesh")
+        return installed_version()
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found: object = getattr(import_module(_LATER[name]), name)

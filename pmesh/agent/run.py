@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from datetime import datetime
-from importlib.metadata import version
 from typing import TypeAlias, Union, assert_never
 
 import psutil
@@ -77,6 +76,7 @@ from pmesh.errors import ConfigError, PmeshError, PortTaken, UsageError
 from pmesh.features import make_features
 from pmesh.home_paths import socket_path
 from pmesh.ids import Incarnation, Member, NodeId, node_text
+from pmesh.installed import installed_version
 from pmesh.net.links.acceptor import Acceptor, listen_at_interfaces
 from pmesh.net.links.dialer import error_numbers
 from pmesh.net.links.discovery import Discovered, discover, minute_of_now
@@ -215,7 +215,7 @@ class Agent:
         )
         owners = load_names(settings.home)
         self._names = MachineNames(owners, noticed=self._event_log.add)
-        self._version = version("pmesh")  # it opens a file; later no descriptor may be left
+        self._version = installed_version()  # it opens a file; later no descriptor may be left
         self._files = plan_files(open_files_limit())
         memory_bytes = psutil.virtual_memory().total
         self._admission = Admission(self._files, memory_bytes=memory_bytes)

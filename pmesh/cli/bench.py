@@ -8,7 +8,6 @@ import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version as installed_version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from pmesh.client.control import ask_status
 from pmesh.client.mesh import Mesh
 from pmesh.errors import ConfigError, RankLost, RunError, UsageError
 from pmesh.home_paths import home_directory
+from pmesh.installed import installed_version
 from pmesh.terminal.lines import complain, say_json
 from pmesh.terminal.rows import Rows, output
 from pmesh.terminal.sizes import parse_size
@@ -260,7 +260,7 @@ def run_bench(home: Path | None, options: BenchOptions) -> int:
     if options.as_json:
         report = BenchReport(
             schema=SCHEMA_VERSION,
-            version=installed_version("pmesh"),
+            version=installed_version(),
             names=names,
             native=not without_native,
             rows=tuple(rows),

@@ -225,7 +225,7 @@ def test_tab_completion_lists_what_the_package_offers() -> None:
 
 
 def test_the_version_is_that_of_the_installed_package() -> None:
-    assert pmesh.__version__ == version("pmesh")
+    assert pmesh.__version__ == version("pmesh-agent")
 
 
 def test_the_job_comes_from_pmesh_run_where_none_is_given(
