@@ -36,6 +36,12 @@ KNOWN = {
         "cwd / Path(word).expanduser()",
         "cwd / found",
     },
+    "pmesh/agent/log_file.py": {"self._path.with_name(f'{self._path.name}.1')"},  # ours
+    "pmesh/cli/service.py": {
+        "Path(os.environ.get('PMESH_HOME') or Path(user.pw_dir, '.pmesh'))",
+        "Path(user.pw_dir)",
+        "Path(user.pw_dir, '.pmesh')",
+    },
     "pmesh/cli/demo.py": {
         "Path(made, f'mac-{number}')",  # counted here
         "home.parent / f'{name}.log'",  # our own names of programs

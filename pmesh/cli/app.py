@@ -12,7 +12,7 @@ from cyclopts import App, CycloptsError, Parameter
 
 from pmesh.agent.config import LogLevel
 from pmesh.agent.home import is_full, reason
-from pmesh.cli import keys
+from pmesh.cli import keys, service
 from pmesh.cli.events import show_events
 from pmesh.cli.ping import show_ping
 from pmesh.cli.status import bring_down, show_status
@@ -45,6 +45,9 @@ allow_app = App(name="allow", help="What other members of the mesh may do on thi
 app.command(allow_app)
 checkpoint_app = App(name="checkpoint", help="Look into the folders of pmesh.Checkpoints.")
 app.command(checkpoint_app)
+
+service_app = App(name="service", help="Start the agent at boot, and again when it has crashed.")
+app.command(service_app)
 
 
 @key_app.command
@@ -500,6 +503,28 @@ def allow_run_(
     return allow_run(home, member, as_root=as_root, no=no)
 
 
+@service_app.command(name="install")
+def service_install(*, home: Home = None) -> int:
+    """Start the agent now and at each boot: by systemd, or on a Mac by launchd, with sudo.
+
+    Args:
+        home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
+    """
+    return service.install(home)
+
+
+@service_app.command(name="remove")
+def service_remove() -> int:
+    """Stop the agent, and do not start it any more."""
+    return service.remove()
+
+
+@service_app.command(name="status")
+def service_status() -> int:
+    """Say whether the agent is started at boot, and whether it runs; the exit code is 0 or 1."""
+    return service.show()
+
+
 @app.command(name="forget")
 def forget_(name: str, /, *, home: Home = None) -> int:
     """Let another machine have a name: you have reinstalled the one that had it before.
@@ -526,6 +551,17 @@ def down(*, home: Home = None) -> int:
 
 
 @app.command
+def completion(shell: Literal["bash", "zsh", "fish"], /) -> int:
+    """Print the script that completes the commands in a shell.
+
+    Args:
+        shell: Whose language: bash reads it by eval "$(pmesh completion bash)".
+    """
+    say(*app.generate_completion(shell=shell).splitlines())
+    return 0
+
+
+@app.command
 def version() -> int:
     """Print the version of pmesh and of its protocol, and whether it has its native library."""
     say(version_text())
@@ -534,7 +570,7 @@ def version() -> int:
 
 IN_ORDER_OF_USE = (
     *("key", "up", "status", "run", "ps", "logs", "fetch", "stop", "allow", "mlx", "checkpoint"),
-    *("events", "ping", "bench", "demo", "forget", "down", "version"),
+    *("events", "ping", "bench", "demo", "forget", "service", "down", "completion", "version"),
 )
 for _place, _name in enumerate(IN_ORDER_OF_USE):
     app[_name].sort_key = _place  # else they are listed by the alphabet

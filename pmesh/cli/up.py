@@ -29,6 +29,7 @@ from pmesh.agent.config import (
 )
 from pmesh.agent.home import NODE_KEY_BYTES, hold_home, load_node_key, open_home, open_own_file
 from pmesh.agent.limits import raise_open_files
+from pmesh.agent.log_file import LogFile
 from pmesh.agent.schema import decode_status, describe_other_mesh
 from pmesh.cli.keys import find_mesh_key, has_mesh_key
 from pmesh.client.control import ask_status
@@ -135,7 +136,7 @@ def _run_here(settings: AgentSettings) -> int:
     complaint = raise_open_files()
     if complaint is not None:
         complain(complaint)
-    log = dropping_lines(sys.stderr)
+    log = dropping_lines(sys.stderr, LogFile(settings.home / LOG_NAME).rotate_if_full)
     set_up_logs(level=settings.log_level, as_json=settings.log_json, stream=log)
     with hold_home(settings.home):
         mesh_key, node_key = _keys(settings)

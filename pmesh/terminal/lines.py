@@ -7,6 +7,7 @@ import contextlib
 import json
 import signal
 import sys
+from collections.abc import Callable
 from typing import TextIO, cast
 
 from pmesh.errors import PmeshError
@@ -38,21 +39,26 @@ def announce(text: str) -> None:
         say(text)
 
 
-def dropping_lines(stream: TextIO) -> TextIO:
-    """Wrap the stream of an agent's log; it drops lines that can't be written."""
-    return cast("TextIO", _DroppingLines(stream))
+def dropping_lines(stream: TextIO, written: Callable[[], None] = lambda: None) -> TextIO:
+    """Wrap the stream of an agent's log; it drops lines that can't be written.
+
+    `written` is called after each; an OSError of its own is ignored, too.
+    """
+    return cast("TextIO", _DroppingLines(stream, written))
 
 
 class _DroppingLines:
     """The part of a stream that loggers use."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, written: Callable[[], None]) -> None:
         self._stream = stream
+        self._written = written
         self.isatty = stream.isatty
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError):
             self._stream.write(text)
+            self._written()
         return len(text)
 
     def flush(self) -> None:

@@ -1,0 +1,243 @@
+"""`pmesh service`: the system starts the agent at boot, and again when it has crashed.
+
+On Linux systemd does, that of the user or, for root, that of the machine. On a Mac it is a daemon
+of launchd which runs as the user. For an agent of launchd macOS would ask for the Local Network
+permission, and nobody may see the question; for a daemon it never asks (Apple's TN3179).
+"""
+
+import os
+import plistlib
+import pwd
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from pmesh.client.control import ask_status
+from pmesh.errors import AgentAlreadyRunning, ConfigError, KeyFileError, PmeshError
+from pmesh.home_paths import LOG_NAME, MESH_KEY_NAME
+from pmesh.terminal.lines import say
+
+Command = tuple[str, ...]
+
+UNIT: Final = "pmesh.service"
+LABEL: Final = "org.pmesh.agent"
+PLIST: Final = Path("/Library/LaunchDaemons") / f"{LABEL}.plist"
+_QUOTES: Final = frozenset("\"'\\")
+COMMAND_TIMEOUT_S: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Whose agent is to be started, and by which program."""
+
+    system: Literal["linux", "darwin"]
+    user: str
+    user_home: Path
+    home: Path
+    """The agent's."""
+    program: Command
+    as_root: bool
+    """True if root types the command, for whomever."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """What the system has to know, and the commands that tell it."""
+
+    file: Path
+    content: bytes
+    log: str
+    """The command that shows the agent's log."""
+    begin: tuple[Command, ...]
+    end: tuple[Command, ...]
+    forget: tuple[Command, ...]
+    """After the file is removed."""
+    ask: Command
+    """It returns 0 while the agent runs."""
+
+
+def service_for(wanted: Wanted) -> Service:
+    """Raise ConfigError for what the system's files can't say, or for a user who may not ask."""
+    for text in (wanted.user, str(wanted.home), *wanted.program):
+        if not text.isprintable():
+            raise ConfigError(f"no service can be made of {text!r}: it has unprintable characters")
+    return _launchd(wanted) if wanted.system == "darwin" else _systemd(wanted)
+
+
+def _systemd(wanted: Wanted) -> Service:
+    if not _QUOTES.isdisjoint(wanted.program[0]):
+        raise ConfigError(f"systemd can't start {wanted.program[0]}: it has a quote or backslash")
+    systemctl: Command = ("systemctl",)
+    journal: Command = ("journalctl",)
+    folder, target = Path("/etc/systemd/system"), "multi-user.target"
+    linger: tuple[Command, ...] = ()
+    if not wanted.as_root:
+        systemctl, journal = (*systemctl, "--user"), (*journal, "--user")
+        folder, target = wanted.user_home / ".config/systemd/user", "default.target"
+        linger = (("loginctl", "enable-linger", wanted.user),)  # else it runs only while logged in
+    program = " ".join(map(_quoted, wanted.program))
+    return Service(
+        file=folder / UNIT,
+        content=(
+            "[Unit]\n"
+            "Description=pmesh agent\n"
+            "After=network.target\n"
+            "\n"
+            "[Service]\n"
+            f"Environment={_quoted(f'PMESH_HOME={wanted.home}')}\n"
+            f"ExecStart=:{program}\n"  # a colon: $ has no meaning
+            "Restart=on-failure\n"
+            "RestartSec=5\n"
+            "\n"
+            "[Install]\n"
+            f"WantedBy={target}\n"
+        ).encode(),
+        log=shlex.join((*journal, "--unit", UNIT, "--follow")),
+        begin=((*systemctl, "daemon-reload"), (*systemctl, "enable", "--now", UNIT), *linger),
+        end=((*systemctl, "disable", "--now", UNIT),),
+        forget=((*systemctl, "daemon-reload"),),
+        ask=(*systemctl, "--quiet", "is-active", UNIT),
+    )
+
+
+def _quoted(word: str) -> str:
+    """One word of a unit file; systemd.service(5) and systemd.unit(5) say what must be escaped."""
+    for special in ("\\", '"'):  # the backslash first
+        word = word.replace(special, f"\\{special}")
+    return f'"{word.replace("%", "%%")}"'
+
+
+def _launchd(wanted: Wanted) -> Service:
+    if not wanted.as_root:
+        program = shlex.join((*wanted.program[:-1], "service"))
+        raise ConfigError(f"only root may do this on a Mac: type 'sudo {program} …' instead")
+    log = str(wanted.home / LOG_NAME)
+    return Service(
+        file=PLIST,
+        content=plistlib.dumps(
+            {
+                "Label": LABEL,
+                "UserName": wanted.user,
+                "ProgramArguments": list(wanted.program),
+                "EnvironmentVariables": {"PMESH_HOME": str(wanted.home)},
+                "RunAtLoad": True,
+                "KeepAlive": {"SuccessfulExit": False},
+                "StandardOutPath": log,
+                "StandardErrorPath": log,
+            }
+        ),
+        log=shlex.join(("tail", "-f", log)),
+        begin=(("launchctl", "bootstrap", "system", str(PLIST)),),
+        end=(("launchctl", "bootout", f"system/{LABEL}"),),
+        forget=(),
+        ask=("launchctl", "print", f"system/{LABEL}"),
+    )
+
+
+def wanted_here(home: Path | None = None) -> Wanted:
+    """Raise ConfigError on another system, or for sudo where it would ask for root's agent."""
+    system = sys.platform
+    if system not in {"linux", "darwin"}:
+        raise ConfigError(f"pmesh can't be a service of {system}")
+    as_root = os.geteuid() == 0
+    sudoer = os.environ.get("SUDO_USER", "") if as_root else ""
+    if sudoer and system == "linux":
+        raise ConfigError(f"no root is needed here: type the same as {sudoer}, without sudo")
+    user = pwd.getpwnam(sudoer) if sudoer else pwd.getpwuid(os.geteuid())
+    chosen = home or Path(os.environ.get("PMESH_HOME") or Path(user.pw_dir, ".pmesh"))
+    return Wanted(
+        system="darwin" if system == "darwin" else "linux",
+        user=user.pw_name,
+        user_home=Path(user.pw_dir),
+        home=chosen.absolute(),
+        program=(sys.executable, "-m", "pmesh.cli", "up"),
+        as_root=as_root,
+    )
+
+
+def install(home: Path | None) -> int:
+    """`pmesh service install`.
+
+    Raises:
+        KeyFileError: The home has no mesh key: at boot nobody would see the one that is made.
+        AgentAlreadyRunning: Another agent of this home runs.
+        ConfigError: As for `wanted_here` and `service_for`, or the system has refused.
+    """
+    wanted = wanted_here(home)
+    service = service_for(wanted)
+    if not (wanted.home / MESH_KEY_NAME).exists():
+        raise KeyFileError(
+            f"{wanted.home} holds no mesh key yet: first 'pmesh key new' on the first machine,"
+            " or 'pmesh key set' on another one"
+        )
+    if not service.file.exists() and _answers(wanted.home):
+        raise AgentAlreadyRunning(f"an agent of {wanted.home} runs already: first 'pmesh down'")
+    try:
+        service.file.parent.mkdir(parents=True, exist_ok=True)
+        service.file.write_bytes(service.content)
+    except OSError as e:
+        raise ConfigError(f"can't write {service.file}: {e.strerror}") from e
+    for command in service.begin:
+        _tell(command)
+    say(
+        f"The agent runs, and starts at boot ({service.file}). Its log: {service.log}",
+        "'pmesh down' stops it until the next boot, 'pmesh service remove' for good.",
+    )
+    return 0
+
+
+def remove() -> int:
+    """`pmesh service remove`. Raises ConfigError if the system has refused."""
+    service = service_for(wanted_here())
+    if not service.file.exists():
+        say("pmesh is no service here.")
+        return 0
+    for command in service.end:
+        _tell(command)
+    service.file.unlink()
+    for command in service.forget:
+        _tell(command)
+    say("The agent has stopped, and does not start at boot any more.")
+    return 0
+
+
+def show() -> int:
+    """`pmesh service status`: 0 if it is installed and runs, else 1."""
+    service = service_for(wanted_here())
+    if not service.file.exists():
+        say("pmesh is no service here; 'pmesh service install' makes it one.")
+        return 1
+    runs = _run(service.ask).returncode == 0
+    say(f"{service.file}: it {'runs' if runs else 'does not run'}. Its log: {service.log}")
+    return 0 if runs else 1
+
+
+def _answers(home: Path) -> bool:
+    try:
+        ask_status(home, timeout_s=1.0)
+    except PmeshError:
+        return False
+    return True
+
+
+def _tell(command: Command) -> None:
+    ran = _run(command)
+    if ran.returncode:
+        said = ran.stderr.strip() or f"it returned {ran.returncode}"
+        raise ConfigError(f"'{shlex.join(command)}' has failed: {said}")
+
+
+def _run(command: Command) -> "subprocess.CompletedProcess[str]":
+    try:
+        return subprocess.run(  # noqa: S603 - the system's own commands
+            command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
+        )
+    except FileNotFoundError as e:
+        raise ConfigError(f"this machine has no {command[0]}: start 'pmesh up' otherwise") from e
+    except subprocess.TimeoutExpired as e:
+        raise ConfigError(
+            f"'{shlex.join(command)}' has not ended within {COMMAND_TIMEOUT_S:.0f} s"
+        ) from e
