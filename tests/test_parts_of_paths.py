@@ -42,6 +42,7 @@ KNOWN = {
         "Path(user.pw_dir)",
         "Path(user.pw_dir, '.pmesh')",
     },
+    "pmesh/cli/bugreport.py": {"Path(f'pmesh-bugreport-{now:%Y%m%d-%H%M%S}.txt')"},
     "pmesh/cli/demo.py": {
         "Path(made, f'mac-{number}')",  # counted here
         "home.parent / f'{name}.log'",  # our own names of programs

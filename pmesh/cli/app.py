@@ -551,6 +551,19 @@ def down(*, home: Home = None) -> int:
 
 
 @app.command
+def bugreport(*, to: Path | None = None, home: Home = None) -> int:
+    """Write one text file with all that is needed to find a fault on this machine, but no key.
+
+    Args:
+        to: The file; default pmesh-bugreport-DATE-TIME.txt in this directory.
+        home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
+    """
+    from pmesh.cli.bugreport import write_report  # noqa: PLC0415 - others don't need it
+
+    return write_report(home, to)
+
+
+@app.command
 def completion(shell: Literal["bash", "zsh", "fish"], /) -> int:
     """Print the script that completes the commands in a shell.
 
@@ -570,7 +583,18 @@ def version() -> int:
 
 IN_ORDER_OF_USE = (
     *("key", "up", "status", "run", "ps", "logs", "fetch", "stop", "allow", "mlx", "checkpoint"),
-    *("events", "ping", "bench", "demo", "forget", "service", "down", "completion", "version"),
+    *(
+        "events",
+        "ping",
+        "bench",
+        "demo",
+        "forget",
+        "service",
+        "down",
+        "bugreport",
+        "completion",
+        "version",
+    ),
 )
 for _place, _name in enumerate(IN_ORDER_OF_USE):
     app[_name].sort_key = _place  # else they are listed by the alphabet

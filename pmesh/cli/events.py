@@ -57,7 +57,7 @@ def show_events(home: Path | None, *, follow: bool, as_json: bool) -> int:
             console.print(_table(page))
         else:
             for event in page.events:
-                console.print(_line(event), soft_wrap=True)
+                console.print(event_line(event), soft_wrap=True)
         sys.stdout.flush()
     return 0
 
@@ -115,7 +115,8 @@ def _table(page: EventPage) -> Rows:
     return Rows(("time", "event", "what happened"), rows)
 
 
-def _line(event: Event) -> Text:
+def event_line(event: Event) -> Text:
+    """Return it as one line."""
     kind = _kind(event)
     kind.pad_right(_KIND_CELLS - kind.cell_len)
     return Text.assemble(_time(event), "  ", kind, "  ", printable(event.text))
