@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Literal
 
 from cyclopts import App, CycloptsError, Parameter
@@ -14,24 +13,19 @@ from pmesh.agent.config import LogLevel
 from pmesh.agent.home import is_full, reason
 from pmesh.cli import keys, service
 from pmesh.cli.events import show_events
+from pmesh.cli.launching import allow_run_, end_own_options, fetch, logs, mlx_, ps, run_, stop
+from pmesh.cli.options import Home
 from pmesh.cli.ping import show_ping
 from pmesh.cli.status import bring_down, show_status
 from pmesh.cli.up import bring_up
 from pmesh.cli.version import version_text
 from pmesh.errors import ConfigError, PmeshError, UsageError
-from pmesh.launches.cli.launches import allow_run, forget, show_hosts, show_launches, stop_launch
-from pmesh.launches.cli.run import run_command
-from pmesh.launches.wire.messages import AskHosts, Backend, Engine, LaunchTerms
+from pmesh.launches.cli.launches import forget
 from pmesh.terminal.lines import complain, complain_of, say
-from pmesh.terminal.sizes import parse_size
 
 FAILED = 1
 MISUSED = 2
 INTERRUPTED = 130  # 128 + SIGINT, as in shells
-
-Home = Annotated[
-    Path | None, Parameter(help="The agent's home directory; default PMESH_HOME, else ~/.pmesh.")
-]
 
 app = App(
     name="pmesh",
@@ -41,8 +35,13 @@ app = App(
 )
 key_app = App(name="key", help="The mesh key: every machine that holds it is a member of the mesh.")
 app.command(key_app)
+app.command(run_, name="run")
+app.command(mlx_, name="mlx")
+for _command in (ps, logs, fetch, stop):
+    app.command(_command)
 allow_app = App(name="allow", help="What other members of the mesh may do on this machine.")
 app.command(allow_app)
+allow_app.command(allow_run_, name="run")
 checkpoint_app = App(name="checkpoint", help="Look into the folders of pmesh.Checkpoints.")
 app.command(checkpoint_app)
 
@@ -263,244 +262,6 @@ def bench(
         plot=plot,
     )
     return run_bench(home, options)
-
-
-@app.command(name="run")
-def run_(
-    *command: Annotated[str, Parameter(show_default=False)],
-    on: str | None = None,
-    count: Annotated[int, Parameter(name=["--count", "-n"])] = 0,
-    per_node: Annotated[int, Parameter(name=["--per-node", "--nproc-per-node"])] = 1,
-    job: str = "",
-    engine: Engine | Literal["mpi"] = "pmesh",
-    backend: Backend | None = None,
-    restarts: int = 10,
-    grace: float = 3.0,
-    hang_timeout: float = 0.0,
-    detach: Annotated[bool, Parameter(negative="", show_default=False)] = False,
-    env: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = (),
-    cwd: Path | None = None,
-    python: str = "",
-    module: Annotated[str, Parameter(name=["--module", "-m"])] = "",
-    shell: Annotated[bool, Parameter(negative="", show_default=False)] = False,
-    sync: Annotated[bool, Parameter(negative="", show_default=False)] = False,
-    sync_limit: str = "100MiB",
-    collect: Path | None = None,
-    home: Home = None,
-) -> int:
-    """Run a command here, or with --on on several machines; start it again when it fails.
-
-    Args:
-        command: The command with its arguments: all from the first word that is not an option.
-        on: The machines, such as mac-1,mac-3, or the first 8 or more characters of their ids; or
-            all. Without it the command runs only here.
-        count: How many ranks in all; default --per-node on each machine.
-        per_node: How many ranks on each machine.
-        job: The name of the job; default a new one.
-        engine: What the script trains with: pmesh, gloo, nccl, mlx-ring or jaccl; or mpi, which
-            starts nothing and prints a host file for mpirun.
-        backend: pmesh: it answers where the script asks torch for gloo or nccl.
-        restarts: How often in a row it is started again; a run of a minute begins a new count.
-        grace: Seconds between a signal and SIGKILL.
-        hang_timeout: Start all ranks again if none prints a line for so many seconds; 0: never.
-        detach: Print the launch's id and end; 'pmesh logs' shows the output.
-        env: NAME=VALUE for each rank; may be repeated.
-        cwd: The working directory on each machine; default this one.
-        python: The Python on each machine; default the one here.
-        module: Run a Python module, as python -m does.
-        shell: Run the words by /bin/sh.
-        sync: Send the working directory first, but for what git ignores; run in a copy of it.
-        sync_limit: How much all of its files may hold, in bytes, KiB, MiB or GiB.
-        collect: At the end, bring what the ranks have written into their copies to this directory.
-        home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
-    """
-    from pmesh.launches.cli.launch import RunOptions, launch_of, run_launch  # noqa: PLC0415 - for speed
-
-    terms = LaunchTerms(
-        "pmesh" if engine == "mpi" else engine, restarts, grace, detach, hang_timeout, backend
-    )
-    if backend is not None and engine != "pmesh":
-        raise ConfigError(f"--backend {backend} needs --engine pmesh, not {engine}")
-    options = RunOptions(
-        on="all" if on is None else on,
-        count=count,
-        per_node=per_node,
-        terms=terms,
-        job=job,
-        environment=env,
-        cwd=cwd,
-        python=python,
-        module=module,
-        shell=shell,
-        sync=sync,
-        sync_limit=parse_size("--sync-limit", sync_limit),
-        collect=collect,
-    )
-    if on is None:
-        if engine == "mpi" or options != RunOptions(terms=LaunchTerms(restarts=restarts)):
-            raise ConfigError(
-                "without --on only --restarts can be given; name the machines, such as: --on all"
-            )
-        return run_command(command, restarts=restarts)
-    if engine == "mpi":
-        return show_hosts(home, AskHosts(options.machines, count, per_node), command)
-    return run_launch(home, launch_of(command, options, os.environ), options)
-
-
-@app.command(name="mlx")
-def mlx_(
-    *command: Annotated[str, Parameter(show_default=False)],
-    job: str | None = None,
-    wait_for: int | None = None,
-    compression: str | None = None,
-    elastic: bool = True,
-    home: Home = None,
-) -> int:
-    """Run an MLX program on all machines: 'pmesh mlx python train.py', the same on each.
-
-    Args:
-        command: The program with its arguments: python, '-m MODULE' or a console script.
-        job: The job's name, the same on all machines; default PMESH_JOB, else the program's.
-        wait_for: How many begin together; default PMESH_WAIT_FOR, else one on each machine.
-        compression: How its gradients are compressed, such as int8; default what the agent has.
-        elastic: Train 'mlx_lm.lora --train' by pmesh's own loop, which machines may leave and join.
-        home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
-    """
-    from pmesh.cli.mlx import run_mlx  # noqa: PLC0415 - numpy, which others don't need
-
-    return run_mlx(
-        home, command, job=job, wait_for=wait_for, compression=compression, elastic=elastic
-    )
-
-
-_MODULE_OPTIONS = ("-m", "--module")
-_VALUED_OPTIONS = MappingProxyType(
-    {
-        "run": (
-            *("--on", "--count", "-n", "--per-node", "--nproc-per-node", "--job", "--engine"),
-            *("--backend", "--restarts", "--grace", "--hang-timeout", "--env", "--cwd", "--python"),
-            *("--sync-limit", "--collect", "--home"),
-            *_MODULE_OPTIONS,
-        ),
-        "mlx": ("--job", "--wait-for", "--compression", "--home"),
-    }
-)
-"""Of the commands that run another one, those of our own options that have a value."""
-
-
-def end_own_options(arguments: Sequence[str]) -> Sequence[str]:
-    """Insert `--` before the command of `pmesh run` or `mlx`: its options are not ours.
-
-    >>> end_own_options(["run", "--restarts", "3", "python", "--version"])
-    ['run', '--restarts', '3', '--', 'python', '--version']
-    >>> end_own_options(["mlx", "--no-elastic", "-m", "mlx_lm", "lora", "--train"])
-    ['mlx', '--no-elastic', '--', '-m', 'mlx_lm', 'lora', '--train']
-    >>> end_own_options(["run", "--on", "all", "-m", "pkg.train", "--epochs", "3"])
-    ['run', '--on', 'all', '-m', 'pkg.train', '--', '--epochs', '3']
-    """
-    valued = _VALUED_OPTIONS.get(arguments[0]) if arguments else None
-    if valued is None:
-        return arguments
-    for place, word in enumerate(arguments):
-        if arguments[place - 1] in _MODULE_OPTIONS and "-m" in valued:
-            return [*arguments[: place + 1], "--", *arguments[place + 1 :]]
-        is_value = arguments[place - 1] in valued
-        begins = word == "-m" and "-m" not in valued
-        if place and (begins or not (word.startswith("-") or is_value)):
-            return [*arguments[:place], "--", *arguments[place:]]
-        if word == "--":
-            break
-    return arguments
-
-
-@app.command
-def ps(
-    *,
-    all: Annotated[bool, Parameter(negative="", show_default=False)] = False,  # noqa: A002 - an option
-    home: Home = None,
-) -> int:
-    """Show the commands that 'pmesh run --on' has started from here, and those that run here.
-
-    Args:
-        all: Show also older ones, and of each who has started it and the whole command.
-        home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
-    """
-    return show_launches(home, whole=all)
-
-
-@app.command
-def logs(
-    launch: str,
-    /,
-    *,
-    follow: Annotated[
-        bool, Parameter(name=["--follow", "-f"], negative="", show_default=False)
-    ] = False,
-    home: Home = None,
-) -> int:
-    """Show what a command has printed: on the machine that started it, of all machines.
-
-    Args:
-        launch: Its id or its job, as 'pmesh ps' shows them.
-        follow: Continue until the command has ended, or Ctrl-C.
-        home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
-    """
-    from pmesh.launches.cli.launch import show_log  # noqa: PLC0415 - for speed
-
-    return show_log(home, launch, follow=follow)
-
-
-@app.command
-def fetch(
-    launch: str,
-    /,
-    *,
-    to: Path | None = None,
-    limit: str = "10GiB",
-    home: Home = None,
-) -> int:
-    """Bring what the ranks of 'pmesh run --sync' have written into their copies to this machine.
-
-    Args:
-        launch: Its id or its job, as 'pmesh ps' shows them; it was started here.
-        to: A directory, in which each machine gets one; default pmesh-ID.
-        limit: How much each machine may send, in bytes, KiB, MiB or GiB.
-        home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
-    """
-    from pmesh.launches.cli.fetch import show_fetch  # noqa: PLC0415 - for speed
-
-    return show_fetch(home, launch, to, most_bytes=parse_size("--limit", limit))
-
-
-@app.command
-def stop(launch: str, /, *, home: Home = None) -> int:
-    """End a command everywhere.
-
-    Args:
-        launch: Its id or its job, as 'pmesh ps' shows them.
-        home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
-    """
-    return stop_launch(home, launch)
-
-
-@allow_app.command(name="run")
-def allow_run_(
-    *,
-    member: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = (),
-    as_root: Annotated[bool, Parameter(negative="", show_default=False)] = False,
-    no: Annotated[bool, Parameter(negative="", show_default=False)] = False,
-    home: Home = None,
-) -> int:
-    """Let members of the mesh run commands on this machine, as the user who runs its agent.
-
-    Args:
-        member: Only this machine, by its name, its id, or the first 8 or more characters of its
-            id; may be repeated. What is stored is the id. Default every member.
-        as_root: Also if the agent runs as root.
-        no: Take all permissions back.
-        home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
-    """
-    return allow_run(home, member, as_root=as_root, no=no)
 
 
 @service_app.command(name="install")

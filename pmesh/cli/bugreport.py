@@ -37,7 +37,8 @@ WIDTH: Final = 120
 KEY_VARIABLE: Final = "PMESH_KEY"
 HIDDEN: Final = "(a key was here)"
 _LIKE_A_KEY: Final = re.compile(r"pmesh(?:-?[2-7a-z]){56,}", re.ASCII | re.IGNORECASE)
-_REQUIRED: Final = re.compile(r"[\w.-]+")
+_REQUIREMENT: Final = re.compile(r"^[\w.-]+", re.MULTILINE)  # its name
+_OF_INTEREST: Final = ("pmesh", "transformers", "accelerate", "lightning", "mlx-lm")
 
 
 def write_report(home: Path | None, to: Path | None) -> int:
@@ -90,8 +91,8 @@ def _machine() -> Iterator[str]:
 
 
 def _packages() -> Iterator[str]:
-    names = {_REQUIRED.match(each)[0] for each in requires(DISTRIBUTION) or ()}  # type: ignore[index]
-    for name in sorted({DISTRIBUTION, "pmesh", "transformers", "accelerate", "mlx-lm"} | names):
+    ours: list[str] = _REQUIREMENT.findall("\n".join(requires(DISTRIBUTION) or ()))
+    for name in sorted({DISTRIBUTION, *_OF_INTEREST, *ours}):
         try:
             yield f"{name} {version(name)}"
         except PackageNotFoundError:

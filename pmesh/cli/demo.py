@@ -186,10 +186,14 @@ def status_of(home: Path) -> Status | None:
         return None
 
 
+def _end(number: int, _: object) -> None:
+    sys.exit(128 + number)
+
+
 def run_demo() -> int:
     """Return 0 if the demo shows what it promises, else 1."""
     console = output()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    signal.signal(signal.SIGTERM, _end)
     with Machines() as machines:
         console.print("Starting three agents, each with a home and a port of its own …")
         how = "by mDNS" if machines.meet() else "at the first one's address: mDNS finds nobody here"

@@ -5,7 +5,8 @@ import cyclopts
 import pytest
 
 from pmesh.agent.config import DEFAULT_PORT, PARSERS, AgentSettings, variable_of
-from pmesh.cli.app import FAILED, INTERRUPTED, MISUSED, app, end_own_options
+from pmesh.cli.app import FAILED, INTERRUPTED, MISUSED, app
+from pmesh.cli.launching import end_own_options
 from tests.docs.pages import DOCS, PAGES, ROOT, code_in, read, sections, shown_commands, table_rows
 
 PAGE = sections(read(DOCS / "reference" / "command-line.md"))
