@@ -335,6 +335,15 @@ def completion(shell: Literal["bash", "zsh", "fish"], /) -> int:
     return 0
 
 
+@app.command(name="man")
+def man_() -> int:
+    """Print the manual page: 'pmesh man > ~/.local/share/man/man1/pmesh.1', then 'man pmesh'."""
+    from pmesh.cli.manual import manual_page  # noqa: PLC0415 - others don't need it
+
+    sys.stdout.write(manual_page(app))
+    return 0
+
+
 @app.command
 def version() -> int:
     """Print the version of pmesh and of its protocol, and whether it has its native library."""
