@@ -198,8 +198,8 @@ def test_children_in_groups_of_their_own_end_too(
         "run", *options, "--", "sh", "-c", script, marker, home=ring[0].home
     )
     started.await_line("[|] up")
-    (rank,) = [pid for pid in running(marker) if psutil.Process(pid).name() == "sh"]
-    await_that(lambda: len(running(marker)) == 3, "a process of each rank")
+    rank = min(running(marker), key=lambda pid: psutil.Process(pid).create_time())
+    await_that(lambda: len(running(marker)) == 3, "the rank, its child and its grandchild")
     if victim == "rank":
         psutil.Process(rank).kill()
     else:

@@ -146,5 +146,7 @@ class Sampler:
         self._thread.join()
 
     def _sample(self) -> None:
-        while not self._ended.wait(SAMPLE_S):
+        is_over = False
+        while not is_over:  # at least once: a short form may take less than SAMPLE_S
             self.sizes.append(self.measure())
+            is_over = self._ended.wait(SAMPLE_S)
