@@ -119,6 +119,7 @@ def up(
     name: str | None = None,
     listen: str | None = None,
     peer: Annotated[tuple[str, ...] | None, Parameter(negative="", show_default=False)] = None,
+    peers_from: Path | None = None,
     interface: Annotated[tuple[str, ...] | None, Parameter(negative="", show_default=False)] = None,
     not_interface: Annotated[
         tuple[str, ...] | None, Parameter(negative="", show_default=False)
@@ -139,6 +140,7 @@ def up(
         name: The name of this machine; default its host name.
         listen: HOST:PORT; default all addresses, port 24160.
         peer: HOST:PORT of another agent, for networks without multicast; may be repeated.
+        peers_from: A host file of MLX or Open MPI: each machine in it is a --peer.
         interface: The only network interface to use; may be repeated. Default all but VPNs.
         not_interface: A network interface not to use; may be repeated.
         mdns: Look for other agents by mDNS.
@@ -152,6 +154,10 @@ def up(
         log_json: Log JSON lines.
         detach: Run in the background; the log goes to agent.log in the home.
     """
+    if peers_from is not None:
+        from pmesh.cli.host_files import read_hosts  # noqa: PLC0415 - rarely needed
+
+        peer = (*(peer or ()), *read_hosts(peers_from))
     flags = {
         "name": name,
         "listen": listen,
