@@ -230,6 +230,19 @@ def events(
 
 
 @app.command
+def metrics(*, listen: str = "127.0.0.1:9477", home: Home = None) -> int:
+    """Serve what 'pmesh status' shows to Prometheus, until Ctrl-C.
+
+    Args:
+        listen: HOST:PORT; with port 0 the system picks one.
+        home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
+    """
+    from pmesh.cli.metrics import serve_metrics  # noqa: PLC0415 - 0.4 s
+
+    return serve_metrics(home, listen)
+
+
+@app.command
 def bench(
     *,
     min_size: str = "1KiB",
