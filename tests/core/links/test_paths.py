@@ -15,6 +15,7 @@ from pmesh.core.links.paths import (
     LONGEST_STEADY_S,
     MAX_PATHS,
     REDIAL_S,
+    RELAYED,
     STEADY_S,
     Attempts,
     PathFlaps,
@@ -77,7 +78,8 @@ def test_the_best_kind_is_chosen_first_then_the_fastest() -> None:
         WLAN.key,
         later.key,
     )
-    assert sorted(["vpn", "wifi", "", "wired"], key=kind_rank) == ["wired", "", "wifi", "vpn"]
+    kinds = [RELAYED, "a later one", "vpn", "wifi", "", "wired"]
+    assert sorted(kinds, key=kind_rank) == ["wired", "", "wifi", "vpn", "a later one", RELAYED]
 
 
 def test_a_better_path_replaces_another_once_it_has_been_steady() -> None:

@@ -1,11 +1,22 @@
 """What each rank gives to an op and gets of it."""
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
 from msgspec.structs import replace
 
 from pmesh.core.ops.cost import EdgeCost
-from pmesh.core.ops.kinds import KINDS, Extent, Setting, extent_of
+from pmesh.core.ops.kinds import KINDS, Extent, Row, Setting, extent_of
+from pmesh.core.ops.plan import RankPlan
+from pmesh.core.ops.reducing import (
+    plan_centralized,
+    plan_chain,
+    plan_direct,
+    plan_hierarchical,
+    plan_ring,
+    plan_tree,
+)
 from pmesh.core.topology.ranks import join_ranks
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.trainer import StartOp
@@ -77,3 +88,31 @@ def test_on_a_long_way_a_ring_has_shorter_records() -> None:
         plan = KINDS["all_reduce"].plan(Setting(request=request, rank=1, size=3, edges=edges))
         assert plan.steps == 4
         assert [len(sends) for sends in plan.sends.values()] == [records]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "plan"),
+    [
+        ("ring", plan_ring),
+        ("tree", plan_tree),
+        ("centralized", plan_centralized),
+        ("chain", lambda **at: plan_chain(**at, line=(0, 1, 2))),
+        ("direct", plan_direct),
+        ("hierarchical", lambda **at: plan_hierarchical(**at, islands=((0,), (1,), (2,)))),
+    ],
+)
+def test_a_strategy_that_the_call_names_makes_the_plan(
+    strategy: str, plan: Callable[..., RankPlan]
+) -> None:
+    request = start("all_reduce")
+    call = replace(request.call, strategy=strategy)
+    here = Setting(request=replace(request, call=call), rank=1, size=3)
+    assert KINDS["all_reduce"].plan(here) == plan(rank=1, size=3, count=7, itemsize=4)
+
+
+def test_a_row_of_a_table_has_the_dtype_and_the_length_that_were_agreed() -> None:
+    row = Row("float32", least=7, most=8)
+    assert row.fits(start("sync"))
+    assert not row.fits(replace(start("sync"), count=9))
+    assert not row.fits(replace(start("sync"), count=6))
+    assert not Row("int64").fits(start("sync"))

@@ -24,6 +24,7 @@ from pmesh.core.topology.graph import (
     measured_of,
     relays_between,
     slowest_edge,
+    times_faster,
 )
 from pmesh.core.wire.views import RELAYED, MeasuredEdge
 from pmesh.ids import Incarnation, Member, NodeId
@@ -39,6 +40,11 @@ def graph_of(costs: Costs) -> Graph:
     for (i, a), (j, b) in itertools.combinations(enumerate(graph), 2):
         graph.add_edge(a, b, cost=costs[i][j])
     return graph
+
+
+def test_a_cost_that_is_a_doubling_less_is_twice_as_fast() -> None:
+    assert times_faster(3 * STEPS, 2 * STEPS) == 2.0
+    assert times_faster(STEPS, 4 * STEPS) == 0.125
 
 
 @given(st.permutations(MEMBERS[:5]), st.data())

@@ -16,6 +16,7 @@ from pmesh.core.wire.records import (
     encode_preamble,
     fingerprint,
     read_header_untrusted,
+    subflow_key,
 )
 from pmesh.errors import ProtocolError
 
@@ -168,3 +169,11 @@ def test_a_fingerprint_tells_calls_apart_and_is_the_same_everywhere() -> None:
     ]
     assert len({fingerprint(c) for c in [call, *others]}) == 7
     assert fingerprint(call) == 0x1DB398978F177CBA  # other releases must compute the same
+
+
+def test_each_connection_of_a_lane_has_a_key_of_its_own() -> None:
+    key = bytes(range(32))
+    keys = {subflow_key(key, index) for index in range(4)}
+    assert len(keys | {key}) == 5
+    assert all(len(each) == len(key) for each in keys)
+    assert subflow_key(key, 1) == subflow_key(key, 1)

@@ -36,8 +36,10 @@ def test_a_write_of_any_size_arrives_in_small_parts() -> None:
     first = list(one.parts(now=0.0))
     assert [len(part.data) for part in first] == [PART_BYTES] * (WINDOW_BYTES // PART_BYTES)
     one.resume()
+    assert (one.written, one.acknowledged) == (len(data), 0)
     assert move(one, other) == data
     assert one.is_acknowledged
+    assert one.acknowledged == len(data)
 
 
 def test_a_consumer_that_stops_holds_up_its_stream() -> None:

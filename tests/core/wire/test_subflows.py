@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pmesh.core.wire.aead import TAG_BYTES
+from pmesh.core.wire.records import RecordHeader, Sealer
 from pmesh.core.wire.subflows import (
     ACK_BODY_BYTES,
     ACK_BYTES,
@@ -23,6 +24,7 @@ from pmesh.core.wire.subflows import (
     frame_bytes,
     number_of_untrusted,
     put_number,
+    read_frame_untrusted,
 )
 from pmesh.errors import ProtocolError
 
@@ -73,6 +75,12 @@ def test_an_acknowledgement_is_read_as_it_was_written(ack: Ack) -> None:
 
 
 # --- which subflow takes a record
+
+
+def test_the_header_of_a_frame_tells_its_length() -> None:
+    view = frame(7, body_bytes=100)
+    Sealer(bytes(32)).seal(RecordHeader(100, 3, 7, 0, 99, -1), bytes(100), view[NUMBER_BYTES:])
+    assert read_frame_untrusted(view) == len(view)
 
 
 def test_equal_subflows_take_turns() -> None:
