@@ -4,7 +4,10 @@ import secrets
 from collections.abc import Sequence
 
 from pmesh.agent.features import AnyFeature, Kernel
+from pmesh.core.wire.link import PROTOCOL_VERSION
 from pmesh.ids import path_name
+from pmesh.invites.agent import Invites
+from pmesh.invites.wire import Party
 from pmesh.launches.agent.router import Launches
 from pmesh.launches.agent.sessions import LaunchFeature
 from pmesh.p2p.agent.router import P2PRouter
@@ -31,4 +34,11 @@ def make_features(kernel: Kernel) -> Sequence[AnyFeature]:
     p2p = P2PRouter(
         me, jobs.ranks, jobs.rendezvous, peers.send, stores=stores, admission=kernel.admission
     )
-    return p2p, stores, LaunchFeature(launches, kernel.admission)
+    invites = Invites(
+        Party(me.node, kernel.settings.name, PROTOCOL_VERSION),
+        kernel.mesh_key,
+        advertise=kernel.advertise_invitation,
+        admission=kernel.admission,
+        noticed=kernel.noticed,
+    )
+    return p2p, stores, LaunchFeature(launches, kernel.admission), invites

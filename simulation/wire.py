@@ -18,6 +18,7 @@ from pmesh.core.wire.session import SessionDecoder
 from pmesh.core.wire.trainer import TrainerReply, TrainerRequest
 from pmesh.core.wire.views import VIEWS, AgreementMessage
 from pmesh.errors import ProtocolError
+from pmesh.invites.wire import InvitationReply, Invite
 from pmesh.launches.wire.messages import (
     LAUNCHES,
     AnyLaunchMessage,
@@ -59,9 +60,15 @@ def decode_untrusted(data: bytes) -> AnyPathMessage:
 
 
 AnyRequest: TypeAlias = (
-    TrainerRequest | AttachedRequest | ControlRequest | LaunchQuestion | SignalLaunch | LaunchInput
+    TrainerRequest
+    | AttachedRequest
+    | ControlRequest
+    | LaunchQuestion
+    | SignalLaunch
+    | LaunchInput
+    | Invite
 )
-AnyReply: TypeAlias = TrainerReply | AttachedReply | ControlReply | LaunchReply
+AnyReply: TypeAlias = TrainerReply | AttachedReply | ControlReply | LaunchReply | InvitationReply
 
 ANY_REQUESTS: SessionDecoder[AnyRequest] = SessionDecoder("request", AnyRequest)
 ANY_REPLIES: SessionDecoder[AnyReply] = SessionDecoder("reply", AnyReply)

@@ -32,7 +32,7 @@ from pmesh.core.views.rosters import is_reordered
 from pmesh.ids import Epoch, JobName, Member, OpNumber, node_text
 from pmesh.texts import printable
 
-EVENTS_SCHEMA_VERSION: Literal[6] = 6
+EVENTS_SCHEMA_VERSION: Literal[7] = 7
 
 KEPT = 1000  # a day of a quiet mesh, an hour of one whose machines join and leave all the time
 PAGE_BYTES = 512 * 1024  # with the last event, half of the largest message of a session
@@ -52,6 +52,7 @@ EventKind: TypeAlias = Literal[
     "path changed",
     "name refused",
     "network loop",
+    "invitation",
     "view",
     # commands that other machines have run here
     "command started",
@@ -120,7 +121,7 @@ class Event(News, frozen=True, kw_only=True):
 class EventPage(msgspec.Struct, frozen=True, kw_only=True):
     """What `pmesh events --json` prints."""
 
-    schema: Literal[6]
+    schema: Literal[7]
     node: Annotated[str, Meta(description="The node id of the agent that was asked.")]
     name: Annotated[str, Meta(description="Of its machine.")]
     incarnation: Annotated[

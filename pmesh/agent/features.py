@@ -1,7 +1,7 @@
 """What the agent and its features ask of each other. The agent knows no feature by name."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import trio
@@ -13,9 +13,11 @@ from pmesh.agent.jobs.driver import Jobs
 from pmesh.agent.limits import Admission
 from pmesh.agent.mesh.names import MachineNames
 from pmesh.agent.mesh.peers import Peers
+from pmesh.core.identity.keys import MeshKey
 from pmesh.core.wire.channels import Channel, Message
 from pmesh.core.wire.session import SessionMessage
 from pmesh.ids import Member
+from pmesh.net.links.acceptor import Authenticated
 from pmesh.net.sessions.sessions import Session
 
 MessageT = TypeVar("MessageT", bound=Message)
@@ -35,15 +37,20 @@ class Kernel:
     contain: Contain
     noticed: Callable[[News], None]
     admission: Callable[[], Admission]
+    mesh_key: MeshKey = field(repr=False)
+    advertise_invitation: Callable[[int], None]
+    """Announces the number of an open invitation by mDNS; 0 for none."""
 
 
 class Feature(Generic[MessageT, RequestT]):
     """A feature's part of an agent. What a feature does not need does nothing."""
 
-    channel: Channel[MessageT]
+    channel: Channel[MessageT] | None = None
     """Its messages between agents."""
     openings: tuple[type[RequestT], ...] = ()
     """The first requests of the sessions that it serves."""
+    takes_guests: bool = False
+    """True for the one feature that serves machines which want the mesh key."""
 
     def receive(self, member: Member, message: MessageT, /) -> None:
         """Handle a member's message. Raises ProtocolError if no honest member sends it."""
@@ -52,6 +59,11 @@ class Feature(Generic[MessageT, RequestT]):
     async def serve(self, session: Session, request: RequestT, /) -> None:
         """Serve a local program's session. Raises UsageError, which then refuses the request."""
         raise NotImplementedError
+
+    async def welcome(
+        self, stream: trio.SocketStream, first: bytes, authenticated: Authenticated, /
+    ) -> None:
+        """Serve a machine that wants the mesh key, as a handler of `Acceptor` does."""
 
     async def run(self) -> None:
         """Run until the agent stops."""

@@ -79,7 +79,7 @@ from pmesh.ids import Incarnation, Member, NodeId, node_text
 from pmesh.installed import installed_version
 from pmesh.net.links.acceptor import Acceptor, listen_at_interfaces
 from pmesh.net.links.dialer import error_numbers
-from pmesh.net.links.discovery import Discovered, discover, minute_of_now
+from pmesh.net.links.discovery import Discovered, Nameplate, discover, minute_of_now
 from pmesh.net.links.interfaces import AddressWatch
 from pmesh.net.links.tls import TlsContexts
 from pmesh.net.sessions.processes import Stall, sleep_in_step, tick
@@ -189,6 +189,8 @@ class Agent:
         self._nursery = nursery
         self._settings = settings
         self._node_key = node_key
+        self._mesh_key = mesh_key
+        self._nameplate = Nameplate()
         self._advertisement_key = AdvertisementKey.of(mesh_key)
         self._contexts = TlsContexts.of(issue_credentials(mesh_key, node_key))
         self._announce = announce
@@ -229,13 +231,15 @@ class Agent:
         self._acceptor = Acceptor[trio.SocketStream](
             on_link=self.peers.welcome,
             on_lane=self.jobs.rendezvous.welcome,
+            on_guest=next(each.welcome for each in self.features if each.takes_guests),
             uses=self._watch.uses,
             contain=self._containment.contain,
         )
         self.channels.register(VIEWS, self.membership.receive)
         self.channels.register(LANES, self.jobs.receive)
         for feature in self.features:
-            self.channels.register(feature.channel, feature.receive)
+            if feature.channel is not None:
+                self.channels.register(feature.channel, feature.receive)
 
     async def start(self) -> None:
         """Start all tasks."""
@@ -337,6 +341,8 @@ class Agent:
             contain=self._containment.contain,
             noticed=self._event_log.add,
             admission=lambda: self._admission,
+            mesh_key=self._mesh_key,
+            advertise_invitation=self._nameplate.show,
         )
 
     def _leave_path(
@@ -369,6 +375,7 @@ class Agent:
                 watch=self._watch,
                 found=found,
                 counters=self._findings.counters,
+                nameplate=self._nameplate,
             )
 
         self._nursery.start_soon(announce_ourselves)
@@ -400,8 +407,8 @@ class Agent:
         if not self._is_alone:
             return
         self._announce(
-            f"no other machine of this mesh after {ALONE_S:g} s; on another, run 'pmesh key set' "
-            "and 'pmesh up'"
+            f"no other machine of this mesh after {ALONE_S:g} s; 'pmesh invite' here shows how to "
+            "add one, and 'pmesh up' starts one that was added"
         )
         lines = tuple(line for line in self._describe_unlinked() if OTHER_MESH not in line)
         if self._findings.deaf is not None:

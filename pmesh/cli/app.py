@@ -13,6 +13,7 @@ from pmesh.agent.config import LogLevel
 from pmesh.agent.home import is_full, reason
 from pmesh.cli import keys, service
 from pmesh.cli.events import show_events
+from pmesh.cli.invites import invite, join
 from pmesh.cli.launching import allow_run_, end_own_options, fetch, logs, mlx_, ps, run_, stop
 from pmesh.cli.options import Home
 from pmesh.cli.ping import show_ping
@@ -42,6 +43,8 @@ for _command in (ps, logs, fetch, stop):
 allow_app = App(name="allow", help="What other members of the mesh may do on this machine.")
 app.command(allow_app)
 allow_app.command(allow_run_, name="run")
+app.command(invite)
+app.command(join)
 checkpoint_app = App(name="checkpoint", help="Look into the folders of pmesh.Checkpoints.")
 app.command(checkpoint_app)
 
@@ -371,7 +374,21 @@ def version() -> int:
 
 
 IN_ORDER_OF_USE = (
-    *("key", "up", "status", "run", "ps", "logs", "fetch", "stop", "allow", "mlx", "checkpoint"),
+    *(
+        "key",
+        "up",
+        "invite",
+        "join",
+        "status",
+        "run",
+        "ps",
+        "logs",
+        "fetch",
+        "stop",
+        "allow",
+        "mlx",
+        "checkpoint",
+    ),
     *(
         "events",
         "ping",

@@ -75,7 +75,7 @@ def has_mesh_key(settings: AgentSettings) -> bool:
 
 
 def find_mesh_key(settings: AgentSettings) -> MeshKey:
-    """Return the agent's mesh key; if there is none at all, make one and print it.
+    """Return the agent's mesh key; if there is none at all, make one, and say how to add machines.
 
     Raises:
         ConfigError: PMESH_KEY holds no mesh key.
@@ -88,14 +88,15 @@ def find_mesh_key(settings: AgentSettings) -> MeshKey:
     key = load_mesh_key(settings.home)
     if key is None:
         key = _new_key(settings.home)
-        say(*invitation(key))
+        say("This machine begins a new mesh. To add another machine to it, type here: pmesh invite")
     return key
 
 
 def invitation(key: MeshKey) -> tuple[str, ...]:
     """Tell the user what to do with a new key, in lines."""
     to_do = "On each other machine run 'pmesh key set', and paste this line when it asks:"
-    return f"A new mesh key. {to_do}", "", f"    {mesh_key_text(key)}", ""
+    or_so = "Or run 'pmesh up' here, then 'pmesh invite': a short code replaces the key."
+    return f"A new mesh key. {to_do}", "", f"    {mesh_key_text(key)}", "", or_so
 
 
 def _ask_key() -> MeshKey:

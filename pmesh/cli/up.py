@@ -151,7 +151,7 @@ def _run_here(settings: AgentSettings) -> int:
 def _start_in_background(settings: AgentSettings) -> int:
     with hold_home(settings.home):  # if an agent runs already, fail here and not in a log
         is_new = not has_mesh_key(settings)
-        _keys(settings)  # print a new mesh key here and not in a log
+        _keys(settings)  # say here that a mesh begins, and not in a log
     socket_path(settings.home)  # a file that is not ours is refused here, too
     others = {key: value for key, value in os.environ.items() if not key.startswith("PMESH_")}
     code = start_detached(

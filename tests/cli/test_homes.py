@@ -20,8 +20,16 @@ from pmesh.errors import ConfigError
 from tests.cli.homes import use_agent, use_home
 
 KEY = MeshKey(bytes(range(32)))
-KEEPS_KEYS = ["up", "up --detach", "key new", "key show", "key set"]
-ASKS_THE_AGENT = ["status", "status --watch", "events", "events --follow", "bench", "down"]
+KEEPS_KEYS = ["up", "up --detach", "key new", "key show", "key set", "join 7-guitar-lemon"]
+ASKS_THE_AGENT = [
+    "status",
+    "status --watch",
+    "events",
+    "events --follow",
+    "bench",
+    "down",
+    "invite",
+]
 
 
 @pytest.fixture(autouse=True)

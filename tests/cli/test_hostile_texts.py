@@ -26,6 +26,7 @@ from pmesh.core.wire.control import (
 from pmesh.core.wire.framing import FrameReader, frame
 from pmesh.core.wire.session import Refused, encode
 from pmesh.home_paths import home_directory, socket_path
+from pmesh.invites.wire import InvitationOver, Invite, Invited
 from pmesh.launches.rules.lines import STARTER
 from pmesh.launches.wire.messages import (
     AskLaunches,
@@ -85,6 +86,8 @@ def replies_to(request: object) -> list[AnyReply]:  # noqa: PLR0911 - one for ea
             began = LaunchBegan("l", "j", (EVIL, "mac"), (1, 1), (EVIL, EVIL))
             sends = [LaunchSends((FilesSent(EVIL, 1, 2),))] * isinstance(request, Launch)
             return [*sends, began, LaunchLines(lines.encode()), LaunchOver(0)]
+        case Invite():
+            return [Invited(EVIL, 600.0), InvitationOver("wrong code", EVIL, EVIL)]
         case _:
             return [Refused(Verdict("UsageError", EVIL))]
 
@@ -128,6 +131,7 @@ COMMANDS: dict[str, tuple[int, str]] = {
         f"new files on {SHOWN}: {SHOWN} (1 B) and 1 more",
     ),
     "fetch 1234": (1, f"{SHOWN}: {SHOWN}"),
+    "invite": (1, f"somebody tried a wrong code: {SHOWN} at {SHOWN}."),
     "allow run --as-root --member nobody": (1, f"UsageError: {SHOWN}"),
 }
 

@@ -264,7 +264,10 @@ def test_who_begins_a_new_mesh_beside_another_is_told_what_to_type(
     with agent_at(socket_path(home), *[answer_well] * makes_key):  # it hears one of another mesh
         assert run(["up", "--detach", "--name", "new"]) == 0
     said = capsys.readouterr()
-    assert ("A new mesh key" in said.out) == makes_key
+    assert ("To add another machine to it, type here: pmesh invite" in said.out) == makes_key
+    key = load_mesh_key(home)
+    assert key is not None
+    assert mesh_key_text(key) not in said.out  # it is on no screen that nobody has asked for
     expected = "is here, but holds another mesh key, so this machine is in a mesh of its own"
     assert (expected in said.err) == makes_key
     assert ("type here: pmesh key set" in said.err) == makes_key

@@ -200,11 +200,13 @@ class Fleet:
             check=False,
         )
 
-    def start_command(self, *arguments: str, home: Path, **variables: str) -> Running:
+    def start_command(
+        self, *arguments: str, home: Path, host: LabHost | None = None, **variables: str
+    ) -> Running:
         """A command such as `pmesh status --watch`, not yet ended."""
         command = [sys.executable, "-m", "pmesh.cli", *arguments]
         name = f"pmesh {arguments[0]}"
-        return self._start(name, command, host=None, home=home, **variables)
+        return self._start(name, command, host=host, home=home, **variables)
 
     def await_view(self, *agents: Agent, timeout_s: float = TIMEOUT_S) -> EpochStatus:
         """The epoch of the one view that has these agents as its members, and no other."""

@@ -44,8 +44,8 @@ SAY_OF_JOB_EVERY_S = 1.0  # a person waits, and starts the others meanwhile
 MOST_UNLINKED = 3
 MOST_WISHES = 4  # of one machine, which may say that it has 128 trainers
 ALONE = (
-    "this machine is alone in its mesh: run 'pmesh key set' and 'pmesh up' on the others "
-    "('pmesh status' shows what it finds)"
+    "this machine is alone in its mesh: run 'pmesh up' on the others ('pmesh invite' adds one, "
+    "'pmesh status' shows what it finds)"
 )
 PREDECESSOR_S = 2.0  # a job of the same name that is just ending makes way in this time
 

@@ -30,6 +30,7 @@ FRESH_MINUTES: Final = 10  # clocks at home differ by less, if they are set at a
 _MAC: Final = b"mac"
 _MAC_BYTES: Final = 16  # 2^128 cannot be tried out
 _SIGNATURE: Final = b"sig"
+_INVITATION: Final = b"inv"
 _FIRST_ENTRY: Final = b"v="
 _OUR_VERSION: Final = b"%d" % PROTOCOL_VERSION
 _LABEL: Final = b"pmesh advertisement\0"  # so that the signature is valid for nothing else
@@ -37,6 +38,7 @@ _SIGNATURE_BYTES: Final = 64  # Ed25519, RFC 8032 section 5.1.6
 _MAX_PROTOCOL: Final = 2**16 - 1
 _MAX_PORT: Final = 2**16 - 1
 _MAX_INCARNATION: Final = 2**63 - 1
+_MAX_INVITATION: Final = 2**16 - 1
 _MAX_MINUTE: Final = 2**32 - 1
 _DIGITS: Final = re.compile(rb"[0-9]{1,19}")  # int() accepts signs, spaces and underscores
 
@@ -61,6 +63,8 @@ class Advertisement:
     minute: int = 1
     """When it was made, in minutes of Unix time by its own clock."""
     protocol: int = PROTOCOL_VERSION
+    invitation: int = 0
+    """The number of the code of `pmesh invite` that is open there; 0 for none."""
 
     @property
     def member(self) -> Member:
@@ -117,6 +121,8 @@ def encode(
         b"at": b"%d" % advertisement.minute,
         b"addr": b"".join(bytes([len(host)]) + host for host in packed),
     }
+    if advertisement.invitation:
+        entries[_INVITATION] = b"%d" % advertisement.invitation
     entries[_MAC] = base64.b64encode(_mac(entries, key))
     signature = node_key.sign(_labelled(entries))
     return entries | {_SIGNATURE: base64.b64encode(signature)}
@@ -217,6 +223,9 @@ def _read(entries: Mapping[bytes, bytes], protocol: int) -> Advertisement:
         name=name,
         hosts=_hosts(entries[b"addr"]) if protocol == PROTOCOL_VERSION else (),
         minute=_number(entries[b"at"], most=_MAX_MINUTE) if protocol == PROTOCOL_VERSION else 1,
+        invitation=(
+            _number(entries[_INVITATION], most=_MAX_INVITATION) if _INVITATION in entries else 0
+        ),
     )
 
 

@@ -74,6 +74,25 @@ def minute_of_now() -> int:
     return int(time.time() // 60)
 
 
+class Nameplate:
+    """The number of the invitation that an agent announces; 0 for none."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._changed = trio.Event()
+
+    def show(self, number: int) -> None:
+        self.number = number
+        self._changed.set()
+        self._changed = trio.Event()
+
+    async def changed_from(self, seen: int) -> int:
+        """Return the number as soon as it differs from that."""
+        while self.number == seen:
+            await self._changed.wait()
+        return self.number
+
+
 async def discover(
     own: Advertisement,
     *,
@@ -82,13 +101,15 @@ async def discover(
     watch: AddressWatch,
     found: trio.MemorySendChannel[Discovered],
     counters: DiscoveryCounters,
+    nameplate: Nameplate | None = None,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Announce this agent on all its addresses and report the others, until cancelled.
 
     It has started when the first announcement was sent or has failed, and takes a quarter of a
-    second to say goodbye when cancelled. It adds the addresses and the minute to `own`, and counts
-    in `counters` what it does not report.
+    second to say goodbye when cancelled. It adds the addresses and the minute to `own`, and within
+    a second the number on the `nameplate`; it counts in `counters` what it does not report. With
+    port 0 there is no agent to announce, and it only reports.
     """
     latest = _LatestEvents()
     token = trio.lowlevel.current_trio_token()
@@ -116,8 +137,16 @@ async def discover(
             finally:
                 loop.call_soon_threadsafe(conversation.stop)
 
+        async def forward_number(nameplate: Nameplate) -> None:
+            number = 0
+            while True:
+                number = await nameplate.changed_from(number)
+                loop.call_soon_threadsafe(conversation.invite, number)
+
         async with found, trio.open_nursery() as nursery:
             nursery.start_soon(forward_addresses)
+            if nameplate is not None:
+                nursery.start_soon(forward_number, nameplate)
             nursery.start_soon(latest.deliver, found)
             nursery.start_soon(_start_when, ready, task_status)
             await trio.to_thread.run_sync(
@@ -186,6 +215,9 @@ class _Conversation:
         elif changed:
             self._moved.set()
 
+    def invite(self, number: int) -> None:
+        self._own = replace(self._own, invitation=number)
+
     def stop(self) -> None:
         self._stopped = True
         self._moved.set()
@@ -210,11 +242,12 @@ class _Conversation:
     async def _converse(self, sockets: list[str] | list[int]) -> None:
         zeroconf = AsyncZeroconf(interfaces=sockets)
         try:
-            # zeroconf sends the other two announcements by itself within half a second.
-            await zeroconf.async_register_service(  # pyright: ignore[reportUnknownMemberType] - an Awaitable of nothing
-                self._service(),
-                cooperating_responders=True,  # the name is a public key: no probing, 0.5 s saved
-            )
+            if self._own.port:
+                # zeroconf sends the other two announcements by itself within half a second.
+                await zeroconf.async_register_service(  # pyright: ignore[reportUnknownMemberType] - an Awaitable of nothing
+                    self._service(),
+                    cooperating_responders=True,  # the name is a public key: no probing
+                )
             self._ready()
             self._confirmed.clear()
             settled = asyncio.get_running_loop().call_later(SETTLE_S, self._forget_unconfirmed)
@@ -229,7 +262,7 @@ class _Conversation:
     async def _browse(self, zeroconf: AsyncZeroconf) -> None:
         """Ask for agents repeatedly; purge the cache after a flood of records."""
         loop = asyncio.get_running_loop()
-        renewed_at = loop.time()
+        renewed_at, number = loop.time(), self._own.invitation
         while not self._moved.is_set():
             browser = AsyncServiceBrowser(
                 zeroconf.zeroconf,
@@ -241,6 +274,9 @@ class _Conversation:
             again_at = loop.time() + BROWSE_AGAIN_S
             while not self._moved.is_set() and loop.time() < again_at:
                 await self._wait_for_move(min(LOOK_S, BROWSE_AGAIN_S))
+                if number != self._own.invitation:
+                    number = self._own.invitation
+                    await self._announce_again(zeroconf)
                 if _keeps_much(zeroconf.zeroconf):
                     break
             await browser.async_cancel()
@@ -248,7 +284,11 @@ class _Conversation:
                 self._purge(zeroconf.zeroconf)
             if loop.time() - renewed_at >= RENEW_S:
                 renewed_at = loop.time()
-                await zeroconf.async_update_service(self._service())  # pyright: ignore[reportUnknownMemberType] - as above
+                await self._announce_again(zeroconf)
+
+    async def _announce_again(self, zeroconf: AsyncZeroconf) -> None:
+        if self._own.port:
+            await zeroconf.async_update_service(self._service())  # pyright: ignore[reportUnknownMemberType] - as above
 
     def _purge(self, zeroconf: Zeroconf) -> None:
         """Remove all of zeroconf's records except those of known agents."""

@@ -62,7 +62,7 @@ async def test_a_machine_that_is_alone_says_so_and_whom_it_finds(clock: MockCloc
         await other.start()
         verdict = await refusal_of(await here.trainer(other), "digits", 2, 1.0)
         assert "1 of 2 trainers" in verdict.message
-        assert "this machine is alone in its mesh: run 'pmesh key set'" in verdict.message
+        assert "this machine is alone in its mesh: run 'pmesh up' on the others" in verdict.message
 
 
 async def test_too_few_on_every_machine_says_so(clock: MockClock) -> None:

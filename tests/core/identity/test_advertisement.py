@@ -37,6 +37,7 @@ def an_advertisement(
     protocol: int = PROTOCOL_VERSION,
     hosts: tuple[str, ...] = ("192.168.1.7", "fe80::1"),
     minute: int = 29_000_000,
+    invitation: int = 0,
 ) -> Advertisement:
     return Advertisement(
         tag=tag,
@@ -47,6 +48,7 @@ def an_advertisement(
         protocol=protocol,
         hosts=hosts,
         minute=minute,
+        invitation=invitation,
     )
 
 
@@ -57,14 +59,35 @@ def an_advertisement(
     tag=st.binary(min_size=8, max_size=8) | st.just(MESH.tag),
     hosts=st.lists(st.ip_addresses().map(str), max_size=MAX_ADDRESSES).map(tuple),
     minute=st.integers(1, 2**32 - 1),
+    invitation=st.integers(0, 2**16 - 1),
 )
 def test_what_is_advertised_is_read(  # noqa: PLR0917 - Hypothesis names them
-    name: str, port: int, incarnation: int, tag: bytes, hosts: tuple[str, ...], minute: int
+    name: str,
+    port: int,
+    incarnation: int,
+    tag: bytes,
+    hosts: tuple[str, ...],
+    minute: int,
+    invitation: int,
 ) -> None:
     said = an_advertisement(
-        name=name, port=port, incarnation=incarnation, tag=tag, hosts=hosts, minute=minute
+        name=name,
+        port=port,
+        incarnation=incarnation,
+        tag=tag,
+        hosts=hosts,
+        minute=minute,
+        invitation=invitation,
     )
     assert decode_untrusted(encode(said, KEY, MESH), instance=INSTANCE, key=MESH) == said
+
+
+def test_who_holds_no_mesh_key_reads_the_number_of_an_invitation_of_any_version() -> None:
+    nobody = AdvertisementKey(b"", b"")
+    for protocol in (PROTOCOL_VERSION, PROTOCOL_VERSION + 1):
+        said = an_advertisement(invitation=7, protocol=protocol)
+        read = decode_untrusted(encode(said, KEY, MESH), instance=INSTANCE, key=nobody)
+        assert (read.invitation, read.protocol) == (7, protocol)
 
 
 def test_it_names_one_process_start() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pmesh.core.wire.channels import encode
 from pmesh.core.wire.framing import (
     FIRST_BYTES,
+    GUEST_MAGIC,
     MAX_CLIENT_HELLO_BYTES,
     PREFIX_BYTES,
     FirstBytes,
@@ -124,6 +125,9 @@ def client_hello(claims: int) -> bytes:
         (client_hello(0xFFFFFF), FirstBytes.GARBAGE),
         (PREAMBLE, FirstBytes.LANE),
         (PREAMBLE[:-1], FirstBytes.TOO_FEW),
+        (GUEST_MAGIC, FirstBytes.GUEST),
+        (GUEST_MAGIC + b"more", FirstBytes.GUEST),
+        (GUEST_MAGIC[:-1] + b"\x02", FirstBytes.GARBAGE),  # of a later version
         (b"PMLN\x01" + bytes(20), FirstBytes.GARBAGE),
         (b"G", FirstBytes.GARBAGE),
         (b"\xff\xff\xff\xff", FirstBytes.GARBAGE),  # a frame that claims 4 GiB
@@ -136,7 +140,7 @@ def test_first_bytes_say_what_a_connection_is(first: bytes, kind: FirstBytes) ->
     assert recognize(first) is kind
 
 
-@pytest.mark.parametrize("whole", [PREAMBLE, CLIENT_HELLO])
+@pytest.mark.parametrize("whole", [PREAMBLE, CLIENT_HELLO, GUEST_MAGIC])
 def test_the_beginning_of_a_good_connection_is_never_garbage(whole: bytes) -> None:
     for length in range(len(whole)):
         assert recognize(whole[:length]) is not FirstBytes.GARBAGE
@@ -147,6 +151,7 @@ def test_the_beginning_of_a_good_connection_is_never_garbage(whole: bytes) -> No
         st.binary(max_size=FIRST_BYTES),
         st.binary(max_size=15).map(lambda rest: PREAMBLE[:6] + rest),
         st.binary(max_size=15).map(lambda rest: CLIENT_HELLO[:6] + rest),
+        st.binary(max_size=15).map(lambda rest: GUEST_MAGIC[:4] + rest),
     )
 )
 def test_a_decision_is_never_taken_back(first: bytes) -> None:

@@ -8,6 +8,7 @@ import pytest
 import trio
 import trio.testing
 
+from pmesh.core.wire.framing import GUEST_MAGIC
 from pmesh.core.wire.records import Preamble, encode_preamble
 from pmesh.errors import MeshKeyMismatch, PeerUnreachable, PmeshError
 from pmesh.net.links.acceptor import (
@@ -34,6 +35,7 @@ class House:
     treat: Callable[[Stream, Authenticated], object] = lambda _, authenticated: authenticated()
     links: list[bytes] = field(default_factory=list)
     lanes: list[bytes] = field(default_factory=list)
+    guests: list[bytes] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     let_in: list[Stream] = field(default_factory=list)
     stay_s: float = 0
@@ -45,6 +47,10 @@ class House:
 
     async def on_lane(self, stream: Stream, lane: bytes, authenticated: Authenticated) -> None:
         self.lanes.append(lane)
+        await self._receive(stream, authenticated)
+
+    async def on_guest(self, stream: Stream, first: bytes, authenticated: Authenticated) -> None:
+        self.guests.append(first)
         await self._receive(stream, authenticated)
 
     async def _receive(self, stream: Stream, authenticated: Authenticated) -> None:
@@ -97,6 +103,27 @@ async def test_a_preamble_opens_a_lane_and_what_follows_belongs_to_the_lane() ->
         assert house.lanes == [PREAMBLE]
         assert await house.let_in[0].receive_some(1000) == b"sealed"
         assert door.counters == DoorCounters(accepted=1, authenticated=1)
+
+
+async def test_a_machine_that_wants_the_mesh_key_has_a_handler_of_its_own() -> None:
+    house, street = House(), Street()
+    door = Acceptor(on_link=house.on_link, on_lane=house.on_lane, on_guest=house.on_guest)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(door.serve, [street])
+        await street.call().send_all(GUEST_MAGIC + b"it says")
+        await settled()
+        assert house.guests == [GUEST_MAGIC + b"it says"]
+        assert house.links == house.lanes == []
+        assert door.counters == DoorCounters(accepted=1, authenticated=1)
+        nursery.cancel_scope.cancel()
+
+
+async def test_without_that_handler_it_is_refused() -> None:
+    async with opened(House()) as (street, door):
+        caller = street.call()
+        await caller.send_all(GUEST_MAGIC)
+        assert await is_closed(caller)
+        assert door.counters == DoorCounters(accepted=1, refused=1)
 
 
 async def test_first_bytes_may_come_one_by_one() -> None:

@@ -103,6 +103,7 @@ async def running(
     watch: AddressWatch | None = None,
     mesh: AdvertisementKey = MESH,
     counters: DiscoveryCounters | None = None,
+    nameplate: discovery.Nameplate | None = None,
 ) -> AsyncIterator[Agent]:
     send, receive = trio.open_memory_channel[Discovered](0)
     watch = watch or Addresses(LOOPBACK)
@@ -117,6 +118,7 @@ async def running(
                 watch=watch,
                 found=send,
                 counters=counters or DiscoveryCounters(),
+                nameplate=nameplate,
             )
         )
         yield Agent(own, receive)
@@ -402,3 +404,26 @@ def test_names_on_the_network_are_those_of_the_node() -> None:
     node = own.node
     assert (service.name, service.server) == (instance_name(node), host_name(node))
     assert service.type == adverts.SERVICE_TYPE
+
+
+async def test_the_number_on_the_nameplate_is_announced_and_taken_back() -> None:
+    nameplate = discovery.Nameplate()
+    ada, nobody = advertisement(91), replace(advertisement(92), port=0)
+    anybody = AdvertisementKey(b"", b"")
+    async with running(ada, 91, nameplate=nameplate):
+        async with running(nobody, 92, mesh=anybody) as here:
+            await here.hears(found(ada))
+            nameplate.show(7)
+            await here.hears(found(replace(ada, invitation=7)))
+        nameplate.show(0)
+        async with running(nobody, 92, mesh=anybody) as here:  # one that comes later
+            await here.hears(found(ada))
+
+
+async def test_with_port_0_it_only_listens() -> None:
+    ada, bob, nobody = advertisement(93), advertisement(94), replace(advertisement(95), port=0)
+    other = AdvertisementKey(b"", b"")
+    async with running(ada, 93) as there, running(nobody, 95, mesh=other) as here:
+        await here.hears(found(ada))
+        async with running(bob, 94):
+            assert await there.next_event() == found(bob)
