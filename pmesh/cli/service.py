@@ -171,7 +171,7 @@ def install(home: Path | None) -> int:
     if not (wanted.home / MESH_KEY_NAME).exists():
         raise KeyFileError(
             f"{wanted.home} holds no mesh key yet: first 'pmesh key new' on the first machine,"
-            " or 'pmesh key set' on another one"
+            " or 'pmesh join' on another one"
         )
     if not service.file.exists() and _answers(wanted.home):
         raise AgentAlreadyRunning(f"an agent of {wanted.home} runs already: first 'pmesh down'")

@@ -46,7 +46,6 @@ from pmesh.invites.wire import (
 )
 from pmesh.net.sessions.sessions import Session
 from simulation.wire import AnyReply
-from tests.net.links.street import MemoryStream
 from tests.worlds.village import MESH, village
 
 KEY = MeshKey(bytes(range(100, 132)))
@@ -114,7 +113,7 @@ class House:
         await session.shown.wait()
         return session
 
-    def call(self) -> MemoryStream:
+    def call(self) -> trio.abc.HalfCloseableStream:
         """Connect to the agent's port; returns the caller's end."""
         outside, inside = trio.testing.memory_stream_pair()
 
@@ -257,7 +256,7 @@ async def test_an_hour_of_guesses_at_every_code_gets_three_tries(
             session = FakeSession()
             try:
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(house.invites.serve, session, Invite())
+                    nursery.start_soon(house.invites.serve, cast("Session", session), Invite())
                     await settled()
                     if session.sent:
                         with contextlib.suppress(UsageError):
