@@ -27,7 +27,7 @@ from pmesh.core.wire.trainer import Leave
 from pmesh.errors import AgentAlreadyRunning, ConfigError, PmeshError, PortTaken
 from pmesh.home_paths import socket_path
 from pmesh.ids import Epoch, Incarnation
-from pmesh.net.links.discovery import AgentFound, Discovered, minute_of_now
+from pmesh.net.links.discovery import AgentFound, Discovered, Nameplate, minute_of_now
 from pmesh.net.links.interfaces import AddressWatch
 from pmesh.net.links.packet_filter import DiscoveryCounters
 from pmesh.net.sessions.processes import Stall
@@ -153,7 +153,9 @@ async def test_mdns_finds_a_peer(clock: MockClock, monkeypatch: pytest.MonkeyPat
             watch: AddressWatch,
             found: trio.MemorySendChannel[Discovered],
             counters: DiscoveryCounters,
+            nameplate: Nameplate,
         ) -> None:
+            assert nameplate.number == 0
             assert node_key == KEY
             assert key == AdvertisementKey.of(MESH)
             assert counters.forged == 0

@@ -124,7 +124,7 @@ def test_json_is_one_line_with_all_events(socket: Path, capsys: pytest.CaptureFi
         assert run(["events", "--json"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     page = json.loads(line)
-    assert page["schema"] == 6
+    assert page["schema"] == 7
     assert [event["number"] for event in page["events"]] == list(range(1000))
 
 

@@ -116,14 +116,16 @@ def test_the_node_keeps_its_identity_from_start_to_start(agent: FakeAgent) -> No
     assert first.mesh_key == second.mesh_key == KEY
 
 
-def test_a_first_up_makes_a_key_and_prints_the_line_for_the_next_machine(
+def test_a_first_up_makes_a_key_and_says_how_to_add_a_machine_without_showing_it(
     agent: FakeAgent, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (home / "mesh_key").unlink()
     assert run(["up"]) == 0
     key = agent.starts[0].mesh_key
     assert key == load_mesh_key(home) != KEY
-    assert f"\n    {mesh_key_text(key)}\n" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "To add another machine to it, type here: pmesh invite\n" in shown.out
+    assert mesh_key_text(key) not in "".join(shown)
 
 
 def test_the_mesh_key_may_come_from_a_file_or_a_variable(
