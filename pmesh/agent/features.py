@@ -1,7 +1,7 @@
 """What the agent and its features ask of each other. The agent knows no feature by name."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import trio
@@ -37,7 +37,8 @@ class Kernel:
     contain: Contain
     noticed: Callable[[News], None]
     admission: Callable[[], Admission]
-    mesh_key: MeshKey = field(repr=False)
+    mesh_key: Callable[[], MeshKey]
+    """Returns the one that the mesh has now."""
     advertise_invitation: Callable[[int], None]
     """Announces the number of an open invitation by mDNS; 0 for none."""
 

@@ -341,7 +341,7 @@ class Agent:
             contain=self._containment.contain,
             noticed=self._event_log.add,
             admission=lambda: self._admission,
-            mesh_key=self._mesh_key,
+            mesh_key=lambda: self._mesh_key,
             advertise_invitation=self._nameplate.show,
         )
 

@@ -101,7 +101,7 @@ class Invites(Feature[Never, Invite]):
     def __init__(
         self,
         me: Party,
-        key: MeshKey,
+        key: Callable[[], MeshKey],
         *,
         advertise: Callable[[int], None],
         admission: Callable[[], Admission],
@@ -112,7 +112,7 @@ class Invites(Feature[Never, Invite]):
 
         Args:
             me: What this machine says of itself.
-            key: The mesh key that it gives to whoever knows a code.
+            key: Returns the mesh key, which it gives to whoever knows a code.
             advertise: Announces the number of the open code by mDNS; 0 for none.
             admission: Of programs that stay for long.
             noticed: Notes an event.
@@ -120,7 +120,6 @@ class Invites(Feature[Never, Invite]):
         """
         self._me = me
         self._key = key
-        self._tag = namespace_tag(key)
         self._advertise = advertise
         self._admission = admission
         self._noticed = noticed
@@ -190,7 +189,7 @@ class Invites(Feature[Never, Invite]):
         if knock.party.protocol != self._me.protocol:
             return "version"
         if knock.tag:
-            return "member" if knock.tag == self._tag else "other mesh"
+            return "member" if knock.tag == namespace_tag(self._key()) else "other mesh"
         return None if knock.element is not None else "not invited"
 
     async def _exchange(
@@ -202,7 +201,7 @@ class Invites(Feature[Never, Invite]):
         reach: Callable[[Outcome], None],
     ) -> None:
         """Give the key to a guest that knows the code; call `reach` with what has been reached."""
-        inviter = Inviter(code, self._me, self._key, entropy=secrets.token_bytes)
+        inviter = Inviter(code, self._me, self._key(), entropy=secrets.token_bytes)
         await guest.send(await trio.to_thread.run_sync(inviter.offer, knock))
         proof = await guest.receive()
         try:

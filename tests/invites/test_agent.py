@@ -94,7 +94,7 @@ class House:
         admission = Admission(plan_files(1024), memory_bytes=2**30)
         self.invites = Invites(
             ADA,
-            KEY,
+            lambda: KEY,
             advertise=self.announced.append,
             admission=lambda: admission,
             noticed=self.events.append,

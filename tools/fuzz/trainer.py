@@ -29,6 +29,7 @@ from pmesh.core.wire.session import (
 )
 from pmesh.core.wire.trainer import ENTERS, Compresses, Connect, Leave, StartOp
 from pmesh.ids import JobName, OpNumber, TrainerId
+from pmesh.invites.wire import Invite
 from pmesh.launches.wire.messages import AskLaunches
 from pmesh.p2p.wire import Attach, ReceiveMessage, SendMessage
 from pmesh.store import wire as store
@@ -86,6 +87,7 @@ def honest_sessions() -> Iterator[tuple[AnyRequest, ...]]:
             *[StoreCall(n, store.encode(c), more=False, timeout_s=2.0) for n, c in calls],
         )
         yield (AskLaunches(),)
+        yield (Invite(),)
 
 
 async def lie_to_agent(path: Path, liar: Liar, *, tell: Tell = lambda _: None) -> None:

@@ -46,10 +46,6 @@ _Outcome: TypeAlias = Literal["garbage", "closed_early", "timed_out", "refused"]
 ConnectionHandler: TypeAlias = Callable[[StreamT, bytes, Authenticated], Awaitable[None]]
 
 
-async def _refuse(_stream: object, _first: bytes, _authenticated: Authenticated) -> None:
-    """Refuse a connection."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoorCounters:
     """The connections to the port since the agent's start."""
@@ -114,7 +110,7 @@ class Acceptor(Generic[StreamT]):
         *,
         on_link: ConnectionHandler[StreamT],
         on_lane: ConnectionHandler[StreamT],
-        on_guest: ConnectionHandler[StreamT] = _refuse,
+        on_guest: ConnectionHandler[StreamT] | None = None,
         uses: Callable[[StreamT], bool] = lambda _: True,
         contain: Callable[[str], contextlib.AbstractContextManager[object]] = (
             contextlib.nullcontext
@@ -125,15 +121,13 @@ class Acceptor(Generic[StreamT]):
         Args:
             on_link: Takes connections that may become links.
             on_lane: Takes those that may become lanes.
-            on_guest: Takes those of machines that want the mesh key.
+            on_guest: Takes those of machines that want the mesh key by a code; None: garbage.
             uses: False for a connection over an interface that is not used; it is refused.
             contain: Lets no exception out of what is said to end with it.
         """
-        self._handlers = {
-            FirstBytes.LINK: on_link,
-            FirstBytes.LANE: on_lane,
-            FirstBytes.GUEST: on_guest,
-        }
+        self._handlers = {FirstBytes.LINK: on_link, FirstBytes.LANE: on_lane}
+        if on_guest is not None:
+            self._handlers[FirstBytes.GUEST] = on_guest
         self._uses = uses
         self._contain = contain
         self._counts: Counter[str] = Counter()  # by the names of DoorCounters
@@ -235,14 +229,15 @@ class Acceptor(Generic[StreamT]):
         if not self._uses(stream):
             return "refused"
         first, kind = await _read_first_bytes(stream)
-        if kind is FirstBytes.GARBAGE:
-            return "garbage"
         if kind is FirstBytes.TOO_FEW:
             return "closed_early"
+        handler = self._handlers.get(kind)
+        if handler is None:
+            return "garbage"
         try:
             if kind is FirstBytes.LINK:
                 await self._pace.turn()
-            await self._handlers[kind](stream, first, authenticated)
+            await handler(stream, first, authenticated)
         except PmeshError:
             if visitor.authenticated:
                 raise
