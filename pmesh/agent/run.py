@@ -79,7 +79,7 @@ from pmesh.ids import Incarnation, Member, NodeId, node_text
 from pmesh.installed import installed_version
 from pmesh.net.links.acceptor import Acceptor, listen_at_interfaces
 from pmesh.net.links.dialer import error_numbers
-from pmesh.net.links.discovery import Discovered, Nameplate, discover, minute_of_now
+from pmesh.net.links.discovery import Discovered, discover, minute_of_now
 from pmesh.net.links.interfaces import AddressWatch
 from pmesh.net.links.tls import TlsContexts
 from pmesh.net.sessions.processes import Stall, sleep_in_step, tick
@@ -190,7 +190,6 @@ class Agent:
         self._settings = settings
         self._node_key = node_key
         self._mesh_key = mesh_key
-        self._nameplate = Nameplate()
         self._advertisement_key = AdvertisementKey.of(mesh_key)
         self._contexts = TlsContexts.of(issue_credentials(mesh_key, node_key))
         self._announce = announce
@@ -342,7 +341,7 @@ class Agent:
             noticed=self._event_log.add,
             admission=lambda: self._admission,
             mesh_key=lambda: self._mesh_key,
-            advertise_invitation=self._nameplate.show,
+            advertise_invitation=self._findings.nameplate.show,
         )
 
     def _leave_path(
@@ -375,7 +374,7 @@ class Agent:
                 watch=self._watch,
                 found=found,
                 counters=self._findings.counters,
-                nameplate=self._nameplate,
+                nameplate=self._findings.nameplate,
             )
 
         self._nursery.start_soon(announce_ourselves)
@@ -406,10 +405,7 @@ class Agent:
                 await trio.sleep(LOOK_AROUND_S)
         if not self._is_alone:
             return
-        self._announce(
-            f"no other machine of this mesh after {ALONE_S:g} s; 'pmesh invite' here shows how to "
-            "add one, and 'pmesh up' starts one that was added"
-        )
+        self._announce(f"no other machine of this mesh in {ALONE_S:g} s; to add one: pmesh invite")
         lines = tuple(line for line in self._describe_unlinked() if OTHER_MESH not in line)
         if self._findings.deaf is not None:
             lines += (f"mDNS can't be used: {self._findings.deaf}",)

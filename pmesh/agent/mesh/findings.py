@@ -8,7 +8,7 @@ import trio
 from pmesh.agent.mesh.peers import Peers
 from pmesh.core.wire.link import PROTOCOL_VERSION
 from pmesh.ids import NodeId
-from pmesh.net.links.discovery import AgentFound, Deaf, Discovered, Gone
+from pmesh.net.links.discovery import AgentFound, Deaf, Discovered, Gone, Nameplate
 from pmesh.net.links.packet_filter import DiscoveryCounters
 
 _log = structlog.get_logger()
@@ -26,6 +26,8 @@ class Findings:
         """Agents of another mesh, or of another version of the protocol."""
         self.deaf: str | None = None
         """Why mDNS can't be used now; None if it can."""
+        self.nameplate = Nameplate()
+        """The number of the invitation that this agent announces."""
 
     async def sort(self, findings: trio.MemoryReceiveChannel[Discovered], peers: Peers) -> None:
         async with findings:
