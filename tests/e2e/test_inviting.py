@@ -148,6 +148,7 @@ def test_a_machine_of_another_mesh_is_refused_and_told_what_to_type(
     showing.await_end()
 
 
+@pytest.mark.slow  # it looks for 10 s
 def test_without_multicast_the_address_is_named(
     fleet: Fleet, make_lab: Callable[[int], NetLab]
 ) -> None:
@@ -168,6 +169,7 @@ def test_without_multicast_the_address_is_named(
     showing.await_end()
 
 
+@pytest.mark.slow  # likewise
 def test_ctrl_c_withdraws_the_code(fleet: Fleet, make_lab: Callable[[int], NetLab]) -> None:
     one, two = make_lab(2).hosts
     first = fleet.start_agent("mac-1", host=one)
