@@ -180,7 +180,8 @@ def test_ctrl_c_withdraws_the_code(fleet: Fleet, make_lab: Callable[[int], NetLa
     showing.await_end(code=130)
 
     late = join(fleet, two, code, name="mac-2")
-    late.await_line("mac-1 runs pmesh: check that the code is not older than ten minutes")
+    # mDNS takes back the number within a second; until then the agent itself refuses.
+    late.await_line("mac-1 (runs pmesh: check that the code is not older|shows no such code now)")
     late.await_end(code=1)
 
 
