@@ -362,7 +362,7 @@ def man_() -> int:
     """Print the manual page: 'pmesh man > ~/.local/share/man/man1/pmesh.1', then 'man pmesh'."""
     from pmesh.cli.manual import manual_page  # noqa: PLC0415 - others don't need it
 
-    sys.stdout.write(manual_page(app))
+    say(*manual_page(app).splitlines())
     return 0
 
 
@@ -374,33 +374,10 @@ def version() -> int:
 
 
 IN_ORDER_OF_USE = (
-    *(
-        "key",
-        "up",
-        "invite",
-        "join",
-        "status",
-        "run",
-        "ps",
-        "logs",
-        "fetch",
-        "stop",
-        "allow",
-        "mlx",
-        "checkpoint",
-    ),
-    *(
-        "events",
-        "ping",
-        "bench",
-        "demo",
-        "forget",
-        "service",
-        "down",
-        "bugreport",
-        "completion",
-        "version",
-    ),
+    *("key", "up", "invite", "join", "status"),
+    *("run", "ps", "logs", "fetch", "stop", "allow", "mlx", "checkpoint"),
+    *("events", "ping", "metrics", "bench", "demo", "forget", "service", "down"),
+    *("bugreport", "completion", "man", "version"),
 )
 for _place, _name in enumerate(IN_ORDER_OF_USE):
     app[_name].sort_key = _place  # else they are listed by the alphabet

@@ -242,6 +242,7 @@ def _watch(console: Console, machines: Machines, trainers: Sequence[Program]) ->
         MofNCompleteColumn(),
         TextColumn("steps, {task.fields[bits]} bits for each byte"),
         TimeElapsedColumn(),
+        console=console,
     )
     task = progress.add_task("training", total=STEPS, bits="…")
     beats = itertools.count()

@@ -185,6 +185,7 @@ def test_only_these_files_print() -> None:
         ("lines.py", "sys.stdout.write"),
         ("lines.py", "sys.stderr.write"),
         ("rows.py", "Output"),
+        ("bugreport.py", "Output"),  # into a file, of which each line is printable
     }
 
 
