@@ -11,6 +11,8 @@ from tests.e2e.harness import Agent, Fleet
 
 pytestmark = pytest.mark.slow
 
+SCRIPT = Path(__file__).parents[2] / "tools/kills/scripts/resuming.py"
+
 
 def needs(module: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(find_spec(module) is None, reason=f"{module} is not installed")
@@ -19,8 +21,7 @@ def needs(module: str) -> pytest.MarkDecorator:
 def train(fleet: Fleet, agent: Agent, folder: Path, library: str) -> tuple[str, list[Any]]:
     import torch  # noqa: PLC0415 - it may not be installed
 
-    script = Path(__file__).parents[1] / "torch/resuming.py"
-    words = ("--on", "all", "--job", folder.name, "--", str(script), library, str(folder))
+    words = ("--on", "all", "--job", folder.name, "--", str(SCRIPT), library, str(folder))
     said = fleet.start_command("run", *words, home=agent.home).await_end(timeout_s=120.0)
     return said, [torch.load(folder / f"rank-{rank}.pt") for rank in range(3)]
 
@@ -40,8 +41,8 @@ def test_a_training_with_a_kill_ends_with_the_weights_of_one_without(
     for name in ("undisturbed", "disturbed"):
         folder = tmp_path / f"{library}-{name}"
         folder.mkdir()
-        if name == "undisturbed":
-            (folder / "killed").touch()
+        if name == "disturbed":
+            (folder / "kill").touch()
         said, ended[name] = train(fleet, ring[0], folder, library)
         killed = name == "disturbed"
         assert len(re.findall("rank 1 ended by SIGKILL; it is started again", said)) == killed

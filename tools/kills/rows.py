@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from tools.kills.launched import run_launched
 from tools.kills.workloads import run_elastic, run_fixed, run_lora
 from tools.lab.campaign import Campaign, nothing_violated
 
@@ -18,5 +19,9 @@ CAMPAIGNS = (
              partial(run_fixed, kind="fsdp"), *SAME_ERROR, 50, 2, one_size=True),
     Campaign("lora", "kill -9 of ranks of pmesh mlx -- mlx_lm.lora --train, which come back",
              run_lora, *COME_BACK, 50, 1, one_size=True),
+    Campaign("trainer-kills", "kill -9 of ranks, agents and machines under Transformers' Trainer, "
+             "Lightning's and torch's own DDP", run_launched,
+             "the same bits at all ranks, weights within 1e-5, loss within 1 %", nothing_violated,
+             50, 1, one_size=True),
 )
 # fmt: on

@@ -60,9 +60,9 @@ class House(LabCluster):
                     os.kill(pid, signal.SIGKILL)
 
 
-def lines_of(launch: LabProgram, node: Node, word: str) -> list[str]:
-    """What the ranks of a machine have printed that begins with a word."""
-    lines = [line.split(" | ", 1) for line in launch.printed() if " | " in line]
+def lines_of(launch: LabProgram, node: Node, word: str, *, since: float = 0.0) -> list[str]:
+    """What the ranks of a machine have printed from this time on that begins with a word."""
+    lines = [line.split(" | ", 1) for line in launch.printed(since=since) if " | " in line]
     return [text for name, text in lines if name == node.name and text.startswith(word)]
 
 
