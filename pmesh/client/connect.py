@@ -12,6 +12,7 @@ from pmesh.client.calls.traceback import public
 from pmesh.client.elastic.place import OnSuperseded, Place
 from pmesh.client.elastic.shares import Shares
 from pmesh.client.mesh import Mesh
+from pmesh.core.jobs.shares import Standing
 from pmesh.core.values import MAX_JOB_BYTES, Terms
 from pmesh.core.wire.session import SESSION_VERSION
 from pmesh.core.wire.trainer import Connect
@@ -108,9 +109,8 @@ def connect(
         check_timeout(straggler_after_s, "straggler_after_s"),
         place=_place(os.environ.get("PMESH_PLACE", "")),
     )
-    place = Place(
-        home_directory(home), request, on_superseded=on_superseded, shares=_shares(shares, max_rows)
-    )
+    wish = wish_of(shares, max_rows)
+    place = Place(home_directory(home), request, on_superseded=on_superseded, shares=Shares(wish))
     _JOINED.set()
     return Mesh(place, job=job)
 
@@ -148,13 +148,14 @@ def default_wait_for() -> int | None:
     return int(text)
 
 
-def _shares(shares: str | None, max_rows: int | None) -> Shares:
+def wish_of(shares: str | None, max_rows: int | None) -> Standing:
+    """Return what a rank wishes of its shares. Raises UsageError if an argument is invalid."""
     name = "PMESH_SHARES" if shares is None else "shares"
     chosen = os.environ.get("PMESH_SHARES", "measured") if shares is None else shares
     _check_choice(name, chosen, get_args(DealsShares))
     if max_rows is not None and not 1 <= max_rows < _MOST_ROWS:
         raise UsageError(f"max_rows is at least 1 and less than 2**31, not {max_rows}")
-    return Shares(even=chosen == "even", most_rows=max_rows or 0)
+    return Standing(most_rows=max_rows or 0, even=int(chosen == "even"))
 
 
 def _place(text: str) -> int:

@@ -25,7 +25,8 @@ views       state (what one member knows), agreement (the effects of a message),
 jobs        rank (its fences, failures and results), progress (how far all are), attempt (does for
             one op what the view has decided), jobs (who waits, who lives here), call_count (a
             program's calls stay in step with those of other ranks), speed (how fast a job trains),
-            shares (how many rows of a batch each rank takes)
+            shares (how many rows of a batch each rank takes), batches (the same, for data loaders
+            that are ahead of the training)
 ops         kinds, plan (sends and receives), reducing, reduce_scatter, moving, coded (who makes
             plans), cost (which is the fastest), reductions (the arithmetic), together (ranks that
             are all at one agent)

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from pmesh.torch.objects import all_gather_object, broadcast_object
     from pmesh.torch.options import Options
     from pmesh.torch.process_group import ProcessGroup
+    from pmesh.torch.sampler import DistributedBatchSampler
 
 __all__ = [
+    "DistributedBatchSampler",
     "DistributedDataParallel",
     "Options",
     "all_gather_object",
@@ -32,6 +34,7 @@ __all__ = [
 _DEVICES = ["cpu", "cuda", "mps"]
 _LATER = MappingProxyType(
     {
+        "DistributedBatchSampler": "pmesh.torch.sampler",
         "DistributedDataParallel": "pmesh.torch.data_parallel",
         "Options": "pmesh.torch.options",
         "all_gather_object": "pmesh.torch.objects",

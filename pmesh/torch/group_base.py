@@ -1,5 +1,6 @@
 """The base of the process group: the methods that torch needs, and how ops run."""
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
@@ -18,6 +19,7 @@ from pmesh.errors import (
     RankLost,
     RosterChanged,
 )
+from pmesh.torch.computing import ComputingTime
 from pmesh.torch.library import Tensor, TensorList, TorchStore, dist, torch
 from pmesh.torch.work import MessageWork, Work
 
@@ -58,6 +60,7 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc] # torch has no types h
         self._line = Line()
         self._lost = ""
         self._sequence = 0
+        self._computing = ComputingTime(time.monotonic())
         self._since_coalescing: list[Work] | None = None
 
     # --- methods that torch calls
@@ -165,6 +168,18 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc] # torch has no types h
         self._lost = self._lost or "the process group was aborted"
         self.shutdown()
 
+    # --- what samplers ask
+
+    @property
+    def computed_s(self) -> float:
+        """How long this rank has computed since the group began: without its waits for ops."""
+        return self._computing.until(time.monotonic())
+
+    def show_step(self, step: int, share_percent: int) -> None:
+        """Show in `pmesh status` how many steps this rank has begun, and its share of a batch."""
+        place = self._calls._place  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
+        place.show_step(step, share_percent)
+
     # --- coalescing
 
     def _start_coalescing(self, device: object) -> None:
@@ -221,17 +236,24 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc] # torch has no types h
         seconds = given_s if given_s > 0 else self._timeout_s
         self._sequence += 1
         with _shown(name, shown):
+            self._computing.call(time.monotonic())
             if not getattr(options, "asyncOp", True) and self._line.idle:
-                self._guarded(lambda: run(seconds))
+                self._timed(lambda: run(seconds))
                 return Work(_DONE, results)
             mode = _inference_mode()
 
             def run_as_called() -> None:
                 with mode():
-                    self._guarded(lambda: run(seconds))
+                    self._timed(lambda: run(seconds))
 
             done = self._line.submit(run_as_called)
         return self._note(Work(done, results))
+
+    def _timed(self, call: Callable[[], None]) -> None:
+        try:
+            self._guarded(call)
+        finally:
+            self._computing.end(time.monotonic())
 
     def _note(self, work: Work) -> Work:
         if self._since_coalescing is not None:

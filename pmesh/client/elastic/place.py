@@ -169,6 +169,10 @@ class Place:
                     raise
         return np.empty(count, dtype)
 
+    def show_step(self, step: int, share_percent: int) -> None:
+        """Show in `pmesh status`, from the next op on, what a job without `sync` counts itself."""
+        self._session.step, self._session.share_percent = step, share_percent
+
     def sync(self, packed: Packed, *, timeout_s: float) -> Synced:
         """Agree with all ranks on a state; a trainer outside the job enters it, or comes back.
 

@@ -17,9 +17,9 @@ class Shares:
     this rank takes no rows by `deal` is not measured.
     """
 
-    def __init__(self, *, even: bool = False, most_rows: int = 0) -> None:
-        """See `Standing`."""
-        self._wish = Standing(most_rows=most_rows, even=int(even))
+    def __init__(self, wish: Standing | None = None) -> None:
+        """`wish` has this rank's `most_rows` and `even`; None: no limit, and measured shares."""
+        self._wish = Standing() if wish is None else wish
         self._pace = Pace()
         self._agreed: Mapping[TrainerId, Standing] = {}
         self._rows = 0
