@@ -7,14 +7,15 @@ the fastest rank has been throttled to a quarter. Needs root on Linux.
 
 import hashlib
 import itertools
+import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from typing import Self, TypeAlias
+from typing import Literal, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,7 @@ ADAPTS = 10  # steps
 MOST_APART = 1e-5
 
 Floats: TypeAlias = NDArray[np.float32]
+Library: TypeAlias = Literal["numpy", "torch"]
 
 
 class ControlGroup:
@@ -100,12 +102,55 @@ def train(job: str, ranks: int, steps: int, hidden: int, out: str) -> None:
         print("hash", hashlib.sha256(values.tobytes()).hexdigest(), flush=True)
 
 
+def train_torch(job: str, ranks: int, steps: int, hidden: int, out: str) -> None:
+    """The same by torch's own DDP, whose rows `DistributedBatchSampler` deals."""
+    os.environ |= {"PMESH_JOB": job, "PMESH_WAIT_FOR": str(ranks)}
+    import torch  # noqa: PLC0415 - the other training needs none
+
+    from pmesh.torch import DistributedBatchSampler  # noqa: PLC0415 - imports torch
+
+    torch.set_num_threads(1)
+    x, y = map(torch.from_numpy, digits())
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(
+        torch.nn.Linear(64, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, 10)
+    )
+    torch.distributed.init_process_group("pmesh")
+    ddp = torch.nn.parallel.DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=RATE)
+    sampler = DistributedBatchSampler(x, ROWS)
+    for step, mine in enumerate(itertools.islice(forever(sampler), steps)):
+        scale = sampler.begin_step(len(mine))
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(ddp(x[mine]), y[mine])
+        (loss * scale).backward()
+        optimizer.step()
+        print(f"step {step} {time.monotonic()} {len(mine)}", flush=True)
+    values = torch.cat([each.detach().reshape(-1) for each in net.parameters()]).numpy()
+    if torch.distributed.get_rank() == 0:
+        np.save(out, values)
+    print("hash", hashlib.sha256(values.tobytes()).hexdigest(), flush=True)
+    torch.distributed.destroy_process_group()
+
+
+def forever(batches: Iterable[list[int]]) -> Iterator[list[int]]:
+    """Epoch after epoch."""
+    while True:
+        yield from batches
+
+
+TRAININGS = {"numpy": train, "torch": train_torch}
+
+
 class Trial:
     """Trainings, each rank in a control group."""
 
-    def __init__(self, home: Path, groups: Sequence[ControlGroup], hidden: int) -> None:
+    def __init__(
+        self, home: Path, groups: Sequence[ControlGroup], library: Library, hidden: int
+    ) -> None:
         self._home = home
         self._groups = groups
+        self._train = TRAININGS[library]
         self._hidden = hidden
         self._count = 0
 
@@ -117,7 +162,7 @@ class Trial:
         out = self._home / f"weights {self._count}.npy"
         settings = {"PMESH_HOME": str(self._home), "PMESH_SHARES": shares, "OMP_NUM_THREADS": "1"}
         job = f"trial-{self._count}"
-        words = words_for(train, job, len(who), steps, self._hidden, str(out))
+        words = words_for(self._train, job, len(who), steps, self._hidden, str(out))
         command = [sys.executable, *words]
         environment = inherited() | settings | {"OPENBLAS_NUM_THREADS": "1"}
         for rank in who:
@@ -147,10 +192,13 @@ def rate(ends: Sequence[float]) -> float:
     return ROWS / median(after - before for before, after in itertools.pairwise(ends))
 
 
-def run(*, steps: int = 200, alone: int = 20, hidden: int = 4096) -> int:
+def run(
+    *, library: Library = "numpy", steps: int = 200, alone: int = 20, hidden: int = 4096
+) -> int:
     """Three ranks held to 1 : 2 : 4 of a core's time; exits with 1 if their weights are wrong.
 
     Args:
+        library: "numpy" with `mesh.batch`, or "torch" with its own DDP and pmesh's batch sampler.
         steps: Of each training of all three.
         alone: The steps of each rank alone.
         hidden: The units of the hidden layer: how much there is to compute.
@@ -160,7 +208,7 @@ def run(*, steps: int = 200, alone: int = 20, hidden: int = 4096) -> int:
         stack.enter_context(agent_in_a_thread(home))
         names = [f"pmesh-shares-{home.name}-{rank}" for rank in range(len(CORES))]
         groups = [stack.enter_context(ControlGroup(name)) for name in names]
-        trial = Trial(home, groups, hidden)
+        trial = Trial(home, groups, library, hidden)
         singles = [rate(trial.run([r], alone, shares="even")[0][3:]) for r in range(len(CORES))]
         print(f"alone: {', '.join(f'{single:.0f}' for single in singles)} rows a second")
         everyone = range(len(CORES))

@@ -189,7 +189,11 @@ class RankStatus(_Part, frozen=True, kw_only=True):
     ]
     completed: int
     step: Annotated[
-        int, Meta(description="Its mesh.step, as far as it is known; 0 before its first sync.")
+        int,
+        Meta(
+            description="Its mesh.step, as far as it is known, or the steps of a batch sampler of "
+            "torch; 0 before the first."
+        ),
     ] = 0
     own_percent: Annotated[
         int | None,
@@ -200,7 +204,7 @@ class RankStatus(_Part, frozen=True, kw_only=True):
     ] = None
     share_percent: Annotated[
         int | None,
-        Meta(description="Its share of each batch, if the script takes rows by mesh.share."),
+        Meta(description="Its share of each batch, if the script takes rows by their shares."),
     ] = None
     stopped: Annotated[bool, Meta(description="Its process has been stopped, as by SIGSTOP.")] = (
         False

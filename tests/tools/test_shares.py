@@ -17,8 +17,10 @@ GROUPS = (Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup/cgroup.controllers"))
     os.geteuid() != 0 or not any(each.exists() and os.access(each, os.W_OK) for each in GROUPS),
     reason="only root can hold processes to a part of a core",
 )
-def test_the_weights_are_those_of_even_shares() -> None:
-    options = ("--steps", "30", "--alone", "5", "--hidden", "256")
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_the_weights_are_those_of_even_shares(library: str) -> None:
+    pytest.importorskip(library)
+    options = ("--library", library, "--steps", "30", "--alone", "5", "--hidden", "256")
 
     code, output = run_tool("shares", *options, within_s=290)
 

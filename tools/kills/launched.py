@@ -65,7 +65,10 @@ class Ended:
     def load(cls, folder: Path, rank: int) -> "Ended":
         import torch  # noqa: PLC0415 - other campaigns need none
 
-        found = torch.load(folder / f"rank-{rank}.pt")
+        path = folder / f"rank-{rank}.pt"
+        if not path.exists():
+            raise LabError(f"rank {rank} has saved nothing")
+        found = torch.load(path)
         return cls(found["steps"], found["loss"], found["net"])
 
     def distance(self, other: "Ended") -> float:
@@ -99,7 +102,10 @@ class LaunchedTraining:
         self.starter = self.dice.choice(self.house.nodes)
         options = ("--on", "all", "--restarts", "100", *LIBRARIES[self.library])
         script = (str(SCRIPT), self.library, str(self.folder), str(self.steps), str(STEP_S))
-        self.launches.append(self.house.launch(self.starter, *options, "--", *script))
+        launch = self.house.launch(self.starter, *options, "--", *script)
+        self.launches.append(launch)
+        # Until then `all` would leave out a machine that is killed now.
+        await_that(lambda: launch.last_line("runs on").text, "its machines", of=[launch])
 
     def _kill_some(self, most_kills: int) -> None:
         self._await_steps(0.0)
@@ -209,6 +215,7 @@ def run_launched(run: CampaignRun) -> Killed:
         while tally.kills < run.episodes and len(tally.violations) < MOST_VIOLATIONS:
             library = libraries[number % len(libraries)]
             number += 1
+            seen = len(tally.violations)
             kills = min(KILLS_EACH, run.episodes - tally.kills)
             folders = [Path(name) / f"{library}-{number}-{kind}" for kind in ("whole", "killed")]
             for folder, most in zip(folders, (0, kills), strict=True):
@@ -225,5 +232,5 @@ def run_launched(run: CampaignRun) -> Killed:
                     break
                 judge(tally, where, undisturbed.setdefault(library, ended[0]), ended)
             tally.count("trainings")
-            print(f"  {where}: {tally.kills} kills, {len(tally.violations)} violations", flush=True)
+            print(f"  {where}: {tally.kills} kills", *tally.violations[seen:], sep="\n", flush=True)
     return tally.sum_up()

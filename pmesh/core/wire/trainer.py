@@ -115,9 +115,9 @@ class StartOp(SessionMessage, frozen=True, tag="start_op", omit_defaults=True):
     borrows: bool = False
     """True if the trainer wants to keep the result in place until DropArena."""
     step: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
-    """In a `sync`: how often the trainer has synced with this one, for `pmesh status`."""
+    """How often the trainer has synced with this one, for `pmesh status`; of torch its steps."""
     share_percent: Annotated[int, Meta(ge=-1, le=100)] = -1
-    """In a `sync`: the rank's share of a batch until now, for `pmesh status`; -1 for none."""
+    """The rank's share of a batch until now, for `pmesh status`; -1 for none."""
 
 
 class Compresses(SessionMessage, frozen=True, tag="compresses"):
