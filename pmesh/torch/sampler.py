@@ -74,11 +74,8 @@ class DistributedBatchSampler(torch.utils.data.Sampler):  # type: ignore[misc] #
         self._rank: int = self._group.rank()
         self._size: int = self._group.size()
         self._wish = wish_of(shares, max_rows)
-        self.batch_size = batch_size
-        """The rows of a batch, for all ranks together."""
-        self.drop_last = drop_last
-        self._dataset_len = len(dataset)
-        self._shuffle, self._seed = shuffle, seed
+        self._batch_size, self._dataset_len = batch_size, len(dataset)
+        self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
         self._epoch = self._passes = 0
         self._batches = BatchShares(self._rank, self._size)
         self._pace = Pace()
@@ -99,14 +96,23 @@ class DistributedBatchSampler(torch.utils.data.Sampler):  # type: ignore[misc] #
         """This sampler: Transformers calls `set_epoch` of what has this name in a batch sampler."""
         return self
 
+    @property
+    def batch_size(self) -> int:
+        """Raise UsageError: a library that asks for it would deal the batches out once more."""
+        raise UsageError(
+            "the batches of a DistributedBatchSampler are this rank's already: leave its data "
+            "loader out of accelerator.prepare; with Lightning, write "
+            "Trainer(use_distributed_sampler=False)"
+        )
+
     def set_epoch(self, epoch: int) -> None:
         """Make the next pass that of this epoch, from 0 on; without it, passes count epochs."""
         self._epoch = epoch
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch, the same on all ranks."""
-        whole, left = divmod(self._dataset_len, self.batch_size)
-        return whole + (left >= self._size and not self.drop_last)
+        whole, left = divmod(self._dataset_len, self._batch_size)
+        return whole + (left >= self._size and not self._drop_last)
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield this rank's samples of each batch."""
@@ -117,7 +123,7 @@ class DistributedBatchSampler(torch.utils.data.Sampler):  # type: ignore[misc] #
         rows = self._dataset_len
         order = order_of(rows, epoch=epoch, seed=self._seed) if self._shuffle else np.arange(rows)
         for number in range(len(self)):
-            batch = order[number * self.batch_size :][: self.batch_size]
+            batch = order[number * self._batch_size :][: self._batch_size]
             yield batch[self._batches.deal(len(batch))].tolist()
 
     def begin_step(self, rows: int) -> float:
@@ -162,7 +168,7 @@ class DistributedBatchSampler(torch.utils.data.Sampler):  # type: ignore[misc] #
 
     def _check(self) -> None:
         """Raise UsageError on all ranks, if one of them has made another sampler."""
-        mine = [self._dataset_len, self.batch_size, self._shuffle, self._seed, self.drop_last]
+        mine = [self._dataset_len, self._batch_size, self._shuffle, self._seed, self._drop_last]
         theirs = self._group.all_gather_object(mine)
         if any(other != mine for other in theirs):
             ranks = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(theirs))
@@ -170,8 +176,8 @@ class DistributedBatchSampler(torch.utils.data.Sampler):  # type: ignore[misc] #
                 "the ranks have made different samplers, as [samples, batch_size, shuffle, seed, "
                 f"drop_last]: {ranks}; give the same on all machines"
             )
-        if not self._size <= self.batch_size < 2**31:
+        if not self._size <= self._batch_size < 2**31:
             raise UsageError(
                 f"batch_size is that of all ranks together: at least {self._size}, one row for "
-                f"each, not {self.batch_size}"
+                f"each, not {self._batch_size}"
             )

@@ -4,12 +4,14 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+import pmesh
 import pmesh.torch
 from pmesh.client.mesh import order_of
 from pmesh.torch.process_group import ProcessGroup
@@ -119,7 +121,18 @@ def accelerate(rank: int, folder: str) -> None:
     _end(rank, folder, net, clock)
 
 
-def lightning(rank: int, folder: str) -> None:
+def accelerate_twice(rank: int, folder: str) -> None:
+    """Accelerate prepares the data loader, too."""
+    _start(rank, folder)
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    _, loader = _loader(TensorDataset(*digits()))
+    with pytest.raises(pmesh.UsageError, match=r"out of accelerator\.prepare"):
+        accelerator.prepare(loader)
+
+
+def lightning(rank: int, folder: str, **options: Any) -> None:
     clock = _start(rank, folder)
     from lightning import LightningModule, Trainer
 
@@ -139,16 +152,19 @@ def lightning(rank: int, folder: str) -> None:
         def configure_optimizers(self) -> Any:
             return sgd(self)
 
-    options: dict[str, Any] = {
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "logger": False,
-    }
+    options = {"use_distributed_sampler": False} | options
+    options |= {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     options |= {"enable_checkpointing": False, "default_root_dir": folder, "accelerator": "cpu"}
-    trainer = Trainer(strategy="pmesh", use_distributed_sampler=False, max_epochs=EPOCHS, **options)
+    trainer = Trainer(strategy="pmesh", max_epochs=EPOCHS, **options)
     module = Digits()
     trainer.fit(module)
     _end(rank, folder, module.net, clock)
+
+
+def lightning_twice(rank: int, folder: str) -> None:
+    """Lightning puts a sampler of its own into the data loader, as it does unless told not to."""
+    with pytest.raises(pmesh.UsageError, match="use_distributed_sampler=False"):
+        lightning(rank, folder, use_distributed_sampler=True)
 
 
 def transformers(rank: int, folder: str) -> None:

@@ -195,6 +195,17 @@ def test_what_the_ranks_cannot_do_is_an_error_on_all_of_them(
     each_rank(program)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["accelerate", "lightning"])
+def test_a_library_that_would_deal_the_batches_out_once_more_is_refused(
+    programs: Programs, library: str
+) -> None:
+    pytest.importorskip(library)
+    folder = programs.folder / f"dealing-{library}-twice"
+    folder.mkdir()
+    assert programs.run("tests.torch.dealing", f"{library}_twice", str(folder)) == [0, 0, 0]
+
+
 def test_a_step_without_rows_is_refused() -> None:
     def program(group: TimedGroup) -> None:
         sampler = DistributedBatchSampler(range(9), 6, group=group)
