@@ -148,9 +148,16 @@ class LaunchedTraining:
         if node is self.starter:
             self.tally.count("of the machine that typed the command")
             self.launches[-1].join(within_s=ENDS_S)
-            await_that(lambda: not self.house.left(), "the end of all ranks", within_s=ENDS_S)
+            self._await_end_of_all()
             self.house.await_view()
             self._start()
+
+    def _await_end_of_all(self) -> None:
+        try:
+            await_that(lambda: not self.house.left(), "the end of all ranks", within_s=ENDS_S)
+        except LabError as e:
+            left = [" ".join(command_of(pid)) for pid in self.house.left()]
+            raise LabError(f"{e}: {left}") from None
 
     @property
     def _running(self) -> list[LabProgram]:

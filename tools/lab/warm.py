@@ -61,6 +61,11 @@ class Warm:
                 start_new_session=True,  # a Ctrl-C is the campaign's, which then ends us
             )
 
+    @property
+    def pid(self) -> int:
+        """Its own; its forks have others."""
+        return self._process.pid
+
     def start(self, order: ForkOrder) -> tuple[int, IO[str]]:
         """The pid of a new process that does this, and what it writes."""
         reading, writing = os.pipe()

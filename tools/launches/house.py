@@ -22,7 +22,8 @@ class House(LabCluster):
 
     def _build(self) -> None:
         super()._build()
-        self._own = frozenset(pid for node in self.nodes for pid in node.host.pids())
+        # Not those that run in the hosts now: on a busy machine one may not have entered its host.
+        self._own = frozenset(warm.pid for warm in self._warm.values())
         for node in self.nodes:
             store_permission(node.home, Permission(everyone=True, as_root=True))
         self.heal()
