@@ -1,6 +1,5 @@
 """The base of the process group: the methods that torch needs, and how ops run."""
 
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
@@ -8,6 +7,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from pmesh.client.calls.queue import Handle, Line
+from pmesh.client.elastic.place import Place
 from pmesh.client.group import Collectives
 from pmesh.errors import (
     AgentStopped,
@@ -19,7 +19,6 @@ from pmesh.errors import (
     RankLost,
     RosterChanged,
 )
-from pmesh.torch.computing import ComputingTime
 from pmesh.torch.library import Tensor, TensorList, TorchStore, dist, torch
 from pmesh.torch.work import MessageWork, Work
 
@@ -60,7 +59,6 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc] # torch has no types h
         self._line = Line()
         self._lost = ""
         self._sequence = 0
-        self._computing = ComputingTime(time.monotonic())
         self._since_coalescing: list[Work] | None = None
 
     # --- methods that torch calls
@@ -172,13 +170,16 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc] # torch has no types h
 
     @property
     def computed_s(self) -> float:
-        """How long this rank has computed since the group began: without its waits for ops."""
-        return self._computing.until(time.monotonic())
+        """How long this rank has computed since it joined: without its waits for ops."""
+        return self._place.own_s
 
     def show_step(self, step: int, share_percent: int) -> None:
         """Show in `pmesh status` how many steps this rank has begun, and its share of a batch."""
-        place = self._calls._place  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
-        place.show_step(step, share_percent)
+        self._place.show_step(step, share_percent)
+
+    @property
+    def _place(self) -> Place:
+        return self._calls._place  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
 
     # --- coalescing
 
@@ -236,7 +237,7 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc] # torch has no types h
         seconds = given_s if given_s > 0 else self._timeout_s
         self._sequence += 1
         with _shown(name, shown):
-            self._computing.call(time.monotonic())
+            self._place.begin_beside()
             if not getattr(options, "asyncOp", True) and self._line.idle:
                 self._timed(lambda: run(seconds))
                 return Work(_DONE, results)
@@ -253,7 +254,7 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc] # torch has no types h
         try:
             self._guarded(call)
         finally:
-            self._computing.end(time.monotonic())
+            self._place.end_beside()
 
     def _note(self, work: Work) -> Work:
         if self._since_coalescing is not None:

@@ -4,10 +4,11 @@ import atexit
 import os
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 from pmesh.client.calls.queue import Line
@@ -20,6 +21,8 @@ from pmesh.torch.options import Options, options_of
 from pmesh.torch.process_group import ProcessGroup
 from pmesh.torch.rendezvous import place_in_launch
 from pmesh.torch.store import MeshStore
+
+T = TypeVar("T")
 
 _JOIN_S = 300.0  # as `pmesh.connect` waits by default
 
@@ -56,13 +59,32 @@ class TorchWorld:
         }
 
 
+class BackwardLine(Line):
+    """Runs the ops of the backward passes of all models, in order, while the rank computes."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self._place = mesh._place  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
+
+    def submit(self, run: Callable[[], T]) -> "Future[T]":
+        """Run it as `Line.submit` does."""
+
+        def run_beside() -> T:
+            try:
+                return run()
+            finally:
+                self._place.end_beside()
+
+        self._place.begin_beside()
+        return super().submit(run_beside)
+
+
 @dataclass(slots=True)
 class Elastic:
     """The job of a program whose number of ranks may change."""
 
     mesh: Mesh
-    line: Line = field(default_factory=Line)
-    """Runs the ops of the backward passes of all models, in order."""
+    line: Line
     models: int = 0
     """The number of wrapped models; each has a number, the same on every rank."""
     synced: "WeakSet[Any]" = field(default_factory=WeakSet[Any])
@@ -154,7 +176,7 @@ class Worlds:
 
     def begin_elastic(self, mesh: Mesh) -> None:
         """Begin a job whose number of ranks may change."""
-        self.elastic = Elastic(mesh)
+        self.elastic = Elastic(mesh, BackwardLine(mesh))
 
     def check_not_elastic(self) -> None:
         """Raise UsageError in an elastic program, which can have no process group."""

@@ -1,9 +1,12 @@
 """The batch sampler among ranks in threads, whose times are told."""
 
 import itertools
+import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
+from threading import Event
 from typing import Any
 
 import pytest
@@ -16,7 +19,7 @@ import pmesh.torch
 from pmesh.client.mesh import Mesh, order_of
 from pmesh.testing import SimulatedMesh
 from pmesh.torch.process_group import ProcessGroup
-from pmesh.torch.ranks import WORLDS, Elastic
+from pmesh.torch.ranks import WORLDS, BackwardLine, Elastic
 from pmesh.torch.sampler import DistributedBatchSampler
 from tests.torch.conftest import Programs
 from tests.torch.dealing import alone
@@ -228,19 +231,60 @@ class Counted:
     called: int = 0
     ended: int = 0
 
-    def call(self, now: float) -> None:
-        assert now > 0
+    def begin_beside(self) -> None:
         self.called += 1
 
-    def end(self, now: float) -> None:
-        assert now > 0
+    def end_beside(self) -> None:
         self.ended += 1
 
 
-def test_a_group_times_each_op_whoever_runs_it_and_however_it_ends() -> None:
+def test_the_ops_of_elastic_ddp_run_beside_what_the_rank_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def program(mesh: Mesh) -> Counted:
+        counted = Counted()
+        monkeypatch.setattr(mesh._place, "begin_beside", counted.begin_beside)
+        monkeypatch.setattr(mesh._place, "end_beside", counted.end_beside)
+        line, gate = BackwardLine(mesh), Event()
+        done = [line.submit(gate.wait), line.submit(lambda: 1 / 0)]
+        assert counted == Counted(2, 0)
+        gate.set()
+        assert done[0].result()
+        with pytest.raises(ZeroDivisionError):
+            done[1].result()
+        line.end()
+        return counted
+
+    assert SimulatedMesh(1).run(program) == [Counted(2, 2)]
+
+
+def test_what_a_rank_computes_beside_its_ops_is_its_own_time() -> None:
+    def program(mesh: Mesh) -> tuple[float, float]:
+        place, session = mesh._place, mesh._place._session
+        session._own = 1.0, math.inf  # a request begins
+        place.begin_beside()
+        now = time.monotonic()
+        while time.monotonic() == now:
+            pass
+        place.begin_beside()
+        before = place.own_s
+        place.end_beside()
+        place.end_beside()
+        return before, place.own_s
+
+    ((before, after),) = SimulatedMesh(1).run(program)
+    assert before == 1.0
+    assert after > 1.0
+
+
+def test_a_group_times_each_op_whoever_runs_it_and_however_it_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def program(mesh: Mesh) -> Counted:
+        counted, place = Counted(), mesh._place
+        monkeypatch.setattr(place, "begin_beside", counted.begin_beside)
+        monkeypatch.setattr(place, "end_beside", counted.end_beside)
         group = group_of(mesh)
-        group._computing = counted = Counted()  # type: ignore[assignment]
         group.allreduce([torch.ones(3)]).wait()
         group.allreduce([torch.ones(3)], reducing(dist.ReduceOp.SUM, waits=True)).wait()
         with pytest.raises(dist.DistBackendError):

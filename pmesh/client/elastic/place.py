@@ -11,6 +11,7 @@ from typing import Literal, Protocol, TypeVar
 import msgspec
 import numpy as np
 
+from pmesh.client.elastic.overlap import Overlap
 from pmesh.client.elastic.shares import Shares
 from pmesh.client.elastic.sync import Offer, Synced, run_sync
 from pmesh.client.session.connection import AgentConnection, mesh_ended
@@ -87,6 +88,7 @@ class Place:
         self.step = 0
         self.shares = Shares() if shares is None else shares
         """The ranks' shares of a batch, on which they agree in each sync."""
+        self._overlap = Overlap()
         self._must_sync = joined.world.rank < 0
         self._cut_off: HistorySuperseded | AgentStopped | None = None
         self._lost_agent = False
@@ -169,6 +171,19 @@ class Place:
                     raise
         return np.empty(count, dtype)
 
+    @property
+    def own_s(self) -> float:
+        """How long this rank has computed since its session began, also beside its ops."""
+        return self._session.own_s + self._overlap.seconds
+
+    def begin_beside(self) -> None:
+        """Note that the rank calls an op, and may compute on; each has an `end_beside`."""
+        self._overlap.begin(time.monotonic(), self._session.own_s)
+
+    def end_beside(self) -> None:
+        """Note that such an op has ended."""
+        self._overlap.end()
+
     def show_step(self, step: int, share_percent: int) -> None:
         """Show in `pmesh status`, from the next op on, what a job without `sync` counts itself."""
         self._session.step, self._session.share_percent = step, share_percent
@@ -182,7 +197,7 @@ class Place:
             PmeshError: as for `run_sync`.
         """
         deadline = time.monotonic() + timeout_s
-        self.shares.end_step(self._session.own_s)
+        self.shares.end_step(self.own_s)
         while True:
             enters = self._session.enters
             try:
@@ -207,7 +222,7 @@ class Place:
                 self._cut_off, self._must_sync, self._veteran = None, False, True
                 self.step = synced.step + 1
                 self.shares.agree(synced.standings)
-                self.shares.begin_step(self._session.own_s)
+                self.shares.begin_step(self.own_s)
                 return synced
             finally:
                 self._update_world()

@@ -95,7 +95,8 @@ class TrainerSession:
         """`mesh.step` after the next `sync`, for `pmesh status`."""
         self.share_percent = -1
         """This rank's share of the rows, for `pmesh status`."""
-        self._own_s, self._answered = 0.0, time.monotonic()
+        self._own = 0.0, time.monotonic()
+        """How long it has computed until when; replaced at once, as any thread reads it."""
         self._input: Mapped | None = None
         self._input_retained = False
         self._ahead: Mapped | None = None
@@ -124,7 +125,8 @@ class TrainerSession:
     @property
     def own_s(self) -> float:
         """How many seconds the trainer has spent outside of requests: it computes meanwhile."""
-        return self._own_s + max(0.0, time.monotonic() - self._answered)
+        own_s, since = self._own
+        return own_s + max(0.0, time.monotonic() - since)
 
     @property
     def ranks(self) -> World:
@@ -412,8 +414,8 @@ class TrainerSession:
         """Send a request; return the reply that ends it, and handle all replies before."""
         due_s = FIRST_ANSWER_S if isinstance(request, Connect) else ANSWER_S
         dropped = self._users.dropped and self._users.take_dropped()
-        self._own_s += max(0.0, time.monotonic() - self._answered)
-        self._answered = math.inf
+        own_s, since = self._own
+        self._own = own_s + max(0.0, time.monotonic() - since), math.inf
         self._connection.send(*map(DropArena, dropped), request)
         if meanwhile is not None:
             meanwhile()
@@ -439,7 +441,7 @@ class TrainerSession:
                 case _:
                     if waited:
                         self._waiting.end()
-                    self._answered = time.monotonic()
+                    self._own = self._own[0], time.monotonic()
                     return reply
 
     @contextmanager
