@@ -363,6 +363,13 @@ def test_a_rank_that_works_has_all_others_started_again() -> None:
     assert play.fails(B, 1) == ()  # nobody knows yet what the third one does
 
 
+def test_ranks_that_fail_since_a_machine_is_lost_are_started_again() -> None:
+    play = running(restarts=10)
+    play.lost(C)
+    assert play.fails(A, 0) == ()
+    assert play.fails(B, 1) == ()
+
+
 def test_failures_of_strangers_and_of_ranks_that_have_ended_count_nothing() -> None:
     play = running(restarts=10)
     play.ended(A, 3)

@@ -320,7 +320,7 @@ def _give_up(step: Step) -> Step:
     if launch.phase != "running" or any(seat.phase in {"asked", "ready"} for seat in seats):
         return step
     actions: list[Action] = []
-    if _all_failed_at_once(seats):
+    if _all_failed_at_once(launch.seats):
         actions.append(Tell(_AT_ONCE))
         given_up = [(seat, rank) for seat in seats for rank in seat.fails]
     else:
@@ -350,6 +350,9 @@ _AT_ONCE = (
 
 
 def _all_failed_at_once(seats: Sequence[Seat]) -> bool:
+    """Not if a machine is lost: the others may have failed by that."""
+    if any(seat.phase == "lost" for seat in seats):
+        return False
     return all(seat.fails.get(rank) == "at once" for seat in seats for rank in seat.ranks)
 
 
