@@ -31,9 +31,9 @@ class DistributedBatchSampler(torch.utils.data.Sampler):  # type: ignore[misc] #
     DDP averages over the ranks, so their gradient is the mean over all rows of the batch, however
     these are dealt. Each pass over the batches is an epoch with an order of its own.
 
-    Each rank measures how long it computes from one `begin_step` to the next, and in `begin_step`
-    the ranks tell each other, in one small op. New shares hold from the first batch on that no
-    data loader has asked for.
+    Each rank measures how long it computes from one `begin_step` to the next, of which the median
+    counts, and in `begin_step` the ranks tell each other, in one small op. New shares hold from the
+    first batch on that no data loader has asked for.
     """
 
     def __init__(
@@ -119,7 +119,6 @@ class DistributedBatchSampler(torch.utils.data.Sampler):  # type: ignore[misc] #
         epoch, self._epoch = self._epoch, self._epoch + 1
         self._batches.next_batch = self._passes * len(self)
         self._passes += 1
-        self._began_s = None  # what lies between two epochs, such as an evaluation, is no step
         rows = self._dataset_len
         order = order_of(rows, epoch=epoch, seed=self._seed) if self._shuffle else np.arange(rows)
         for number in range(len(self)):

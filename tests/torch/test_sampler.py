@@ -96,6 +96,18 @@ def test_no_row_is_lost_after_an_epoch_that_was_broken_off() -> None:
     assert is_whole([*second], epoch=1)
 
 
+def test_steps_count_though_each_is_an_epoch() -> None:
+    def program(group: TimedGroup) -> int:
+        sampler = DistributedBatchSampler(range(ROWS), ROWS, group=group)
+        for _ in range(8):
+            for batch in sampler:
+                sampler.begin_step(len(batch))
+                group.computed_s += len(batch) / SPEEDS[group.rank()]
+        return len(batch)
+
+    assert each_rank(program) == [10, 20, 40]
+
+
 def test_shares_are_even_if_one_rank_wants_that() -> None:
     options = {0: {"shares": "even"}}
     batches = each_rank(lambda group: train(group, 8, **options.get(group.rank(), {})))
