@@ -1,4 +1,4 @@
-"""What is wrong with the mesh, in sentences for `pmesh status`."""
+"""What is wrong with the mesh, in sentences for `pmesh status` and `pmesh doctor`."""
 
 import math
 import shlex
@@ -27,20 +27,23 @@ def describe_troubles(status: Status) -> Iterator[Text]:
     if status.node.slow_encryption is not None:
         slow = aead.describe(printable(status.node.slow_encryption))
         yield Text(f"! this agent {slow}", "yellow")
-    yield from _shared_names(members)
-    yield from _slow_paths(members)
-    yield from _bad_links(members)
-    yield from _held_off(status.held_off)
+    for text in describe_names(members):
+        yield Text(text)
+    for text in describe_slow_paths(members):
+        yield Text(f"! {text}", "yellow")
+    for text in (*describe_bad_links(members), *describe_held_off(status.held_off)):
+        yield Text(text, "yellow")
 
 
-def _slow_paths(members: Sequence[MemberStatus]) -> Iterator[Text]:
+def describe_slow_paths(members: Sequence[MemberStatus]) -> Iterator[str]:
+    """Say which paths are slower than they should be."""
     for member in members:
         for path in member.paths:
             if path.slow is not None:
-                yield Text(f"! {printable(member.name)}: {printable(path.slow)}", "yellow")
+                yield f"{printable(member.name)}: {printable(path.slow)}"
 
 
-def _bad_links(members: Sequence[MemberStatus]) -> Iterator[Text]:
+def describe_bad_links(members: Sequence[MemberStatus]) -> Iterator[str]:
     """Say which links lose packets or stand still now and then, and what follows."""
     for member in members:
         found: list[str] = []
@@ -49,23 +52,22 @@ def _bad_links(members: Sequence[MemberStatus]) -> Iterator[Text]:
         if member.silence_s is not None and member.silence_s >= STALL_S:
             found.append(f"was silent for {member.silence_s:.1f} s lately")
         if found:
-            yield Text(
+            yield (
                 f"the link to {printable(member.name)} {' and '.join(found)}; "
-                "training waits for it each time",
-                "yellow",
+                "training waits for it each time"
             )
 
 
-def _held_off(those: Sequence[HeldOffStatus]) -> Iterator[Text]:
+def describe_held_off(those: Sequence[HeldOffStatus]) -> Iterator[str]:
+    """Say which machines were lost so often that they must wait."""
     for one in those:
-        yield Text(
+        yield (
             f"{printable(one.name)} was lost {one.losses} times lately; "
-            f"it is let back in in {math.ceil(one.back_in_s)} s",
-            "yellow",
+            f"it is let back in in {math.ceil(one.back_in_s)} s"
         )
 
 
-def _shared_names(members: Sequence[MemberStatus]) -> Iterator[Text]:
+def describe_names(members: Sequence[MemberStatus]) -> Iterator[str]:
     """Say which machines have one name: their view appends to each the start of its id."""
     names = Counter(
         name
@@ -80,4 +82,4 @@ def _shared_names(members: Sequence[MemberStatus]) -> Iterator[Text]:
                 f"another machine had the name '{name}' before; if it is the same one, reinstalled,"
                 f" type: pmesh forget {shlex.quote(name)}"
             )
-        yield Text(printable(text))
+        yield printable(text)
