@@ -163,6 +163,19 @@ def decode_untrusted(
     return advertisement
 
 
+def read_packet_untrusted(packet: bytes, *, key: AdvertisementKey) -> Advertisement | None:
+    """Return the first advertisement in an mDNS packet, of any mesh and version; None if none is.
+
+    As with `decode_untrusted` its node has signed it, and with our tag it is made with our key.
+    """
+    entries = _find_entries(packet)
+    try:
+        node = node_from_text(entries[b"node"].decode("ascii"))
+        return decode_untrusted(entries, instance=instance_name(node), key=key)
+    except (KeyError, ValueError, ProtocolError):
+        return None
+
+
 def judge_untrusted(packet: bytes, *, key: AdvertisementKey) -> bytes | Literal["forged", "other"]:
     """Judge an mDNS packet in microseconds, without parsing it.
 

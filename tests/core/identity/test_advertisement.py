@@ -15,6 +15,7 @@ from pmesh.core.identity.advertisement import (
     host_name,
     instance_name,
     node_of_instance_untrusted,
+    read_packet_untrusted,
 )
 from pmesh.core.identity.keys import AdvertisementKey, MeshKey, NodeKey
 from pmesh.core.wire.link import PROTOCOL_VERSION, Address
@@ -239,6 +240,34 @@ def test_noise_raises_nothing_but_protocol_error(
     forged = encode(an_advertisement(), KEY, MESH) | entries
     with suppress(ProtocolError):
         assert decode_untrusted(forged, instance=instance, key=MESH) == an_advertisement()
+
+
+def packet(entries: dict[bytes, bytes]) -> bytes:
+    """As an mDNS packet has them, after other records."""
+    texts = [name + b"=" + value for name, value in entries.items()]
+    return b"\0\0\x84\0other" + b"".join(bytes([len(text)]) + text for text in texts)
+
+
+def test_a_packet_is_read_without_its_other_records() -> None:
+    entries = encode(an_advertisement(), KEY, MESH)
+    assert read_packet_untrusted(packet(entries), key=MESH) == an_advertisement()
+    foreign = an_advertisement(tag=b"another!")
+    read = read_packet_untrusted(packet(encode(foreign, KEY, STRANGER)), key=MESH)
+    assert read == foreign
+
+
+@pytest.mark.parametrize("changed", [{b"port": b"1"}, {b"node": b"nobody"}, {b"node": b"\xff"}])
+def test_a_packet_that_was_changed_or_is_another_s_is_none(changed: dict[bytes, bytes]) -> None:
+    entries = encode(an_advertisement(), KEY, MESH)
+    assert read_packet_untrusted(packet(entries | changed), key=MESH) is None
+    assert (
+        read_packet_untrusted(packet(encode(an_advertisement(), KEY, STRANGER)), key=MESH) is None
+    )
+
+
+@given(st.binary())
+def test_noise_is_no_advertisement(noise: bytes) -> None:
+    assert read_packet_untrusted(noise, key=MESH) is None
 
 
 @given(st.text())
