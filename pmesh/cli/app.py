@@ -12,6 +12,7 @@ from cyclopts import App, CycloptsError, Parameter
 from pmesh.agent.config import LogLevel
 from pmesh.agent.home import is_full, reason
 from pmesh.cli import keys, service
+from pmesh.cli.doctor.command import doctor
 from pmesh.cli.events import show_events
 from pmesh.cli.invites import invite, join
 from pmesh.cli.launching import allow_run_, end_own_options, fetch, logs, mlx_, ps, run_, stop
@@ -47,6 +48,7 @@ app.command(invite)
 app.command(join)
 checkpoint_app = App(name="checkpoint", help="Look into the folders of pmesh.Checkpoints.")
 app.command(checkpoint_app)
+app.command(doctor)
 
 service_app = App(name="service", help="Start the agent at boot, and again when it has crashed.")
 app.command(service_app)
@@ -376,7 +378,7 @@ def version() -> int:
 IN_ORDER_OF_USE = (
     *("key", "up", "invite", "join", "status"),
     *("run", "ps", "logs", "fetch", "stop", "allow", "mlx", "checkpoint"),
-    *("events", "ping", "metrics", "bench", "demo", "forget", "service", "down"),
+    *("doctor", "events", "ping", "metrics", "bench", "demo", "forget", "service", "down"),
     *("bugreport", "completion", "man", "version"),
 )
 for _place, _name in enumerate(IN_ORDER_OF_USE):
