@@ -2,7 +2,6 @@
 
 import secrets
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,37 +12,9 @@ from pmesh.agent.schema import PeerStatus
 from pmesh.core.identity.keys import MeshKey, mesh_key_text
 from pmesh.core.wire.link import PROTOCOL_VERSION
 from tests.e2e.harness import Agent, Fleet
+from tests.e2e.odd_agents import OTHER_VERSION, compile_clock
 
 pytestmark = pytest.mark.slow
-
-OTHER_VERSION = f"""
-import pmesh.core.wire.link
-pmesh.core.wire.link.PROTOCOL_VERSION = {PROTOCOL_VERSION + 41}
-"""
-
-# Without any header, which a machine that has a compiler need not have.
-OTHER_CLOCK = """
-struct timespec { long seconds, nanoseconds; };
-struct timeval { long seconds, microseconds; };
-void *dlsym(void *, const char *);
-#define NEXT(name) dlsym((void *)-1L, name)
-#define YEARS (40L * 365 * 86400)
-long time(long *at) {
-    long now = ((long (*)(long *))NEXT("time"))(0) + YEARS;
-    if (at) *at = now;
-    return now;
-}
-int clock_gettime(int clock, struct timespec *at) {
-    int result = ((int (*)(int, struct timespec *))NEXT("clock_gettime"))(clock, at);
-    if (!result && clock == 0) at->seconds += YEARS; /* CLOCK_REALTIME */
-    return result;
-}
-int gettimeofday(struct timeval *at, void *zone) {
-    int result = ((int (*)(struct timeval *, void *))NEXT("gettimeofday"))(at, zone);
-    if (!result) at->seconds += YEARS;
-    return result;
-}
-"""
 
 
 @pytest.fixture(scope="module")
@@ -106,15 +77,12 @@ def test_a_clock_that_is_wrong_by_years_changes_nothing(
     host: tuple[Fleet, Agent], tmp_path: Path
 ) -> None:
     fleet, agent = host
-    library = tmp_path / "clock.so"
-    compiler = ["cc", "-shared", "-fPIC", "-nostdlib", "-w", "-x", "c", "-", "-o", str(library)]
-    subprocess.run(compiler, input=OTHER_CLOCK, text=True, check=True)
     dreamer = fleet.start_agent(
         "dreamer",
         "--peer",
         agent.address,
         patch="import datetime; print('it is', datetime.datetime.now().year)",
-        LD_PRELOAD=str(library),
+        LD_PRELOAD=str(compile_clock(tmp_path)),
     )
 
     assert int(dreamer.process.await_line(r"it is (\d+)")[1]) > 2060
