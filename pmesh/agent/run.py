@@ -410,7 +410,9 @@ class Agent:
         if self._findings.deaf is not None:
             lines += (f"mDNS can't be used: {self._findings.deaf}",)
         elif self._settings.mdns and not (lines or said):
-            lines += ("mDNS finds no agent; if one runs, name it: pmesh up --peer HOST",)
+            lines += (
+                "mDNS finds no agent; 'pmesh doctor' says why, or name one: pmesh up --peer HOST",
+            )
         for line in lines:
             self._announce(line)
 

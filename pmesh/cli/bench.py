@@ -282,7 +282,7 @@ def _expected(status: Status) -> int:
     """
     if len(status.view.members) == 1:
         raise UsageError(
-            "this agent has met no other machine ('pmesh status' says why); to measure two "
+            "this agent has met no other machine ('pmesh doctor' says why); to measure two "
             "trainers on this machine, run 'pmesh bench --wait-for 2' twice"
         )
     names = ", ".join(member.name for member in status.view.members)

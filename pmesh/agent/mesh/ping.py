@@ -68,7 +68,7 @@ def _link_to(name: str, peers: Peers) -> Link:
         raise UsageError(f"no other machine is called {name!r}; {there}")
     link = peers.links.get(known[name])
     if link is None:
-        raise PeerUnreachable(f"there is no link to {name} now; 'pmesh status' shows why")
+        raise PeerUnreachable(f"there is no link to {name} now; 'pmesh doctor' says why")
     return link
 
 
