@@ -40,6 +40,8 @@ MAX_VIEW_BYTES = MAX_ROSTERS_BYTES + MAX_MEMBERS * MAX_SEAT_BYTES + 128  # its e
 
 # Decoding checks these bounds. Numbers stay far enough below 2^63 that sums cannot overflow.
 Name: TypeAlias = Annotated[str, Meta(max_length=MAX_NAME, pattern=PRINTABLE)]
+Version: TypeAlias = Annotated[str, Meta(max_length=32, pattern=PRINTABLE)]
+"""Of pmesh on a machine, as `pmesh version` prints it."""
 Job: TypeAlias = Annotated[JobName, Meta(max_length=64, pattern=PRINTABLE)]
 Op: TypeAlias = Annotated[OpNumber, Meta(ge=0, le=2**62)]
 Id: TypeAlias = Annotated[TrainerId, Meta(ge=0, le=2**62)]
@@ -74,6 +76,23 @@ class SignedName(msgspec.Struct, frozen=True, array_like=True):
     name: Name
     signature: Annotated[bytes, Meta(min_length=64, max_length=64)]
     """By its node key, over the name and the member."""
+
+
+class Removal(msgspec.Struct, frozen=True, array_like=True):
+    """A member's word that a node has no place in the mesh, or has one again.
+
+    `pmesh.core.identity.removals` signs, checks and merges them.
+    """
+
+    node: Annotated[NodeId, Meta(min_length=32, max_length=32)]
+    number: Annotated[int, Meta(ge=1, le=MAX_COUNTER)]
+    """One higher than that of the entry about this node that it replaces."""
+    out: bool
+    """False: it has a place again."""
+    by: Annotated[NodeId, Meta(min_length=32, max_length=32)]
+    """The member that says so."""
+    signature: Annotated[bytes, Meta(min_length=64, max_length=64)]
+    """By its node key, over all other fields."""
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True):
