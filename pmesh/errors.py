@@ -154,6 +154,14 @@ class NodeKeyCopied(PeerError):
     """
 
 
+class MachineRemoved(PeerError):
+    """A member has removed this machine, or the other one, from the mesh.
+
+    `pmesh remove --undo NAME` on another machine lets it in again.
+    See docs/how-to/troubleshooting.md#another-machines-peererror.
+    """
+
+
 class NetworkError(PmeshError):
     """The network failed, or the system does not permit its use.
 

@@ -10,6 +10,7 @@ from pmesh.invites.agent import Invites
 from pmesh.invites.wire import Party
 from pmesh.launches.agent.router import Launches
 from pmesh.launches.agent.sessions import LaunchFeature
+from pmesh.members.agent import Members
 from pmesh.p2p.agent.router import P2PRouter
 from pmesh.store.agent.stores import Stores
 
@@ -41,4 +42,4 @@ def make_features(kernel: Kernel) -> Sequence[AnyFeature]:
         admission=kernel.admission,
         noticed=kernel.noticed,
     )
-    return p2p, stores, LaunchFeature(launches, kernel.admission), invites
+    return p2p, stores, LaunchFeature(launches, kernel.admission), invites, Members(kernel)

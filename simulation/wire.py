@@ -27,18 +27,26 @@ from pmesh.launches.wire.messages import (
     LaunchReply,
     SignalLaunch,
 )
+from pmesh.members.wire import MEMBERS, MembersQuestion, MembersReply, TellRemovals
 from pmesh.p2p.wire import P2P, AttachedReply, AttachedRequest, P2PMessage
 from pmesh.store.wire import STORES, StorePart
 
 AnyMessage: TypeAlias = (
-    LinkMessage | AgreementMessage | LaneMessage | P2PMessage | StorePart | Relay | AnyLaunchMessage
+    LinkMessage
+    | AgreementMessage
+    | LaneMessage
+    | P2PMessage
+    | StorePart
+    | Relay
+    | AnyLaunchMessage
+    | TellRemovals
 )
 """Those of a link, which are delivered once and in order."""
 AnyPathMessage: TypeAlias = AnyMessage | PathMessage
 
 _CHANNELS: dict[int, Channel[Any]] = {
     channel.number: channel
-    for channel in (PATHS, LINK, VIEWS, LANES, P2P, STORES, RELAYS, LAUNCHES)
+    for channel in (PATHS, LINK, VIEWS, LANES, P2P, STORES, RELAYS, LAUNCHES, MEMBERS)
 }
 
 
@@ -67,8 +75,11 @@ AnyRequest: TypeAlias = (
     | SignalLaunch
     | LaunchInput
     | Invite
+    | MembersQuestion
 )
-AnyReply: TypeAlias = TrainerReply | AttachedReply | ControlReply | LaunchReply | InvitationReply
+AnyReply: TypeAlias = (
+    TrainerReply | AttachedReply | ControlReply | LaunchReply | InvitationReply | MembersReply
+)
 
 ANY_REQUESTS: SessionDecoder[AnyRequest] = SessionDecoder("request", AnyRequest)
 ANY_REPLIES: SessionDecoder[AnyReply] = SessionDecoder("reply", AnyReply)

@@ -51,6 +51,7 @@ EventKind: TypeAlias = Literal[
     "peer lost",
     "path changed",
     "name refused",
+    "machine removed",
     "network loop",
     "invitation",
     "view",

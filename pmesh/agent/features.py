@@ -13,7 +13,8 @@ from pmesh.agent.jobs.driver import Jobs
 from pmesh.agent.limits import Admission
 from pmesh.agent.mesh.names import MachineNames
 from pmesh.agent.mesh.peers import Peers
-from pmesh.core.identity.keys import MeshKey
+from pmesh.agent.mesh.register import Register
+from pmesh.core.identity.keys import MeshKey, NodeKey
 from pmesh.core.wire.channels import Channel, Message
 from pmesh.core.wire.session import SessionMessage
 from pmesh.ids import Member
@@ -30,7 +31,11 @@ class Kernel:
 
     me: Member
     settings: AgentSettings
+    version: str
+    """Of pmesh."""
+    key: NodeKey
     names: MachineNames
+    register: Register
     peers: Peers
     jobs: Jobs
     nursery: trio.Nursery

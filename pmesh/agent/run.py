@@ -6,6 +6,7 @@ import functools
 import os
 import random
 import secrets
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -37,6 +38,7 @@ from pmesh.agent.mesh.names import MachineNames, load_names
 from pmesh.agent.mesh.peers import Peers
 from pmesh.agent.mesh.ping import ping
 from pmesh.agent.mesh.probing import Probing
+from pmesh.agent.mesh.register import Register, load_records
 from pmesh.agent.mesh.storms import count_packets, watch_storms
 from pmesh.agent.mesh.turned_away import watch as watch_turned_away
 from pmesh.agent.schema import (
@@ -216,6 +218,13 @@ class Agent:
         )
         owners = load_names(settings.home)
         self._names = MachineNames(owners, noticed=self._event_log.add)
+        self._register = Register(
+            self._me.node,
+            load_records(settings.home),
+            names=self._names,
+            wall_clock=time.time,
+            noticed=self._event_log.add,
+        )
         self._version = installed_version()  # it opens a file; later no descriptor may be left
         self._files = plan_files(open_files_limit())
         memory_bytes = psutil.virtual_memory().total
@@ -260,6 +269,7 @@ class Agent:
         nursery.start_soon(self.peers.relays.keep)
         nursery.start_soon(self.membership.run)
         nursery.start_soon(self._names.keep, self._settings.home)
+        nursery.start_soon(self._register.keep, self._settings.home)
         nursery.start_soon(self._tick)
         nursery.start_soon(self._poll_jobs)
         take_hosts = self._acceptor.take_hosts
@@ -290,6 +300,7 @@ class Agent:
         return Peers(
             self._hello,
             membership=lambda: self.membership,
+            register=self._register,
             contexts=self._contexts,
             watch=self._watch,
             nursery=self._tasks("a link"),
@@ -333,7 +344,10 @@ class Agent:
         return Kernel(
             me=self._me,
             settings=self._settings,
+            version=self._version,
+            key=self._node_key,
             names=self._names,
+            register=self._register,
             peers=self.peers,
             jobs=self.jobs,
             nursery=self._nursery,

@@ -23,6 +23,7 @@ from pmesh.cli.up import bring_up
 from pmesh.cli.version import version_text
 from pmesh.errors import ConfigError, PmeshError, UsageError
 from pmesh.launches.cli.launches import forget
+from pmesh.members.cli import members, remove
 from pmesh.terminal.lines import complain, complain_of, say
 
 FAILED = 1
@@ -46,6 +47,8 @@ app.command(allow_app)
 allow_app.command(allow_run_, name="run")
 app.command(invite)
 app.command(join)
+app.command(members)
+app.command(remove)
 checkpoint_app = App(name="checkpoint", help="Look into the folders of pmesh.Checkpoints.")
 app.command(checkpoint_app)
 app.command(doctor)
@@ -378,7 +381,19 @@ def version() -> int:
 IN_ORDER_OF_USE = (
     *("key", "up", "invite", "join", "status"),
     *("run", "ps", "logs", "fetch", "stop", "allow", "mlx", "checkpoint"),
-    *("doctor", "events", "ping", "metrics", "bench", "demo", "forget", "service", "down"),
+    *(
+        "doctor",
+        "members",
+        "remove",
+        "events",
+        "ping",
+        "metrics",
+        "bench",
+        "demo",
+        "forget",
+        "service",
+        "down",
+    ),
     *("bugreport", "completion", "man", "version"),
 )
 for _place, _name in enumerate(IN_ORDER_OF_USE):

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pmesh.agent.events import encode_events
@@ -44,6 +45,13 @@ from pmesh.launches.wire.messages import (
     LaunchSends,
     NewFile,
 )
+from pmesh.members.wire import (
+    AskMembers,
+    MachineTold,
+    MemberRow,
+    MemberRows,
+    RemoveMachine,
+)
 from pmesh.terminal.rows import output
 from simulation.wire import AnyReply, decode_request_untrusted
 from tests.worlds.fake_status_agent import SNAPSHOT, agent_at, make_chronicle
@@ -74,6 +82,13 @@ def replies_to(request: object) -> list[AnyReply]:  # noqa: PLR0911 - one for ea
             return [StatusReply(status())]
         case AskEvents(after):
             return [Events(encode_events(events.since(after)))]
+        case AskMembers():
+            member = MemberRow(
+                id="a" * 52, name=EVIL, state="removed", version=EVIL, first_seen=0.0, last_seen=0.0
+            )
+            return [MemberRows((msgspec.structs.replace(member, removed_by=EVIL),))]
+        case RemoveMachine():
+            return [MachineTold(EVIL, (EVIL,), (EVIL,))]
         case AskPing():
             way = WayTried(interface=EVIL, remote=EVIL, kind=EVIL, why_not=EVIL)
             return [way, Pinged(interface=EVIL, remote=EVIL, why=EVIL)]
@@ -122,6 +137,9 @@ COMMANDS: dict[str, tuple[int, str]] = {
     "events --json": (1, "[/bold] m"),
     "ping mac-2": (1, f"{SHOWN} is used: {SHOWN}"),
     "ping mac-2 --json": (1, "\\u001b"),
+    "members": (1, f"removed by {SHOWN}"),
+    "members --json": (1, "\\u001b"),
+    "remove mac-2": (1, f"told when they are back: {SHOWN}"),
     "ps": (1, SHOWN),
     "stop 1234": (1, f"UsageError: {SHOWN}"),
     "logs 1234": (1, "m�]0;you"),

@@ -97,7 +97,7 @@ class MachineNames:
         Raises UsageError if there is none, or if several could be meant.
         """
         named = self._owners.get(text)
-        found = {node for node in self._known() if _begins(node, text)}
+        found = {node for node in self._known() if begins_id(node, text)}
         if named is not None:
             found.add(named)
         if not found:
@@ -200,7 +200,8 @@ class MachineNames:
         return ", ".join(sorted(map(self.of_seat, seats)))
 
 
-def _begins(node: NodeId, text: str) -> bool:
+def begins_id(node: NodeId, text: str) -> bool:
+    """Return whether the text is a machine's id, or the first 8 or more characters of it."""
     return _START_OF_ID.fullmatch(text) is not None and node_text(node).startswith(text)
 
 

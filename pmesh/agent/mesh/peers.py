@@ -27,6 +27,7 @@ from pmesh.agent.mesh.links import (
 from pmesh.agent.mesh.membership import Membership
 from pmesh.agent.mesh.path_keeper import PathKeeper
 from pmesh.agent.mesh.probing import ProbedPath
+from pmesh.agent.mesh.register import Register
 from pmesh.agent.mesh.relays import Relays
 from pmesh.core.links.addresses import BoundAddress, in_dialling_order
 from pmesh.core.links.dialing import STEADY_AFTER_S
@@ -67,6 +68,7 @@ class Peers:
         hello: Callable[[], Hello],
         *,
         membership: Callable[[], Membership],
+        register: Register,
         contexts: TlsContexts,
         watch: AddressWatch,
         nursery: Tasks,
@@ -79,6 +81,7 @@ class Peers:
         """`membership` returns what is told of the links; it sends over them."""
         self._hello = hello
         self._membership = membership
+        self._register = register
         self._contexts = contexts
         self._watch = watch
         self._nursery = nursery
@@ -167,7 +170,10 @@ class Peers:
         await self._admit(path, dialled=address)
 
     def _hello_to(self, node: NodeId) -> Hello:
-        """Return our Hello, with the number of the link that exists or will come up."""
+        """Return our Hello, with the number of the link that exists or will come up.
+
+        A machine that was removed learns from it that there will be none.
+        """
         link = self.links.get(node)
         if link is not None:
             number = link.numbers.ours
@@ -177,7 +183,8 @@ class Peers:
             number = self._next_numbers[node] = next(self._numbers)
             if len(self._next_numbers) > MAX_LINKS:
                 del self._next_numbers[next(iter(self._next_numbers))]
-        return msgspec.structs.replace(self._hello(), link=number)
+        removal = self._register.removal_of(node)
+        return msgspec.structs.replace(self._hello(), link=number, removal=removal)
 
     async def welcome(
         self, stream: trio.SocketStream, first_bytes: bytes, authenticated: Callable[[], None]
@@ -279,6 +286,12 @@ class Peers:
 
     def _refusal_of(self, path: Path) -> PmeshError | None:
         """Return why an authenticated path is refused; None if it is not."""
+        removal = path.peer.removal
+        if removal is not None:  # of this machine
+            self._register.take_untrusted([removal])
+        removal = removal or self._register.removal_of(path.node)
+        if removal is not None:
+            return self._register.refuse(path.node, removal)
         banned_s = self._bans.left_s(path.node, now=trio.current_time())
         if banned_s > 0:
             text = f"{path} broke the protocol before; it may come back in {banned_s:.0f} s"

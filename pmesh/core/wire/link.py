@@ -5,11 +5,11 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from pmesh.core.values import Name, SignedName
+from pmesh.core.values import Name, Removal, SignedName
 from pmesh.core.wire.channels import MAX_ENTRIES, Channel, Message
 from pmesh.ids import Member
 
-PROTOCOL_VERSION = 17
+PROTOCOL_VERSION = 18
 MAX_HELLO_BYTES = 16 * 1024  # 64 addresses and interfaces take 8 KiB; each peer passes it on
 MAX_ADDRESSES = 64  # of one machine; a Mac with every port in use has about ten
 _Count = Annotated[int, Meta(ge=0, le=2**62)]
@@ -53,6 +53,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     link: _Count = 0
     """The number that the sender gives to its link with the receiver. Two paths are of one link if
     both numbers are the same."""
+    removal: Removal | None = None
+    """By which the receiver has no place in the mesh: the sender refuses the path."""
 
     @property
     def name(self) -> str:

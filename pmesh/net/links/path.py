@@ -14,6 +14,7 @@ import trio
 
 from pmesh.core.identity.certificates import node_of_certificate_untrusted
 from pmesh.core.identity.names import check_name_untrusted
+from pmesh.core.identity.removals import check_removal_untrusted
 from pmesh.core.links.delivery import PREFIX_BYTES, Packet, pack, unpack_untrusted
 from pmesh.core.wire.channels import CHANNEL_BYTES, MAX_MESSAGE_BYTES, Message, encode
 from pmesh.core.wire.framing import (
@@ -247,7 +248,7 @@ async def _exchange_hellos(
     with naming(wire.remote):
         theirs = read_hello_untrusted(data, proven=node)
         if isinstance(theirs, Hello):
-            check_name_untrusted(theirs.member, theirs.said)
+            _check_hello_untrusted(theirs, ours)
     if isinstance(theirs, OtherProtocol):
         raise ProtocolVersionMismatch(
             f"{wire.remote} speaks protocol {theirs.protocol}, this machine {PROTOCOL_VERSION}; "
@@ -255,6 +256,14 @@ async def _exchange_hellos(
         )
     wire.frames.max_bytes = PREFIX_BYTES + CHANNEL_BYTES + MAX_MESSAGE_BYTES
     return Path(wire, ours, theirs)
+
+
+def _check_hello_untrusted(theirs: Hello, ours: Hello) -> None:
+    check_name_untrusted(theirs.member, theirs.said)
+    if theirs.removal is not None:
+        check_removal_untrusted(theirs.removal)
+        if theirs.removal.node != ours.member.node or not theirs.removal.out:
+            raise ProtocolError("a Hello that refuses another machine than this one")
 
 
 async def _part_and_close(wire: Wire) -> None:

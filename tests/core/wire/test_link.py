@@ -29,6 +29,7 @@ from pmesh.core.wire.views import (
 from pmesh.errors import ProtocolError
 from pmesh.ids import Incarnation, JobName, Member, NodeId, TrainerId
 from pmesh.launches.wire.messages import AnyLaunchMessage
+from pmesh.members.wire import TellRemovals
 from pmesh.p2p.wire import AnnounceMessage, MessageAddress, P2PMessage
 from pmesh.store.wire import StorePart
 from simulation.wire import AnyPathMessage, decode_untrusted, encode_unbounded
@@ -149,11 +150,11 @@ def payload(message: Message) -> bytes:
     return encode(message)[CHANNEL_BYTES:]
 
 
-def test_the_bytes_of_version_seventeen_do_not_change_unnoticed() -> None:
+def test_the_bytes_of_version_eighteen_do_not_change_unnoticed() -> None:
     nobody = Member(NodeId(b"n"), Incarnation(7))
-    assert link.PROTOCOL_VERSION == 17
+    assert link.PROTOCOL_VERSION == 18
     assert encode_hello(Hello(1, nobody, unsigned("mac"), (Address("h", 9),))).hex() == (
-        f"97 01 01 92 c4 01 6e 07 92 a3 6d6163 c4 40 {'00' * 64} 91 92 a1 68 09 90 00".replace(
+        f"98 01 01 92 c4 01 6e 07 92 a3 6d6163 c4 40 {'00' * 64} 91 92 a1 68 09 90 00 c0".replace(
             " ", ""
         )
     )
@@ -214,7 +215,11 @@ def test_the_channels_and_tags_are_those_of_version_fifteen() -> None:
             26: "MessageWithdrawn",
         }
     }
-    assert tags_of(StorePart | Relay) == {5: {1: "StorePart"}, 6: {1: "Relay"}}
+    assert tags_of(StorePart | Relay | TellRemovals) == {
+        5: {1: "StorePart"},
+        6: {1: "Relay"},
+        8: {60: "TellRemovals"},
+    }
     assert tags_of(AnyLaunchMessage) == {
         7: {
             40: "PrepareLaunch",

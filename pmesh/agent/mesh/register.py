@@ -1,0 +1,245 @@
+"""Which machines have a place in the mesh: those that this agent was linked with, and removals.
+
+The file `members` in the agent's home holds both. A removal counts from the moment in which the
+register takes it: `Peers` then refuses the node. What tells the others is `pmesh.members`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import structlog
+import trio
+
+from pmesh.agent.events import News
+from pmesh.agent.home import move_away, read_private, write_private
+from pmesh.agent.mesh.names import MachineNames, begins_id
+from pmesh.core.identity.keys import NodeKey
+from pmesh.core.identity.removals import (
+    check_removal_untrusted,
+    merge,
+    newer,
+    sign_removal,
+)
+from pmesh.core.values import Name, Removal, Version
+from pmesh.errors import ConfigError, KeyFileError, MachineRemoved, UsageError
+from pmesh.ids import NodeId, node_from_text, node_text, short_node
+
+REGISTER_NAME: Final = "members"
+MAX_KNOWN: Final = 256  # as many as names of machines; a mesh at home has 8
+MAX_FILE_BYTES: Final = 512 * 1024  # names of 64 characters, each up to 12 bytes in JSON
+KEEP_S: Final = 300.0  # the times at which linked machines were last seen are written so often
+
+_SELF: Final = "; type it on another member, or 'pmesh down' here"
+
+_log = structlog.get_logger()
+
+
+class Known(msgspec.Struct, frozen=True, kw_only=True):
+    """A machine that was linked with this one. Times are Unix seconds, by our clock."""
+
+    name: Name
+    """What it is called here."""
+    version: Version = ""
+    """Of its pmesh; "" until it has said it."""
+    first_seen: float
+    last_seen: float
+
+
+class _Stored(msgspec.Struct, frozen=True):
+    members: dict[str, Known] = {}
+    removals: tuple[Removal, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """What the file `members` holds."""
+
+    known: Mapping[NodeId, Known]
+    removals: Mapping[NodeId, Removal]
+
+
+def load_records(home: Path) -> Records:
+    """Return what the home's file holds; nothing if there is none.
+
+    Raises ConfigError if the file is not this user's own, can be read by others, or is not ours.
+    """
+    path = home / REGISTER_NAME
+    try:
+        content = read_private(path, most_bytes=MAX_FILE_BYTES)
+        stored = _Stored() if content is None else msgspec.json.decode(content, type=_Stored)
+        known = {node_from_text(text): each for text, each in stored.members.items()}
+    except KeyFileError as e:
+        raise ConfigError(str(e)) from e
+    except ValueError as e:  # msgspec's, too
+        raise ConfigError(f"{path} is not what the agent writes: {move_away(path)}") from e
+    return Records(known, merge({}, stored.removals))
+
+
+def store_records(home: Path, records: Records) -> None:
+    """Write what is known of members. Raises KeyFileError if that fails."""
+    members = {node_text(node): each for node, each in records.known.items()}
+    stored = _Stored(members, tuple(records.removals.values()))
+    write_private(home / REGISTER_NAME, msgspec.json.encode(stored) + b"\n")
+
+
+class Register:
+    """Who was here, and who has no place any more.
+
+    Args:
+        me: This machine.
+        records: What the home's file holds.
+        names: What machines are called here.
+        wall_clock: Returns the time, in Unix seconds.
+        noticed: Takes what is news to the owner of this machine.
+    """
+
+    def __init__(
+        self,
+        me: NodeId,
+        records: Records,
+        *,
+        names: MachineNames,
+        wall_clock: Callable[[], float],
+        noticed: Callable[[News], None],
+    ) -> None:
+        self._me = me
+        self.known = dict(records.known)
+        self.removals = dict(records.removals)
+        self._names = names
+        self._wall_clock = wall_clock
+        self._noticed = noticed
+        self._changed = trio.Event()
+        self.revision = 0
+        """How often the removals have changed since the start."""
+
+    def see(self, nodes: Mapping[NodeId, str]) -> None:
+        """Note that these machines, with their names, are linked now."""
+        now = self._wall_clock()
+        for node, name in nodes.items():
+            before = self.known.get(node)
+            if before is None or before.name != name:
+                self._changed.set()
+            if before is None:
+                self._make_room()
+                self.known[node] = Known(name=name, first_seen=now, last_seen=now)
+            else:
+                self.known[node] = msgspec.structs.replace(before, name=name, last_seen=now)
+
+    def note_version(self, node: NodeId, version: str) -> None:
+        """Note which version of pmesh a machine has."""
+        before = self.known.get(node)
+        if before is not None and before.version != version:
+            self.known[node] = msgspec.structs.replace(before, version=version)
+            self._changed.set()
+
+    def removal_of(self, node: NodeId) -> Removal | None:
+        """Return by which entry a node has no place; None if it has one."""
+        entry = self.removals.get(node)
+        return entry if entry is not None and entry.out else None
+
+    def remove(self, key: NodeKey, node: NodeId, *, out: bool) -> Removal:
+        """Remove a node, or undo that, in the name of this machine.
+
+        Raises UsageError if that changes nothing, or if it is this machine.
+        """
+        if node == self._me:
+            raise UsageError(
+                f"this machine can't {'remove itself' if out else 'let itself in'}{_SELF}"
+            )
+        name = self.name_of(node)
+        if out == (self.removal_of(node) is not None):
+            done = "removed already" if out else "not removed"
+            raise UsageError(f"{name} is {done}")
+        try:
+            entry = sign_removal(key, node, self.removals, out=out)
+        except ValueError as e:
+            raise UsageError(f"{name}: {e}") from e
+        self._take([entry])
+        return entry
+
+    def news_in(self, entries: Iterable[Removal]) -> list[Removal]:
+        """Return those entries that this register would take, if they are signed."""
+        return newer(self.removals, entries)
+
+    def take_untrusted(self, entries: Iterable[Removal]) -> None:
+        """Merge another agent's entries. Raises ProtocolError if one is not signed."""
+        news = self.news_in(entries)
+        for entry in news:
+            check_removal_untrusted(entry)
+        self._take(news)
+
+    def refuse(self, node: NodeId, removal: Removal) -> MachineRemoved:
+        """Return the error by which a removed machine, or this one, gets no link."""
+        by = self.name_of(removal.by)
+        if removal.node == self._me:
+            return MachineRemoved(f"{self._describe_own(by)}; {self._how_to_undo(self._me)}")
+        name = self.name_of(node)
+        return MachineRemoved(f"{name} was removed by {by}; {self._how_to_undo(node)}")
+
+    def name_of(self, node: NodeId) -> str:
+        """Return what a machine is called here, also one that is away."""
+        known = self.known.get(node)
+        return self._names.known(node) or (known.name if known else short_node(node))
+
+    def find(self, text: str) -> NodeId:
+        """Return the node that is meant by a name, or by its id or the start of that.
+
+        Raises UsageError if there is none, or if it is not clear which.
+        """
+        try:
+            return self._names.find(text)
+        except UsageError:
+            nodes = {*self.known, *self.removals}
+            found = {n for n in nodes if self.name_of(n) == text or begins_id(n, text)}
+            if len(found) != 1:
+                raise
+            return found.pop()
+
+    async def keep(self, home: Path) -> None:
+        """Write the file whenever members or removals change, and now and then."""
+        while True:
+            with trio.move_on_after(KEEP_S):
+                await self._changed.wait()
+            self._changed = trio.Event()
+            try:
+                await trio.to_thread.run_sync(store_records, home, self.records())
+            except KeyFileError as e:
+                _log.warning("members are not kept", reason=str(e))
+
+    def records(self) -> Records:
+        """Return what is to be written to the home's file."""
+        return Records(dict(self.known), dict(self.removals))
+
+    def _take(self, entries: Iterable[Removal]) -> None:
+        before, self.removals = self.removals, merge(self.removals, entries)
+        changed = [each for node, each in self.removals.items() if before.get(node) != each]
+        for entry in changed:
+            self.revision += 1
+            self._changed.set()
+            if entry.out != (entry.node in before and before[entry.node].out):
+                self._tell(entry)
+
+    def _tell(self, entry: Removal) -> None:
+        name, by = self.name_of(entry.node), self.name_of(entry.by)
+        if entry.node == self._me:
+            text = self._describe_own(by) if entry.out else f"{by} has let this machine in again"
+        elif entry.out:
+            text = f"{name} was removed from the mesh by {by}"
+        else:
+            text = f"{name} may be a member again, says {by}"
+        self._noticed(News(kind="machine removed", text=text, names=(name,)))
+
+    def _make_room(self) -> None:
+        """Forget the machine that was away for the longest time, first one that was removed."""
+        if len(self.known) >= MAX_KNOWN:
+            seen = {node: each.last_seen for node, each in self.known.items()}
+            del self.known[min(seen, key=lambda node: (self.removal_of(node) is None, seen[node]))]
+
+    def _describe_own(self, by: str) -> str:
+        return f"this machine was removed from the mesh by {by}"
+
+    def _how_to_undo(self, node: NodeId) -> str:
+        return f"to let it in again, type on a member: pmesh remove --undo {short_node(node)}"

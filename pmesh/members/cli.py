@@ -1,0 +1,86 @@
+"""`pmesh members` and `remove`: who has a place in the mesh."""
+
+from datetime import datetime
+
+import msgspec
+
+from pmesh.client.control import ask
+from pmesh.home_paths import home_directory
+from pmesh.ids import SHORT_ID
+from pmesh.members.wire import (
+    MEMBERS_REPLIES,
+    AskMembers,
+    MachineTold,
+    MemberRow,
+    MemberRows,
+    RemoveMachine,
+)
+from pmesh.terminal.lines import complain, say
+from pmesh.terminal.options import Flag, Home
+from pmesh.terminal.rows import Rows, output
+from pmesh.texts import printable
+
+_HEADERS = ("machine", "id", "pmesh", "first seen", "last seen", "")
+
+
+def members(*, json: Flag = False, home: Home = None) -> int:
+    """List the machines of the mesh: who is here, who is away, who was removed.
+
+    Args:
+        json: Print one line of JSON.
+        home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
+    """
+    rows = ask(home_directory(home), AskMembers(), MemberRows, replies=MEMBERS_REPLIES).rows
+    if json:
+        found = [_without_tag(row) for row in rows]
+        say(msgspec.json.encode({"schema": 1, "members": found}).decode())
+        return 0
+    output().print(Rows(_HEADERS, [_cells(row) for row in rows], compact=True))
+    return 0
+
+
+def remove(name: str, /, *, undo: Flag = False, home: Home = None) -> int:
+    """Shut a machine out of the mesh, at once on all that are here, later on the others.
+
+    Args:
+        name: As 'pmesh members' shows it, or the id.
+        undo: Let it in again.
+        home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
+    """
+    request = RemoveMachine(name, not undo)
+    reply = ask(home_directory(home), request, MachineTold, replies=MEMBERS_REPLIES)
+    whom = printable(reply.name)
+    say(f"{whom} may be a member again" if undo else f"{whom} is shut out of the mesh")
+    if reply.told:
+        say(f"told now: {_listed(reply.told)}")
+    if reply.away:
+        say(f"told when they are back: {_listed(reply.away)}")
+    if not undo:
+        complain(
+            f"{whom} still holds the mesh key, with which it could come back as another machine; "
+            "if it was stolen, change the mesh key, too"
+        )
+    return 0
+
+
+def _cells(row: MemberRow) -> tuple[str, ...]:
+    state = "this machine" if row.me else row.state
+    if row.removed_by is not None:
+        state += f" by {row.removed_by}"
+    last = "now" if row.state == "here" else _day(row.last_seen)
+    first = "" if row.me else _day(row.first_seen)
+    cells = row.name, row.id[:SHORT_ID], row.version, first, last, state
+    return tuple(map(printable, cells))
+
+
+def _without_tag(row: MemberRow) -> dict[str, object]:
+    return {name: getattr(row, name) for name in row.__struct_fields__}
+
+
+def _day(seconds: float) -> str:
+    """Return a time of this machine's clock; nothing for one that is not known."""
+    return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M}" if seconds else ""  # noqa: DTZ006
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return ", ".join(map(printable, names))

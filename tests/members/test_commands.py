@@ -1,0 +1,94 @@
+"""`pmesh members` and `remove`, against an agent that answers."""
+
+import json
+import socket as sockets
+from pathlib import Path
+
+import pytest
+
+from pmesh.cli.app import run
+from pmesh.core.wire.framing import frame
+from pmesh.core.wire.session import encode
+from pmesh.home_paths import home_directory, socket_path
+from pmesh.members.wire import MachineTold, MemberRow, MemberRows
+from simulation.wire import AnyReply
+from tests.worlds.fake_status_agent import IDS, Answer, agent_at
+
+ROWS = (
+    MemberRow(
+        id=IDS[0], name="mac-1", state="here", version="0.1.0", first_seen=0, last_seen=0, me=True
+    ),
+    MemberRow(
+        id=IDS[1], name="mac-2", state="away", version="", first_seen=86400 * 365, last_seen=1e9
+    ),
+    MemberRow(
+        id=IDS[2],
+        name="studio",
+        state="removed",
+        version="0.1.0",
+        first_seen=86400 * 365,
+        last_seen=1e9,
+        removed_by="mac-1",
+    ),
+)
+
+
+@pytest.fixture
+def socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("PMESH_HOME", str(tmp_path))
+    monkeypatch.setenv("TZ", "UTC")
+    return socket_path(home_directory())
+
+
+def answering(reply: AnyReply) -> Answer:
+    def answer(connection: sockets.socket) -> None:
+        connection.recv(4096)
+        connection.sendall(frame(encode(reply)))
+
+    return answer
+
+
+def test_each_machine_has_a_line(socket: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with agent_at(socket, answering(MemberRows(ROWS))):
+        assert run(["members"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[1] == ["mac-1", "aaaaaaaa", "0.1.0", "now", "this", "machine"]
+    assert lines[2][:2] == ["mac-2", "bbbbbbbb"]
+    assert lines[2][2].startswith("1971-01-0")
+    assert lines[2][-1] == "away"
+    assert lines[3][-3:] == ["removed", "by", "mac-1"]
+
+
+def test_json_is_one_line(socket: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with agent_at(socket, answering(MemberRows(ROWS))):
+        assert run(["members", "--json"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    report = json.loads(line)
+    assert report["schema"] == 1
+    assert [member["state"] for member in report["members"]] == ["here", "away", "removed"]
+    assert report["members"][2]["removed_by"] == "mac-1"
+
+
+def test_a_removal_says_who_knows_of_it_and_what_it_does_not_protect_against(
+    socket: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = MachineTold("studio", told=("mac-2",), away=("mac-3", "mac-4"))
+    with agent_at(socket, answering(told)):
+        assert run(["remove", "studio"]) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines() == [
+        "studio is shut out of the mesh",
+        "told now: mac-2",
+        "told when they are back: mac-3, mac-4",
+    ]
+    assert err == (
+        "studio still holds the mesh key, with which it could come back as another machine; "
+        "if it was stolen, change the mesh key, too\n"
+    )
+
+
+def test_an_undone_removal_says_so(socket: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with agent_at(socket, answering(MachineTold("studio", told=(), away=()))):
+        assert run(["remove", "--undo", "studio"]) == 0
+    assert capsys.readouterr() == ("studio may be a member again\n", "")

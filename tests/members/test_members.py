@@ -1,0 +1,314 @@
+"""Who has a place in the mesh: whole agents list, remove and let in again."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import msgspec
+import pytest
+import trio
+from trio.testing import MockClock
+
+from pmesh.agent.mesh.bans import BANNED_S
+from pmesh.agent.mesh.register import MAX_KNOWN, load_records
+from pmesh.core.identity.keys import NodeKey
+from pmesh.core.identity.removals import sign_removal
+from pmesh.core.values import Removal
+from pmesh.core.wire.session import Refused
+from pmesh.errors import MachineRemoved
+from pmesh.ids import Member, NodeId, node_text, short_node
+from pmesh.members.agent import CHECKS, Members
+from pmesh.members.wire import (
+    AskMembers,
+    MachineTold,
+    MemberRow,
+    MemberRows,
+    RemoveMachine,
+    TellRemovals,
+)
+from simulation.wire import AnyReply, AnyRequest
+from tests.worlds.trainer import until
+from tests.worlds.village import Machine, Village, village
+from tests.worlds.village_ops import RAISE, events_of, machine_of
+
+
+async def ask(here: Village, machine: Machine, request: AnyRequest) -> AnyReply:
+    return await (await here.trainer(machine)).ask(request)
+
+
+async def rows(here: Village, machine: Machine) -> dict[str, MemberRow]:
+    reply = await ask(here, machine, AskMembers())
+    assert isinstance(reply, MemberRows)
+    return {row.name: row for row in reply.rows}
+
+
+async def remove(here: Village, by: Machine, name: str, *, undo: bool = False) -> MachineTold:
+    reply = await ask(here, by, RemoveMachine(name, not undo))
+    assert isinstance(reply, MachineTold), reply
+    return reply
+
+
+def knows_all(machine: Machine, count: int) -> Callable[[], bool]:
+    """Whether it has met so many others, and they have said their versions."""
+    return lambda: (
+        len(known := machine.agent._register.known) == count  # noqa: SLF001
+        and all(each.version for each in known.values())
+    )
+
+
+def removed(machine: Machine) -> set[NodeId]:
+    entries = machine.agent._register.removals.values()  # noqa: SLF001
+    return {entry.node for entry in entries if entry.out}
+
+
+def news(machine: Machine) -> list[str]:
+    return [event.text for event in events_of(machine) if event.kind == "machine removed"]
+
+
+def refusals(machine: Machine) -> list[str]:
+    found = machine.agent.peers.targets.refusals.values()
+    return [str(each.error) for each in found if isinstance(each.error, MachineRemoved)]
+
+
+async def test_the_members_are_listed_with_what_is_known_of_them(clock: MockClock) -> None:
+    async with village(clock, 3) as here:
+        one, _, three = here.machines
+        await until(knows_all(one, 2))
+        await three.stop()
+        await until(lambda: len(one.agent.peers.links) == 1)
+
+        found = await rows(here, one)
+
+        assert list(found) == ["mac-0", "mac-1", "mac-2"]
+        assert [row.state for row in found.values()] == ["here", "here", "away"]
+        assert [row.me for row in found.values()] == [True, False, False]
+        assert found["mac-2"].id == node_text(three.key.node)
+        assert len({row.version for row in found.values()}) == 1
+        assert 0 < found["mac-2"].first_seen <= found["mac-2"].last_seen
+
+
+async def test_members_and_removals_are_known_after_a_restart(clock: MockClock) -> None:
+    async with village(clock, 3) as here:
+        one, two, three = here.machines
+        await until(knows_all(one, 2))
+        await remove(here, one, "mac-2")
+        for machine in (two, one):
+            await machine.stop()
+
+        await one.start()
+
+        found = await rows(here, one)
+        assert {name: row.state for name, row in found.items()} == {
+            "mac-0": "here",
+            "mac-1": "away",
+            "mac-2": "removed",
+        }
+        assert found["mac-2"].removed_by == "mac-0"
+        assert removed(one) == {three.key.node}
+        assert set(load_records(one.settings.home).known) == {two.key.node, three.key.node}
+
+
+async def test_who_is_removed_is_out_everywhere_and_is_told_by_whom(clock: MockClock) -> None:
+    async with village(clock, 4) as here:
+        one, two, three, gone = here.machines
+        await until(lambda: all(knows_all(machine, 3)() for machine in here.machines))
+        began = trio.current_time()
+
+        reply = await remove(here, one, "mac-3")
+
+        assert reply == MachineTold("mac-3", told=("mac-1", "mac-2"), away=())
+        await until(lambda: not gone.agent.peers.links)
+        await here.settle(one, two, three)
+        assert trio.current_time() - began < 2.0
+        for machine in (one, two, three):
+            assert gone.key.node not in machine.agent.peers.links
+            assert news(machine) == ["mac-3 was removed from the mesh by mac-0"]
+        assert news(gone) == ["this machine was removed from the mesh by mac-0"]
+
+        await trio.sleep(30)  # it dials them again and again, and they it
+        assert not gone.agent.peers.links
+        assert gone.names == ["mac-3"]
+        assert news(gone) == ["this machine was removed from the mesh by mac-0"]
+        assert {text.partition(";")[0] for text in refusals(gone)} == {
+            "this machine was removed from the mesh by mac-0"
+        }
+        assert refusals(one)[0] == (
+            "mac-3 was removed by mac-0; to let it in again, type on a member: "
+            f"pmesh remove --undo {short_node(gone.key.node)}"
+        )
+
+
+async def test_the_others_name_the_removal_as_the_reason_of_the_loss(clock: MockClock) -> None:
+    async with village(clock, 3) as here:
+        one, two, _ = here.machines
+        trainers = await here.job(*here.machines, terms=RAISE)
+        others = [t for t in trainers if machine_of(here, t).settings.name != "mac-2"]
+        await remove(here, one, "mac-2")
+
+        for trainer in others:
+            verdict = await trainer.verdict_of(trainer.barrier())
+            assert verdict.error == "RankLost"
+            assert verdict.message.endswith("(mac-2) is lost: it was removed by mac-0")
+        for machine in (one, two):
+            assert "mac-2 is gone: it was removed by mac-0" in machine.lines
+
+
+async def test_who_was_away_learns_of_a_removal_when_it_is_back(clock: MockClock) -> None:
+    async with village(clock, 3) as here:
+        one, two, gone = here.machines
+        await until(lambda: all(knows_all(machine, 2)() for machine in here.machines))
+        await two.stop()
+        await until(lambda: len(one.agent.peers.links) == 1)
+        reply = await remove(here, one, "mac-2")
+        assert reply == MachineTold("mac-2", told=(), away=("mac-1",))
+        addresses = gone.address, one.address  # of the two, it may meet the removed one first
+        two.settings = replace(two.settings, peers=addresses)
+
+        await two.start()
+        began = trio.current_time()
+        await until(lambda: removed(two) == {gone.key.node})
+        await here.settle(one, two)
+
+        await until(lambda: not gone.agent.peers.links)
+        assert trio.current_time() - began < 2.0
+
+
+async def test_a_removal_that_is_undone_lets_the_machine_in_again(clock: MockClock) -> None:
+    async with village(clock, 3) as here:
+        one, two, back = here.machines
+        await until(lambda: all(knows_all(machine, 2)() for machine in here.machines))
+        await remove(here, one, "mac-2")
+        await here.settle(one, two)
+
+        await remove(here, two, short_node(back.key.node), undo=True)
+
+        await here.settle(*here.machines)
+        assert news(one)[-1] == "mac-2 may be a member again, says mac-1"
+        await until(lambda: news(back)[-1] == "mac-1 has let this machine in again")
+        assert (await rows(here, one))["mac-2"].state == "here"
+
+
+@pytest.mark.parametrize(
+    ("name", "out", "why"),
+    [
+        ("mac-0", True, "this machine can't remove itself; type it on another member, or"),
+        ("mac-9", True, "no machine is called 'mac-9'; there are mac-0, mac-1"),
+        ("mac-1", False, "mac-1 is not removed"),
+    ],
+)
+async def test_what_makes_no_sense_is_refused_in_one_sentence(
+    clock: MockClock,
+    name: str,
+    out: bool,  # noqa: FBT001 - a parameter of the test
+    why: str,
+) -> None:
+    async with village(clock, 2) as here:
+        one, _ = here.machines
+        refused = await ask(here, one, RemoveMachine(name, out))
+        assert isinstance(refused, Refused)
+        assert refused.verdict.error == "UsageError"
+        assert refused.verdict.message.startswith(why)
+        assert not removed(one)
+
+
+async def test_a_machine_that_is_removed_already_is_not_removed_twice(clock: MockClock) -> None:
+    async with village(clock, 2) as here:
+        one, _ = here.machines
+        await remove(here, one, "mac-1")
+        refused = await ask(here, one, RemoveMachine("mac-1", out=True))
+        assert isinstance(refused, Refused)
+        assert refused.verdict.message == "mac-1 is removed already"
+
+
+# --- what a member may send
+
+
+def entries(key: NodeKey, count: int) -> tuple[Removal, ...]:
+    nodes = [NodeId(bytes([1 + i // 250, i % 250]) * 16) for i in range(count)]
+    return tuple(sign_removal(key, node, {}, out=True) for node in nodes)
+
+
+def silence(machine: Machine) -> None:
+    """Let a machine say nothing of removals by itself."""
+    machine.part(Members)._pass_on = lambda: None  # type: ignore[method-assign] # noqa: SLF001
+
+
+def say(machine: Machine, to: Machine, removals: tuple[Removal, ...]) -> None:
+    """Let a machine send what it does not know itself."""
+    link = machine.agent.peers.links[to.key.node]
+    link.send(TellRemovals("0.1", removals))
+
+
+async def test_many_removals_are_checked_a_few_at_a_time_and_all_are_taken(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        feature = one.part(Members)
+        monkeypatch.setattr(feature, "poll", lambda: None)
+        two.agent._register.take_untrusted(entries(one.key, 200))  # noqa: SLF001
+        await until(lambda: bool(removed(one)))
+        assert len(removed(one)) <= CHECKS
+
+        monkeypatch.undo()
+        await until(lambda: len(removed(one)) == 200)
+        assert two.key.node in one.agent.peers.links
+
+
+@pytest.mark.parametrize("at", [0, 150])
+async def test_who_sends_what_nobody_has_signed_loses_its_link(clock: MockClock, at: int) -> None:
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        silence(two)
+        forged = list(entries(two.key, 200))
+        forged[at] = msgspec.structs.replace(forged[at], out=False)
+
+        say(two, one, tuple(forged))
+
+        await until(lambda: two.key.node not in one.agent.peers.links)
+        assert one.agent.peers.broken_links == 1
+        assert forged[at].node not in one.agent._register.removals  # noqa: SLF001
+        await trio.sleep(BANNED_S)
+
+
+async def test_a_member_that_changes_its_list_all_the_time_makes_others_send_little(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with village(clock, 3) as here:
+        one, two, three = here.machines
+        await until(lambda: all(knows_all(machine, 2)() for machine in here.machines))
+        heard = 0
+        receive = three.part(Members).receive
+
+        def count(member: Member, message: TellRemovals) -> None:
+            nonlocal heard
+            heard += member.node == one.key.node
+            receive(member, message)
+
+        channels = three.agent.channels._receivers  # noqa: SLF001
+        decode = Members.channel.decode_untrusted
+        monkeypatch.setitem(channels, 8, lambda member, data: count(member, decode(data)))
+        for removal in entries(two.key, 50):
+            say(two, one, (removal,))
+        await until(lambda: len(removed(three)) == 50)
+        assert heard <= 3
+
+
+async def test_the_list_of_members_is_bounded_and_forgets_removed_ones_first(
+    clock: MockClock,
+) -> None:
+    async with village(clock, 1) as here:
+        register = here.machines[0].agent._register  # noqa: SLF001
+        now = iter(range(1000, 2000))
+        register._wall_clock = lambda: float(next(now))  # noqa: SLF001
+        nodes = [NodeId(i.to_bytes(32, "big")) for i in range(MAX_KNOWN + 2)]
+        for node in nodes[:MAX_KNOWN]:
+            register.see({node: "mac"})
+        register.take_untrusted(
+            [sign_removal(NodeKey.from_seed(b"r" * 32), nodes[5], {}, out=True)]
+        )
+
+        register.see({nodes[MAX_KNOWN]: "mac"})
+        register.see({nodes[MAX_KNOWN + 1]: "mac"})
+
+        assert len(register.known) == MAX_KNOWN
+        assert {nodes[0], nodes[5]}.isdisjoint(register.known)
