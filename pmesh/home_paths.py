@@ -17,9 +17,10 @@ from pmesh.errors import ConfigError
 LOCK_NAME = "agent.lock"
 NODE_KEY_NAME = "node_key"
 MESH_KEY_NAME = "mesh_key"
+MESH_KEYS_NAME = "mesh_keys"
 LOG_NAME = "agent.log"
-HOME_NAMES = (NODE_KEY_NAME, MESH_KEY_NAME, LOCK_NAME)
-"""Files of which the home of each agent has one: two are the keys."""
+HOME_NAMES = (NODE_KEY_NAME, MESH_KEY_NAME, MESH_KEYS_NAME, LOCK_NAME)
+"""Files of which the home of each agent has one: three hold keys."""
 MAX_SOCKET_PATH_BYTES = 103  # macOS: 104 with the closing NUL; Linux allows 4 more
 
 # Not tempfile.gettempdir(): it follows TMPDIR, which may differ between the shells of the agent and

@@ -27,7 +27,7 @@ from pmesh.launches.wire.messages import (
     LaunchReply,
     SignalLaunch,
 )
-from pmesh.members.wire import MEMBERS, MembersQuestion, MembersReply, TellRemovals
+from pmesh.members.wire import MEMBERS, MembersMessage, MembersQuestion, MembersReply
 from pmesh.p2p.wire import P2P, AttachedReply, AttachedRequest, P2PMessage
 from pmesh.store.wire import STORES, StorePart
 
@@ -39,7 +39,7 @@ AnyMessage: TypeAlias = (
     | StorePart
     | Relay
     | AnyLaunchMessage
-    | TellRemovals
+    | MembersMessage
 )
 """Those of a link, which are delivered once and in order."""
 AnyPathMessage: TypeAlias = AnyMessage | PathMessage

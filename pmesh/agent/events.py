@@ -52,6 +52,7 @@ EventKind: TypeAlias = Literal[
     "path changed",
     "name refused",
     "machine removed",
+    "key changed",
     "network loop",
     "invitation",
     "view",

@@ -14,6 +14,7 @@ from pmesh.agent.limits import Admission
 from pmesh.agent.mesh.names import MachineNames
 from pmesh.agent.mesh.peers import Peers
 from pmesh.agent.mesh.register import Register
+from pmesh.agent.mesh.renewals import Renewals
 from pmesh.core.identity.keys import MeshKey, NodeKey
 from pmesh.core.wire.channels import Channel, Message
 from pmesh.core.wire.session import SessionMessage
@@ -36,6 +37,7 @@ class Kernel:
     key: NodeKey
     names: MachineNames
     register: Register
+    renewals: Renewals
     peers: Peers
     jobs: Jobs
     nursery: trio.Nursery

@@ -33,12 +33,14 @@ from pmesh.agent.jobs.session import serve_trainer
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
 from pmesh.agent.limits import Admission, open_files_limit, plan_files
 from pmesh.agent.mesh.findings import Findings
+from pmesh.agent.mesh.keyring import Keyring
 from pmesh.agent.mesh.membership import DOUBT_S, Follower, Membership
 from pmesh.agent.mesh.names import MachineNames, load_names
 from pmesh.agent.mesh.peers import Peers
 from pmesh.agent.mesh.ping import ping
 from pmesh.agent.mesh.probing import Probing
 from pmesh.agent.mesh.register import Register, load_records
+from pmesh.agent.mesh.renewals import Renewals
 from pmesh.agent.mesh.storms import count_packets, watch_storms
 from pmesh.agent.mesh.turned_away import watch as watch_turned_away
 from pmesh.agent.schema import (
@@ -50,8 +52,7 @@ from pmesh.agent.schema import (
 )
 from pmesh.agent.snapshot import Sources, describe_peers, describe_unlinked, take_snapshot
 from pmesh.core.identity.advertisement import Advertisement
-from pmesh.core.identity.certificates import issue_credentials
-from pmesh.core.identity.keys import AdvertisementKey, MeshKey, NodeKey
+from pmesh.core.identity.keys import MeshKey, NodeKey
 from pmesh.core.identity.names import sign_name
 from pmesh.core.links.addresses import announced_addresses, announced_interfaces
 from pmesh.core.values import View
@@ -81,9 +82,8 @@ from pmesh.ids import Incarnation, Member, NodeId, node_text
 from pmesh.installed import installed_version
 from pmesh.net.links.acceptor import Acceptor, listen_at_interfaces
 from pmesh.net.links.dialer import error_numbers
-from pmesh.net.links.discovery import Discovered, discover, minute_of_now
+from pmesh.net.links.discovery import minute_of_now
 from pmesh.net.links.interfaces import AddressWatch
-from pmesh.net.links.tls import TlsContexts
 from pmesh.net.sessions.processes import Stall, sleep_in_step, tick
 from pmesh.net.sessions.sessions import (
     ENDS_OF_A_SESSION,
@@ -101,7 +101,6 @@ LOOK_AROUND_S = 0.5
 MOST_OTHERS_NAMED = 3  # meshes of the neighbours, in a house with many
 LEAVE_S = 0.8  # a clean leave takes less than 1 s, whatever the peers do
 LAG_WINDOW_S = 10.0
-FOUND_AHEAD = 16  # findings that mDNS may queue for us; it keeps the rest itself
 
 _log = structlog.get_logger()
 
@@ -191,9 +190,7 @@ class Agent:
         self._nursery = nursery
         self._settings = settings
         self._node_key = node_key
-        self._mesh_key = mesh_key
-        self._advertisement_key = AdvertisementKey.of(mesh_key)
-        self._contexts = TlsContexts.of(issue_credentials(mesh_key, node_key))
+        self.keyring = Keyring(settings.home, mesh_key, node_key)
         self._announce = announce
         self.stopped = trio.Event()
         self.channels = Channels()
@@ -204,7 +201,7 @@ class Agent:
         self._watch = AddressWatch(
             settings.listen.host, only=settings.interfaces, never=settings.not_interfaces
         )
-        self._findings = Findings(self._advertisement_key.tag, minute=minute_of_now)
+        self._findings = Findings(self.keyring.advertisement_key.tag, minute=minute_of_now)
         self._sessions = SessionCounters()
         self._lags: deque[tuple[float, float]] = deque()
         self._began = trio.current_time()
@@ -231,6 +228,7 @@ class Agent:
         self._admission = Admission(self._files, memory_bytes=memory_bytes)
         self._containment = Containment(self._event_log, clock=trio.current_time)
         self.peers = self._make_peers()
+        self.renewals = self._make_renewals()
         self.jobs = self._make_jobs()
         self.membership = self.jobs.membership
         self.features = make_features(self._kernel)
@@ -240,6 +238,7 @@ class Agent:
             on_link=self.peers.welcome,
             on_lane=self.jobs.rendezvous.welcome,
             on_guest=next(each.welcome for each in self.features if each.takes_guests),
+            on_renewal=self.renewals.give,
             uses=self._watch.uses,
             contain=self._containment.contain,
         )
@@ -261,10 +260,12 @@ class Agent:
         for address in self._settings.peers:
             self.peers.targets.aim_at(address)
         if self._settings.mdns:
-            await self._start_discovery()
+            found_by = self._node_key, self.keyring, self._watch, self.peers
+            nursery.start_soon(self._findings.discover, self._own_advertisement, *found_by)
         for feature in self.features:
             nursery.start_soon(feature.run)
         nursery.start_soon(self.peers.targets.run)
+        nursery.start_soon(self.renewals.run)
         nursery.start_soon(self.peers.follow_interfaces)
         nursery.start_soon(self.peers.relays.keep)
         nursery.start_soon(self.membership.run)
@@ -301,7 +302,7 @@ class Agent:
             self._hello,
             membership=lambda: self.membership,
             register=self._register,
-            contexts=self._contexts,
+            renewals=lambda: self.renewals,
             watch=self._watch,
             nursery=self._tasks("a link"),
             jitter=random.random,
@@ -309,6 +310,17 @@ class Agent:
             noticed=self._event_log.add,
             path_failed=self._leave_path,
             contain=self._containment.contain,
+        )
+
+    def _make_renewals(self) -> Renewals:
+        return Renewals(
+            self._me.node,
+            self.keyring,
+            self._register,
+            elsewhere=self._findings.elsewhere,
+            in_order=self.peers.in_order,
+            found=self.peers.found,
+            noticed=self._event_log.add,
         )
 
     def _make_jobs(self) -> Jobs:
@@ -348,13 +360,14 @@ class Agent:
             key=self._node_key,
             names=self._names,
             register=self._register,
+            renewals=self.renewals,
             peers=self.peers,
             jobs=self.jobs,
             nursery=self._nursery,
             contain=self._containment.contain,
             noticed=self._event_log.add,
             admission=lambda: self._admission,
-            mesh_key=lambda: self._mesh_key,
+            mesh_key=lambda: self.keyring.mesh_key,
             advertise_invitation=self._findings.nameplate.show,
         )
 
@@ -370,29 +383,11 @@ class Agent:
         )
         await self._nursery.start(serve, path, self._serve_program)
 
-    async def _start_discovery(self) -> None:
-        own = Advertisement(
-            tag=self._advertisement_key.tag,
-            node=self._me.node,
-            incarnation=self._me.incarnation,
-            port=self._port,
-            name=self._settings.name,
+    def _own_advertisement(self, tag: bytes) -> Advertisement:
+        me, name = self._me, self._settings.name
+        return Advertisement(
+            tag=tag, node=me.node, incarnation=me.incarnation, port=self._port, name=name
         )
-        found, findings = trio.open_memory_channel[Discovered](FOUND_AHEAD)
-
-        async def announce_ourselves() -> None:
-            await discover(
-                own,
-                node_key=self._node_key,
-                key=self._advertisement_key,
-                watch=self._watch,
-                found=found,
-                counters=self._findings.counters,
-                nameplate=self._findings.nameplate,
-            )
-
-        self._nursery.start_soon(announce_ourselves)
-        self._nursery.start_soon(self._findings.sort, findings, self.peers)
 
     def _hello(self) -> Hello:
         local = self._watch.announced
@@ -436,11 +431,11 @@ class Agent:
 
     def _report_other_meshes(self, said: set[str]) -> None:
         for peer in describe_peers(self.peers, self._findings):
-            if peer.state == "other_mesh_key" and len(said) < MOST_OTHERS_NAMED:
-                text = describe_other_mesh(peer, own_name=self._settings.name)
-                if text not in said:
-                    said.add(text)
-                    self._announce(text)
+            other = peer.state == "other_mesh_key" and not self._register.knows(peer.id)
+            text = describe_other_mesh(peer, own_name=self._settings.name)
+            if other and len(said) < MOST_OTHERS_NAMED and text not in said:
+                said.add(text)
+                self._announce(text)
 
     def _installed(self, before: View, after: View, losses: Mapping[Member, str]) -> None:
         for feature in self.features:

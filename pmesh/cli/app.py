@@ -16,6 +16,7 @@ from pmesh.cli.doctor.command import doctor
 from pmesh.cli.events import show_events
 from pmesh.cli.invites import invite, join
 from pmesh.cli.launching import allow_run_, end_own_options, fetch, logs, mlx_, ps, run_, stop
+from pmesh.cli.members import members, remove, rotate
 from pmesh.cli.options import Home
 from pmesh.cli.ping import show_ping
 from pmesh.cli.status import bring_down, show_status
@@ -23,7 +24,6 @@ from pmesh.cli.up import bring_up
 from pmesh.cli.version import version_text
 from pmesh.errors import ConfigError, PmeshError, UsageError
 from pmesh.launches.cli.launches import forget
-from pmesh.members.cli import members, remove
 from pmesh.terminal.lines import complain, complain_of, say
 
 FAILED = 1
@@ -47,6 +47,7 @@ app.command(allow_app)
 allow_app.command(allow_run_, name="run")
 app.command(invite)
 app.command(join)
+key_app.command(rotate)
 app.command(members)
 app.command(remove)
 checkpoint_app = App(name="checkpoint", help="Look into the folders of pmesh.Checkpoints.")

@@ -19,6 +19,7 @@ import psutil
 
 from pmesh.agent.config import CONFIG_NAME
 from pmesh.agent.home import load_mesh_key
+from pmesh.agent.mesh.keyring import all_keys
 from pmesh.agent.schema import decode_status
 from pmesh.cli.events import Reader, event_line
 from pmesh.cli.status_all import render_all
@@ -129,9 +130,9 @@ def secrets_of(home: Path) -> list[str]:
     texts, keys = [os.environ.get(KEY_VARIABLE, "")], list[bytes]()
     with contextlib.suppress(PmeshError, OSError):  # what can't be read is in no other text either
         mesh_key = load_mesh_key(home)
-        if mesh_key is not None:
-            texts.append(mesh_key_text(mesh_key))
-            keys.append(mesh_key)
+        for each in (*([] if mesh_key is None else [mesh_key]), *all_keys(home)):
+            texts.append(mesh_key_text(each))
+            keys.append(each)
         keys.append((home / NODE_KEY_NAME).read_bytes())
     for key in keys:
         texts += [key.hex(), base64.b64encode(key).decode(), repr(key)[2:-1]]

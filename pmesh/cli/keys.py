@@ -9,9 +9,10 @@ from pathlib import Path
 
 from pmesh.agent.config import AgentSettings
 from pmesh.agent.home import load_mesh_key, open_home, read_mesh_key, store_mesh_key
+from pmesh.agent.mesh.keyring import latest_key
 from pmesh.core.identity.keys import MeshKey, mesh_key_from_text, mesh_key_text
 from pmesh.errors import ConfigError, KeyFileError
-from pmesh.home_paths import MESH_KEY_NAME, check_home, home_directory
+from pmesh.home_paths import MESH_KEY_NAME, MESH_KEYS_NAME, check_home, home_directory
 from pmesh.terminal.lines import complain, say
 
 MESH_KEY_BYTES = 32
@@ -42,6 +43,7 @@ def show(home: Path | None) -> int:
     key = _parse(text, "PMESH_KEY") if text else load_mesh_key(directory)
     if key is None:
         raise KeyFileError(f"{directory} holds no mesh key; 'pmesh key new' makes one")
+    key = latest_key(directory, key)
     complain("Every machine with this key is a member of the mesh; add others with 'pmesh key set'")
     say(mesh_key_text(key))
     return 0
@@ -63,7 +65,7 @@ def take(words: Sequence[str], home: Path | None) -> int:
     directory = home_directory(home)
     check_home(directory, holds_keys=True)  # before the user is asked for anything
     key = _ask_key()
-    store_mesh_key(open_home(directory), key)
+    _store(open_home(directory), key)
     say(f"The mesh key is in {directory / MESH_KEY_NAME}. An agent takes it when it starts.")
     return 0
 
@@ -110,8 +112,14 @@ def _ask_key() -> MeshKey:
 
 def _new_key(home: Path) -> MeshKey:
     key = MeshKey(secrets.token_bytes(MESH_KEY_BYTES))
-    store_mesh_key(home, key)
+    _store(home, key)
     return key
+
+
+def _store(home: Path, key: MeshKey) -> None:
+    """Write a key that follows no other: what was known of earlier ones is forgotten first."""
+    (home / MESH_KEYS_NAME).unlink(missing_ok=True)
+    store_mesh_key(home, key)
 
 
 def _parse(text: str, source: str) -> MeshKey:

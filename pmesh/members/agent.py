@@ -1,56 +1,76 @@
 """Tells the other agents who has no place in the mesh any more, and answers `pmesh members`."""
 
-from collections.abc import Iterator
+import math
+import secrets
+from collections.abc import Iterator, Sequence
 from typing import Final, assert_never
 
 import structlog
+import trio
 
+from pmesh.agent.events import News
 from pmesh.agent.features import Feature, Kernel
 from pmesh.agent.mesh.links import Link, LinkNumbers
 from pmesh.agent.mesh.register import store_records
+from pmesh.core.identity.keys import KEY_BYTES, MeshKey
+from pmesh.core.identity.rotations import (
+    Rotation,
+    check_rotation_untrusted,
+    sign_rotation,
+    supersedes,
+)
 from pmesh.core.values import Removal
-from pmesh.errors import KeyFileError, ProtocolError
+from pmesh.errors import KeyFileError, ProtocolError, UsageError
 from pmesh.ids import Member, NodeId, node_text
 from pmesh.members.wire import (
     MEMBERS,
     AskMembers,
+    KeyRotated,
     MachineTold,
     MemberRow,
     MemberRows,
+    MembersMessage,
     MembersQuestion,
     RemoveMachine,
+    RotateKey,
     TellRemovals,
+    TellRotation,
 )
 from pmesh.net.sessions.sessions import Session
 
+ADOPT_EVERY_S: Final = 5.0  # mDNS begins anew with each key; two at once are settled soon
 CHECKS: Final = 64  # signatures between two polls: 6 ms, whatever members send
 
 _log = structlog.get_logger()
 _PLACES: Final = ("here", "away", "removed")
 
 
-class Members(Feature[TellRemovals, MembersQuestion]):
+class Members(Feature[MembersMessage, MembersQuestion]):
     """What this agent knows of the mesh's members, and passes on."""
 
     channel = MEMBERS
-    openings = (AskMembers, RemoveMachine)
+    openings = (AskMembers, RemoveMachine, RotateKey)
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
         self._register = kernel.register
         self._peers = kernel.peers
+        self._keyring = kernel.renewals.keyring
         self._told: dict[NodeId, tuple[LinkNumbers, int]] = {}
         """On which link, and up to which revision, each peer was told our removals."""
+        self._keys_told: dict[NodeId, tuple[LinkNumbers, Rotation]] = {}
         self._heard: dict[NodeId, tuple[Removal, ...]] = {}
         """What peers have said and was not checked yet."""
         self._checks_left = CHECKS
         self._may_pass_on = True
+        self._later: Rotation | None = None
+        """A later rotation of the mesh key than ours, which was not adopted yet."""
+        self._adopts_again_at = -math.inf
 
     def poll(self) -> None:
         """Note who is here, check what was heard, and pass on what is new."""
-        self._register.see(
-            {node: self._peers.name_of(link.member) for node, link in self._peers.links.items()}
-        )
+        for link in self._peers.links.values():
+            self._see(link)
         self._checks_left = CHECKS
         for node in list(self._heard):
             try:
@@ -59,10 +79,24 @@ class Members(Feature[TellRemovals, MembersQuestion]):
                 self._peers.ban(node, str(e))
         self._may_pass_on = True
         self._pass_on()
+        self._begin_to_adopt()
 
-    def receive(self, member: Member, message: TellRemovals) -> None:
+    def receive(self, member: Member, message: MembersMessage) -> None:
         """Take what another agent knows. Raises ProtocolError for what nobody has signed."""
-        self._register.see({member.node: self._peers.name_of(member)})
+        match message:
+            case TellRemovals():
+                self._hear(member, message)
+            case TellRotation(rotation):
+                if supersedes(rotation, self._later or self._keyring.rotation):
+                    check_rotation_untrusted(rotation)
+                    self._later = rotation
+                    self._begin_to_adopt()
+            case _:
+                assert_never(message)
+
+    def _hear(self, member: Member, message: TellRemovals) -> None:
+        if (link := self._peers.links.get(member.node)) is not None:
+            self._see(link)
         self._register.note_version(member.node, message.version)
         self._heard[member.node] = message.removals  # all that it knows, in place of before
         self._check_some(member.node, most=self._checks_left)
@@ -75,6 +109,10 @@ class Members(Feature[TellRemovals, MembersQuestion]):
                 await session.send(MemberRows(tuple(self.rows())))
             case RemoveMachine(name, out):
                 await session.send(self.remove(name, out=out))
+            case RotateKey(without):
+                with self._kernel.admission().follow():  # a slow disk may take seconds
+                    session.stay()
+                    await session.send(await self.rotate(without))
             case _:
                 assert_never(request)
 
@@ -89,6 +127,37 @@ class Members(Feature[TellRemovals, MembersQuestion]):
             self._register.name_of(node),
             told=tuple(row.name for row in rows if row.state == "here"),
             away=tuple(row.name for row in rows if row.state == "away"),
+        )
+
+    async def rotate(self, without: Sequence[str]) -> KeyRotated:
+        """Give a new mesh key to all members but those, which are removed first.
+
+        Raises UsageError if one of them is not known, or the key can't be written.
+        """
+        for node in [self._register.find(text) for text in without]:
+            if self._register.removal_of(node) is None:
+                self._register.remove(self._kernel.key, node, out=True)
+        self._may_pass_on = True
+        self._pass_on()  # so that nobody gives the new key to who was just removed
+        me, known = self._kernel.me.node, self._register.known
+        members = {me, *(node for node in known if self._register.removal_of(node) is None)}
+        key = MeshKey(secrets.token_bytes(KEY_BYTES))
+        try:
+            rotation = sign_rotation(self._kernel.key, key, members, before=self._keyring.rotation)
+        except ValueError as e:
+            raise UsageError(
+                f"{e}; give the mesh a key by hand: docs/how-to/new-mesh-key.md"
+            ) from e
+        await self._keyring.adopt(rotation)
+        self._kernel.noticed(News(kind="key changed", text="this machine has changed the mesh key"))
+        self._pass_on()
+        rows = [row for row in self.rows() if not row.me]
+        return KeyRotated(
+            told=tuple(row.name for row in rows if row.state == "here"),
+            away=tuple(row.name for row in rows if row.state == "away"),
+            removed=tuple(row.name for row in rows if row.state == "removed"),
+            given=self._kernel.settings.key_text is not None
+            or self._kernel.settings.key_file is not None,
         )
 
     def rows(self) -> Iterator[MemberRow]:
@@ -128,19 +197,42 @@ class Members(Feature[TellRemovals, MembersQuestion]):
         self._checks_left -= len(news[:most])
         self._register.take_untrusted(news[:most])
 
+    def _see(self, link: Link) -> None:
+        name = self._peers.name_of(link.member)
+        self._register.see(link.node, name, link.peer.addresses)
+
+    def _begin_to_adopt(self) -> None:
+        if self._later is None or trio.current_time() < self._adopts_again_at:
+            return
+        later, self._later = self._later, None
+        if supersedes(later, self._keyring.rotation):
+            self._adopts_again_at = trio.current_time() + ADOPT_EVERY_S
+            self._kernel.nursery.start_soon(self._adopt, later)
+
+    async def _adopt(self, rotation: Rotation) -> None:
+        with self._kernel.contain("a change of the mesh key"):
+            if await self._kernel.renewals.adopt(rotation):
+                self._pass_on()
+
     def _pass_on(self) -> None:
-        """Tell each peer our removals, once on each link and whenever they change.
+        """Tell each peer our removals and our mesh key, once on each link and if they change.
 
-        Once between two polls, so that who changes them all the time makes us send little.
+        Removals once between two polls, so that who changes them all the time makes us send little.
         """
+        links = self._peers.links
+        self._told = {node: told for node, told in self._told.items() if node in links}
+        self._keys_told = {node: told for node, told in self._keys_told.items() if node in links}
         if self._may_pass_on:
-            links = self._peers.links
-            self._told = {node: told for node, told in self._told.items() if node in links}
             for node, link in links.items():
-                self._tell(node, link)
+                self._tell_removals(node, link)
         self._shut_out()
+        rotation = self._keyring.rotation
+        for node, link in self._peers.links.items():
+            if rotation is not None and self._keys_told.get(node) != (link.numbers, rotation):
+                self._keys_told[node] = link.numbers, rotation
+                link.send(TellRotation(rotation))
 
-    def _tell(self, node: NodeId, link: Link) -> None:
+    def _tell_removals(self, node: NodeId, link: Link) -> None:
         revision = self._register.revision
         if self._told.get(node) != (link.numbers, revision):
             self._told[node] = link.numbers, revision
@@ -148,9 +240,15 @@ class Members(Feature[TellRemovals, MembersQuestion]):
             link.send(TellRemovals(self._kernel.version, tuple(self._register.removals.values())))
 
     def _shut_out(self) -> None:
-        """End the links of those that were removed, at once, and tell them who did it."""
+        """End the links of those that were removed, and of those that get no new mesh key."""
         for node, link in list(self._peers.links.items()):
-            removal = self._register.removal_of(node)
+            removal, rotation = self._register.removal_of(node), self._keyring.rotation
             if removal is not None:
-                self._tell(node, link)
+                self._tell_removals(node, link)  # who did it
                 self._peers.drop(node, f"it was removed by {self._register.name_of(removal.by)}")
+            elif (
+                rotation is not None
+                and link.contexts is not self._keyring.contexts
+                and node not in rotation.entitled
+            ):
+                self._peers.drop(node, "the mesh has a new key, which was not meant for it")

@@ -5,7 +5,8 @@ from typing import Annotated, TypeAlias
 from msgspec import Meta
 
 from pmesh.core.identity.removals import MAX_REMOVALS
-from pmesh.core.values import Name, Removal, Version
+from pmesh.core.identity.rotations import MAX_ROTATION_BYTES, Rotation
+from pmesh.core.values import MAX_MEMBERS, Name, Removal, Version
 from pmesh.core.wire.channels import Channel, Message
 from pmesh.core.wire.session import Refused, SessionDecoder, SessionMessage
 
@@ -22,7 +23,16 @@ class TellRemovals(Message, frozen=True, tag=60):
     removals: Annotated[tuple[Removal, ...], Meta(max_length=MAX_REMOVALS)]
 
 
-MEMBERS: Channel[TellRemovals] = Channel(TellRemovals.channel, TellRemovals)
+class TellRotation(Message, frozen=True, tag=61):
+    """By which rotation the sender has its mesh key; sent on each new link, and when it changes."""
+
+    channel = 8
+    most_bytes = MAX_ROTATION_BYTES
+    rotation: Rotation
+
+
+MembersMessage: TypeAlias = TellRemovals | TellRotation
+MEMBERS: Channel[MembersMessage] = Channel(TellRemovals.channel, MembersMessage)
 
 
 class AskMembers(SessionMessage, frozen=True, tag="ask_members"):
@@ -36,6 +46,13 @@ class RemoveMachine(SessionMessage, frozen=True, tag="remove_machine"):
     """Of the machine, or its id, or the first 8 or more characters of that."""
     out: bool
     """False: let it in again."""
+
+
+class RotateKey(SessionMessage, frozen=True, tag="rotate_key"):
+    """Gives the mesh a new key; answered by Refused or KeyRotated."""
+
+    without: Annotated[tuple[Name, ...], Meta(max_length=MAX_MEMBERS)] = ()
+    """Machines that are removed first, by name or id."""
 
 
 class MemberRow(SessionMessage, frozen=True, kw_only=True):
@@ -72,6 +89,19 @@ class MachineTold(SessionMessage, frozen=True, tag="machine_told"):
     """Members that learn it once they are back."""
 
 
-MembersQuestion: TypeAlias = AskMembers | RemoveMachine
-MembersReply: TypeAlias = Refused | MemberRows | MachineTold
+class KeyRotated(SessionMessage, frozen=True, tag="key_rotated"):
+    """The new key is in use here, and was sent to all members that are linked."""
+
+    told: tuple[str, ...]
+    """The machines that are here."""
+    away: tuple[str, ...]
+    """Members that get the key once they are back."""
+    removed: tuple[str, ...]
+    """Machines that get no key."""
+    given: bool
+    """True if this agent was started with a key of `PMESH_KEY` or of a file: an old one now."""
+
+
+MembersQuestion: TypeAlias = AskMembers | RemoveMachine | RotateKey
+MembersReply: TypeAlias = Refused | MemberRows | MachineTold | KeyRotated
 MEMBERS_REPLIES: SessionDecoder[MembersReply] = SessionDecoder("reply", MembersReply)

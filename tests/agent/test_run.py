@@ -16,6 +16,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 from pmesh.agent import run
 from pmesh.agent.config import AgentSettings, Listen
 from pmesh.agent.events import decode_events
+from pmesh.agent.mesh import findings
 from pmesh.agent.mesh.peers import Peers
 from pmesh.agent.run import MOST_FALLS, Agent, open_listeners, run_agent
 from pmesh.core.identity.advertisement import Advertisement
@@ -174,7 +175,7 @@ async def test_mdns_finds_a_peer(clock: MockClock, monkeypatch: pytest.MonkeyPat
                 await found.send(AgentFound(advertisement=theirs))
                 await trio.sleep_forever()
 
-        monkeypatch.setattr(run, "discover", discover_one)
+        monkeypatch.setattr(findings, "discover", discover_one)
         two = here.new_machine("two", mdns=True)
         two.key = KEY
         await two.start()

@@ -7,8 +7,19 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+import trio
 
+from pmesh.agent.mesh.keyring import Keyring
 from pmesh.cli import up
+from pmesh.core.identity.keys import MeshKey, NodeKey
+from pmesh.core.identity.rotations import sign_rotation
+
+
+def store_rotation(home: Path, before: MeshKey, after: MeshKey) -> None:
+    """As an agent of this home leaves it that has taken a new mesh key."""
+    node_key = NodeKey.from_seed(b"n" * 32)
+    keyring = Keyring(home, before, node_key)
+    trio.run(keyring.adopt, sign_rotation(node_key, after, [], before=None))
 
 
 def use_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

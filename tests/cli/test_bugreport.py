@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pmesh.cli.app import run
 from pmesh.cli.bugreport import HIDDEN, LOG_BYTES, without_secrets
 from pmesh.core.identity.keys import MeshKey, mesh_key_text
-from tests.cli.homes import use_home
+from tests.cli.homes import store_rotation, use_home
 
 KEY = MeshKey(bytes(range(32)))
 OTHER = MeshKey(bytes(range(100, 132)))
@@ -75,6 +75,16 @@ def test_no_form_of_any_key_is_in_it(
     assert "PMESH_KEY=" + HIDDEN in text
     for form in forms:
         assert form not in text
+
+
+def test_no_key_that_a_rotation_has_brought_or_replaced_is_in_it(
+    home: Path, tmp_path: Path
+) -> None:
+    store_rotation(home, KEY, OTHER)
+    forms = [key.hex() for key in (KEY, OTHER)]
+    (home / "agent.log").write_text("\n".join(forms))
+    text = reported(tmp_path)
+    assert [form for form in forms if form in text] == []
 
 
 def test_of_a_long_log_it_has_the_end(home: Path, tmp_path: Path) -> None:

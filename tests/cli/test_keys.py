@@ -13,8 +13,10 @@ import pytest
 from pmesh.agent.home import load_mesh_key
 from pmesh.cli.app import run
 from pmesh.core.identity.keys import MeshKey, mesh_key_text
+from tests.cli.homes import store_rotation
 
 KEY = MeshKey(bytes(range(32)))
+NEW = MeshKey(bytes(range(50, 82)))
 
 
 @pytest.fixture(autouse=True)
@@ -95,6 +97,39 @@ def test_show_prints_the_key_that_up_would_use(
     monkeypatch.setenv("PMESH_KEY", mesh_key_text(KEY))
     assert run(["key", "show"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == mesh_key_text(KEY)
+
+
+def test_show_prints_the_latest_key_whatever_up_was_started_with(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store_rotation(home, KEY, NEW)
+    for given in ("", mesh_key_text(KEY), mesh_key_text(NEW)):
+        monkeypatch.setenv("PMESH_KEY", given)
+        assert run(["key", "show"]) == 0
+        assert capsys.readouterr().out == f"{mesh_key_text(NEW)}\n"
+
+
+def test_a_key_that_is_set_by_hand_counts_also_if_it_was_replaced_before(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store_rotation(home, KEY, NEW)
+    assert give(mesh_key_text(KEY), monkeypatch) == 0
+    assert run(["key", "show"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == mesh_key_text(KEY)
+
+
+@pytest.mark.parametrize("content", [b"no JSON", b'{"rotation": 7}', b"[]"])
+def test_a_file_that_no_agent_has_written_is_named_with_what_to_type(
+    home: Path, capsys: pytest.CaptureFixture[str], content: bytes
+) -> None:
+    run(["key", "new"])
+    (home / "mesh_keys").write_bytes(content)
+    (home / "mesh_keys").chmod(0o600)
+    assert run(["key", "show"]) != 0
+    assert f"mv {home / 'mesh_keys'} {home / 'mesh_keys'}.bad" in capsys.readouterr().err
+    (home / "mesh_keys").chmod(0o644)
+    assert run(["key", "show"]) != 0
+    assert "other users can read" in capsys.readouterr().err
 
 
 def test_show_without_a_key_says_how_to_make_one(capsys: pytest.CaptureFixture[str]) -> None:

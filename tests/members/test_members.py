@@ -1,6 +1,5 @@
 """Who has a place in the mesh: whole agents list, remove and let in again."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
@@ -18,50 +17,15 @@ from pmesh.errors import MachineRemoved
 from pmesh.ids import Member, NodeId, node_text, short_node
 from pmesh.members.agent import CHECKS, Members
 from pmesh.members.wire import (
-    AskMembers,
     MachineTold,
-    MemberRow,
-    MemberRows,
+    MembersMessage,
     RemoveMachine,
     TellRemovals,
 )
-from simulation.wire import AnyReply, AnyRequest
+from tests.members.machines import ask, knows_all, news, remove, removed, rows
 from tests.worlds.trainer import until
-from tests.worlds.village import Machine, Village, village
-from tests.worlds.village_ops import RAISE, events_of, machine_of
-
-
-async def ask(here: Village, machine: Machine, request: AnyRequest) -> AnyReply:
-    return await (await here.trainer(machine)).ask(request)
-
-
-async def rows(here: Village, machine: Machine) -> dict[str, MemberRow]:
-    reply = await ask(here, machine, AskMembers())
-    assert isinstance(reply, MemberRows)
-    return {row.name: row for row in reply.rows}
-
-
-async def remove(here: Village, by: Machine, name: str, *, undo: bool = False) -> MachineTold:
-    reply = await ask(here, by, RemoveMachine(name, not undo))
-    assert isinstance(reply, MachineTold), reply
-    return reply
-
-
-def knows_all(machine: Machine, count: int) -> Callable[[], bool]:
-    """Whether it has met so many others, and they have said their versions."""
-    return lambda: (
-        len(known := machine.agent._register.known) == count  # noqa: SLF001
-        and all(each.version for each in known.values())
-    )
-
-
-def removed(machine: Machine) -> set[NodeId]:
-    entries = machine.agent._register.removals.values()  # noqa: SLF001
-    return {entry.node for entry in entries if entry.out}
-
-
-def news(machine: Machine) -> list[str]:
-    return [event.text for event in events_of(machine) if event.kind == "machine removed"]
+from tests.worlds.village import Machine, village
+from tests.worlds.village_ops import RAISE, machine_of
 
 
 def refusals(machine: Machine) -> list[str]:
@@ -279,9 +243,9 @@ async def test_a_member_that_changes_its_list_all_the_time_makes_others_send_lit
         heard = 0
         receive = three.part(Members).receive
 
-        def count(member: Member, message: TellRemovals) -> None:
+        def count(member: Member, message: MembersMessage) -> None:
             nonlocal heard
-            heard += member.node == one.key.node
+            heard += member.node == one.key.node and isinstance(message, TellRemovals)
             receive(member, message)
 
         channels = three.agent.channels._receivers  # noqa: SLF001
@@ -302,13 +266,13 @@ async def test_the_list_of_members_is_bounded_and_forgets_removed_ones_first(
         register._wall_clock = lambda: float(next(now))  # noqa: SLF001
         nodes = [NodeId(i.to_bytes(32, "big")) for i in range(MAX_KNOWN + 2)]
         for node in nodes[:MAX_KNOWN]:
-            register.see({node: "mac"})
+            register.see(node, "mac", [])
         register.take_untrusted(
             [sign_removal(NodeKey.from_seed(b"r" * 32), nodes[5], {}, out=True)]
         )
 
-        register.see({nodes[MAX_KNOWN]: "mac"})
-        register.see({nodes[MAX_KNOWN + 1]: "mac"})
+        register.see(nodes[MAX_KNOWN], "mac", [])
+        register.see(nodes[MAX_KNOWN + 1], "mac", [])
 
         assert len(register.known) == MAX_KNOWN
         assert {nodes[0], nodes[5]}.isdisjoint(register.known)

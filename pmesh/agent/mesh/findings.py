@@ -1,16 +1,22 @@
 """What mDNS finds, sorted into agents of this mesh and foreign ones."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import structlog
 import trio
 
+from pmesh.agent.mesh.keyring import Keyring
 from pmesh.agent.mesh.peers import Peers
-from pmesh.core.wire.link import PROTOCOL_VERSION
+from pmesh.core.identity.advertisement import Advertisement
+from pmesh.core.identity.keys import NodeKey
+from pmesh.core.wire.link import PROTOCOL_VERSION, Address
 from pmesh.ids import NodeId
-from pmesh.net.links.discovery import AgentFound, Deaf, Discovered, Gone, Nameplate
+from pmesh.net.links.discovery import AgentFound, Deaf, Discovered, Gone, Nameplate, discover
+from pmesh.net.links.interfaces import AddressWatch
 from pmesh.net.links.packet_filter import DiscoveryCounters
 
+FOUND_AHEAD = 16  # findings that mDNS may queue for us; it keeps the rest itself
 _log = structlog.get_logger()
 
 
@@ -19,7 +25,8 @@ class Findings:
 
     def __init__(self, tag: bytes, *, minute: Callable[[], int]) -> None:
         """`minute` returns the current time in Unix minutes."""
-        self._tag = tag
+        self.tag = tag
+        """Of our mesh; it changes with the mesh key."""
         self._minute = minute
         self.counters = DiscoveryCounters()
         self.foreign: dict[NodeId, AgentFound] = {}
@@ -29,20 +36,65 @@ class Findings:
         self.nameplate = Nameplate()
         """The number of the invitation that this agent announces."""
 
+    async def discover(
+        self,
+        own: Callable[[bytes], Advertisement],
+        node_key: NodeKey,
+        keyring: Keyring,
+        watch: AddressWatch,
+        peers: Peers,
+    ) -> None:
+        """Announce this agent and find others, until cancelled; anew with each new mesh key.
+
+        Args:
+            own: Returns what to announce, with this tag.
+            node_key: Our own.
+            keyring: Our mesh key.
+            watch: Our addresses.
+            peers: Takes the agents of this mesh.
+        """
+        found, findings = trio.open_memory_channel[Discovered](FOUND_AHEAD)
+        async with found, trio.open_nursery() as nursery:
+            nursery.start_soon(self.sort, findings, peers)
+            while True:
+                key, changed = keyring.advertisement_key, keyring.changed
+                self.tag = key.tag
+                async with trio.open_nursery() as with_this_key:
+                    with_this_key.start_soon(
+                        partial(
+                            discover,
+                            own(key.tag),
+                            node_key=node_key,
+                            key=key,
+                            watch=watch,
+                            found=found.clone(),
+                            counters=self.counters,
+                            nameplate=self.nameplate,
+                        )
+                    )
+                    await changed.wait()
+                    with_this_key.cancel_scope.cancel()
+
     async def sort(self, findings: trio.MemoryReceiveChannel[Discovered], peers: Peers) -> None:
         async with findings:
             async for finding in findings:
                 self._sort_one(finding, peers)
 
     def is_of_other_mesh(self, found: AgentFound) -> bool:
-        return found.advertisement.tag != self._tag
+        return found.advertisement.tag != self.tag
+
+    def elsewhere(self) -> Iterator[tuple[NodeId, tuple[Address, ...]]]:
+        """Yield the agents of another mesh: members that have missed a change of the key, too."""
+        for node, found in self.foreign.items():
+            if self.is_of_other_mesh(found) and found.advertisement.addresses:
+                yield node, found.advertisement.addresses
 
     def _sort_one(self, finding: Discovered, peers: Peers) -> None:
         match finding:
             case AgentFound(advertisement=theirs):
                 self.deaf = None
                 self.foreign.pop(theirs.node, None)
-                if theirs.tag == self._tag and theirs.protocol == PROTOCOL_VERSION:
+                if theirs.tag == self.tag and theirs.protocol == PROTOCOL_VERSION:
                     fresh = theirs.is_fresh(minute=self._minute())
                     peers.found(theirs.node, theirs.addresses, fresh=fresh)
                 else:

@@ -1,6 +1,6 @@
 """The link with one peer: its messages, and the paths over which they go."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +24,8 @@ from pmesh.net.lanes.multipath import UNKNOWN_BYTES_PER_S, Carrier, Facts
 from pmesh.net.links.dialer import dial_any
 from pmesh.net.links.path import MAX_QUEUED_BYTES, MAX_QUEUED_MESSAGES, Path
 
+MAX_LINKS = 64  # the largest number of members in a view
+MAX_LINKS_PER_ADDRESS = 16  # one machine that invents nodes leaves room for others
 MAX_FLAPS = 64  # paths whose ends are remembered; the peer names its interfaces as it likes
 MAX_INTRODUCED = 64  # members that one peer has named: as many as a view has
 
@@ -188,6 +190,8 @@ class Link:
         self._contain = contain
         self.peer: Hello = first.path.peer
         self.numbers = numbers_of(first.path)
+        self.contexts = first.path.contexts
+        """Those of the mesh key with which it began."""
         self.begun_from = first.path.remote_address.host
         self.paths: dict[PathKey, LivePath] = {}
         self.since = trio.current_time()
@@ -483,6 +487,16 @@ def bare_host(address: Address) -> str:
 
 def _microseconds(seconds: float) -> int:
     return round(seconds * 1e6)
+
+
+def why_full(links: Collection[Link], new: Path) -> PeerUnreachable | None:
+    """Return why no link with one more peer may begin; None if one may."""
+    host = new.remote_address.host
+    here = sum(link.begun_from == host for link in links)
+    if len(links) < MAX_LINKS and here < MAX_LINKS_PER_ADDRESS:
+        return None
+    text = f"{new} gets no link: {len(links)} exist already, {here} from {host}"
+    return PeerUnreachable(text)
 
 
 def begins_at(gone: Sequence[LocalAddress], live: LivePath) -> bool:

@@ -14,6 +14,7 @@ from pmesh.agent.events import News
 from pmesh.agent.mesh.bans import Bans
 from pmesh.agent.mesh.dial_targets import Targets
 from pmesh.agent.mesh.links import (
+    MAX_LINKS,
     Link,
     LivePath,
     PathFailed,
@@ -23,12 +24,14 @@ from pmesh.agent.mesh.links import (
     hosts_of,
     live_path,
     numbers_of,
+    why_full,
 )
 from pmesh.agent.mesh.membership import Membership
 from pmesh.agent.mesh.path_keeper import PathKeeper
 from pmesh.agent.mesh.probing import ProbedPath
 from pmesh.agent.mesh.register import Register
 from pmesh.agent.mesh.relays import Relays
+from pmesh.agent.mesh.renewals import Renewals
 from pmesh.core.links.addresses import BoundAddress, in_dialling_order
 from pmesh.core.links.dialing import STEADY_AFTER_S
 from pmesh.core.links.paths import MAX_PATHS, Way
@@ -54,8 +57,6 @@ REDIAL_S = 1.0  # V6: an immediate redial that is not even refused in this time 
 LONGEST_REDIAL_S = 5.0  # V11: where round trips are long
 REDIAL_ROUND_TRIPS = 4  # TCP, two of TLS, and the Hellos
 PROOF_OF_LIFE_S = 1.0  # five heartbeats: an older incarnation that is silent this long is dead
-MAX_LINKS = 64  # the largest number of members in a view
-MAX_LINKS_PER_ADDRESS = 16  # one machine that invents nodes leaves room for others
 
 _log = structlog.get_logger()
 
@@ -69,7 +70,7 @@ class Peers:
         *,
         membership: Callable[[], Membership],
         register: Register,
-        contexts: TlsContexts,
+        renewals: Callable[[], Renewals],
         watch: AddressWatch,
         nursery: Tasks,
         jitter: Callable[[], float],
@@ -78,11 +79,11 @@ class Peers:
         path_failed: PathFailed,
         contain: Contain,
     ) -> None:
-        """`membership` returns what is told of the links; it sends over them."""
+        """`membership` is told of the links and sends over them; `renewals` has the mesh key."""
         self._hello = hello
         self._membership = membership
         self._register = register
-        self._contexts = contexts
+        self._renewals = renewals
         self._watch = watch
         self._nursery = nursery
         self._channels = channels
@@ -98,7 +99,7 @@ class Peers:
         )
         self.relays = Relays(
             me=lambda: self._hello().member.node,
-            contexts=contexts,
+            contexts=self._contexts,
             hello=self._hello_to,
             links=lambda: self.links,
             membership=membership,
@@ -118,7 +119,6 @@ class Peers:
 
     @property
     def membership(self) -> Membership:
-        """This agent's standing among its peers."""
         return self._membership()
 
     def found(self, node: NodeId, addresses: tuple[Address, ...], *, fresh: bool = True) -> None:
@@ -141,27 +141,34 @@ class Peers:
             received + sum(path.bytes_received for path in paths),
         )
 
+    def _contexts(self) -> TlsContexts:
+        return self._renewals().keyring.contexts
+
     # --- paths come up
 
     async def _dial_target(self, addresses: tuple[Address, ...]) -> NodeId:
-        ordered = self._in_order(addresses)
+        ordered = self.in_order(addresses)
         if not ordered:
             raise PeerUnreachable(f"no usable address among {', '.join(map(str, addresses))}")
-        path, address = await self._dial(ordered)
+        try:
+            path, address = await self._dial(ordered)
+        except MeshKeyMismatch:
+            await self._renewals().ask(addresses)  # ours may be an old one
+            raise
         await self._admit(path, dialled=address)
         if path.node not in self.links and path.node != self._hello().member.node:
             raise PeerUnreachable(f"the link to {path} ended immediately")
         return path.node
 
-    def _in_order(self, addresses: Iterable[Address]) -> tuple[BoundAddress, ...]:
+    def in_order(self, addresses: Iterable[Address]) -> tuple[BoundAddress, ...]:
+        """Return how to dial these addresses, the best first."""
         watch = self._watch
         return in_dialling_order(addresses, local=watch.current, bind_all=watch.is_restricted)
 
     async def _dial(self, addresses: tuple[BoundAddress, ...]) -> tuple[Path, BoundAddress]:
         stream, address = await dial_any(addresses)
-        path = await shake_hands(
-            stream, contexts=self._contexts, server_side=False, hello=self._hello_to
-        )
+        contexts, hello = self._contexts(), self._hello_to
+        path = await shake_hands(stream, contexts=contexts, server_side=False, hello=hello)
         return path, address
 
     async def dial_way(self, way: Way) -> None:
@@ -170,10 +177,7 @@ class Peers:
         await self._admit(path, dialled=address)
 
     def _hello_to(self, node: NodeId) -> Hello:
-        """Return our Hello, with the number of the link that exists or will come up.
-
-        A machine that was removed learns from it that there will be none.
-        """
+        """Return our Hello, with the number of the link, or with why there will be none."""
         link = self.links.get(node)
         if link is not None:
             number = link.numbers.ours
@@ -196,7 +200,7 @@ class Peers:
         try:
             path = await shake_hands(
                 stream,
-                contexts=self._contexts,
+                contexts=self._contexts(),
                 server_side=True,
                 hello=self._hello_to,
                 first_bytes=first_bytes,
@@ -204,6 +208,8 @@ class Peers:
             authenticated()
         except (MeshKeyMismatch, ProtocolVersionMismatch) as e:
             self.targets.refuse(address.host, e, address)
+            if isinstance(e, MeshKeyMismatch):
+                self._renewals().meet(address.host)
             raise
         self._nursery.start_soon(self._admit_dialler, path, address)
 
@@ -286,12 +292,11 @@ class Peers:
 
     def _refusal_of(self, path: Path) -> PmeshError | None:
         """Return why an authenticated path is refused; None if it is not."""
-        removal = path.peer.removal
-        if removal is not None:  # of this machine
-            self._register.take_untrusted([removal])
-        removal = removal or self._register.removal_of(path.node)
-        if removal is not None:
-            return self._register.refuse(path.node, removal)
+        if path.contexts is not self._contexts():  # nothing is said to who has only an old key
+            return PeerUnreachable(f"the mesh key has changed since {path} began its handshake")
+        removed = self._register.refusal_of(path.node, path.peer.removal)
+        if removed is not None:
+            return removed
         banned_s = self._bans.left_s(path.node, now=trio.current_time())
         if banned_s > 0:
             text = f"{path} broke the protocol before; it may come back in {banned_s:.0f} s"
@@ -300,12 +305,7 @@ class Peers:
         if link is not None:
             full = len(link.paths) >= 2 * MAX_PATHS
             return PeerUnreachable(f"{path} has {len(link.paths)} paths") if full else None
-        host = path.remote_address.host
-        here = sum(link.begun_from == host for link in self.links.values())
-        if len(self.links) >= MAX_LINKS or here >= MAX_LINKS_PER_ADDRESS:
-            text = f"{path} gets no link: {len(self.links)} exist already, {here} from {host}"
-            return PeerUnreachable(text)
-        return None
+        return why_full(self.links.values(), path)
 
     async def _judge_incarnations(self, link: Link, new: Path) -> None:
         """Distinguish a restarted agent from a copied home: both come under a known node key."""
@@ -500,7 +500,7 @@ class Peers:
         else:
             ways = link.ways(self._watch.current)
             routed = tuple((address, None) for address in link.peer.addresses)
-            others = self._in_order(link.peer.addresses) or routed
+            others = self.in_order(link.peer.addresses) or routed
             ordered = tuple(dict.fromkeys((*((way.address, way.own) for way in ways), *others)))
         found: tuple[Path, BoundAddress] | None = None
         link.redialled = True

@@ -4,14 +4,15 @@ The file `members` in the agent's home holds both. A removal counts from the mom
 register takes it: `Peers` then refuses the node. What tells the others is `pmesh.members`.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 import structlog
 import trio
+from msgspec import Meta
 
 from pmesh.agent.events import News
 from pmesh.agent.home import move_away, read_private, write_private
@@ -24,12 +25,14 @@ from pmesh.core.identity.removals import (
     sign_removal,
 )
 from pmesh.core.values import Name, Removal, Version
+from pmesh.core.wire.link import Address
 from pmesh.errors import ConfigError, KeyFileError, MachineRemoved, UsageError
 from pmesh.ids import NodeId, node_from_text, node_text, short_node
 
 REGISTER_NAME: Final = "members"
 MAX_KNOWN: Final = 256  # as many as names of machines; a mesh at home has 8
-MAX_FILE_BYTES: Final = 512 * 1024  # names of 64 characters, each up to 12 bytes in JSON
+MAX_KEPT_ADDRESSES: Final = 4  # of one machine: its cable and its Wi-Fi, v4 and v6
+MAX_FILE_BYTES: Final = 2 * 1024 * 1024  # names and hosts, each character up to 12 bytes in JSON
 KEEP_S: Final = 300.0  # the times at which linked machines were last seen are written so often
 
 _SELF: Final = "; type it on another member, or 'pmesh down' here"
@@ -46,6 +49,8 @@ class Known(msgspec.Struct, frozen=True, kw_only=True):
     """Of its pmesh; "" until it has said it."""
     first_seen: float
     last_seen: float
+    addresses: Annotated[tuple[Address, ...], Meta(max_length=MAX_KEPT_ADDRESSES)] = ()
+    """Where it listened when it was last seen."""
 
 
 class _Stored(msgspec.Struct, frozen=True):
@@ -115,18 +120,16 @@ class Register:
         self.revision = 0
         """How often the removals have changed since the start."""
 
-    def see(self, nodes: Mapping[NodeId, str]) -> None:
-        """Note that these machines, with their names, are linked now."""
-        now = self._wall_clock()
-        for node, name in nodes.items():
-            before = self.known.get(node)
-            if before is None or before.name != name:
-                self._changed.set()
-            if before is None:
-                self._make_room()
-                self.known[node] = Known(name=name, first_seen=now, last_seen=now)
-            else:
-                self.known[node] = msgspec.structs.replace(before, name=name, last_seen=now)
+    def see(self, node: NodeId, name: str, addresses: Sequence[Address]) -> None:
+        """Note that a machine, which is called so and listens there, is linked now."""
+        now, before = self._wall_clock(), self.known.get(node)
+        if before is None:
+            self._make_room()
+            before = Known(name="", first_seen=now, last_seen=now)
+        kept = tuple(addresses)[:MAX_KEPT_ADDRESSES]
+        if (before.name, before.addresses) != (name, kept):
+            self._changed.set()
+        self.known[node] = msgspec.structs.replace(before, name=name, addresses=kept, last_seen=now)
 
     def note_version(self, node: NodeId, version: str) -> None:
         """Note which version of pmesh a machine has."""
@@ -171,8 +174,18 @@ class Register:
             check_removal_untrusted(entry)
         self._take(news)
 
-    def refuse(self, node: NodeId, removal: Removal) -> MachineRemoved:
-        """Return the error by which a removed machine, or this one, gets no link."""
+    def refusal_of(self, node: NodeId, ours: Removal | None) -> MachineRemoved | None:
+        """Return the error by which a machine gets no link; None if it may have one.
+
+        Args:
+            node: The machine.
+            ours: How it refuses this one, if it does; that was checked.
+        """
+        if ours is not None:
+            self._take(self.news_in([ours]))
+        removal = ours or self.removal_of(node)
+        if removal is None:
+            return None
         by = self.name_of(removal.by)
         if removal.node == self._me:
             return MachineRemoved(f"{self._describe_own(by)}; {self._how_to_undo(self._me)}")
@@ -197,6 +210,19 @@ class Register:
             if len(found) != 1:
                 raise
             return found.pop()
+
+    def knows(self, text: str | None) -> bool:
+        """Return whether this is the id of a machine that has a place in the mesh."""
+        nodes = (node for node in self.known if node_text(node) == text)
+        return any(self.removal_of(node) is None for node in nodes)
+
+    def known_at(self, host: str) -> list[tuple[Address, ...]]:
+        """Return where the members listen that were at this host when they were last seen."""
+        return [
+            each.addresses
+            for node, each in self.known.items()
+            if self.removal_of(node) is None and any(a.host == host for a in each.addresses)
+        ]
 
     async def keep(self, home: Path) -> None:
         """Write the file whenever members or removals change, and now and then."""

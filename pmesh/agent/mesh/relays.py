@@ -38,7 +38,7 @@ class Relays:
 
     Args:
         me: This agent's node.
-        contexts: For TLS.
+        contexts: Returns those of the mesh key.
         hello: Returns what this agent says about itself to a node.
         links: Returns the links with all peers.
         membership: Returns what tells who hears whom.
@@ -50,7 +50,7 @@ class Relays:
         self,
         *,
         me: Callable[[], NodeId],
-        contexts: TlsContexts,
+        contexts: Callable[[], TlsContexts],
         hello: Callable[[NodeId], Hello],
         links: Callable[[], Mapping[NodeId, Link]],
         membership: Callable[[], Membership],
@@ -180,7 +180,7 @@ class Relays:
 
     async def _greet(self, relay: Link, stream: RelayedStream, *, server_side: bool) -> None:
         path = await shake_hands(
-            stream, contexts=self._contexts, server_side=server_side, hello=self._hello
+            stream, contexts=self._contexts(), server_side=server_side, hello=self._hello
         )
         if path.node != stream.far:
             await path.aclose()

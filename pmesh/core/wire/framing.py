@@ -1,8 +1,9 @@
 """Framing: the first bytes of a connection, length-prefixed messages, and the greeting.
 
-A link begins with a TLS ClientHello, a lane with its preamble, and the connection of a machine that
-wants the mesh key with GUEST_MAGIC. Anything else is not pmesh, and gets neither a TLS object
-(50 KiB) nor a handshake (3 ms of CPU).
+A link begins with a TLS ClientHello, a lane with its preamble, the connection of a machine that
+wants the mesh key with GUEST_MAGIC, and the question of one that has missed a change of the key
+with RENEWAL_MAGIC. Anything else is not pmesh, and gets neither a TLS object (50 KiB) nor a handshake
+(3 ms of CPU).
 
 Links and local sessions carry length-prefixed messages. Every past and future version of pmesh can
 read the first message on a link: an array that begins with the tag 1 and the sender's protocol
@@ -75,6 +76,9 @@ FIRST_BYTES: Final = PREAMBLE_BYTES
 
 GUEST_MAGIC: Final = b"PMIN\x01"
 """What a machine that wants the mesh key sends first (`pmesh.invites.wire`), and no TLS record."""
+RENEWAL_MAGIC: Final = b"pmesh-k\0"
+RENEWAL_BYTES: Final = 16
+"""The magic, and the tag of the key that the other side has."""
 
 _TLS_HEADER_BYTES = 9  # of the record (5) and of the handshake message in it (4): RFC 8446, 5.1, 4
 _HANDSHAKE_RECORD, _CLIENT_HELLO = 22, 1
@@ -87,6 +91,7 @@ class FirstBytes(enum.Enum):
     LINK = enum.auto()
     LANE = enum.auto()
     GUEST = enum.auto()
+    RENEWAL = enum.auto()
     GARBAGE = enum.auto()
 
 
@@ -94,12 +99,14 @@ def recognize(first: bytes) -> FirstBytes:
     """Return what begins with these bytes, as early as it is certain.
 
     >>> recognize(b"GET / HTTP/1.1")
-    <FirstBytes.GARBAGE: 4>
+    <FirstBytes.GARBAGE: 6>
     """
     if first[: len(PREAMBLE_MAGIC)] == PREAMBLE_MAGIC[: len(first)]:
         return FirstBytes.LANE if len(first) >= PREAMBLE_BYTES else FirstBytes.TOO_FEW
     if first[: len(GUEST_MAGIC)] == GUEST_MAGIC[: len(first)]:
         return FirstBytes.GUEST if len(first) >= len(GUEST_MAGIC) else FirstBytes.TOO_FEW
+    if first[: len(RENEWAL_MAGIC)] == RENEWAL_MAGIC[: len(first)]:
+        return FirstBytes.RENEWAL if len(first) >= RENEWAL_BYTES else FirstBytes.TOO_FEW
     if _may_be_client_hello(first):
         return FirstBytes.LINK if len(first) >= _TLS_HEADER_BYTES else FirstBytes.TOO_FEW
     return FirstBytes.GARBAGE

@@ -111,6 +111,7 @@ class Acceptor(Generic[StreamT]):
         on_link: ConnectionHandler[StreamT],
         on_lane: ConnectionHandler[StreamT],
         on_guest: ConnectionHandler[StreamT] | None = None,
+        on_renewal: ConnectionHandler[StreamT] | None = None,
         uses: Callable[[StreamT], bool] = lambda _: True,
         contain: Callable[[str], contextlib.AbstractContextManager[object]] = (
             contextlib.nullcontext
@@ -122,12 +123,15 @@ class Acceptor(Generic[StreamT]):
             on_link: Takes connections that may become links.
             on_lane: Takes those that may become lanes.
             on_guest: Takes those of machines that want the mesh key by a code; None: garbage.
+            on_renewal: Takes those of who has missed a rotation of the key; None: garbage.
             uses: False for a connection over an interface that is not used; it is refused.
             contain: Lets no exception out of what is said to end with it.
         """
         self._handlers = {FirstBytes.LINK: on_link, FirstBytes.LANE: on_lane}
         if on_guest is not None:
             self._handlers[FirstBytes.GUEST] = on_guest
+        if on_renewal is not None:
+            self._handlers[FirstBytes.RENEWAL] = on_renewal
         self._uses = uses
         self._contain = contain
         self._counts: Counter[str] = Counter()  # by the names of DoorCounters
@@ -235,7 +239,7 @@ class Acceptor(Generic[StreamT]):
         if handler is None:
             return "garbage"
         try:
-            if kind is FirstBytes.LINK:
+            if kind in {FirstBytes.LINK, FirstBytes.RENEWAL}:  # they cost a handshake
                 await self._pace.turn()
             await handler(stream, first, authenticated)
         except PmeshError:

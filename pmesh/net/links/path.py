@@ -219,7 +219,9 @@ async def shake_hands(
     try:
         with trio.fail_after(timeout_s):
             certificate = await wire.handshake(first_bytes)
-            return await _exchange_hellos(wire, hello, certificate)
+            path = await _exchange_hellos(wire, hello, certificate)
+            path.contexts = contexts
+            return path
     except trio.TooSlowError:
         await trio.aclose_forcefully(stream)
         raise PeerUnreachable(
@@ -279,6 +281,8 @@ class Path:
     def __init__(self, wire: Wire, ours: Hello, peer: Hello) -> None:
         self.ours = ours
         self.peer = peer
+        self.contexts: TlsContexts | None = None
+        """Those of the mesh key that both sides have proven; set by `shake_hands`."""
         self.messages_received = 0
         self._read_up_to = 0
         self._wire = wire

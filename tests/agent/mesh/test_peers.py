@@ -349,7 +349,7 @@ async def test_an_error_of_ours_ends_one_link_and_the_agent_goes_on(
 async def test_one_machine_that_makes_up_names_leaves_room_for_others(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pmesh.agent.mesh.peers.MAX_LINKS_PER_ADDRESS", 1)
+    monkeypatch.setattr("pmesh.agent.mesh.links.MAX_LINKS_PER_ADDRESS", 1)
     async with village(clock, 2) as here:
         one, _ = here.machines
         third = here.new_machine("mac-2", peers=[one.address])

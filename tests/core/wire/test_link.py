@@ -29,7 +29,7 @@ from pmesh.core.wire.views import (
 from pmesh.errors import ProtocolError
 from pmesh.ids import Incarnation, JobName, Member, NodeId, TrainerId
 from pmesh.launches.wire.messages import AnyLaunchMessage
-from pmesh.members.wire import TellRemovals
+from pmesh.members.wire import MembersMessage
 from pmesh.p2p.wire import AnnounceMessage, MessageAddress, P2PMessage
 from pmesh.store.wire import StorePart
 from simulation.wire import AnyPathMessage, decode_untrusted, encode_unbounded
@@ -215,10 +215,10 @@ def test_the_channels_and_tags_are_those_of_version_fifteen() -> None:
             26: "MessageWithdrawn",
         }
     }
-    assert tags_of(StorePart | Relay | TellRemovals) == {
+    assert tags_of(StorePart | Relay | MembersMessage) == {
         5: {1: "StorePart"},
         6: {1: "Relay"},
-        8: {60: "TellRemovals"},
+        8: {60: "TellRemovals", 61: "TellRotation"},
     }
     assert tags_of(AnyLaunchMessage) == {
         7: {

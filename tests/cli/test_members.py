@@ -10,7 +10,7 @@ from pmesh.cli.app import run
 from pmesh.core.wire.framing import frame
 from pmesh.core.wire.session import encode
 from pmesh.home_paths import home_directory, socket_path
-from pmesh.members.wire import MachineTold, MemberRow, MemberRows
+from pmesh.members.wire import KeyRotated, MachineTold, MemberRow, MemberRows
 from simulation.wire import AnyReply
 from tests.worlds.fake_status_agent import IDS, Answer, agent_at
 
@@ -84,8 +84,27 @@ def test_a_removal_says_who_knows_of_it_and_what_it_does_not_protect_against(
     ]
     assert err == (
         "studio still holds the mesh key, with which it could come back as another machine; "
-        "if it was stolen, change the mesh key, too\n"
+        "if it was stolen, type: pmesh key rotate\n"
     )
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_new_key_says_who_has_it_and_who_gets_it(
+    socket: Path,
+    capsys: pytest.CaptureFixture[str],
+    given: bool,  # noqa: FBT001 - a parameter of the test
+) -> None:
+    rotated = KeyRotated(told=("mac-2",), away=("mac-3",), removed=("studio",), given=given)
+    with agent_at(socket, answering(rotated)):
+        assert run(["key", "rotate", "--without", "studio"]) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines() == [
+        "The mesh has a new key, and this machine uses it. Jobs go on.",
+        "have it now: mac-2",
+        "get it when they are back: mac-3",
+        "get none, as they were removed: studio",
+    ]
+    assert ("PMESH_KEY" in err) == given
 
 
 def test_an_undone_removal_says_so(socket: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,22 +1,24 @@
-"""`pmesh members` and `remove`: who has a place in the mesh."""
+"""`pmesh members`, `remove` and `key rotate`: who has a place in the mesh, and by which key."""
 
 from datetime import datetime
 
 import msgspec
 
+from pmesh.cli.options import Flag, Home, Several
 from pmesh.client.control import ask
 from pmesh.home_paths import home_directory
 from pmesh.ids import SHORT_ID
 from pmesh.members.wire import (
     MEMBERS_REPLIES,
     AskMembers,
+    KeyRotated,
     MachineTold,
     MemberRow,
     MemberRows,
     RemoveMachine,
+    RotateKey,
 )
 from pmesh.terminal.lines import complain, say
-from pmesh.terminal.options import Flag, Home
 from pmesh.terminal.rows import Rows, output
 from pmesh.texts import printable
 
@@ -58,7 +60,36 @@ def remove(name: str, /, *, undo: Flag = False, home: Home = None) -> int:
     if not undo:
         complain(
             f"{whom} still holds the mesh key, with which it could come back as another machine; "
-            "if it was stolen, change the mesh key, too"
+            "if it was stolen, type: pmesh key rotate"
+        )
+    return 0
+
+
+def rotate(
+    *,
+    without: Several = (),
+    home: Home = None,
+) -> int:
+    """Give the mesh a new key: all members get it, those that are away once they are back.
+
+    Args:
+        without: A machine that is removed first, and gets no key; may be repeated.
+        home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
+    """
+    request = RotateKey(without)
+    reply = ask(home_directory(home), request, KeyRotated, replies=MEMBERS_REPLIES)
+    say("The mesh has a new key, and this machine uses it. Jobs go on.")
+    for what, names in (
+        ("have it now", reply.told),
+        ("get it when they are back", reply.away),
+        ("get none, as they were removed", reply.removed),
+    ):
+        if names:
+            say(f"{what}: {_listed(names)}")
+    if reply.given:
+        complain(
+            "this agent was started with a mesh key from PMESH_KEY or --key-file, which is an old "
+            "one now: change it there; until then the agent takes the new one from its home"
         )
     return 0
 
