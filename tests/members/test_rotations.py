@@ -281,6 +281,19 @@ async def test_a_removed_machine_gets_no_key(clock: MockClock) -> None:
                 await question(machine, MESH, gone.key)
 
 
+async def test_who_was_removed_after_the_rotation_gets_no_key(clock: MockClock) -> None:
+    async with village(clock, 2) as here:
+        one, away = here.machines
+        await meet(one, away)
+        await away.stop()
+        await rotate(here, one)
+        assert (await question(one, MESH, away.key)).key == key_of(one)
+        await remove(here, one, "mac-1")
+
+        with pytest.raises(PeerUnreachable):
+            await question(one, MESH, away.key)
+
+
 async def test_the_old_key_alone_gets_nothing(clock: MockClock) -> None:
     async with village(clock, 2) as here:
         one, two = here.machines
@@ -326,6 +339,8 @@ async def test_a_machine_whose_handshake_began_with_the_old_key_gets_no_link(
             await go_on.wait()
             await admit(*arguments, **options)  # type: ignore[arg-type]
 
+        begun: list[object] = []
+        monkeypatch.setattr(peers, "_begin", lambda live, **_: begun.append(live))
         monkeypatch.setattr(peers, "_admit", admit_later)
         await late.start()
         await proven.wait()
@@ -333,7 +348,7 @@ async def test_a_machine_whose_handshake_began_with_the_old_key_gets_no_link(
         go_on.set()
         await trio.sleep(5)
 
-        assert late.key.node not in peers.links
+        assert not begun
         assert key_of(late) == MESH
 
 

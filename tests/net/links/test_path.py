@@ -9,7 +9,10 @@ import trio.testing
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from pmesh.core.identity.keys import NodeKey
+from pmesh.core.identity.removals import sign_removal
 from pmesh.core.links.delivery import pack
+from pmesh.core.values import Removal
 from pmesh.core.wire.channels import encode
 from pmesh.core.wire.framing import frame
 from pmesh.core.wire.link import PROTOCOL_VERSION, Leaving
@@ -390,6 +393,35 @@ async def test_another_version_is_named_on_both_sides_with_both_versions(
     assert isinstance(theirs, Path)
     assert theirs.peer == ADAS_HELLO
     assert autojump_clock.current_time() == pytest.approx(0.5)
+
+
+CARL = NodeKey.from_seed(b"carl" * 8)
+REMOVED = sign_removal(CARL, ADA.node, {}, out=True)
+
+
+@pytest.mark.usefixtures("autojump_clock")
+async def test_a_hello_says_by_which_removal_its_receiver_gets_no_link() -> None:
+    refuses = msgspec.structs.replace(BOBS_HELLO, removal=REMOVED)
+    ada, bob = await outcomes(trio.testing.memory_stream_pair(), server=(BOBS, refuses))
+    assert isinstance(ada, Path)
+    assert ada.peer.removal == REMOVED
+    assert isinstance(bob, Path)
+    assert bob.peer.removal is None
+
+
+@pytest.mark.usefixtures("autojump_clock")
+@pytest.mark.parametrize(
+    "removal",
+    [
+        pytest.param(msgspec.structs.replace(REMOVED, signature=bytes(64)), id="not signed"),
+        pytest.param(sign_removal(CARL, BOB.node, {}, out=True), id="of another machine"),
+        pytest.param(sign_removal(CARL, ADA.node, {}, out=False), id="that was undone"),
+    ],
+)
+async def test_a_hello_with_any_other_removal_is_refused(removal: Removal) -> None:
+    refuses = msgspec.structs.replace(BOBS_HELLO, removal=removal)
+    ada, _ = await outcomes(trio.testing.memory_stream_pair(), server=(BOBS, refuses))
+    assert isinstance(ada, ProtocolError)
 
 
 async def test_a_node_can_not_pass_for_another(autojump_clock: trio.testing.MockClock) -> None:
