@@ -134,6 +134,8 @@ class Members(Feature[MembersMessage, MembersQuestion]):
 
         Raises UsageError if one of them is not known, or the key can't be written.
         """
+        for link in self._peers.links.values():
+            self._see(link)  # who came since the last poll is a member, too
         for node in [self._register.find(text) for text in without]:
             if self._register.removal_of(node) is None:
                 self._register.remove(self._kernel.key, node, out=True)

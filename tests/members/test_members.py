@@ -1,6 +1,7 @@
 """Who has a place in the mesh: whole agents list, remove and let in again."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -13,7 +14,7 @@ from pmesh.core.identity.keys import NodeKey
 from pmesh.core.identity.removals import sign_removal
 from pmesh.core.values import Removal
 from pmesh.core.wire.session import Refused
-from pmesh.errors import MachineRemoved
+from pmesh.errors import ConfigError, MachineRemoved
 from pmesh.ids import Member, NodeId, node_text, short_node
 from pmesh.members.agent import CHECKS, Members
 from pmesh.members.wire import (
@@ -276,3 +277,17 @@ async def test_the_list_of_members_is_bounded_and_forgets_removed_ones_first(
 
         assert len(register.known) == MAX_KNOWN
         assert {nodes[0], nodes[5]}.isdisjoint(register.known)
+
+
+@pytest.mark.parametrize("content", [b"no JSON", b'{"members": {"mac": 7}}', b"[]"])
+def test_a_file_of_members_that_no_agent_has_written_is_named_with_what_to_type(
+    tmp_path: Path, content: bytes
+) -> None:
+    file = tmp_path / "members"
+    file.write_bytes(content)
+    file.chmod(0o600)
+    with pytest.raises(ConfigError, match=f"mv {file} {file}.bad"):
+        load_records(tmp_path)
+    file.chmod(0o644)
+    with pytest.raises(ConfigError, match="other users can read"):
+        load_records(tmp_path)

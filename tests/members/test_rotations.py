@@ -10,13 +10,13 @@ from trio.testing import MockClock
 
 from pmesh.agent.config import Listen
 from pmesh.agent.home import load_mesh_key, store_mesh_key
-from pmesh.agent.mesh.keyring import FORMER_S, MAX_FORMER, Keyring, load_keys
+from pmesh.agent.mesh.keyring import FORMER_S, MAX_FORMER, Keyring, latest_key, load_keys
 from pmesh.core.identity.advertisement import Advertisement
 from pmesh.core.identity.certificates import issue_credentials
 from pmesh.core.identity.keys import MeshKey, NodeKey, namespace_tag
 from pmesh.core.identity.rotations import Rotation, sign_rotation
 from pmesh.core.wire.session import Refused
-from pmesh.errors import MeshKeyMismatch, PeerUnreachable, PmeshError
+from pmesh.errors import KeyFileError, MeshKeyMismatch, PeerUnreachable, PmeshError
 from pmesh.ids import NodeId
 from pmesh.members.agent import ADOPT_EVERY_S, Members
 from pmesh.members.wire import KeyRotated, RemoveMachine, RotateKey, TellRotation
@@ -419,6 +419,20 @@ async def test_a_key_of_a_removed_machine_is_not_taken(clock: MockClock) -> None
         await trio.sleep(2)
 
         assert key_of(one) == MESH
+
+
+async def test_a_disk_that_becomes_full_in_between_has_the_new_key_all_the_same(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with village(clock, 1) as here:
+        (one,) = here.machines
+
+        def fail(*_: object) -> None:
+            raise KeyFileError("no space left")
+
+        monkeypatch.setattr("pmesh.agent.mesh.keyring.store_mesh_key", fail)
+        await rotate(here, one)
+        assert key_of(one) == latest_key(one.settings.home, MESH) != MESH
 
 
 async def test_a_disk_that_is_full_keeps_the_old_key_in_use(

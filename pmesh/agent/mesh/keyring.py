@@ -4,6 +4,7 @@ The file `mesh_keys` in the home says which key is the latest; it is written bef
 in one step. An agent that starts with an earlier key, from wherever it has it, takes the latest.
 """
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -162,7 +163,8 @@ def _read(home: Path) -> StoredKeys:
 
 
 def _store(home: Path, stored: StoredKeys) -> None:
-    """Write both files; the first one counts, the second is for `pmesh key show`."""
+    """Write both files. The first one counts; without the second, it leads from the old key."""
     assert stored.rotation is not None  # noqa: S101 - it is what is stored
     write_private(home / MESH_KEYS_NAME, msgspec.json.encode(stored) + b"\n")
-    store_mesh_key(home, stored.rotation.key)
+    with contextlib.suppress(KeyFileError):  # the disk has become full in between
+        store_mesh_key(home, stored.rotation.key)
