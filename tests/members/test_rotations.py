@@ -86,6 +86,8 @@ async def test_all_that_are_here_have_the_new_key_and_jobs_go_on(clock: MockCloc
         assert one.agent.membership.view.epoch == epoch
         for machine in here.machines:
             assert load_mesh_key(machine.settings.home) == key_of(one)
+            invited_with = machine.agent._kernel.mesh_key()  # noqa: SLF001
+            assert invited_with == key_of(one)
         changed = [event.text for event in events_of(two) if event.kind == "key changed"]
         assert changed == ["mac-0 has changed the mesh key, and this machine has the new one"]
 

@@ -2,8 +2,8 @@
 
 A link begins with a TLS ClientHello, a lane with its preamble, the connection of a machine that
 wants the mesh key with GUEST_MAGIC, and the question of one that has missed a change of the key
-with RENEWAL_MAGIC. Anything else is not pmesh, and gets neither a TLS object (50 KiB) nor a handshake
-(3 ms of CPU).
+with RENEWAL_MAGIC. Anything else is not pmesh, and gets neither a TLS object (50 KiB) nor a
+handshake (3 ms of CPU).
 
 Links and local sessions carry length-prefixed messages. Every past and future version of pmesh can
 read the first message on a link: an array that begins with the tag 1 and the sender's protocol
