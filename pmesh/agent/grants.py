@@ -37,9 +37,9 @@ class Grants:
             self._outputs.discard(number)
             await self._session.send(ArenaGone(number))
 
-    async def grant_output(self, arena: Arena) -> None:
-        """Grant the arena of a result, unless the trainer has it already."""
-        if arena.number not in self._outputs:
+    async def grant_output(self, arena: Arena | None) -> None:
+        """Grant the arena of a result, if it has one that the trainer does not know yet."""
+        if arena is not None and arena.number not in self._outputs:
             self._outputs.add(arena.number)
             await self._grant(arena)
 

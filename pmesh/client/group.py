@@ -10,7 +10,7 @@ from weakref import WeakSet, finalize
 from pmesh.client.calls.averaging import Averaging
 from pmesh.client.calls.moving import Moving, Objects
 from pmesh.client.calls.placing import Placing
-from pmesh.client.calls.queue import Handle, Line
+from pmesh.client.calls.queue import Handle, Line, Turn
 from pmesh.client.collective.bucketed import LastOp
 from pmesh.client.elastic.place import Place
 from pmesh.client.session.session import TrainerSession, exchange_rows
@@ -83,8 +83,10 @@ class Group(Collectives):
         finish: Callable[[R], T],
         *,
         async_op: bool = False,
+        turn: Turn | None = None,
     ) -> T | Handle[T]:
-        return super()._do(partial(self._run_unless_broken, run), finish, async_op=async_op)
+        guarded = partial(self._run_unless_broken, run)
+        return super()._do(guarded, finish, async_op=async_op, turn=turn)
 
     def _run_unless_broken(
         self, run: Callable[[Place], tuple[R, LastOp | None]], place: Place

@@ -3,7 +3,9 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 from pmesh.client.calls.queue import Handle, Line
@@ -213,14 +215,14 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc] # torch has no types h
         finish: Callable[[T], int],
     ) -> Work:
         with _shown(name, [x]):
-            handle = self._guarded(begin)
+            handle = self.guarded(begin)
 
         mode = _inference_mode()
 
         def take(seconds: float | None) -> int:
-            arrived = self._guarded(lambda: handle.wait(seconds))
+            arrived = self.guarded(lambda: handle.wait(seconds))
             with mode():
-                return self._guarded(lambda: finish(arrived))
+                return self.guarded(lambda: finish(arrived))
 
         return self._note(MessageWork(handle, take, [x]))
 
@@ -239,20 +241,15 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc] # torch has no types h
         with _shown(name, shown):
             self._place.begin_beside()
             if not getattr(options, "asyncOp", True) and self._line.idle:
-                self._timed(lambda: run(seconds))
+                self.timed(lambda: run(seconds))
                 return Work(_DONE, results)
-            mode = _inference_mode()
-
-            def run_as_called() -> None:
-                with mode():
-                    self._timed(lambda: run(seconds))
-
-            done = self._line.submit(run_as_called)
+            done = self._line.submit(Queued(self, run, seconds, _inference_mode()))
         return self._note(Work(done, results))
 
-    def _timed(self, call: Callable[[], None]) -> None:
+    def timed(self, call: Callable[[], None], *, has_begun: bool = False) -> None:
+        """Call as `guarded` does, and note that the op has ended."""
         try:
-            self._guarded(call)
+            self.guarded(call, has_begun=has_begun)
         finally:
             self._place.end_beside()
 
@@ -261,19 +258,40 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc] # torch has no types h
             self._since_coalescing.append(work)
         return work
 
-    def _guarded(self, call: Callable[[], T]) -> T:
+    def guarded(self, call: Callable[[], T], *, has_begun: bool = False) -> T:
         """Call, and turn errors into those of torch; after a lost rank, repeat the first error."""
-        if self._lost:
+        if self._lost and not has_begun:
             raise dist.DistBackendError(self._lost)
         try:
             return call()
         except _ENDS as e:
             what_to_do = f"; {_FIXED}" if isinstance(e, (RankLost, GroupBroken)) else ""
-            self._lost = f"{type(e).__name__}: {e}{what_to_do}"
+            self._lost = self._lost or f"{type(e).__name__}: {e}{what_to_do}"
             raise dist.DistBackendError(self._lost) from e
         except PmeshError as e:
             late = " Timed out :" if isinstance(e, OpTimedOut) else ""  # torch's own words
             raise dist.DistBackendError(f"{type(e).__name__}:{late} {e}") from e
+
+
+@dataclass(slots=True, eq=False)
+class Queued:
+    """An op that another thread runs."""
+
+    group: GroupBase
+    run: Callable[[float], None]
+    timeout_s: float
+    mode: Callable[[], AbstractContextManager[object]]
+    """Gives the thread the inference mode of the caller's."""
+    rest: Callable[[], None] | None = None
+    """What is left to do, if an op before it has begun this one, too."""
+
+    def __call__(self) -> None:
+        """Run it to its end. What has begun is ended, whatever has become of the group."""
+        with self.mode():
+            if self.rest is None:
+                self.group.timed(partial(self.run, self.timeout_s))
+            else:
+                self.group.timed(self.rest, has_begun=True)
 
 
 def _inference_mode() -> Callable[[], AbstractContextManager[object]]:

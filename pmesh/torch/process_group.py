@@ -1,11 +1,15 @@
 """The process group, which runs each op of `torch.distributed` by a call of pmesh."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from types import FunctionType
 from typing import Any
 
-from pmesh.client.calls.queue import Handle
+from pmesh.client.calls.queue import Handle, Line
+from pmesh.client.calls.reducing import all_reduce_in_turn
+from pmesh.client.group import Collectives
 from pmesh.compression.schemes import Scheme
 from pmesh.errors import UsageError
 from pmesh.p2p.client.calls import ANY
@@ -24,7 +28,7 @@ from pmesh.torch.arguments import (
     targets,
 )
 from pmesh.torch.composed import is_sparse, monitored_barrier, sum_sparse
-from pmesh.torch.group_base import GroupBase
+from pmesh.torch.group_base import GroupBase, Queued
 from pmesh.torch.library import Tensor, TensorList, dist, torch
 from pmesh.torch.work import Work
 
@@ -336,6 +340,10 @@ class ProcessGroup(GroupBase):
         if any(map(is_sparse, xs)):
             return self._all_reduce_sparse(xs, reduction, options)
         found = [StagedTensor(x, filled=True) for x in xs]
+        is_plain = reduction.factor is None and not reduction.is_divided
+        if is_plain and len(found) == 1 and 0 < found[0].memory.nbytes <= _SMALL_BYTES:
+            small = _SmallAllReduce(self._calls, self._line, found[0], reduction.name)
+            return self._run("all_reduce", options, small, xs, xs)
 
         def run(seconds: float) -> None:
             values = [target.memory for target in found]
@@ -448,6 +456,52 @@ class ProcessGroup(GroupBase):
             return source if source != ANY else int(self._calls.last_source or 0)
 
         return self._message(name, begin, x, take)
+
+
+_SMALL_BYTES = 16 * 1024  # of larger values, moving them takes longer than the calls
+_MOST_TOGETHER = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _SmallAllReduce:
+    """An all_reduce of few values. If more of them wait behind it, all are sent together.
+
+    So nothing has to be woken up between two of them but their own agents.
+    """
+
+    calls: Collectives
+    line: Line
+    target: StagedTensor
+    reduction: str
+
+    def __call__(self, timeout_s: float) -> None:
+        following = self._following(timeout_s)
+        if not following:
+            x = self.target.memory
+            self.calls.all_reduce(x, self.reduction, timeout_s, out=x)
+            self.target.write()
+            return
+        xs = [self.target.memory, *(other.target.memory for _, other in following)]
+        first, *others = all_reduce_in_turn(self.calls, xs, self.reduction, timeout_s)
+        for (queued, other), call in zip(following, others, strict=True):
+            queued.rest = partial(other.finish, call)
+        self.finish(first)
+
+    def _following(self, timeout_s: float) -> "list[tuple[Queued, _SmallAllReduce]]":
+        found: list[tuple[Queued, _SmallAllReduce]] = []
+        for queued in self.line.next_up(_MOST_TOGETHER - 1):
+            if not isinstance(queued, Queued) or queued.timeout_s != timeout_s:
+                break
+            other = queued.run
+            if not isinstance(other, _SmallAllReduce) or other.reduction != self.reduction:
+                break
+            found.append((queued, other))
+        return found
+
+    def finish(self, call: Callable[[], object]) -> None:
+        """Reduce the values by `call`, and write the result to the tensor."""
+        call()
+        self.target.write()
 
 
 def pmesh_group(group: object, what: str) -> ProcessGroup:

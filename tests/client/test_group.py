@@ -14,6 +14,7 @@ import pytest
 import trio
 
 import pmesh
+from pmesh.client.calls.reducing import all_reduce_in_turn
 from pmesh.core.wire.trainer import StartOp
 from tests.worlds.watched_agent import WatchedAgent, WatchedSession, run_ranks
 
@@ -350,6 +351,9 @@ def test_after_a_group_has_rested_its_calls_have_their_values(
     x = np.arange(100_000.0)
     calls: dict[str, Callable[[Any], Any]] = {
         "all_reduce": lambda g: g.all_reduce(x),
+        "sent together": lambda g: [
+            call() for call in all_reduce_in_turn(g, [x[:9].copy(), x[:5].copy()], "sum", 60.0)
+        ],
         "in several buckets": lambda g: g.average_gradients({"a": x, "b": x}, bucket_bytes=65536),
         "broadcast": lambda g: g.broadcast(x, root=0),
         "compressed": lambda g: g.all_reduce(x, compression="int8"),

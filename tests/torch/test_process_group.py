@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,10 +17,12 @@ from pmesh.client.calls.queue import Handle
 from pmesh.client.mesh import Mesh
 from pmesh.errors import MeshClosed
 from pmesh.testing import SimulatedMesh
+from pmesh.torch.arguments import StagedTensor
 from pmesh.torch.process_group import ProcessGroup
 from pmesh.torch.work import MessageWork, Work
 from tests.torch.groups import group_of, reducing, run
 
+PATIENCE_S = 20.0
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 INTEGERS = ("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8")
 COMPLEX = ("complex128", "complex64")
@@ -536,3 +539,53 @@ def test_objects_are_for_a_group_of_the_backend() -> None:
         pmesh.torch.all_gather_object(1, group=object())
     with pytest.raises(pmesh.UsageError, match="is for a group of the backend 'pmesh'"):
         pmesh.torch.broadcast_object(1, group=object())
+
+
+def test_small_reductions_in_line_are_sent_together_and_large_ones_are_not() -> None:
+    def program(group: ProcessGroup) -> list[float]:
+        sizes = (3, 1024, 100_000, 5, 7, 8, *range(1, 12))
+        xs = [torch.full((size,), float(size + group.rank())) for size in sizes]
+        most = torch.full((4,), float(group.rank()))
+        works = [group.allreduce([x], reducing(dist.ReduceOp.SUM)) for x in xs]
+        works.append(group.allreduce([most], reducing(dist.ReduceOp.MAX)))
+        for work in reversed(works):
+            work.wait()
+        assert all((x == x[0]).all() for x in xs)
+        return [
+            *(float(x[0]) - 3 * size for size, x in zip(sizes, xs, strict=True)),
+            float(most[0]),
+        ]
+
+    assert run(program) == [[3.0] * 17 + [2.0]] * 3
+
+
+def test_a_group_that_is_aborted_ends_what_it_has_sent() -> None:
+    has_ended = threading.Event()
+
+    def program(mesh: Mesh) -> list[str]:
+        group, total = group_of(mesh), reducing(dist.ReduceOp.SUM)
+        if mesh.rank == 1:
+            group.allreduce([torch.ones(3)], total).wait()
+            assert has_ended.wait(PATIENCE_S)
+            return []
+        group._end = mesh.close
+        may_begin, xs = threading.Event(), [torch.ones(3) for _ in range(4)]
+        group._line.submit(lambda: may_begin.wait(PATIENCE_S))
+        works = [group.allreduce([x], total) for x in xs]
+        write = StagedTensor.write
+
+        def write_and_abort(target: StagedTensor) -> None:
+            write(target)
+            if target.memory.data_ptr() == xs[0].data_ptr():
+                group.abort()  # another thread may do so before the next one has its turn
+
+        with mock.patch.object(StagedTensor, "write", write_and_abort):
+            may_begin.set()
+            works[0].wait()
+        has_ended.set()
+        with pytest.raises(MeshClosed):
+            mesh.barrier()
+        return [str(work.exception()) for work in works]
+
+    errors = SimulatedMesh(2).run(program)[0]
+    assert errors == ["None", *["the process group was aborted"] * 3]

@@ -348,7 +348,8 @@ async def lay_out(rank: LocalRank, request: StartOp, shape: Shape) -> Op:
             rows = _MOST_RANKS if call.kind == "sync" else len(rank.world)
             table_bytes = rows * op.row_bytes
         try:
-            arena = await rank.arenas.outputs.acquire(max(table_bytes, extent.gets * itemsize))
+            nbytes = max(table_bytes, extent.gets * itemsize)
+            arena = await rank.arenas.outputs.acquire(nbytes, follows=request.follows)
         except (UsageError, OSError):
             let_go(rank, op, keep=None)
             raise

@@ -142,6 +142,8 @@ class _TrainerSession:
         self._grants = Grants(session, arenas)
         self._serves = False
         """Whether a request is being served."""
+        self._failed = False
+        """Whether the last op has failed."""
         self._has_left = False
 
     async def join(self) -> bool:
@@ -304,6 +306,8 @@ class _TrainerSession:
             request = await self._session.receive(TRAINER_REQUESTS)
             self._serves = True
             match request:
+                case StartOp(follows=True) if self._failed:
+                    pass
                 case StartOp(arena=arena) if self._arenas.inputs.was_taken_back(arena):
                     await self._session.send(ArenaGone(arena))
                 case StartOp():
@@ -313,13 +317,16 @@ class _TrainerSession:
                 case DropArena(number):
                     self._arenas.drop(number)
                 case Compresses(text):
-                    if self._rank is not None:
-                        self._rank.compression = text
+                    self._note_compression(text)
                 case Leave():
                     self._has_left = True
                 case _:
                     raise ProtocolError(f"a trainer that has joined sent {type(request).__name__}")
         nursery.cancel_scope.cancel()
+
+    def _note_compression(self, text: str) -> None:
+        if self._rank is not None:
+            self._rank.compression = text
 
     async def _enter_job(self, request: StartOp) -> StartOp | Verdict:
         """O6: get a rank, unless there is one whose history the job still has.
@@ -339,6 +346,8 @@ class _TrainerSession:
         return msgspec.structs.replace(request, op=OpNumber(rank.ledger.started + 1))
 
     async def _serve_op(self, request: StartOp) -> None:
+        if request.follows:  # it was there already, so the others had no turn yet
+            await trio.lowlevel.checkpoint()
         if request.op == ENTERS:
             entered = await self._enter_job(request)
             if isinstance(entered, Verdict):
@@ -362,8 +371,8 @@ class _TrainerSession:
             rank.losses.clear()
         if self._grants.lacks(arena):
             await self._grants.report_gone()
-            if arena is not None:
-                await self._grants.grant_output(arena)
+            await self._grants.grant_output(arena)
+        self._failed = not isinstance(reply, OpDone)
         syncs = request.call.kind == "sync" or bool(self._syncs)
         if isinstance(reply, OpDone) and syncs != self._syncs:
             self._syncs = syncs

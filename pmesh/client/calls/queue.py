@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pmesh.client.calls import threads
 from pmesh.client.calls.traceback import make_public, public
@@ -107,7 +107,7 @@ class Line:
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[Callable[[], None]] = deque()
+        self._waiting: deque[tuple[Callable[[], Any], _Result[Any]]] = deque()
         self._news = threading.Condition()
         self._free = 0
         """The number of threads that run neither a function nor a callback."""
@@ -122,6 +122,11 @@ class Line:
         """True if no function runs or waits."""
         return not (self._waiting or self._runs)
 
+    def next_up(self, most: int) -> list[Callable[[], Any]]:
+        """Return the functions that run next, at most so many."""
+        with self._news:
+            return [run for run, _ in itertools.islice(self._waiting, most)]
+
     def submit(self, run: "Callable[[], T]") -> "Future[T]":
         """Run a function after all that were submitted before.
 
@@ -134,7 +139,7 @@ class Line:
         result: _Result[T] = _Result()
         with self._news:
             if not self._ended:
-                self._waiting.append(partial(self._run, run, result))
+                self._waiting.append((run, result))
                 try:
                     self._ensure_thread()
                 except RuntimeError:
@@ -178,7 +183,7 @@ class Line:
                 self._news.wait()
             self._runs = True
             self._free -= 1
-            return self._waiting.popleft()
+            return partial(self._run, *self._waiting.popleft())
 
     def _run(self, run: "Callable[[], T]", result: "_Result[T]") -> None:
         settle = _settling(run, result)
@@ -211,6 +216,14 @@ def _forked() -> MeshClosed:
     return MeshClosed("this process was forked from the trainer; call connect() in it")
 
 
+@dataclass(slots=True)
+class Turn:
+    """The turn of several calls whose ops may be sent together."""
+
+    is_kept: bool = False
+    """True while some of these ops have not ended: then no other call may begin."""
+
+
 @dataclass(slots=True, eq=False)
 class Work(Generic[R, T]):
     """One call, from when it is made until its result is taken."""
@@ -222,6 +235,7 @@ class Work(Generic[R, T]):
     """Makes the user's result in the thread that waits, as MLX's arrays belong to threads."""
     world: World | None = None
     """The ranks when `run` ended."""
+    turn: Turn | None = None
     queued: Future[tuple[R, LastOp | None]] | None = None
     """None if the caller's thread runs it."""
 
@@ -305,9 +319,10 @@ class Caller:
         finish: Callable[[R], T],
         *,
         async_op: bool = False,
+        turn: Turn | None = None,
     ) -> T | Handle[T]:
-        work = Work(next(self._numbers), run, finish)
-        if not async_op and self._line.idle:
+        work = Work(next(self._numbers), run, finish, turn=turn)
+        if not async_op and (self._line.idle or (turn is not None and turn.is_kept)):
             return self._take(work, None)
         work.queued = self._line.submit(partial(self._execute, work))
         handle = Handle(work.queued.done, partial(self._take, work))
@@ -330,13 +345,21 @@ class Caller:
     def _execute(self, work: Work[R, T]) -> tuple[R, LastOp | None]:
         if os.getpid() != self._process:
             raise _forked()
-        with self._lock:
-            self._place.check_open()
+        turn = work.turn
+        if turn is None or not turn.is_kept:
+            self._lock.acquire()
+        try:
             try:
+                self._place.check_open()
                 return work.run(self._place)
             finally:
                 work.world = self._place.world
                 self._place.end_if_interrupted()
+        finally:
+            if turn is not None:
+                turn.is_kept = self._place.has_begun
+            if turn is None or not turn.is_kept:
+                self._lock.release()
 
     def _end_with_the_program(self) -> None:
         """End its calls. If it is still open, nobody has closed it: the others see a crash."""

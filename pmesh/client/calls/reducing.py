@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast, get_args, o
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from pmesh.client.calls.queue import Caller, Handle, check_timeout
+from pmesh.client.calls.queue import Caller, Handle, Turn, check_timeout
 from pmesh.client.collective.bucketed import (
     Arrays,
     Collective,
@@ -21,6 +21,7 @@ from pmesh.client.collective.bucketed import (
     detached,
     run_alone,
     run_collective,
+    run_in_turn,
     run_reduce_scatter,
     run_single,
     single_alone,
@@ -454,6 +455,41 @@ def _agreeing_on_order(
         if not only_orders_differ(e, arrays):
             raise
     return in_trees_order(session)
+
+
+def all_reduce_in_turn(
+    calls: Reducing, xs: Sequence[object], op: str, timeout_s: float
+) -> list[Callable[[], object]]:
+    """Return functions that reduce small arrays in place, each one of them, as `all_reduce` does.
+
+    The ops may be sent together, so call all the functions, in order: until the last one, other
+    calls wait. Each returns, or raises, as soon as its own op has ended.
+
+    Args:
+        calls: the mesh or the group.
+        xs: arrays that are no parts of trees, each with at least one value.
+        op: as for `all_reduce`.
+        timeout_s: for each op.
+    """
+    wanted = _all_reduce_of(op, "auto", timeout_s, DEFAULT_BUCKET_BYTES, borrows=False)
+    leaves = [leaf for x in xs if (leaf := describe_one(x)) is not None]
+    for leaf in leaves:
+        allow_reduction(wanted.reduction, leaf.dtype)
+    first, *others = [written_into_one(leaf, x, x) for leaf, x in zip(leaves, xs, strict=True)]
+    turn = Turn()
+
+    def one(leaf: Leaf, following: Sequence[Leaf]) -> Callable[[], object]:
+        ops = partial(run_in_turn, wanted=wanted, leaf=leaf, following=following)
+        alone = partial(single_alone, leaf)
+        run = partial(Place.run, ops=ops, alone=alone, timeout_s=wanted.timeout_s)
+        do = calls._do  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
+        return partial(do, run, _unchanged, turn=turn)
+
+    return [one(first, others), *(one(leaf, ()) for leaf in others)]
+
+
+def _unchanged(result: object) -> object:
+    return result
 
 
 def rebuild_late(arrays: Arrays, results: list[Any]) -> object:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from pmesh.client.collective.buckets import Backward, Bucket, plan_buckets
 from pmesh.client.session.arenas import Region
-from pmesh.client.session.session import Done, TrainerSession
+from pmesh.client.session.session import Done, Early, TrainerSession
 from pmesh.client.trees.arrays import (
     WIRE_OF,
     Leaf,
@@ -290,6 +290,31 @@ def run_single(session: TrainerSession, wanted: Collective, leaf: Leaf) -> tuple
         keeps = not done.lent and leaf.may_keep(done.values.dtype)
         result = leaf.of(done.values.copy() if keeps else done.values)
     return result, LastOp.among(done.op, done.world, nbytes)
+
+
+def run_in_turn(
+    session: TrainerSession, wanted: Collective, leaf: Leaf, following: Sequence[Leaf]
+) -> tuple[object, LastOp]:
+    """Run the op of a small array; send those of the following arrays with it, if there are any.
+
+    Called for each of these next, without any, it only waits for the result. An op that was sent is
+    void if one before it has failed, and is run anew.
+    """
+    if not session.has_begun:
+        if not following:
+            return run_single(session, wanted, leaf)
+        session.begin_ops(
+            [_early(wanted, each) for each in (leaf, *following)], timeout_s=wanted.timeout_s
+        )
+    done = session.end_op()
+    return leaf.like(done.values), LastOp.among(done.op, done.world, done.values.nbytes)
+
+
+def _early(wanted: Collective, leaf: Leaf) -> Early:
+    call = Call(
+        wanted.kind, leaf.dtype, leaf.values.shape, wanted.reduction, strategy=wanted.strategy
+    )
+    return Early(call, leaf.wire, leaf.values.size, leaf.fill)
 
 
 class _Overlap:

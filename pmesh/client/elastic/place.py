@@ -105,6 +105,11 @@ class Place:
             return self.step >= SYNCS_OF_A_LOOP and not self._lost_agent
         return self._on_superseded == "sync"
 
+    @property
+    def has_begun(self) -> bool:
+        """True if ops were sent ahead that no call has ended yet."""
+        return self._session.has_begun
+
     def check_open(self) -> None:
         """Raise MeshClosed, with the reason, if the mesh has ended."""
         if self._closing.is_set():

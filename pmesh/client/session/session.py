@@ -6,11 +6,12 @@ So the session ends, and each later call raises an error with the reason.
 
 import logging
 import math
-import sys
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import cast
 
 import msgspec
@@ -31,6 +32,7 @@ from pmesh.client.session.connection import (
     error_of,
     mesh_ended,
 )
+from pmesh.client.session.waiting import Waiting
 from pmesh.compression.blocks import Float32s
 from pmesh.core.jobs.call_count import CallCount
 from pmesh.core.ops.kinds import KINDS, extent_of
@@ -63,6 +65,7 @@ from pmesh.errors import (
 from pmesh.ids import OpNumber, TrainerId
 
 _RESIDUAL_BYTES = 4  # float32
+_ALIGNMENT_BYTES = 64  # a cache line, and a multiple of every dtype's size
 
 _logger = logging.getLogger("pmesh")
 
@@ -80,6 +83,18 @@ class Done:
     """The number of finite values that the compression has clipped on this rank."""
     lent: bool = False
     """True if the caller may keep the values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Early:
+    """An op that is sent before the one before it has ended. It gives as many values as it gets."""
+
+    call: Call
+    wire: str
+    count: int
+    """The number of its values, at least 1."""
+    fill: Callable[[Values], None]
+    """Writes them into shared memory."""
 
 
 class TrainerSession:
@@ -102,6 +117,7 @@ class TrainerSession:
         self._ahead: Mapped | None = None
         self._ahead_is_filled = False
         self._outputs: dict[int, Mapped] = {}
+        self._begun = deque[StartOp]()
         self._residuals: set[Residuals] = set()
         self._users = UsersArrays()
         self.next_op = OpNumber(0)
@@ -305,14 +321,60 @@ class TrainerSession:
         except BaseException as e:
             self._end_by(e)
             raise
-        match reply:
-            case OpFailed(op, verdict, consumed) if op == number or enters:
-                self._op_has_ended(reply, consumed=consumed)
-                error = error_of(verdict)
-                self.enters = self.enters or isinstance(error, HistorySuperseded)
-                raise error
-            case _:
-                raise self._answer_error(reply)
+        raise self._failure(request, reply)
+
+    @property
+    def has_begun(self) -> bool:
+        """True if `end_op` has not ended all that `begin_ops` has laid out."""
+        return bool(self._begun)
+
+    def begin_ops(self, ops: Sequence[Early], *, timeout_s: float) -> None:
+        """Lay out ops that the first `end_op` sends at once, so that none waits for this process.
+
+        Raises:
+            UsageError: the agent has no room for their values.
+            MeshClosed: the session has ended.
+        """
+        self.check_open()
+        sizes = [op.count * WIRE_DTYPES[op.wire].itemsize for op in ops]
+        starts = [0, *accumulate(-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes)]
+        region, requests = self.input_values("uint8", starts[-1], room_bytes=0), list[StartOp]()
+        arena = -1 if self._input is None else self._input.number
+        for op, size, start in zip(ops, sizes, starts, strict=False):
+            op.fill(region[start : start + size].view(WIRE_DTYPES[op.wire]))
+            number, wire = OpNumber(self.next_op + len(requests)), cast("WireDtype", op.wire)
+            what = number, op.call, wire, op.count, arena, timeout_s
+            requests.append(StartOp(*what, offset=start, follows=bool(requests)))
+        self._ahead_is_filled = False
+        self._begun.extend(requests)
+
+    def end_op(self) -> Done:
+        """Return when the next of the ops that `begin_ops` has laid out has ended.
+
+        Raises:
+            PmeshError: as for `run_op`. The ops after it are void then: `has_begun` is False.
+        """
+        request = self._begun.popleft()
+        self.calls.ops += 1
+        try:
+            reply = self._converse(request, sent=request.follows)
+            if isinstance(reply, OpDone) and reply.op == request.op:
+                self._op_has_ended(reply, consumed=True)
+                return self._done(request, reply, request.count, None)
+        except BaseException as e:
+            self._end_by(e)
+            raise
+        self._begun.clear()
+        raise self._failure(request, reply)
+
+    def _failure(self, request: StartOp, reply: TrainerReply) -> PmeshError:
+        """Return the error of an op that has failed."""
+        if not isinstance(reply, OpFailed) or request.op not in {reply.op, ENTERS}:
+            return self._answer_error(reply)
+        self._op_has_ended(reply, consumed=reply.consumed)
+        error = error_of(reply.verdict)
+        self.enters = self.enters or isinstance(error, HistorySuperseded)
+        return error
 
     def _done(self, request: StartOp, reply: OpDone, gets: int, retained: Mapped | None) -> Done:
         """Return the result of an op: `gets` values, or as many as its table has now."""
@@ -357,6 +419,14 @@ class TrainerSession:
         with self._end_on_error():
             return self._connection.map_arena(reply)
 
+    def _begin_elsewhere(self, request: StartOp) -> StartOp:
+        """Send a request again, and what has begun, with the values in another arena."""
+        arena = self._move_input(request.arena)
+        begun = [msgspec.structs.replace(each, arena=arena) for each in (request, *self._begun)]
+        self._connection.send(*begun)
+        self._begun = deque(begun[1:])
+        return begun[0]
+
     def _move_input(self, number: int) -> int:
         """Move the op's values to another arena; return its number."""
         old, self._input = self._input, None
@@ -394,6 +464,7 @@ class TrainerSession:
         self.ended = self.ended or reason
         self._connection.close()
         self._input = self._ahead = None
+        self._begun.clear()
         self._outputs.clear()
         self._residuals.clear()
         self._users = UsersArrays()
@@ -409,14 +480,22 @@ class TrainerSession:
             return self._converse(request)
 
     def _converse(
-        self, request: TrainerRequest, meanwhile: Callable[[], None] | None = None
+        self,
+        request: TrainerRequest,
+        meanwhile: Callable[[], None] | None = None,
+        *,
+        sent: bool = False,
     ) -> TrainerReply:
-        """Send a request; return the reply that ends it, and handle all replies before."""
+        """Send a request and what has begun; return the reply that ends it.
+
+        All replies before that are handled. What is `sent` already is not sent again.
+        """
         due_s = FIRST_ANSWER_S if isinstance(request, Connect) else ANSWER_S
-        dropped = self._users.dropped and self._users.take_dropped()
-        own_s, since = self._own
-        self._own = own_s + max(0.0, time.monotonic() - since), math.inf
-        self._connection.send(*map(DropArena, dropped), request)
+        if not sent:
+            dropped = self._users.dropped and self._users.take_dropped()
+            own_s, since = self._own
+            self._own = own_s + max(0.0, time.monotonic() - since), math.inf
+            self._connection.send(*map(DropArena, dropped), request, *self._begun)
         if meanwhile is not None:
             meanwhile()
         waited = False
@@ -426,16 +505,13 @@ class TrainerSession:
                     waited = True
                     self._waiting.note(reply)
                 case RanksLost(losses):
-                    for loss in losses:
-                        _logger.warning("%s", loss)
+                    _warn_of(losses)
                 case ArenaGranted(kind="output"):
                     self._outputs[reply.arena] = self._connection.map_arena(reply)
                 case ArenaGone(arena) if isinstance(request, StartOp) and arena == request.arena:
                     # The agent took the arena back while the group was idle, and waits for
                     # another one before it begins the op.
-                    moved = self._move_input(arena)
-                    request = msgspec.structs.replace(request, arena=moved)
-                    self._connection.send(request)
+                    request = self._begin_elsewhere(request)
                 case ArenaGone(arena):
                     self._outputs.pop(arena, None)
                 case _:
@@ -470,6 +546,11 @@ class TrainerSession:
         return self._connection.nonsense(f"an answer to another question: {type(reply).__name__}")
 
 
+def _warn_of(losses: Sequence[str]) -> None:
+    for loss in losses:
+        _logger.warning("%s", loss)
+
+
 def exchange_rows(
     session: TrainerSession, row: Sequence[int], call: Call, *, timeout_s: float
 ) -> tuple[list[list[int]], Done]:
@@ -486,42 +567,3 @@ def exchange_rows(
     session.input_values("int64", len(row), room_bytes=0)[:] = row
     done = session.run_op(call, "int64", len(row), timeout_s=timeout_s)
     return done.values.reshape(-1, len(row)).tolist(), done
-
-
-class Waiting:
-    """The messages to the user while a call waits.
-
-    Until the job begins, the agent reports every second what it waits for. Each change is logged,
-    and a terminal shows a count of the seconds. Later a line is logged every 10 s.
-    """
-
-    def __init__(self) -> None:
-        self._facts: tuple[str, ...] = ()
-        self._counts = False
-
-    def note(self, waiting: StillWaiting) -> None:
-        """Log a report, or count the seconds if it is the same as before."""
-        if waiting.op >= 0:
-            on = "; ".join(waiting.on)
-            what = f" for op {waiting.op} for {waiting.waited_s:.0f} s; {on}"
-        elif waiting.on != self._facts:
-            what = f": {'; '.join(waiting.on)}"
-        else:
-            self._count(waiting.waited_s)
-            return
-        self.end()
-        self._facts = waiting.on
-        _logger.warning("waiting%s", what)
-
-    def end(self) -> None:
-        """End the line of the count, if there is one, as the call no longer waits."""
-        self._facts = ()
-        if self._counts:
-            self._counts = False
-            sys.stderr.write("\n")
-
-    def _count(self, seconds: float) -> None:
-        if sys.stderr.isatty() and _logger.isEnabledFor(logging.WARNING):
-            self._counts = True
-            sys.stderr.write(f"\r{seconds:.0f} s ")
-            sys.stderr.flush()

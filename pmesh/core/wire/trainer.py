@@ -114,6 +114,9 @@ class StartOp(SessionMessage, frozen=True, tag="start_op", omit_defaults=True):
     """The start of the values in the input arena, in bytes: a multiple of the size of a value."""
     borrows: bool = False
     """True if the trainer wants to keep the result in place until DropArena."""
+    follows: bool = False
+    """True if the trainer has sent it without waiting for the answer to the request before: it is
+    void, and has no answer, if that op fails. Until then the results before are not overwritten."""
     step: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     """How often the trainer has synced with this one, for `pmesh status`; of torch its steps."""
     share_percent: Annotated[int, Meta(ge=-1, le=100)] = -1

@@ -169,12 +169,16 @@ class _Pool:
         """Bytes of shared memory, in use or free."""
         return sum(arena.nbytes for arena in (*self._in_use, *self._free))
 
-    async def acquire(self, nbytes: int) -> Arena:
-        """Return an arena of at least `nbytes` for exclusive use until `release`."""
+    async def acquire(self, nbytes: int, *, follows: bool = False) -> Arena:
+        """Return an arena of at least `nbytes` for exclusive use until `release`.
+
+        If it `follows`, the trainer has not read yet what it was given since the last `acquire`.
+        """
         size = arena_bytes(nbytes)
-        for read in self._read:
-            read.users -= 1
-        self._read, self.delivered = self.delivered, []
+        if not follows:
+            for read in self._read:
+                read.users -= 1
+            self._read, self.delivered = self.delivered, []
         if self._adopted:
             self._adopted = False
             await self.close_idle()
@@ -386,9 +390,12 @@ class OutputArenas(_Held):
         """What `take_gone` returns next."""
         self._dropped = trio.Event()
 
-    async def acquire(self, nbytes: int) -> Arena:
-        """Return an arena for use until `release`. Raises UsageError beyond the limits."""
-        arena = await self._pool.acquire(nbytes)
+    async def acquire(self, nbytes: int, *, follows: bool = False) -> Arena:
+        """Return an arena for use until `release`. Raises UsageError beyond the limits.
+
+        For `follows` see `StartOp`.
+        """
+        arena = await self._pool.acquire(nbytes, follows=follows)
         self._ops[arena] = 1
         return arena
 
