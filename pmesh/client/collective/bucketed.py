@@ -199,7 +199,7 @@ def take_apart(
     for path, leaf in zip(tree.paths, leaves, strict=True):
         if reduction:
             allow_reduction(reduction, leaf.dtype, path)
-    return Arrays(tree, leaves, lazy=lazily)
+    return Arrays(tree, leaves, lazy=lazily and any(map(is_mlx, tree.leaves)))
 
 
 @lru_cache(maxsize=256)  # a training reduces a few dtypes, again and again
