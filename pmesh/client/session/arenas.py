@@ -36,6 +36,11 @@ class Region:
     """The start, in bytes."""
 
 
+_FLAGS = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+"""All pages are there already: to map them at once takes a fifth of the time of so many faults.
+macOS has no flag for it."""
+
+
 def map_arena(granted: ArenaGranted, descriptor: int) -> Mapped:
     """Map an arena that the agent has granted, and close the descriptor.
 
@@ -45,7 +50,7 @@ def map_arena(granted: ArenaGranted, descriptor: int) -> Mapped:
     access = mmap.PROT_READ | (mmap.PROT_WRITE if granted.kind == "input" else 0)
     try:
         # The message has the size: fstat on macOS rounds it up to a page.
-        memory = mmap.mmap(descriptor, granted.nbytes, prot=access)
+        memory = mmap.mmap(descriptor, granted.nbytes, flags=_FLAGS, prot=access)
     except (OSError, ValueError, OverflowError) as e:
         raise ProtocolError(f"arena {granted.arena} can't be mapped: {e}") from e
     finally:

@@ -2,13 +2,18 @@
 
 import gc
 import mmap
+import os
+import resource
+import sys
 
 import numpy as np
 import pytest
 
-from pmesh.client.session.arenas import Mapped, Region, UsersArrays, values_in
+from pmesh.client.session.arenas import Mapped, Region, UsersArrays, map_arena, values_in
 from pmesh.core.ops.reductions import Values
+from pmesh.core.wire.session import ArenaGranted, ArenaKind
 from pmesh.errors import ProtocolError
+from pmesh.net.sessions.arenas import create_arena
 
 PAGE = mmap.PAGESIZE
 COUNT = PAGE // 4
@@ -65,3 +70,20 @@ def test_an_arena_that_is_too_small_or_was_not_granted_is_nonsense(arena: Mapped
     with pytest.raises(ProtocolError, match="not granted"):
         values_in(None, "float32", 1)
     assert values_in(None, "float32", 0).size == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS can't map all pages at once")
+@pytest.mark.parametrize("kind", ["input", "output"])
+def test_the_pages_of_an_arena_are_mapped_at_once(kind: ArenaKind) -> None:
+    pages = 1024
+    made = create_arena(kind, 7, pages * PAGE)
+    granted = ArenaGranted(made.number, kind, made.nbytes)
+    memory = map_arena(granted, os.dup(made.descriptor)).memory
+    view = np.frombuffer(memory, np.uint8)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    if kind == "input":
+        view[::PAGE] = 1
+    assert view[::PAGE].sum() == pages * (kind == "input")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < pages // 8
+    del view
+    made.close()
