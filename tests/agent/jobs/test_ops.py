@@ -205,10 +205,10 @@ async def test_no_room_in_shared_memory_fails_the_op_at_all_ranks(
 
         acquire = OutputArenas.acquire
 
-        async def no_memory(self: OutputArenas, nbytes: int) -> Arena:
+        async def no_memory(self: OutputArenas, nbytes: int, *, follows: bool) -> Arena:
             if self is pool:
                 raise OSError(12, "Cannot allocate memory")
-            return await acquire(self, nbytes)
+            return await acquire(self, nbytes, follows=follows)
 
         with monkeypatch.context() as patch:
             patch.setattr(OutputArenas, "acquire", no_memory)
