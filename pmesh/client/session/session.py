@@ -491,10 +491,10 @@ class TrainerSession:
         All replies before that are handled. What is `sent` already is not sent again.
         """
         due_s = FIRST_ANSWER_S if isinstance(request, Connect) else ANSWER_S
+        own_s, since = self._own
+        self._own = own_s + max(0.0, time.monotonic() - since), math.inf
         if not sent:
             dropped = self._users.dropped and self._users.take_dropped()
-            own_s, since = self._own
-            self._own = own_s + max(0.0, time.monotonic() - since), math.inf
             self._connection.send(*map(DropArena, dropped), request, *self._begun)
         if meanwhile is not None:
             meanwhile()
