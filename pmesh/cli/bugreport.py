@@ -21,6 +21,9 @@ from pmesh.agent.config import CONFIG_NAME
 from pmesh.agent.home import load_mesh_key
 from pmesh.agent.mesh.keyring import all_keys
 from pmesh.agent.schema import decode_status
+from pmesh.cli.doctor.command import show
+from pmesh.cli.doctor.looks import Looks
+from pmesh.cli.doctor.rules.findings import diagnose
 from pmesh.cli.events import Reader, event_line
 from pmesh.cli.status_all import render_all
 from pmesh.cli.version import version_text
@@ -50,8 +53,8 @@ def write_report(home: Path | None, to: Path | None) -> int:
     text = without_secrets(report(directory), secrets_of(directory))
     path.write_text(text, encoding="utf-8")
     say(
-        f"{path}: versions, settings, status, events and the end of the log of this machine,"
-        f" {len(text) / 1000:.0f} kB of text.",
+        f"{path}, {len(text) / 1000:.0f} kB of text: versions, settings, what 'pmesh doctor'"
+        " finds, status, events and the end of the log of this machine.",
         "Keys are left out. Names, addresses and paths are in it: read it before you send it.",
     )
     return 0
@@ -64,6 +67,7 @@ def report(home: Path) -> str:
         "machine": _machine,
         "packages": _packages,
         "settings": lambda: _settings(home),
+        "doctor": lambda: _doctor(home),
         "status": lambda: _status(home),
         "events": lambda: _events(home),
         "log": lambda: _log(home),
@@ -106,6 +110,13 @@ def _settings(home: Path) -> Iterator[str]:
         if name.startswith("PMESH_"):
             yield f"{name}={HIDDEN if name == KEY_VARIABLE else value}"
     yield from (home / CONFIG_NAME).read_text(errors="replace").splitlines()
+
+
+def _doctor(home: Path) -> Iterator[str]:
+    console = Output(width=WIDTH)
+    with console.capture() as captured:
+        show(diagnose(Looks(home, ()).checks()), console)
+    yield from captured.get().splitlines()
 
 
 def _status(home: Path) -> Iterator[str]:

@@ -24,6 +24,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (place / "mesh_key").write_text(mesh_key_text(KEY))
     (place / "mesh_key").chmod(0o600)
     (place / "node_key").write_bytes(NODE_KEY)
+    (place / "node_key").chmod(0o600)
     (place / "config.toml").write_text('name = "mac-1"\n')
     use_home(place, monkeypatch)
     return place
@@ -43,6 +44,7 @@ def test_without_an_agent_it_has_all_else(
     assert "protocol" in text
     assert "pmesh-agent 0.1.0" in text
     assert 'name = "mac-1"' in text
+    assert "→ pmesh up" in text  # as pmesh doctor says
     assert "not there: AgentNotRunning: " in text
     assert "link to mac-2 failed" in text
     assert "pmesh is not installed" in text  # Particle Mesh

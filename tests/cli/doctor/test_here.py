@@ -91,7 +91,7 @@ def left_socket(home: Path) -> None:
     [
         (open_to_others, ("home", "other users can enter it", "run: chmod 700")),
         (readable_key, ("key", "other users can read", "run: chmod 600")),
-        (no_key, ("key", "there is no mesh key in", "pmesh key set")),
+        (no_key, ("key", "there is no mesh key in", "pmesh join CODE")),
         (broken_key, ("key", "holds no mesh key", "pmesh key set")),
         (cut_node_key, ("key", "holds 5 bytes", "run: mv")),
         (wrong_setting, ("settings", "unknown key 'prot'", "")),

@@ -69,7 +69,7 @@ def judge_key(facts: KeyFacts) -> Iterator[Finding]:
         yield cause(
             f"there is no mesh key in {facts.source}",
             means="'pmesh up' would make a new one, and with it another mesh.",
-            todo="pmesh key set, and paste what 'pmesh key show' prints on another machine; "
+            todo="pmesh join CODE, with what 'pmesh invite' shows on another machine; "
             "on the first machine: pmesh up",
         )
 
