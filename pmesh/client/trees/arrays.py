@@ -168,7 +168,7 @@ class Leaf(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             shaped.fill(0)
         elif self.dtype == "bfloat16":
             np.left_shift(self.values, 16, out=shaped.view(np.uint32), dtype=np.uint32)
-            if weight not in {None, 1}:
+            if weight is not None and weight != 1:
                 _multiply(shaped, weight, shaped)
         elif weight is None or weight == 1:
             np.copyto(shaped, self.values)
