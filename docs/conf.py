@@ -5,7 +5,7 @@ from importlib.metadata import version as installed_version
 project = "pmesh"
 author = "the pmesh developers"
 copyright = "the pmesh developers"  # noqa: A001 - Sphinx's name for it
-release = version = installed_version("pmesh")
+release = version = installed_version("pmesh-agent")
 
 extensions = ["myst_parser"]
 exclude_patterns = ["_build"]
