@@ -62,5 +62,6 @@ def test_a_stopped_agent_leaves_at_once_also_while_a_job_runs(fleet: Fleet) -> N
     four.process.await_end()
     assert one.process.await_line("^mac-4 is gone: (.*)")[1] == "its agent was stopped"
     end(one, signal.SIGINT, code=130)
-    for agent in (one, two, three, four):  # neither socket, nor keys half written
-        assert {path.name for path in agent.home.iterdir()} == {"agent.lock", "names", "node_key"}
+    files = {"agent.lock", "members", "names", "node_key"}  # neither socket, nor keys half written
+    for agent in (one, two, three, four):
+        assert {path.name for path in agent.home.iterdir()} == files
