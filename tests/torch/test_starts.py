@@ -74,7 +74,7 @@ def test_import_torch_works_where_pmesh_is_broken_and_says_so_once(broken: str) 
     assert said[0].endswith("; install pmesh again, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0")
 
 
-def test_import_torch_brings_seven_small_modules_and_no_library() -> None:
+def test_import_torch_brings_eight_small_modules_and_no_library() -> None:
     """Who never uses pmesh does not wait for it, nor for what reads its settings."""
     done = import_torch(
         "import torch; print(*sorted(n for n in sys.modules if n.split('.')[0] in"
@@ -84,6 +84,7 @@ def test_import_torch_brings_seven_small_modules_and_no_library() -> None:
     assert done.stdout.split() == [
         "pmesh",
         "pmesh.errors",
+        "pmesh.installed",
         "pmesh.texts",
         "pmesh.torch",
         "pmesh.torch.library",
