@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,9 @@ from pmesh import native
 from pmesh.cli.app import IN_ORDER_OF_USE, app, run
 from pmesh.core.wire import aead
 from pmesh.core.wire.link import PROTOCOL_VERSION
+from pmesh.installed import installed_version
 
-VERSION = f"pmesh {version('pmesh')}, protocol {PROTOCOL_VERSION}, with"
+VERSION = f"pmesh {installed_version()}, protocol {PROTOCOL_VERSION}, with"
 
 
 @pytest.mark.parametrize("words", [["version"], ["--version"]])

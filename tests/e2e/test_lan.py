@@ -101,7 +101,7 @@ async def receive():
 
 async def send():
     stream = await trio.open_tcp_stream(sys.argv[1], 5000)
-    await stream.send_all(bytes(1 << 23))
+    await stream.send_all(bytes(1 << 25))
     print(loss_of(stream))
 
 trio.run(send if len(sys.argv) > 1 else receive)

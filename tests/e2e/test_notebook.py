@@ -11,7 +11,7 @@ from pmesh.errors import RunError
 from pmesh.launches.cli.launches import allow_run
 from tools.lab.mesh import LabMesh
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.measured]
 
 TRAINS = """
 import numpy as np
