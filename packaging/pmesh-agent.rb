@@ -1,10 +1,9 @@
 # The formula of a Homebrew tap; `brew update-python-resources pmesh-agent` adds the dependencies and
-# their hashes, and the release its own URL and hash. Nobody has run it yet.
+# their hashes, and the release its homepage, URL and hash. Nobody has run it yet.
 class PmeshAgent < Formula
   include Language::Python::Virtualenv
 
   desc "Turns the Macs and Linux boxes at home into one training cluster"
-  homepage "https://pypi.org/project/pmesh-agent/"
   license "Apache-2.0"
 
   depends_on "python@3.13"
