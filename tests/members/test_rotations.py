@@ -14,11 +14,11 @@ from pmesh.agent.mesh.keyring import FORMER_S, MAX_FORMER, Keyring, latest_key, 
 from pmesh.core.identity.advertisement import Advertisement
 from pmesh.core.identity.certificates import issue_credentials
 from pmesh.core.identity.keys import MeshKey, NodeKey, namespace_tag
-from pmesh.core.identity.rotations import Rotation, sign_rotation
+from pmesh.core.identity.rotations import Rotation, check_rotation_untrusted, sign_rotation
 from pmesh.core.wire.session import Refused
 from pmesh.errors import KeyFileError, MeshKeyMismatch, PeerUnreachable, PmeshError
 from pmesh.ids import NodeId
-from pmesh.members.agent import ADOPT_EVERY_S, Members
+from pmesh.members.agent import ADOPT_EVERY_S, CHECKS, Members
 from pmesh.members.wire import KeyRotated, RemoveMachine, RotateKey, TellRotation
 from pmesh.net.links.discovery import AgentFound, Discovered, minute_of_now
 from pmesh.net.links.renewal import ask_for_rotation
@@ -392,6 +392,34 @@ async def test_a_member_that_rotates_without_end_makes_others_change_seldom(
         await trio.sleep(ADOPT_EVERY_S + 1)
         assert len(adopted) == 2
         assert adopted[-1] == 50
+
+
+async def test_many_rotations_are_checked_a_few_at_a_time_and_the_latest_is_taken(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        await meet(one, two)
+        for machine in (one, two):  # only what this test sends is checked, and only by one
+            machine.part(Members)._pass_on = lambda: None  # type: ignore[method-assign] # noqa: SLF001
+        checked: list[int] = []
+
+        def check(rotation: Rotation) -> None:
+            checked.append(rotation.number)
+            check_rotation_untrusted(rotation)
+
+        monkeypatch.setattr("pmesh.members.agent.check_rotation_untrusted", check)
+        with monkeypatch.context() as still:
+            still.setattr(one.part(Members), "poll", lambda: None)
+            members, before = [one.key.node, two.key.node], None
+            for number in range(3 * CHECKS):
+                key = MeshKey(bytes([number]) * 32)
+                before = sign_rotation(two.key, key, members, before=before)
+                two.agent.peers.links[one.key.node].send(TellRotation(before))
+            await trio.sleep(2)
+            assert len(checked) <= CHECKS
+        await until(lambda: key_of(one) == key)
+        assert len(checked) <= CHECKS + 1
 
 
 async def test_who_sends_a_rotation_that_nobody_has_signed_loses_its_link(
