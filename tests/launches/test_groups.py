@@ -97,8 +97,10 @@ async def test_a_group_is_ended_when_its_block_is_left_by_an_error(tmp_path: Pat
 
 
 async def test_a_command_whose_guard_has_been_killed_runs_to_its_end() -> None:
+    before = set(psutil.Process().children())
     async with start_group(["sleep", "1000"]) as child:
-        (guard,) = [p for p in psutil.Process().children() if p.cmdline()[0] == "/bin/sh"]
+        begun = set(psutil.Process().children()) - before
+        (guard,) = [each for each in begun if each.cmdline()[0] == "/bin/sh"]
         guard.kill()
         child.send_signal(signal.SIGTERM)
         assert await child.wait() == -signal.SIGTERM

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,45 +24,61 @@ if find_spec("torch") is None:
 PATIENCE_S = 110.0
 
 
-@dataclass(frozen=True)
 class Programs:
     """Ranks as processes, with an agent for those that use pmesh."""
 
-    home: Path
-    folder: Path
-    starter: "subprocess.Popen[str]"
+    def __init__(self, home: Path, folder: Path) -> None:
+        self.home = home
+        self.folder = folder
+        self._starter: subprocess.Popen[str] | None = None
 
     def run(
         self, module: str, function: str, *arguments: str, ranks: int = 3, **environment: str
     ) -> list[int]:
-        """Call a function of a module as each of so many ranks; returns their exit codes."""
+        """Call a function of a module as each of so many ranks; returns their exit codes.
+
+        If they do not end, the output says where each thread of each rank stands.
+        """
         settings = {"PMESH_HOME": str(self.home), "PMESH_WAIT_FOR": str(ranks), **environment}
         called = {"module": module, "function": function, "arguments": arguments, "ranks": ranks}
-        assert self.starter.stdin is not None
-        assert self.starter.stdout is not None
-        print(json.dumps(called | {"environment": settings}), file=self.starter.stdin, flush=True)
-        if not select.select([self.starter.stdout], [], [], PATIENCE_S)[0]:
-            os.killpg(self.starter.pid, signal.SIGKILL)  # with its ranks
-        codes: list[int] = json.loads(self.starter.stdout.readline())
+        self._starter = starter = self._starter or start_starter()
+        assert starter.stdin is not None
+        assert starter.stdout is not None
+        print(json.dumps(called | {"environment": settings}), file=starter.stdin, flush=True)
+        if not select.select([starter.stdout], [], [], PATIENCE_S)[0]:
+            self.end(signal.SIGABRT)  # for which faulthandler says where each one stands
+            pytest.fail(f"{function}: the ranks have not ended after {PATIENCE_S:.0f} s")
+        codes: list[int] = json.loads(starter.stdout.readline())
         return codes
+
+    def end(self, number: signal.Signals) -> None:
+        """End the process that starts ranks, and the ranks; the next run starts another."""
+        starter, self._starter = self._starter, None
+        if starter is not None:
+            with starter:
+                os.killpg(starter.pid, number)
+
+
+def start_starter() -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-X", "faulthandler", "-W", "ignore", "-m", "tests.torch.start"],
+        env=inherited() | {"OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
 
 
 @pytest.fixture(scope="session")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
-    command = [sys.executable, "-W", "ignore", "-m", "tests.torch.start"]
     with (
         tempfile.TemporaryDirectory(prefix="pmesh-") as home,  # short, for a socket's path
         agent_in_a_thread(Path(home)),
-        subprocess.Popen(
-            command,
-            env=inherited() | {"OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        ) as starter,
     ):
-        yield Programs(Path(home), tmp_path_factory.mktemp("ranks"), starter)
+        programs = Programs(Path(home), tmp_path_factory.mktemp("ranks"))
+        yield programs
+        programs.end(signal.SIGTERM)
 
 
 @pytest.fixture(scope="session")
