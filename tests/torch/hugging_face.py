@@ -12,6 +12,7 @@ import torch.distributed as dist
 from sklearn.datasets import load_digits
 
 import pmesh.torch
+from tests.torch.gloo import begin_gloo
 
 RANKS = 3
 
@@ -22,8 +23,7 @@ def _start(rank: int, backend: str, folder: str) -> bool:
     os.environ |= {name: str(value) for name, value in told.items()}
     if backend == "gloo":
         del os.environ["PMESH_WAIT_FOR"]
-        file = f"file://{folder}/store"
-        dist.init_process_group("gloo", init_method=file, rank=rank, world_size=RANKS)
+        begin_gloo(folder, rank, RANKS)
         return True
     os.environ |= {"PMESH_PLACE": str(rank), "PMESH_JOB": Path(folder).name}
     return False

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.torch.gloo import begin_gloo
+
 Result = dict[str, Any]
 RANKS = 3
 
@@ -387,8 +389,7 @@ SAME: dict[str, Callable[[Path], Result]] = {
 def run_all(rank: int, folder: str, backend: str) -> None:
     """Run every scenario on one rank, and save what it has found."""
     if backend == "gloo":
-        file = f"file://{folder}/store"
-        dist.init_process_group(backend, init_method=file, rank=rank, world_size=RANKS)
+        begin_gloo(folder, rank, RANKS)
     else:
         import pmesh.torch  # noqa: F401
 

@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 import pmesh.torch
 from pmesh.torch.backends import answer_for_others
 from pmesh.torch.lightning import callbacks
+from tests.torch.gloo import begin_gloo
 
 RANKS = 3
 
@@ -30,8 +31,7 @@ def _start(rank: int, folder: str, way: str) -> dict[str, Any]:
     os.environ |= {"PMESH_JOB": Path(folder).name, "MASTER_PORT": "1"}
     if way == "gloo":
         del os.environ["PMESH_WAIT_FOR"]
-        file = f"file://{folder}/store"
-        dist.init_process_group("gloo", init_method=file, rank=rank, world_size=RANKS)
+        begin_gloo(folder, rank, RANKS)
     elif way != "by_hand":
         os.environ["PMESH_PLACE"] = str(rank)
     if way == "answered":
