@@ -1,6 +1,8 @@
 """Trainings whose batches are dealt by the speed of the ranks, by each library that can."""
 
 import os
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,13 @@ from pmesh.torch.process_group import ProcessGroup
 
 SAMPLES, ROWS, EPOCHS = 1000, 90, 2
 SPEEDS = 1, 2, 4
+
+
+def import_libraries() -> None:
+    """Import what takes seconds, as far as it is installed."""
+    for each in ("accelerate", "lightning.pytorch", "transformers.trainer"):
+        with suppress(ImportError):
+            import_module(each)
 
 
 def digits() -> tuple[torch.Tensor, torch.Tensor]:

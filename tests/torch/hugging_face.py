@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +16,12 @@ import pmesh.torch
 from tests.torch.gloo import begin_gloo
 
 RANKS = 3
+
+
+def import_libraries() -> None:
+    """Import what takes seconds."""
+    for each in ("accelerate", "transformers.trainer", "transformers.models.llama.modeling_llama"):
+        import_module(each)
 
 
 def _start(rank: int, backend: str, folder: str) -> bool:

@@ -37,7 +37,9 @@ def run(
     ranks: int,
     environment: Mapping[str, str],
 ) -> list[int]:
-    program = getattr(importlib.import_module(module), function)
+    programs = importlib.import_module(module)
+    program = getattr(programs, function)
+    getattr(programs, "import_libraries", lambda: None)()  # here once for all ranks
 
     def call(rank: int) -> None:
         os.dup2(2, 1)  # what a rank prints is no answer
