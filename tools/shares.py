@@ -200,7 +200,7 @@ def run(
     Args:
         library: "numpy" with `mesh.batch`, or "torch" with its own DDP and pmesh's batch sampler.
         steps: Of each training of all three.
-        alone: The steps of each rank alone.
+        alone: The steps of each rank alone; with 0 nothing but the weights is looked at.
         hidden: The units of the hidden layer: how much there is to compute.
     """
     with ExitStack() as stack:
@@ -209,20 +209,24 @@ def run(
         names = [f"pmesh-shares-{home.name}-{rank}" for rank in range(len(CORES))]
         groups = [stack.enter_context(ControlGroup(name)) for name in names]
         trial = Trial(home, groups, library, hidden)
-        singles = [rate(trial.run([r], alone, shares="even")[0][3:]) for r in range(len(CORES))]
-        print(f"alone: {', '.join(f'{single:.0f}' for single in singles)} rows a second")
         everyone = range(len(CORES))
+        singles = [rate(trial.run([r], alone, shares="even")[0][3:]) for r in everyone if alone]
         even_ends, even_weights = trial.run(everyone, steps, shares="even")
         ends, weights = trial.run(everyone, steps, shares="measured")
-        whole = sum(singles)
-        reached = rate(ends[ADAPTS:]) / whole
-        print(f"even shares: {rate(even_ends[3:]) / whole:.2f} of the sum, measured {reached:.2f}")
         apart = float(np.abs(np.load(weights) - np.load(even_weights)).max())
         print(f"weights after {steps} steps differ by at most {apart:.1e}")
-        ends, _ = trial.run(everyone, steps, shares="measured", throttled=True)
-        whole -= singles[-1] * 3 / 4
-        throttled = rate(ends[steps // 2 + ADAPTS :]) / whole
-        print(
-            f"the fastest throttled to a quarter: {throttled:.2f} of the sum, {ADAPTS} steps later"
-        )
+        if alone:
+            print(f"alone: {', '.join(f'{single:.0f}' for single in singles)} rows a second")
+            whole = sum(singles)
+            reached = rate(ends[ADAPTS:]) / whole
+            print(
+                f"even shares: {rate(even_ends[3:]) / whole:.2f} of the sum, measured {reached:.2f}"
+            )
+            ends, _ = trial.run(everyone, steps, shares="measured", throttled=True)
+            whole -= singles[-1] * 3 / 4
+            throttled = rate(ends[steps // 2 + ADAPTS :]) / whole
+            print(
+                f"the fastest throttled to a quarter: {throttled:.2f} of the sum, "
+                f"{ADAPTS} steps later"
+            )
     return int(apart > MOST_APART)
