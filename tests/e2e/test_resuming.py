@@ -21,9 +21,9 @@ def needs(module: str) -> pytest.MarkDecorator:
 def train(fleet: Fleet, agent: Agent, folder: Path, library: str) -> tuple[str, list[Any]]:
     import torch  # noqa: PLC0415 - it may not be installed
 
-    words = ("--on", "all", "--job", folder.name, "--", str(SCRIPT), library, str(folder))
+    words = ("--on", "mac-1,mac-2", "--job", folder.name, "--", str(SCRIPT), library, str(folder))
     said = fleet.start_command("run", *words, home=agent.home).await_end(timeout_s=120.0)
-    return said, [torch.load(folder / f"rank-{rank}.pt") for rank in range(3)]
+    return said, [torch.load(folder / f"rank-{rank}.pt") for rank in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def train(fleet: Fleet, agent: Agent, folder: Path, library: str) -> tuple[str, 
         pytest.param("lightning", marks=needs("lightning")),
     ],
 )
-@pytest.mark.timeout(300)  # nine times a rank imports these libraries, all on two cores
+@pytest.mark.timeout(300)  # six times a rank imports these libraries, all on two cores
 def test_a_training_with_a_kill_ends_with_the_weights_of_one_without(
     fleet: Fleet, ring: list[Agent], tmp_path: Path, library: str
 ) -> None:
@@ -46,10 +46,8 @@ def test_a_training_with_a_kill_ends_with_the_weights_of_one_without(
         said, ended[name] = train(fleet, ring[0], folder, library)
         killed = name == "disturbed"
         assert len(re.findall("rank 1 ended by SIGKILL; it is started again", said)) == killed
-        assert (
-            len(re.findall(r"DistBackendError: RankLost: .* start all of them", said)) >= 2 * killed
-        )
-    for rank in range(3):
+        assert len(re.findall(r"DistBackendError: RankLost: .* start all of them", said)) >= killed
+    for rank in range(2):
         before, after = (ended[name][rank] for name in ("undisturbed", "disturbed"))
         assert after["steps"] == before["steps"]
         for name, weights in before["net"].items():

@@ -53,9 +53,13 @@ def _fixed_addresses() -> list[str]:
     return command if works else []
 
 
-@pytest.mark.parametrize("sanitizers", [MEMORY, THREADS])
 @pytest.mark.parametrize(
-    "seeds", [4, pytest.param(80, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
+    ("sanitizers", "seeds"),
+    [
+        *((MEMORY, 4), (THREADS, 4)),
+        pytest.param(MEMORY, 80, marks=pytest.mark.slow),
+        pytest.param(THREADS, 20, marks=pytest.mark.slow),  # a seed takes a second, or more
+    ],
 )
 def test_ranks_that_run_any_plans_and_are_stopped_have_the_values_of_a_plain_loop(
     sanitizers: str, seeds: int, tmp_path: Path

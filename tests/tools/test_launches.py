@@ -25,10 +25,6 @@ def launches(*arguments: str) -> str:
     [
         *("rank-pmesh", "back", "starter", "starter-agent", "starter-machine", "cable-pmesh"),
         pytest.param(
-            "rank-gloo",
-            marks=pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed"),
-        ),
-        pytest.param(
             "machine-mlx-ring",
             marks=pytest.mark.skipif(find_spec("mlx") is None, reason="mlx is not installed"),
         ),

@@ -12,11 +12,13 @@ pytest.importorskip("expecttest", reason="torch's own suite imports it")
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("part", ["test_all_reduce_sum", "test_reduce_sum", "test_irecv"])
-def test_cases_that_pass_on_gloo_pass_on_pmesh(part: str) -> None:
-    code, output = run_tool("torch-suite", "--cases", part, within_s=110)
+def test_cases_that_pass_on_gloo_pass_on_pmesh() -> None:
+    parts = ("test_all_reduce_sum", "test_reduce_sum", "test_irecv")
+    words = [word for part in parts for word in ("--cases", part)]
+
+    code, output = run_tool("torch-suite", *words, within_s=110)
 
     summary = re.search(r"(\d+) pass on gloo, (\d+) of them not on pmesh", output)
     assert summary is not None, output
-    assert int(summary[1]) > 0
+    assert int(summary[1]) >= len(parts)
     assert code == 0, output

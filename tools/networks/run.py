@@ -26,7 +26,7 @@ from tools.networks.lab import PROFILES, SlowLab, measure_round_trip_s
 from tools.networks.results import StepLine, StepsTaken, verdicts_of, verdicts_of_calls
 from tools.networks.worker import work
 
-SHORT = ("wired", "crowded")
+SHORT = ("crowded",)
 SHORT_S = 5.0
 SYSTEMS = ("gloo", "pmesh")
 
@@ -61,7 +61,7 @@ def steps(
         hosts: How many ranks, each on a host of its own.
         mib: Of gradients in each step.
         plain: pmesh's ranks leave out mesh.sync(), which gloo does not have.
-        short: A cable and crowded Wi-Fi for some seconds, with the bars of safety only: for CI.
+        short: Crowded Wi-Fi for some seconds, with the bars of safety only: for CI.
         logs: Where all that was printed goes.
 
     Returns:
