@@ -67,7 +67,7 @@ class ContainedTasks:
 
 
 @dataclass(slots=True)
-class _Seen:
+class _Raised:
     """How often one place has raised since it was last logged."""
 
     logged_at: float
@@ -84,7 +84,7 @@ class Containment:
     def __init__(self, event_log: EventLog, *, clock: Callable[[], float]) -> None:
         self._event_log = event_log
         self._clock = clock
-        self._seen: OrderedDict[_Place, _Seen] = OrderedDict()
+        self._seen: OrderedDict[_Place, _Raised] = OrderedDict()
 
     @contextlib.contextmanager
     def contain(
@@ -131,7 +131,7 @@ class Containment:
             again = f", {before} more times in the last minutes" if before else ""
             _log.error(f"internal error{again}", what=what, exc_info=error)
             self._event_log.note("internal error", f"{sentence}{again}; the log has its traceback")
-            seen = _Seen(now)
+            seen = _Raised(now)
         self._seen[place] = seen
         if len(self._seen) > MAX_PLACES:
             self._seen.popitem(last=False)

@@ -43,7 +43,7 @@ FRAME_S: Final = 0.1
 END_S: Final = 5.0
 
 
-class Program:
+class DemoProgram:
     """A process of the demo; what it prints goes into a file.
 
     It leads a session of its own, so that Ctrl-C ends the demo, and the demo ends the program.
@@ -96,13 +96,13 @@ class Program:
             self._process.wait()
 
 
-class Machines:
+class DemoMachines:
     """Three homes with an agent each, and all programs at them, from `with` to its end."""
 
     def __init__(self) -> None:
         self.homes: list[Path] = []
         self._stack = contextlib.ExitStack()
-        self._agents: list[Program] = []
+        self._agents: list[DemoProgram] = []
 
     def __enter__(self) -> Self:
         # A short name: a Unix socket's path may have 103 bytes.
@@ -116,10 +116,10 @@ class Machines:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def start(self, name: str, home: Path, *words: str) -> Program:
+    def start(self, name: str, home: Path, *words: str) -> DemoProgram:
         """Start a module of Python with its arguments; it ends with the demo at the latest."""
         log = home.parent / f"{name}.log"
-        program = Program(name, log, words, home)
+        program = DemoProgram(name, log, words, home)
         self._stack.callback(program.end)
         return program
 
@@ -194,7 +194,7 @@ def run_demo() -> int:
     """Return 0 if the demo shows what it promises, else 1."""
     console = output()
     signal.signal(signal.SIGTERM, _end)
-    with Machines() as machines:
+    with DemoMachines() as machines:
         console.print("Starting three agents, each with a home and a port of its own …")
         how = "by mDNS" if machines.meet() else "at the first one's address: mDNS finds nobody here"
         console.print(f"They found each other {how}, and agreed on a ring.")
@@ -215,12 +215,12 @@ def run_demo() -> int:
     return 0 if good else 1
 
 
-def _start_trainer(machines: Machines, home: Path, file: Path, ranks: int) -> Program:
+def _start_trainer(machines: DemoMachines, home: Path, file: Path, ranks: int) -> DemoProgram:
     words = ("pmesh.cli.demo_training", "--ranks", str(ranks), "--save", str(file))
     return machines.start(f"trainer {file.stem}", home, *words)
 
 
-def await_end(trainers: Sequence[Program], show: Callable[[], None] = lambda: None) -> None:
+def await_end(trainers: Sequence[DemoProgram], show: Callable[[], None] = lambda: None) -> None:
     """Show something until all have ended; raise RunError if one fails, or hangs."""
     deadline = time.monotonic() + PATIENCE_S
     while any(trainer.code is None for trainer in trainers):
@@ -234,7 +234,7 @@ def await_end(trainers: Sequence[Program], show: Callable[[], None] = lambda: No
         trainer.check()
 
 
-def _watch(console: Console, machines: Machines, trainers: Sequence[Program]) -> None:
+def _watch(console: Console, machines: DemoMachines, trainers: Sequence[DemoProgram]) -> None:
     """Show the ring and the progress until the trainers have ended."""
     progress = Progress(
         TextColumn("training"),

@@ -30,7 +30,7 @@ COMMAND_TIMEOUT_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class AgentService:
     """Whose agent is to be started, and by which program."""
 
     system: Literal["linux", "darwin"]
@@ -59,7 +59,7 @@ class Service:
     """It returns 0 while the agent runs."""
 
 
-def service_for(wanted: Wanted) -> Service:
+def service_for(wanted: AgentService) -> Service:
     """Raise ConfigError for what the system's files can't say, or for a user who may not ask."""
     for text in (wanted.user, str(wanted.home), *wanted.program):
         if not text.isprintable():
@@ -67,7 +67,7 @@ def service_for(wanted: Wanted) -> Service:
     return _launchd(wanted) if wanted.system == "darwin" else _systemd(wanted)
 
 
-def _systemd(wanted: Wanted) -> Service:
+def _systemd(wanted: AgentService) -> Service:
     if not _QUOTES.isdisjoint(wanted.program[0]):
         raise ConfigError(f"systemd can't start {wanted.program[0]}: it has a quote or backslash")
     systemctl: Command = ("systemctl",)
@@ -110,7 +110,7 @@ def _quoted(word: str) -> str:
     return f'"{word.replace("%", "%%")}"'
 
 
-def _launchd(wanted: Wanted) -> Service:
+def _launchd(wanted: AgentService) -> Service:
     if not wanted.as_root:
         program = shlex.join((*wanted.program[:-1], "service"))
         raise ConfigError(f"only root may do this on a Mac: type 'sudo {program} …' instead")
@@ -137,7 +137,7 @@ def _launchd(wanted: Wanted) -> Service:
     )
 
 
-def wanted_here(home: Path | None = None) -> Wanted:
+def wanted_here(home: Path | None = None) -> AgentService:
     """Raise ConfigError on another system, or for sudo where it would ask for root's agent."""
     system = sys.platform
     if system not in {"linux", "darwin"}:
@@ -148,7 +148,7 @@ def wanted_here(home: Path | None = None) -> Wanted:
         raise ConfigError(f"no root is needed here: type the same as {sudoer}, without sudo")
     user = pwd.getpwnam(sudoer) if sudoer else pwd.getpwuid(os.geteuid())
     chosen = home or Path(os.environ.get("PMESH_HOME") or Path(user.pw_dir, ".pmesh"))
-    return Wanted(
+    return AgentService(
         system="darwin" if system == "darwin" else "linux",
         user=user.pw_name,
         user_home=Path(user.pw_dir),

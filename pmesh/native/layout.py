@@ -10,7 +10,7 @@ KEY_BYTES: Final = 16
 REGIONS: Final = 3
 
 
-class State(IntEnum):
+class RunState(IntEnum):
     """`enum pmesh_state`: how far an op has come."""
 
     OVER = 0
@@ -18,7 +18,7 @@ class State(IntEnum):
     BUSY = 2
 
 
-class Status(IntEnum):
+class RunStatus(IntEnum):
     """`enum pmesh_status`: how an op has ended."""
 
     DONE = 0
@@ -116,7 +116,7 @@ TRACK = np.dtype([("begin", np.uint32), ("end", np.uint32)])
 """`struct pmesh_track`."""
 
 
-class Plan(ctypes.Structure):
+class PlanStruct(ctypes.Structure):
     """`struct pmesh_plan`: a plan laid out flat."""
 
     _fields_ = (
@@ -140,7 +140,7 @@ class Plan(ctypes.Structure):
     )
 
 
-class Terms(ctypes.Structure):
+class TermsStruct(ctypes.Structure):
     """`struct pmesh_terms`: the factors of a hop."""
 
     _fields_ = (
@@ -164,14 +164,14 @@ class Coding(ctypes.Structure):
         ("draw", ctypes.c_uint64),
         ("block", ctypes.c_uint64),
         ("clipped", ctypes.c_int64),
-        ("terms", Terms * 2),
+        ("terms", TermsStruct * 2),
         ("codec", ctypes.c_int32),
     )
     clipped: int
-    terms: ctypes.Array[Terms]
+    terms: ctypes.Array[TermsStruct]
 
 
-class Op(ctypes.Structure):
+class OpStruct(ctypes.Structure):
     """`struct pmesh_op`: one run of a plan."""
 
     _fields_ = (

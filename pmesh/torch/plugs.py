@@ -32,10 +32,10 @@ def install(plugs: Mapping[str, str] = _PLUGS) -> None:
             _extend(sys.modules[theirs], ours)
         else:
             later[theirs] = ours
-    sys.meta_path.insert(0, _Finder(later))
+    sys.meta_path.insert(0, _PlugFinder(later))
 
 
-class _Finder(MetaPathFinder):
+class _PlugFinder(MetaPathFinder):
     """Finds each module as without it, and extends it when it has run."""
 
     def __init__(self, plugs: dict[str, str]) -> None:

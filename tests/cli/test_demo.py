@@ -58,7 +58,7 @@ def test_the_demo_trains_one_model_and_leaves_nothing(capsys: pytest.CaptureFixt
 @pytest.mark.usefixtures("folder")
 def test_agents_that_do_not_hear_each_other_get_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "MEET_S", 0.0)
-    with demo.Machines() as machines:
+    with demo.DemoMachines() as machines:
         assert not machines.meet()
         assert len(machines.statuses()) == demo.MACHINES
 
@@ -66,7 +66,7 @@ def test_agents_that_do_not_hear_each_other_get_an_address(monkeypatch: pytest.M
 @pytest.mark.usefixtures("folder")
 def test_a_program_that_fails_is_named_with_what_it_has_printed(tmp_path: Path) -> None:
     home = tmp_path / "mac-1"
-    program = demo.Program("the trainer", tmp_path / "log", ["pmesh.cli", "no-such"], home)
+    program = demo.DemoProgram("the trainer", tmp_path / "log", ["pmesh.cli", "no-such"], home)
     try:
         with pytest.raises(RunError, match=r"the trainer ended with 2; it had printed: .*no-such"):
             demo.await_end([program])
@@ -78,7 +78,7 @@ def test_a_program_that_fails_is_named_with_what_it_has_printed(tmp_path: Path) 
 @pytest.mark.usefixtures("folder")
 def test_what_hangs_is_named_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "PATIENCE_S", 0.0)
-    program = demo.Program("the trainer", tmp_path / "log", ["http.server", "0"], tmp_path)
+    program = demo.DemoProgram("the trainer", tmp_path / "log", ["http.server", "0"], tmp_path)
     try:
         with pytest.raises(RunError, match="the training did not end within 0 s"):
             demo.await_end([program])

@@ -16,14 +16,14 @@ import pytest
 
 from pmesh.cli import service
 from pmesh.cli.app import run
-from pmesh.cli.service import Wanted, service_for
+from pmesh.cli.service import AgentService, service_for
 from pmesh.errors import AgentNotRunning, ConfigError
 from tests.cli.homes import use_home
 
 PROGRAM = ("/opt/my python/bin/python", "-m", "pmesh.cli", "up")
 
 
-def wanted(**changes: object) -> Wanted:
+def wanted(**changes: object) -> AgentService:
     given: dict[str, Any] = {
         "system": "linux",
         "user": "ana",
@@ -32,7 +32,7 @@ def wanted(**changes: object) -> Wanted:
         "program": PROGRAM,
         "as_root": False,
     }
-    return Wanted(**given | changes)
+    return AgentService(**given | changes)
 
 
 class System:

@@ -23,11 +23,11 @@ def test_the_structs_have_the_same_sizes_and_offsets() -> None:
         layout.WORK.itemsize,
         ctypes.sizeof(layout.Coding),
         layout.TRACK.itemsize,
-        ctypes.sizeof(layout.Plan),
-        ctypes.sizeof(layout.Op),
+        ctypes.sizeof(layout.PlanStruct),
+        ctypes.sizeof(layout.OpStruct),
         layout.LaneState.seal_key.offset,
         layout.Coding.codec.offset,
-        layout.Op.has_failed.offset,
+        layout.OpStruct.has_failed.offset,
     ]
     assert library.pmesh_layout()[: len(sizes)] == sizes
 
@@ -37,7 +37,7 @@ def test_the_enums_have_the_same_names_in_the_same_order(name: str) -> None:
     found = re.search(rf"enum pmesh_{name} \{{(.*?)\}}", HEADER.read_text(), re.DOTALL)
     assert found is not None
     names = re.findall(r"PMESH_(\w+),", found[1])
-    enum = getattr(layout, name.capitalize())
+    enum = getattr(layout, f"Run{name.capitalize()}")
     assert [member.name for member in enum] == names
     assert [member.value for member in enum] == list(range(len(names)))
 

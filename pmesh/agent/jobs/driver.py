@@ -33,7 +33,7 @@ from pmesh.net.sessions.processes import ProcessExits
 
 
 @dataclass(slots=True, kw_only=True)
-class WaitingTrainer(jobs.WaitingTrainer[LocalRank]):
+class WaitingRank(jobs.WaitingTrainer[LocalRank]):
     """A trainer that waits for its job to begin."""
 
     program: str
@@ -57,11 +57,11 @@ def _run_of(roster: Roster) -> tuple[JobName, Epoch]:
     return roster.job, roster.born
 
 
-def _make_rank(roster: Roster, trainer: Trainer, waiter: WaitingTrainer) -> LocalRank:
+def _make_rank(roster: Roster, trainer: Trainer, waiter: WaitingRank) -> LocalRank:
     return LocalRank(roster, trainer, waiter.arenas, waiter.program)
 
 
-class Jobs(JobsState[WaitingTrainer, LocalRank]):
+class Jobs(JobsState[WaitingRank, LocalRank]):
     """The jobs of one agent."""
 
     def __init__(
@@ -89,9 +89,9 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
 
     # --- trainers come and go (`pmesh.agent.jobs.session`)
 
-    def enlist(self, request: Connect, arenas: SessionArenas) -> WaitingTrainer:
+    def enlist(self, request: Connect, arenas: SessionArenas) -> WaitingRank:
         """Add a trainer that waits for its job to begin, or to enter it."""
-        waiter = WaitingTrainer(
+        waiter = WaitingRank(
             job=JobName(request.job),
             wait_for=request.wait_for,
             program=request.program,
@@ -103,7 +103,7 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
         self.reevaluate()
         return waiter
 
-    def withdraw(self, waiter: WaitingTrainer) -> None:
+    def withdraw(self, waiter: WaitingRank) -> None:
         """Remove a trainer that waits no longer; if its job has begun, its rank is lost."""
         self.waiters.pop(waiter.slot, None)
         if waiter.rank is not None:
@@ -119,7 +119,7 @@ class Jobs(JobsState[WaitingTrainer, LocalRank]):
         """Return how many trainers wait for the job at each member of the view."""
         return self.waiting_at(self.membership.state, job)
 
-    def has_no_room_for(self, waiter: WaitingTrainer) -> bool:
+    def has_no_room_for(self, waiter: WaitingRank) -> bool:
         """Return whether the view has no room for a trainer that waits here."""
         return self.lacks_room(self.membership.state, waiter, trio.current_time())
 

@@ -10,7 +10,7 @@ import trio
 
 from pmesh.agent.containment import Contain
 from pmesh.agent.grants import SAY_EVERY_S, Grants
-from pmesh.agent.jobs.driver import Jobs, WaitingTrainer
+from pmesh.agent.jobs.driver import Jobs, WaitingRank
 from pmesh.agent.jobs.op_task import run_op
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.core.jobs.jobs import LEFT
@@ -229,7 +229,7 @@ class _TrainerSession:
         return refusal
 
     async def _wait_for_job(
-        self, waiter: WaitingTrainer, timeout_s: float, *, begins: bool
+        self, waiter: WaitingRank, timeout_s: float, *, begins: bool
     ) -> Verdict | None:
         began, said = trio.current_time(), 0
         deadline = began + timeout_s  # one sum: a tiny rest, added to the clock, may change nothing
@@ -251,13 +251,13 @@ class _TrainerSession:
                 await waiter.joined.wait()
         return None
 
-    def _too_few(self, waiter: WaitingTrainer, timeout_s: float) -> str:
+    def _too_few(self, waiter: WaitingRank, timeout_s: float) -> str:
         if self._job_runs():
             return f"job {waiter.job!r} has not called mesh.sync() within {timeout_s:g} s"
         count, *others = self._describe_wait(waiter)
         return "; ".join([f"{count} after {timeout_s:g} s", *others])
 
-    def _describe_wait(self, waiter: WaitingTrainer) -> Iterator[str]:
+    def _describe_wait(self, waiter: WaitingRank) -> Iterator[str]:
         """Yield which machines have a trainer, which have none, and what others wait for."""
         if self._job_runs():
             yield f"job {waiter.job!r} runs; this trainer enters in its next mesh.sync()"
@@ -455,7 +455,7 @@ class _TrainerSession:
         await self._session.send(StillWaiting(op, waited_s, (what,)))
 
 
-def _other_wishes(name: str, others: Iterable[Waiting], waiter: WaitingTrainer) -> Iterator[str]:
+def _other_wishes(name: str, others: Iterable[Waiting], waiter: WaitingRank) -> Iterator[str]:
     """Yield what else the trainers of a machine wait for."""
     for other in others:
         if other.job != waiter.job:

@@ -26,7 +26,7 @@ from pmesh.core.wire.trainer import StartOp
 from pmesh.errors import LaneBroken
 from pmesh.ids import Epoch, JobName, OpNumber
 from pmesh.net.lanes.lane import CallsDiffer
-from pmesh.net.sessions.combining import Run, slices_of
+from pmesh.net.sessions.combining import CombiningRun, slices_of
 
 SHARED_BYTES: Final = 256 * 1024
 """From here on, an alias costs less than a copy."""
@@ -82,7 +82,7 @@ class _Work:
             )
         except ValueError as e:  # a trainer has lied: only its job suffers
             raise LaneBroken(f"op {request.op} does not fit its memory: {e}") from e
-        self.run = Run(slices, plan.moving_bytes)
+        self.run = CombiningRun(slices, plan.moving_bytes)
         self._waiting = set[trio.lowlevel.Task]()
         self._is_over = self.run.start(self._end)
 

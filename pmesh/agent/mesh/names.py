@@ -30,7 +30,7 @@ _START_OF_ID = re.compile(r"[a-z2-7]{8,52}")  # from 8 on, as shown: nobody find
 _log = structlog.get_logger()
 
 
-class _Stored(msgspec.Struct, frozen=True):
+class _StoredNames(msgspec.Struct, frozen=True):
     names: dict[str, str]
 
 
@@ -42,7 +42,7 @@ def load_names(home: Path) -> dict[str, NodeId]:
     path = home / NAMES_NAME
     try:
         content = read_private(path, most_bytes=MAX_FILE_BYTES)
-        stored = {} if content is None else msgspec.json.decode(content, type=_Stored).names
+        stored = {} if content is None else msgspec.json.decode(content, type=_StoredNames).names
         return {name: node_from_text(text) for name, text in stored.items()}
     except KeyFileError as e:
         raise ConfigError(str(e)) from e
@@ -53,7 +53,7 @@ def load_names(home: Path) -> dict[str, NodeId]:
 def store_names(home: Path, owners: dict[str, NodeId]) -> None:
     """Write whose each name is. Raises KeyFileError if that fails."""
     names = {name: node_text(node) for name, node in owners.items()}
-    write_private(home / NAMES_NAME, msgspec.json.encode(_Stored(names)) + b"\n")
+    write_private(home / NAMES_NAME, msgspec.json.encode(_StoredNames(names)) + b"\n")
 
 
 class MachineNames:

@@ -53,7 +53,7 @@ class Known(msgspec.Struct, frozen=True, kw_only=True):
     """Where it listened when it was last seen."""
 
 
-class _Stored(msgspec.Struct, frozen=True):
+class _StoredMembers(msgspec.Struct, frozen=True):
     members: dict[str, Known] = {}
     removals: tuple[Removal, ...] = ()
 
@@ -74,7 +74,11 @@ def load_records(home: Path) -> Records:
     path = home / REGISTER_NAME
     try:
         content = read_private(path, most_bytes=MAX_FILE_BYTES)
-        stored = _Stored() if content is None else msgspec.json.decode(content, type=_Stored)
+        stored = (
+            _StoredMembers()
+            if content is None
+            else msgspec.json.decode(content, type=_StoredMembers)
+        )
         known = {node_from_text(text): each for text, each in stored.members.items()}
     except KeyFileError as e:
         raise ConfigError(str(e)) from e
@@ -86,7 +90,7 @@ def load_records(home: Path) -> Records:
 def store_records(home: Path, records: Records) -> None:
     """Write what is known of members. Raises KeyFileError if that fails."""
     members = {node_text(node): each for node, each in records.known.items()}
-    stored = _Stored(members, tuple(records.removals.values()))
+    stored = _StoredMembers(members, tuple(records.removals.values()))
     write_private(home / REGISTER_NAME, msgspec.json.encode(stored) + b"\n")
 
 

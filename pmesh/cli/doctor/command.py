@@ -24,7 +24,7 @@ _MARKS: Final[dict[Verdict, tuple[str, str]]] = {
 _INDENT: Final = 16  # "! local network "
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """What `pmesh doctor --json` prints."""
 
     schema: int = 1
@@ -53,7 +53,7 @@ def doctor(
     if json:
         found = tuple(findings)
         code = exit_code(found)
-        say_json(msgspec.json.encode(Report(exit_code=code, findings=found)))
+        say_json(msgspec.json.encode(Diagnosis(exit_code=code, findings=found)))
         return code
     return exit_code(show(findings, output()))
 

@@ -11,7 +11,7 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from pmesh.client.collective.buckets import Backward, Bucket, plan_buckets
-from pmesh.client.session.arenas import Region
+from pmesh.client.session.arenas import InputRegion
 from pmesh.client.session.session import Done, Early, TrainerSession
 from pmesh.client.trees.arrays import (
     WIRE_OF,
@@ -349,7 +349,7 @@ class _Overlap:
         """Return the number of values of the bucket's op."""
         return bucket.count + (self._wanted.weight is not None)
 
-    def region(self, bucket: Bucket) -> Region | None:
+    def region(self, bucket: Bucket) -> InputRegion | None:
         """Return where its values lie, if the user has put them into shared memory."""
         # O2: what a broadcast's root has sent is retained, but the user may change this memory.
         if self._wanted.kind == "broadcast" or self._wanted.weight is not None:

@@ -158,7 +158,7 @@ class Share(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class SharesOfRanks:
     """The shares of all ranks, in the ring's order."""
 
     of: dict[TrainerId, Share]
@@ -279,7 +279,7 @@ class _FeedbackCall:
         same = [self.arrays.digest(), repr(self.compression), self.wanted.reduction]
         return f"{what} {digest(same)}"
 
-    def exchange_shares(self) -> Shares:
+    def exchange_shares(self) -> SharesOfRanks:
         """Exchange the shares of all ranks, and continue with the highest step."""
         weight = 1.0 if self.wanted.weight is None else self.wanted.weight
         trials = self.memory.trials
@@ -289,11 +289,11 @@ class _FeedbackCall:
         call = Call("exchange", "int64", (len(row),), tree=self.label, compression=name)
         rows, _ = exchange_rows(self.session, row, call, timeout_s=self.wanted.timeout_s)
         trainers = self.session.world.trainers
-        shares = Shares(dict(zip(trainers, map(Share.of_row, rows), strict=True)))
+        shares = SharesOfRanks(dict(zip(trainers, map(Share.of_row, rows), strict=True)))
         self.memory.step = max(each.step for each in shares.of.values())
         return shares
 
-    def pick(self, shares: Shares | None) -> _Picked:
+    def pick(self, shares: SharesOfRanks | None) -> _Picked:
         """Pick the scheme, the same on all ranks."""
         scheme = self.compression.scheme
         starts = [each.start_step for each in self.allowed if isinstance(each, PowerSGD)]
@@ -303,7 +303,7 @@ class _FeedbackCall:
             return _Picked(scheme)
         return self._pick_by_trial(scheme, shares)
 
-    def _pick_by_trial(self, auto: Auto, shares: Shares) -> _Picked:
+    def _pick_by_trial(self, auto: Auto, shares: SharesOfRanks) -> _Picked:
         ways = (None, *auto.schemes)
         trials = self.memory.trials
         if trials is None or trials.ways != len(ways):
@@ -314,7 +314,9 @@ class _FeedbackCall:
             return _Picked(picked, _comparison(ways, trials.best_ns()))
         return _Picked(ways[trials.next_way], f"trial {trials.progress()}", trials)
 
-    def run(self, picked: _Picked, shares: Shares | None) -> tuple[list[object], list[Summed]]:
+    def run(
+        self, picked: _Picked, shares: SharesOfRanks | None
+    ) -> tuple[list[object], list[Summed]]:
         """Add up bucket by bucket; return the leaves of the result, and the sum of each bucket."""
         whole = isinstance(picked.scheme, PowerSGD)
         buckets = plan_buckets(

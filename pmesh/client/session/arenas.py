@@ -28,7 +28,7 @@ class Mapped:
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class InputRegion:
     """A place in an input arena that holds values of the user's."""
 
     arena: int
@@ -90,7 +90,7 @@ class UsersArrays:
         self.inputs[arena.number] = arena, _address(values)
         return _tracked(values, arena.number, self.dropped)
 
-    def region_of(self, values: Values, wire: str) -> Region | None:
+    def region_of(self, values: Values, wire: str) -> InputRegion | None:
         """Return where these values lie in an arena, ready to be sent; None if they do not."""
         flags = values.flags
         plain = flags.c_contiguous and flags.aligned and values.dtype == WIRE_DTYPES[wire]
@@ -99,7 +99,7 @@ class UsersArrays:
         address = _address(values)
         for number, (arena, start) in self.inputs.items():
             if start <= address and address + values.nbytes <= start + arena.nbytes:
-                return Region(number, address - start)
+                return InputRegion(number, address - start)
         return None
 
     def take_dropped(self) -> list[int]:

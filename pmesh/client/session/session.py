@@ -18,9 +18,9 @@ import msgspec
 import numpy as np
 
 from pmesh.client.session.arenas import (
+    InputRegion,
     Kept,
     Mapped,
-    Region,
     Residuals,
     UsersArrays,
     values_in,
@@ -199,7 +199,7 @@ class TrainerSession:
         with self._end_on_error():
             return self._users.input(arena, values_in(arena, dtype, count))
 
-    def region_of(self, values: Values, wire: str) -> Region | None:
+    def region_of(self, values: Values, wire: str) -> InputRegion | None:
         """Return where an op can read these values without a copy; None if it can't."""
         return self._users.region_of(values, wire) if self._users.inputs else None
 
@@ -261,7 +261,7 @@ class TrainerSession:
         parts_in: tuple[int, ...] = (),
         residuals: Residuals | None = None,
         meanwhile: Callable[[], None] | None = None,
-        region: Region | None = None,
+        region: InputRegion | None = None,
         borrows: bool = False,
     ) -> Done:
         """Run one op. If this rank gives values, they are those in `input_values`.
@@ -303,7 +303,7 @@ class TrainerSession:
         before = extent_of(request, rank=world.rank, size=len(world.trainers))
         source = self._input if before.gives else None
         if region is None and source is not None:
-            region = Region(source.number, 0)
+            region = InputRegion(source.number, 0)
         if region is not None:
             request = msgspec.structs.replace(request, arena=region.arena, offset=region.offset)
         self._input_retained = self._input_retained or is_root

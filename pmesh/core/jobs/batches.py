@@ -13,7 +13,7 @@ from pmesh.compression.blocks import Indices
 from pmesh.core.jobs.shares import WHOLE, Standing, choose_weights, deal_rows
 
 
-class Terms(NamedTuple):
+class BatchTerms(NamedTuple):
     """On what the ranks have agreed."""
 
     first: int
@@ -27,12 +27,12 @@ class BatchShares:
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
-        self._terms = deque([Terms(0, (WHOLE,) * size, (0,) * size)])
+        self._terms = deque([BatchTerms(0, (WHOLE,) * size, (0,) * size)])
         self.next_batch = 0
         """The number of the batch that this rank deals next; it never goes back."""
 
     @property
-    def latest(self) -> Terms:
+    def latest(self) -> BatchTerms:
         """On what the ranks have agreed last."""
         return self._terms[-1]
 
@@ -48,7 +48,7 @@ class BatchShares:
         most_rows = tuple(standing.most_rows for standing in standings)
         if (weights, most_rows) == before[1:]:
             return False
-        self._terms.append(Terms(max(next_batches), weights, most_rows))
+        self._terms.append(BatchTerms(max(next_batches), weights, most_rows))
         return weights != before.weights
 
     def deal(self, rows: int) -> Indices:

@@ -43,7 +43,7 @@ _JOB_BYTES = 192  # a roster without its name and trainers: three epochs or so
 _TRAINER_BYTES = 200  # a trainer without the name of its machine, and it as a voter
 
 
-class _Entry(NamedTuple):
+class _Occupant(NamedTuple):
     member: Member
     waiting: Waiting
 
@@ -61,7 +61,7 @@ class _Room:
             for trainer in roster.trainers
         }
 
-    def take(self, entry: _Entry, name: str) -> bool:
+    def take(self, entry: _Occupant, name: str) -> bool:
         """Take the room for a trainer of a machine with this name; False if there is none."""
         member, waiting = entry
         if (waiting.job, member, waiting.slot) in self.inside:
@@ -109,11 +109,11 @@ def names_in(view: View, members: Iterable[Member]) -> dict[Member, str]:
     return {member: seats.get(member, _LONGEST_NAME) for member in members}
 
 
-def _in_turns(waiting: Mapping[Member, Sequence[Waiting]]) -> Iterable[_Entry]:
+def _in_turns(waiting: Mapping[Member, Sequence[Waiting]]) -> Iterable[_Occupant]:
     """Yield one trainer of each member, the longest there, then the next one of each."""
-    slot: Callable[[_Entry], Slot] = lambda entry: entry.waiting.slot  # noqa: E731 - the key twice
+    slot: Callable[[_Occupant], Slot] = lambda entry: entry.waiting.slot  # noqa: E731 - the key twice
     lists = [
-        sorted((_Entry(member, w) for w in theirs), key=slot)
+        sorted((_Occupant(member, w) for w in theirs), key=slot)
         for member, theirs in sorted(waiting.items())
     ]
     return (entry for turn in zip_longest(*lists) for entry in turn if entry is not None)

@@ -40,7 +40,7 @@ class _Ffi(Protocol):
     def cast(self, c_type: str, pointer: _Pointer) -> _Pointer: ...
 
 
-class _Module(Protocol):
+class _Extension(Protocol):
     ffi: _Ffi
     lib: object
 
@@ -110,7 +110,7 @@ def libaegis() -> Cipher:
 
 
 def _load(library: Library, module: str, prefix: str) -> Cipher:
-    loaded = cast("_Module", importlib.import_module(module))  # it has no types
+    loaded = cast("_Extension", importlib.import_module(module))  # it has no types
     ffi, lib, encrypt, decrypt = loaded.ffi, loaded.lib, f"{prefix}_encrypt", f"{prefix}_decrypt"
     seal_address = int(ffi.cast("uintptr_t", ffi.addressof(lib, encrypt)))
     open_address = int(ffi.cast("uintptr_t", ffi.addressof(lib, decrypt)))

@@ -115,7 +115,7 @@ def _number(record: _Sealed) -> int:
 
 
 @dataclass(slots=True)
-class _Subflow:
+class _Measured:
     bytes_per_s: float
     round_trip_s: float
     busy_at: float
@@ -176,7 +176,7 @@ class SendWindow:
     ) -> None:
         self._window_bytes = window_bytes
         self._window_records = window_records
-        self._subflows: dict[int, _Subflow] = {}
+        self._subflows: dict[int, _Measured] = {}
         self._kept: dict[int, _Sealed] = {}
         self._kept_bytes = 0
         self._homeless: list[_Sealed] = []  # while there is no subflow
@@ -204,7 +204,7 @@ class SendWindow:
         """
         return bool(self._homeless) or any(map(self._lacks_part_of, self._subflows.values()))
 
-    def _lacks_part_of(self, subflow: _Subflow) -> bool:
+    def _lacks_part_of(self, subflow: _Measured) -> bool:
         current = subflow.current
         return bool(subflow.queue) or (current is not None and current.number >= self._wanted)
 
@@ -223,7 +223,7 @@ class SendWindow:
 
     def add(self, index: int, *, bytes_per_s: float, round_trip_s: float, now: float) -> None:
         """A subflow more; the rate is taken for true until it has been measured."""
-        self._subflows[index] = _Subflow(max(bytes_per_s, 1.0), round_trip_s, now)
+        self._subflows[index] = _Measured(max(bytes_per_s, 1.0), round_trip_s, now)
         homeless, self._homeless = self._homeless, []
         for record in homeless:
             self._assign(record)

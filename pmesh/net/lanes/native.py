@@ -33,10 +33,10 @@ from pmesh.native.layout import (
     TRACK,
     WORK,
     Coding,
-    Op,
-    Plan,
-    State,
-    Status,
+    OpStruct,
+    PlanStruct,
+    RunState,
+    RunStatus,
     address_of,
 )
 from pmesh.net.lanes.lane import CallsDiffer, Lane, Wait
@@ -176,13 +176,13 @@ class Runner:
         if not self._runner:
             raise LaneBroken("the data connections have no pipe: the system has no room for it")
         self._ended: int = library.pmesh_runner_fd(self._runner)
-        self._op = Op(seal=aead.SEAL_ADDRESS, open=aead.OPEN_ADDRESS, aead=aead.LIBRARY)
+        self._op = OpStruct(seal=aead.SEAL_ADDRESS, open=aead.OPEN_ADDRESS, aead=aead.LIBRARY)
         self._lanes: Sequence[Lane] = ()
         self._states = array("Q")
         self._flat: _FlatPlan | None = None
         self._regions: Sequence[memoryview] = ()
         """With the plan, the memory that the library uses while an op runs, so that it stays."""
-        self._state = int(State.OVER)
+        self._state = int(RunState.OVER)
 
     def stop(self) -> None:
         """Make the threads end soon; a lane that is closed calls this from the event loop."""
@@ -228,13 +228,13 @@ class Runner:
         for ranks of this agent, which need the event loop.
         """
         flat = self._flat
-        waits = self._state == State.AWAITS and flat is not None and flat.is_short
+        waits = self._state == RunState.AWAITS and flat is not None and flat.is_short
         for lane in self._lanes:
             waits = waits and lane.leads_away
         if waits and patience.waits():
             self._state = self._library.pmesh_wait(self._runner, WAITS_MS)
-            patience.note(late=self._state != State.OVER)
-        if self._state != State.OVER or self._library.pmesh_end(self._runner) != Status.DONE:
+            patience.note(late=self._state != RunState.OVER)
+        if self._state != RunState.OVER or self._library.pmesh_end(self._runner) != RunStatus.DONE:
             return False
         self._take_back()
         return True
@@ -251,7 +251,7 @@ class Runner:
             status = await self._finish()
         finally:
             self._take_back()
-        if status != Status.DONE:
+        if status != RunStatus.DONE:
             await trio.lowlevel.checkpoint_if_cancelled()
             raise self._failure(status, lanes)
 
@@ -263,14 +263,14 @@ class Runner:
     async def _finish(self) -> int:
         library, runner, lanes, state = self._library, self._runner, self._lanes, self._state
         try:
-            if state == State.OVER:
+            if state == RunState.OVER:
                 await trio.lowlevel.checkpoint()
-            elif state == State.AWAITS and self._flat is not None and self._flat.awaits_here:
+            elif state == RunState.AWAITS and self._flat is not None and self._flat.awaits_here:
                 await lanes[0].wait_for(Wait.READABLE)
                 for lane in lanes:
                     lane.check_open()
                 state = library.pmesh_advance(runner)
-            if state != State.OVER:
+            if state != RunState.OVER:
                 for lane in lanes:
                     lane.lend(self.stop)
                 if library.pmesh_hand_over(runner):
@@ -284,11 +284,11 @@ class Runner:
 
     def _failure(self, status: int, lanes: Sequence[Lane]) -> Exception:
         match status:
-            case Status.INVALID:
+            case RunStatus.INVALID:
                 return ValueError("the plan does not fit its memory")
-            case Status.NO_THREAD:
+            case RunStatus.NO_THREAD:
                 return LaneBroken("the data connections have no thread: the system has no room")
-            case Status.STOPPED:
+            case RunStatus.STOPPED:
                 closed = next(lane for lane in lanes if lane.is_closed)
                 return closed.broken("was closed")
             case _:
@@ -301,15 +301,15 @@ _busy: set[Runner] = set()
 
 def _failure_of(lane: Lane, status: int, detail: int) -> PmeshError:
     match status:
-        case Status.DIFFERS:
+        case RunStatus.DIFFERS:
             return CallsDiffer(detail, lane.peer)
-        case Status.ENDED:
+        case RunStatus.ENDED:
             return lane.broken("ended")
-        case Status.OUT_OF_PLACE:
+        case RunStatus.OUT_OF_PLACE:
             return lane.broken("brought a record out of its place")
-        case Status.TOO_LARGE:
+        case RunStatus.TOO_LARGE:
             return lane.broken(f"broke: {too_large(detail)}")
-        case Status.FORGED:
+        case RunStatus.FORGED:
             return lane.broken("broke: a record fails authentication")
         case _:
             return lane.broken(f"broke: {os.strerror(detail)}")
@@ -339,7 +339,7 @@ class _FlatPlan:
             np.array(works, WORK),
             np.array([*_tracks(queues), *_tracks(plan.works)], TRACK),
         )
-        self._struct = Plan(
+        self._struct = PlanStruct(
             *[table.__array_interface__["data"][0] for table in self._tables],
             *[len(table) for table in self._tables[:4]],
             receiving=len(plan.receives),

@@ -40,7 +40,7 @@ FOLD = np.dtype([("nbytes", np.uint64), ("takes", np.uint32, 2), ("gives", np.ui
 """`struct pmesh_fold`."""
 
 
-class State(ctypes.Structure):
+class Combining(ctypes.Structure):
     """`struct pmesh_combining`."""
 
     _fields_ = (
@@ -131,7 +131,7 @@ class InLibrary:
         self._kept = regions = (*sources, *results)
         self._memory = array("Q", [*map(address_of, regions), *map(len, regions)])
         (at, _), size = self._memory.buffer_info(), plan.size
-        self._state = State(
+        self._state = Combining(
             folds=flat.at_folds,
             places=flat.at_places,
             sources=at,
@@ -246,7 +246,7 @@ def _laid_out(plan: Together) -> _Flat:
 # --- in threads
 
 
-class Run:
+class CombiningRun:
     """One op at work. Its tasks await `ended`, and none of them goes on while a thread works."""
 
     def __init__(self, slices: Slices, moving_bytes: int) -> None:

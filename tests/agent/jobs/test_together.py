@@ -23,7 +23,7 @@ from pmesh.net.lanes.lane import CallsDiffer
 from pmesh.net.sessions import combining
 from pmesh.net.sessions.arena_pools import OutputArenas
 from pmesh.net.sessions.arenas import Arena, create_arena
-from pmesh.net.sessions.combining import Run
+from pmesh.net.sessions.combining import CombiningRun
 from tests.worlds.trainer import OpError, Trainer, together, until
 from tests.worlds.village import Village, village
 from tests.worlds.village_ops import ones, ranks_of, reduce_all, run, swallow, verdicts_of_all
@@ -99,18 +99,18 @@ async def test_no_task_ends_while_a_thread_is_in_its_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """V3."""
-    leaves, stops = list[Callable[[], None]](), list[Run]()
+    leaves, stops = list[Callable[[], None]](), list[CombiningRun]()
 
-    def start(work: Run, ended: Callable[[], None]) -> bool:
+    def start(work: CombiningRun, ended: Callable[[], None]) -> bool:
         work._whole = False  # noqa: SLF001 - it will be stopped
         leaves.append(ended)
         return False
 
-    def stop(work: Run) -> None:
+    def stop(work: CombiningRun) -> None:
         stops.append(work)
 
-    monkeypatch.setattr(Run, "start", start)
-    monkeypatch.setattr(Run, "stop", stop)
+    monkeypatch.setattr(CombiningRun, "start", start)
+    monkeypatch.setattr(CombiningRun, "stop", stop)
     meetings, ended = Meetings(), list[int]()
 
     async def take_part(rank: int) -> None:
@@ -171,9 +171,9 @@ async def test_ranks_that_come_first_wait_for_the_root(clock: MockClock) -> None
 async def test_a_trainer_that_dies_leaves_the_others_with_the_same_result(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch, dies: str, count: int
 ) -> None:
-    begun, real = list[Run](), Run.start
+    begun, real = list[CombiningRun](), CombiningRun.start
 
-    def start(work: Run, ended: Callable[[], None]) -> bool:
+    def start(work: CombiningRun, ended: Callable[[], None]) -> bool:
         begun.append(work)
         if len(begun) > 1 or dies != "while it is added":
             return real(work, ended)
@@ -185,7 +185,7 @@ async def test_a_trainer_that_dies_leaves_the_others_with_the_same_result(
         monkeypatch.setattr(work, "stop", stop)
         return False
 
-    monkeypatch.setattr(combining.Run, "start", start)
+    monkeypatch.setattr(combining.CombiningRun, "start", start)
     async with village(clock, 1) as here:
         lost, *left = await here.job(*here.machines * 3)
 

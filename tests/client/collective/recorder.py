@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pmesh.client.session.arenas import Region
+from pmesh.client.session.arenas import InputRegion
 from pmesh.client.session.session import Done
 from pmesh.core.ops.reductions import WIRE_DTYPES, Values
 from pmesh.core.wire.calls import Call
@@ -31,9 +31,9 @@ class Recorder:
         self._input = np.empty(count, WIRE_DTYPES[dtype])
         return self._input
 
-    def region_of(self, values: Values, wire: str) -> Region | None:
+    def region_of(self, values: Values, wire: str) -> InputRegion | None:
         del wire
-        return Region(0, 0) if values.size in self.in_place else None
+        return InputRegion(0, 0) if values.size in self.in_place else None
 
     def prepare_ahead(self, nbytes: int) -> None:
         self.prepared = nbytes
@@ -50,7 +50,7 @@ class Recorder:
         count: int,
         *,
         meanwhile: Callable[[], None] | None = None,
-        region: Region | None = None,
+        region: InputRegion | None = None,
         **_: object,
     ) -> Done:
         if region is not None:

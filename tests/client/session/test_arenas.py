@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from pmesh.client.session.arenas import Mapped, Region, UsersArrays, map_arena, values_in
+from pmesh.client.session.arenas import InputRegion, Mapped, UsersArrays, map_arena, values_in
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.session import ArenaGranted, ArenaKind
 from pmesh.errors import ProtocolError
@@ -39,8 +39,8 @@ def test_values_are_found_within_their_arena_and_not_beyond(
 ) -> None:
     users = UsersArrays()
     x = users.input(arena, values_in(arena, "float32", COUNT))
-    assert users.region_of(x, "float32") == Region(7, 0)
-    assert users.region_of(x[-1:], "float32") == Region(7, PAGE - 4)
+    assert users.region_of(x, "float32") == InputRegion(7, 0)
+    assert users.region_of(x[-1:], "float32") == InputRegion(7, PAGE - 4)
     for first, count in ((0, COUNT + 1), (COUNT - 1, 2), (COUNT, 1), (COUNT, COUNT)):
         assert users.region_of(beside(memory, first, count), "float32") is None
 

@@ -15,7 +15,15 @@ from pmesh import native
 from pmesh.core.ops.reductions import REDUCTIONS, WIRE_DTYPES, Values, check_reduction
 from pmesh.core.ops.together import Fold, Place, Together
 from pmesh.net.sessions import combining
-from pmesh.net.sessions.combining import FOLD, PLACE, SLICE_BYTES, Run, Slices, State, slices_of
+from pmesh.net.sessions.combining import (
+    FOLD,
+    PLACE,
+    SLICE_BYTES,
+    Combining,
+    CombiningRun,
+    Slices,
+    slices_of,
+)
 
 LENGTH = 3 * SLICE_BYTES + 48  # a multiple of every size of values
 
@@ -116,7 +124,7 @@ class Watched:
 
 
 async def test_what_is_stopped_ends_in_all_threads_before_it_is_said_to_have_ended() -> None:
-    run, ended = Run(Watched(), 1 << 30), trio.Event()
+    run, ended = CombiningRun(Watched(), 1 << 30), trio.Event()
     assert not run.start(ended.set)
     run.stop()
     await ended.wait()
@@ -128,7 +136,7 @@ async def test_an_error_in_a_thread_is_raised_by_the_op() -> None:
         def work(self) -> bool:
             raise MemoryError("no room")
 
-    run, ended = Run(Broken(), 1 << 30), trio.Event()
+    run, ended = CombiningRun(Broken(), 1 << 30), trio.Event()
     assert not run.start(ended.set)
     await ended.wait()
     with pytest.raises(MemoryError, match="no room"):
@@ -147,7 +155,7 @@ async def test_threads_that_the_system_refuses_are_not_waited_for(
         monkeypatch.setattr(native, "library", lambda: None)
     sources = [np.ones(LENGTH // 4, np.float32)] * 2
     results = [np.zeros(LENGTH // 4, np.float32) for _ in sources]
-    run, ended = Run(made(sources, results), 1 << 30), trio.Event()
+    run, ended = CombiningRun(made(sources, results), 1 << 30), trio.Event()
     assert not run.start(ended.set)
     await ended.wait()
     assert run.result()
@@ -181,5 +189,5 @@ def test_what_was_stopped_before_does_nothing(
 def test_the_structs_are_those_of_the_library() -> None:
     library = native.library()
     assert library is not None
-    sizes = [PLACE.itemsize, FOLD.itemsize, ctypes.sizeof(State), State.stopped.offset]
+    sizes = [PLACE.itemsize, FOLD.itemsize, ctypes.sizeof(Combining), Combining.stopped.offset]
     assert library.pmesh_combining_layout()[: len(sizes)] == sizes
