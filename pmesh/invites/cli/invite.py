@@ -34,14 +34,14 @@ def show_invitation(home: Path | None) -> int:
     with closing(AgentConnection(directory, INVITATION_REPLIES, silence_s=ANSWER_S)) as connection:
         connection.send(Invite())
         invited = await_reply(connection, Invited)
-        say(
-            f"On the other machine, type within {invited.lasts_s / 60:g} minutes:",
-            "",
-            f"    pmesh join {invited.code}",
-            "",
-            "The code is good for one try. Ctrl-C withdraws it.",
-        )
         try:
+            say(
+                f"On the other machine, type within {invited.lasts_s / 60:g} minutes:",
+                "",
+                f"    pmesh join {invited.code}",
+                "",
+                "The code is good for one try. Ctrl-C withdraws it.",
+            )
             return _tell(_await_end(connection, invited.lasts_s + SLACK_S))
         except KeyboardInterrupt:
             complain("the code is withdrawn")
