@@ -13,6 +13,7 @@ from pmesh.launches.agent.sessions import LaunchFeature
 from pmesh.members.agent import Members
 from pmesh.p2p.agent.router import P2PRouter
 from pmesh.store.agent.stores import Stores
+from pmesh.traces.agent import Traces
 
 
 def make_features(kernel: Kernel) -> Sequence[AnyFeature]:
@@ -42,4 +43,5 @@ def make_features(kernel: Kernel) -> Sequence[AnyFeature]:
         admission=kernel.admission,
         noticed=kernel.noticed,
     )
-    return p2p, stores, LaunchFeature(launches, kernel.admission), invites, Members(kernel)
+    launching = LaunchFeature(launches, kernel.admission)
+    return p2p, stores, launching, invites, Members(kernel), Traces(kernel)

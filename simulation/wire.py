@@ -30,6 +30,7 @@ from pmesh.launches.wire.messages import (
 from pmesh.members.wire import MEMBERS, MembersMessage, MembersQuestion, MembersReply
 from pmesh.p2p.wire import P2P, AttachedReply, AttachedRequest, P2PMessage
 from pmesh.store.wire import STORES, StorePart
+from pmesh.traces.wire import TRACES, AskTrace, TraceReply, TracesMessage
 
 AnyMessage: TypeAlias = (
     LinkMessage
@@ -40,13 +41,14 @@ AnyMessage: TypeAlias = (
     | Relay
     | AnyLaunchMessage
     | MembersMessage
+    | TracesMessage
 )
 """Those of a link, which are delivered once and in order."""
 AnyPathMessage: TypeAlias = AnyMessage | PathMessage
 
 _CHANNELS: dict[int, Channel[Any]] = {
     channel.number: channel
-    for channel in (PATHS, LINK, VIEWS, LANES, P2P, STORES, RELAYS, LAUNCHES, MEMBERS)
+    for channel in (PATHS, LINK, VIEWS, LANES, P2P, STORES, RELAYS, LAUNCHES, MEMBERS, TRACES)
 }
 
 
@@ -76,9 +78,16 @@ AnyRequest: TypeAlias = (
     | LaunchInput
     | Invite
     | MembersQuestion
+    | AskTrace
 )
 AnyReply: TypeAlias = (
-    TrainerReply | AttachedReply | ControlReply | LaunchReply | InvitationReply | MembersReply
+    TrainerReply
+    | AttachedReply
+    | ControlReply
+    | LaunchReply
+    | InvitationReply
+    | MembersReply
+    | TraceReply
 )
 
 ANY_REQUESTS: SessionDecoder[AnyRequest] = SessionDecoder("request", AnyRequest)

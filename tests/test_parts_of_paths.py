@@ -70,6 +70,10 @@ KNOWN = {
         "cwd / script",
         "cwd.joinpath(*parts[:depth])",
     },
+    "pmesh/cli/trace.py": {
+        "100 * part / whole_us",
+        "Path(f\"pmesh-trace-{_UNUSUAL.sub('_', job)}.json.gz\")",
+    },
     "pmesh/client/checkpoints/checkpoints.py": {"Path(folder)"},
     "pmesh/client/connect.py": {
         "Path(sys.argv[0] if sys.argv and sys.argv[0] else sys.executable)",

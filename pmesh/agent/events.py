@@ -223,6 +223,14 @@ class EventLog:
             events=tuple(events),
         )
 
+    def lately(self, seconds: float) -> Iterator[tuple[float, Event]]:
+        """Yield the kept events of the last seconds with their times by `clock`, oldest first."""
+        since = self._clock() - seconds
+        for event in self._events:
+            at = self._began + event.uptime_s
+            if at >= since:
+                yield at, event
+
 
 def encode_events(page: EventPage) -> bytes:
     return msgspec.json.encode(page)

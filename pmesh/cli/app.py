@@ -239,6 +239,23 @@ def events(
 
 
 @app.command
+def trace(
+    job: str, /, *, seconds: float = 60.0, output: Path | None = None, home: Home = None
+) -> int:
+    """Show where the time of a job's ranks went lately, and write a file for ui.perfetto.dev.
+
+    Args:
+        job: Its name, as 'pmesh status' shows it.
+        seconds: How far to look back; each rank keeps its last 16,384 calls.
+        output: The file, .json or .json.gz; default pmesh-trace-JOB.json.gz in this directory.
+        home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
+    """
+    from pmesh.cli.trace import write_trace  # noqa: PLC0415 - numpy
+
+    return write_trace(home, job, seconds, output)
+
+
+@app.command
 def metrics(*, listen: str = "127.0.0.1:9477", home: Home = None) -> int:
     """Serve what 'pmesh status' shows to Prometheus, until Ctrl-C.
 
@@ -387,6 +404,7 @@ IN_ORDER_OF_USE = (
         "members",
         "remove",
         "events",
+        "trace",
         "ping",
         "metrics",
         "bench",

@@ -8,7 +8,7 @@ identity    keys, certificates (the mesh's authority), advertisement (what mDNS 
 links       addresses (which to dial first), dialing (when), health (what a silence means), paths
             (which path of a link is used), bandwidth (what a path carries), reasons (why a path is
             used, for users), delivery (each message once and in order, over any path), relaying
-            (what a third machine forwards)
+            (what a third machine forwards), clocks (what another machine's clock shows)
 wire        framing (lengths, first bytes), channels (who receives which message between agents),
             stream (bytes with a window, in parts of messages), link, probes, views, lanes and
             relays (the messages of each), calls (what an op is called with), session (between a
@@ -26,6 +26,7 @@ views       state (what one member knows), agreement (the effects of a message),
 jobs        rank (its fences, failures and results), progress (how far all are), attempt (does for
             one op what the view has decided), jobs (who waits, who lives here), call_count (a
             program's calls stay in step with those of other ranks), speed (how fast a job trains),
+            op_times (how long its ops took),
             shares (how many rows of a batch each rank takes), batches (the same, for data loaders
             that are ahead of the training)
 ops         kinds, plan (sends and receives), reducing, reduce_scatter, moving, coded (who makes

@@ -53,7 +53,9 @@ from pmesh.members.wire import (
     RemoveMachine,
 )
 from pmesh.terminal.rows import output
+from pmesh.traces.wire import AskTrace, Change, Machine, Traced
 from simulation.wire import AnyReply, decode_request_untrusted
+from tests.traces.histories import BEGAN_US, op, told
 from tests.worlds.fake_status_agent import SNAPSHOT, agent_at, make_chronicle
 
 EVIL = "[/bold] m\x1b]0;you\x07\x9b2J\npmesh: \u202e:boom:"
@@ -72,7 +74,7 @@ def status() -> bytes:
     return text
 
 
-def replies_to(request: object) -> list[AnyReply]:  # noqa: PLR0911 - one for each request
+def replies_to(request: object) -> list[AnyReply]:  # noqa: C901, PLR0911 - one for each request
     events = make_chronicle()
     events.note("peer lost", f"{EVIL} is gone")
     row = LaunchRow(EVIL, EVIL, EVIL, EVIL, False, (EVIL,), EVIL, 1.0, None)  # noqa: FBT003
@@ -101,6 +103,10 @@ def replies_to(request: object) -> list[AnyReply]:  # noqa: PLR0911 - one for ea
             began = LaunchBegan("l", "j", (EVIL, "mac"), (1, 1), (EVIL, EVIL))
             sends = [LaunchSends((FilesSent(EVIL, 1, 2),))] * isinstance(request, Launch)
             return [*sends, began, LaunchLines(lines.encode()), LaunchOver(0)]
+        case AskTrace():
+            there = Machine(name=EVIL, me=True, clock=(), why_not=EVIL)
+            ops = told(0, (op(0, BEGAN_US, BEGAN_US + 1),))
+            return [ops, Traced(EVIL, BEGAN_US + 2, (there,), (Change(0, 0, EVIL, EVIL),))]
         case Invite():
             return [Invited(EVIL, 600.0), InvitationOver("wrong code", EVIL, EVIL)]
         case _:
@@ -138,6 +144,7 @@ COMMANDS: dict[str, tuple[int, str]] = {
     "ping mac-2": (1, f"{SHOWN} is used: {SHOWN}"),
     "ping mac-2 --json": (1, "\\u001b"),
     "members": (1, f"removed by {SHOWN}"),
+    "trace digits": (1, f"{SHOWN}: {SHOWN}"),
     "members --json": (1, "\\u001b"),
     "remove mac-2": (1, f"told when they are back: {SHOWN}"),
     "ps": (1, SHOWN),

@@ -3,6 +3,7 @@
 import json
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -69,6 +70,29 @@ def test_jobs_run_at_once_on_some_or_all_agents_with_several_trainers_on_one(
     assert results(*wide) == [[rank, 3, ["mac-1", "mac-1", "mac-2"], [111]] for rank in range(3)]
     assert results(*narrow) == [[rank, 2, ["mac-1", "mac-1"], [11]] for rank in range(2)]
     assert results(alone) == [[0, 1, ["mac-2"], [1]]]
+
+
+def test_a_trace_has_the_calls_of_all_ranks_on_one_clock(
+    two: tuple[Fleet, Agent, Agent], tmp_path: Path
+) -> None:
+    fleet, one, other = two
+    trainers = [fleet.start_trainer(at, TRAINER, "traced", "2", "1") for at in (one, other)]
+    results(*trainers)
+
+    path = tmp_path / "trace.json"
+    shown = fleet.pmesh("trace", "traced", "--output", str(path), home=one.home)
+
+    assert "40 calls, on one clock within" in shown.stdout, shown.stderr
+    found = json.loads(path.read_bytes())
+    calls = [each for each in found["traceEvents"] if each["name"] == "all_reduce"]
+    assert len({each["pid"] for each in calls}) == 2
+    assert 0 < found["otherData"]["clock_error_us"] < 1e6
+    by_op: dict[int, list[dict[str, float]]] = {}
+    for each in calls:
+        by_op.setdefault(each["args"]["op"], []).append(each)
+    for pair in by_op.values():
+        last_begin, first_end = max(a["ts"] for a in pair), min(a["ts"] + a["dur"] for a in pair)
+        assert last_begin <= first_end + found["otherData"]["clock_error_us"]
 
 
 def test_a_name_is_free_again_as_soon_as_its_job_has_ended(

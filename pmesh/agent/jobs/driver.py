@@ -3,9 +3,10 @@
 It follows the views (`pmesh.agent.mesh.membership.Follower`), and gives ops lanes and memory.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import assert_never
+from typing import Final, TypeAlias, assert_never
 
 import msgspec
 import trio
@@ -20,16 +21,20 @@ from pmesh.agent.lanes.rendezvous import LaneKey, LaneRendezvous
 from pmesh.agent.mesh.membership import Follower, Membership
 from pmesh.core.jobs import jobs
 from pmesh.core.jobs.jobs import JobsState
+from pmesh.core.jobs.op_times import DurationCounts, RankTimes
 from pmesh.core.jobs.speed import Speed
 from pmesh.core.links.health import WIRED
+from pmesh.core.ops.kinds import KINDS, nbytes_of
 from pmesh.core.values import Roster, Trainer, View
 from pmesh.core.views.state import Facts
 from pmesh.core.wire.lanes import AskResult, LaneMessage, OfferLane, RestLane, Splice
-from pmesh.core.wire.trainer import Connect
+from pmesh.core.wire.trainer import Connect, StartOp
 from pmesh.core.wire.views import Heartbeat, RankProgress
 from pmesh.ids import Epoch, JobName, Member, OpNumber, TrainerId
 from pmesh.net.sessions.arena_pools import SessionArenas
 from pmesh.net.sessions.processes import ProcessExits
+
+ENDED_RANKS: Final = 16  # whose latest ops are kept, at most 9 MB
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,6 +44,11 @@ class WaitingRank(jobs.WaitingTrainer[LocalRank]):
     program: str
     arenas: SessionArenas
     joined: trio.Event = field(default_factory=trio.Event)
+
+
+EndedOp: TypeAlias = tuple[LocalRank, StartOp, float, float, float, bool]
+"""An op that has ended: when it began and ended, how long its rank waited in the middle of records,
+all in seconds of the event loop's clock; and whether it has failed."""
 
 
 class JobSpeed:
@@ -85,7 +95,11 @@ class Jobs(JobsState[WaitingRank, LocalRank]):
         self.meetings = Meetings()
         self.speeds: dict[tuple[JobName, Epoch], JobSpeed] = {}
         """The speed of each job of the view, whether it has ranks here or not."""
+        self.ended_ops: list[EndedOp] = []
+        """Those that are not noted yet."""
+        self._durations = DurationCounts()
         self._ended_traffic = (0, 0)
+        self._ended_times: deque[RankTimes] = deque(maxlen=ENDED_RANKS)
 
     # --- trainers come and go (`pmesh.agent.jobs.session`)
 
@@ -183,6 +197,7 @@ class Jobs(JobsState[WaitingRank, LocalRank]):
             rank.moved = sum(rank.lanes.traffic) + self.meetings.taken(attempt)
             rank.patience_s = self._patience_s(rank)
         self._note_speeds()
+        self._note_ops()
         passed = self.pass_time(self.membership.state, trio.current_time())
         for rank in passed.ended:
             self._forget(rank)
@@ -228,6 +243,8 @@ class Jobs(JobsState[WaitingRank, LocalRank]):
     def _forget(self, rank: LocalRank) -> None:
         """Clean up after a rank that has ended here."""
         self._ended_traffic = sum_of(self._ended_traffic, rank.lanes.traffic)
+        self._note_ops()
+        self._ended_times.append(rank.times)
         if all(other.roster.job != rank.roster.job for other in self.ranks):
             self.rendezvous.forget(rank.roster.job, below=rank.roster.number + 1)
             self.meetings.forget(rank.roster.job, below=rank.roster.number + 1)
@@ -319,6 +336,44 @@ class Jobs(JobsState[WaitingRank, LocalRank]):
         """O6: return whether the job runs ops but has never called `sync`, so none can enter it."""
         roster = self.membership.view.roster_of(job)
         return roster is not None and self.progress.show_no_sync(roster)
+
+    @property
+    def times(self) -> Iterator[RankTimes]:
+        """The latest ops of the ranks here, and of those that have ended."""
+        self._note_ops()
+        yield from self._ended_times
+        yield from (rank.times for rank in self.ranks)
+
+    @property
+    def durations(self) -> DurationCounts:
+        """How long the ops of all ranks of this agent took."""
+        self._note_ops()
+        return self._durations
+
+    def _note_ops(self) -> None:
+        """Note the ops that have ended since the last time.
+
+        Some hundred at once, with all of this in the processor's caches: right after each op it
+        took several times as long.
+        """
+        ended, self.ended_ops = self.ended_ops, []
+        for rank, request, began, end, received_s, failed in ended:
+            kind = request.call.kind
+            if kind not in KINDS:
+                continue  # nobody has looked at the call: an earlier failure has answered it (I5)
+            nbytes, took_s, place = nbytes_of(request), end - began, rank.rank
+            rank.times.rank, rank.times.pid = -1 if place is None else place, rank.pid
+            rank.times.note(
+                request.op,
+                kind,
+                nbytes,
+                began_s=began,
+                took_s=took_s,
+                receiving_s=received_s,
+                completed=not failed,
+            )
+            if not failed:
+                self._durations.note(kind, nbytes, took_s)
 
     @property
     def traffic(self) -> tuple[int, int]:

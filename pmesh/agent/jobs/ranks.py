@@ -10,6 +10,7 @@ from pmesh.agent.jobs.requests import Shapes
 from pmesh.agent.lanes.edge_costs import RingCosts
 from pmesh.agent.lanes.rendezvous import LaneEnd, LaneKey, LaneRendezvous
 from pmesh.core.jobs.jobs import LEFT
+from pmesh.core.jobs.op_times import RankTimes
 from pmesh.core.jobs.rank import Fence, RankState
 from pmesh.core.jobs.speed import OwnTime
 from pmesh.core.values import Roster, Trainer, Verdict
@@ -71,6 +72,7 @@ class LocalRank(RankState[Result]):
         self.serving: set[trio.CancelScope] = set()
         """The tasks that send results, which must end before the results' memory is reused."""
         self.own_time = OwnTime()
+        self.times = RankTimes(roster.job, roster.born.counter, trainer.id)
         self.losses: list[str] = []
         """What the trainer must still be told about ranks that are gone."""
         self.patience = Patience()
@@ -339,6 +341,12 @@ class RankLanes:
         """Return the ranks to which, and from which, a lane is open and not about to be closed."""
         to = _whole(self._to).keys() - self._asked.keys()
         return tuple(sorted(to)), tuple(sorted(_whole(self._from)))
+
+    @property
+    def receiving_s(self) -> float:
+        """How long the open lanes have waited in all in the middle of records."""
+        lanes = self._from.values()
+        return sum(pace.took_s for lane in lanes for pace in tuple(lane.paces.values()))
 
     def measure_mbit_s(self) -> Iterator[tuple[TrainerId, tuple[str, str], float]]:
         """Yield how fast data have come since the last call, if they were enough to measure.

@@ -38,6 +38,7 @@ from pmesh.net.sessions.arena_pools import IDLE_S, ArenaShare, SessionArenas
 from pmesh.net.sessions.processes import TrainerProcess
 from pmesh.net.sessions.sessions import ENDS_OF_A_SESSION, Session, refuse, report_errors
 
+TIMED_VALUES = 16 * 1024  # to ask the lanes of smaller ops how long they received costs 1 % of one
 POLL_S = 0.02  # while a trainer waits for its job
 WATCH_S = 0.5  # while it has one: a check costs 0.3 ms, and the process's end needs no check
 SAY_OF_JOB_EVERY_S = 1.0  # a person waits, and starts the others meanwhile
@@ -98,6 +99,11 @@ async def serve_trainer(
             abandoned.give_up_results()  # the agent ends
         with trio.CancelScope(shield=True):
             await arenas.aclose()
+
+
+def _receiving_s(rank: LocalRank, request: StartOp) -> float:
+    """Return how long the rank's lanes have been receiving; 0 for small ops, which end sooner."""
+    return rank.lanes.receiving_s if request.count >= TIMED_VALUES else 0.0
 
 
 def _too_long(job: str) -> str:
@@ -357,8 +363,9 @@ class _TrainerSession:
         rank = self._rank
         if rank is None:
             raise ProtocolError("an op before the sync in which the trainer enters its job")
-        rank.busy_since = trio.current_time()
-        rank.own_time.note(rank.busy_since, calls=True)
+        began = rank.busy_since = trio.current_time()
+        received_s = _receiving_s(rank, request)
+        rank.own_time.note(began, calls=True)
         if request.step:
             rank.step, rank.share_percent = request.step, request.share_percent
         try:
@@ -366,6 +373,7 @@ class _TrainerSession:
         finally:
             rank.busy_since, rank.idle_since = None, trio.current_time()
             rank.own_time.note(rank.idle_since, calls=False)
+        ended = rank.idle_since
         if rank.losses:
             await self._session.send(RanksLost(tuple(rank.losses)))
             rank.losses.clear()
@@ -380,6 +388,8 @@ class _TrainerSession:
         if reply.world is not None:
             self._tell_rank(reply.world)
         await self._session.send(reply)
+        received_s = _receiving_s(rank, request) - received_s
+        self._jobs.ended_ops.append((rank, request, began, ended, received_s, self._failed))
 
     def _tell_rank(self, world: World) -> None:
         """Report the trainer's rank in its job; the ranks of a group are not reported."""

@@ -21,6 +21,7 @@ from pmesh.agent.mesh.names import MachineNames
 from pmesh.agent.mesh.probing import Probing
 from pmesh.core.identity.names import Claim, check_name_untrusted, claims_of
 from pmesh.core.links import health
+from pmesh.core.links.clocks import PeerClock, Reading
 from pmesh.core.links.health import WIRED, Condition, Health, Thresholds
 from pmesh.core.topology.graph import UNKNOWN, Graph, edge_between, measured_graph
 from pmesh.core.values import MAX_MEMBERS, SignedName, View
@@ -97,6 +98,7 @@ class _Contact:
         """The settled bandwidth from the peer, looked up before each heartbeat."""
         self.last_sent_us = 0
         self.last_heard_at = now
+        self.clock = PeerClock()
         self._claims: dict[Claim, None] = {}
         self._more_claims, self._since = float(NEW_CLAIMS), now
 
@@ -175,6 +177,11 @@ class Membership:
             for member, health in known.items()
             if health is not None and health.round_trip_s is not None
         }
+
+    def clock_of(self, node: NodeId) -> tuple[Reading, ...]:
+        """Return what a peer's clock has shown lately; nothing while it is unknown."""
+        contact = self._contacts.get(node)
+        return () if contact is None else contact.clock.readings
 
     def edge_between(self, one: Member, other: Member) -> MeasuredEdge:
         """Return what is known of the edge between two members, from all heartbeats."""
@@ -274,6 +281,10 @@ class Membership:
             round_trip_s = health.measure_round_trip_s(
                 now_us=_microseconds(now), echo_us=message.echo_us, held_us=message.held_us
             )
+            if round_trip_s is not None:
+                contact.clock.note_untrusted(
+                    now_us=_microseconds(now), sent_us=message.sent_us, round_trip_s=round_trip_s
+                )
         contact.health = health.heard_from(
             contact.health, now=now, round_trip_s=round_trip_s
         ).health

@@ -288,6 +288,12 @@ def extent_of(request: StartOp, *, rank: int, size: int) -> Extent:
     return Extent(gives, request.count if kind.gets is None else kind.gets(request, rank, size))
 
 
+def nbytes_of(request: StartOp) -> int:
+    """Return the bytes of the values that a rank names in its call: its own, or all parts."""
+    parts, itemsize = request.parts, WIRE_DTYPES[request.wire_dtype].itemsize
+    return (sum(parts) if parts else request.count) * itemsize
+
+
 def ring_codec_name(compression: str) -> str:
     """Return the codec that a ring uses for a `Call.compression`; empty for none.
 

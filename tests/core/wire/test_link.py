@@ -32,6 +32,7 @@ from pmesh.launches.wire.messages import AnyLaunchMessage
 from pmesh.members.wire import MembersMessage
 from pmesh.p2p.wire import AnnounceMessage, MessageAddress, P2PMessage
 from pmesh.store.wire import StorePart
+from pmesh.traces.wire import TracesMessage
 from simulation.wire import AnyPathMessage, decode_untrusted, encode_unbounded
 from tests.worlds.builders import (
     ANNA,
@@ -150,9 +151,9 @@ def payload(message: Message) -> bytes:
     return encode(message)[CHANNEL_BYTES:]
 
 
-def test_the_bytes_of_version_eighteen_do_not_change_unnoticed() -> None:
+def test_the_bytes_of_version_nineteen_do_not_change_unnoticed() -> None:
     nobody = Member(NodeId(b"n"), Incarnation(7))
-    assert link.PROTOCOL_VERSION == 18
+    assert link.PROTOCOL_VERSION == 19
     assert encode_hello(Hello(1, nobody, unsigned("mac"), (Address("h", 9),))).hex() == (
         f"98 01 01 92 c4 01 6e 07 92 a3 6d6163 c4 40 {'00' * 64} 91 92 a1 68 09 90 00 c0".replace(
             " ", ""
@@ -215,10 +216,11 @@ def test_the_channels_and_tags_are_those_of_version_fifteen() -> None:
             26: "MessageWithdrawn",
         }
     }
-    assert tags_of(StorePart | Relay | MembersMessage) == {
+    assert tags_of(StorePart | Relay | MembersMessage | TracesMessage) == {
         5: {1: "StorePart"},
         6: {1: "Relay"},
         8: {60: "TellRemovals", 61: "TellRotation"},
+        9: {62: "AskOps", 63: "TellOps"},
     }
     assert tags_of(AnyLaunchMessage) == {
         7: {

@@ -1,0 +1,150 @@
+"""The ops of all ranks on one clock, and what each rank did meanwhile."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple
+
+from pmesh.core.jobs.op_times import OpTime
+from pmesh.core.links.clocks import by_our_clock
+from pmesh.core.ops.kinds import KINDS
+from pmesh.traces.wire import Machine, RankOps, TracedOps
+
+
+class Process(NamedTuple):
+    """A trainer's process: it is one rank of its job, and maybe of groups."""
+
+    machine: int
+    """The place of its machine."""
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedOp:
+    """One op of one rank, in microseconds by the clock of the machine that was asked."""
+
+    process: Process
+    job: str
+    """The job, or a group of its ranks."""
+    run: int
+    trainer: int
+    rank: int
+    op: OpTime
+    began_us: float
+    ended_us: float
+    error_us: float
+    """How far both times may be from the truth, to either side."""
+
+
+def place_ops(
+    traced: Iterable[TracedOps], machines: Sequence[Machine], *, since_us: int, until_us: int
+) -> list[PlacedOp]:
+    """Place the ops on one clock, by their ends; only those that ended within these bounds.
+
+    A machine whose clock is not known has no place there; whatever times a machine may have told,
+    what is returned lies within the bounds, except for the beginning of long ops.
+    """
+    placed = [
+        _placed(each.machine, each.ops, op, machines[each.machine])
+        for each in traced
+        if machines[each.machine].me or machines[each.machine].clock
+        for op in each.ops.times
+    ]
+    inside = (p for p in placed if since_us <= p.ended_us <= until_us + p.error_us)
+    return sorted(inside, key=attrgetter("ended_us"))
+
+
+def _placed(place: int, ops: RankOps, op: OpTime, machine: Machine) -> PlacedOp:
+    ended_us, error_us = float(op.began_us + op.took_us), 0.0
+    if not machine.me:
+        ended_us, error_us = by_our_clock(machine.clock, op.began_us + op.took_us)
+    return PlacedOp(
+        process=Process(place, ops.pid),
+        job=ops.last.job,
+        run=ops.last.run,
+        trainer=ops.last.trainer,
+        rank=ops.rank,
+        op=op,
+        began_us=ended_us - op.took_us,  # clocks differ by nothing within one op
+        ended_us=ended_us,
+        error_us=error_us,
+    )
+
+
+class Wait(NamedTuple):
+    """How long a rank waited in an op until the last rank had called it."""
+
+    until_us: float
+    last: PlacedOp
+    """The op of the rank that came last."""
+
+
+def find_waits(ops: Iterable[PlacedOp]) -> dict[int, Wait]:
+    """Return the waits by the places of their ops in `ops`.
+
+    Of the kinds that no rank ends before all have started them. A wait that is shorter than the
+    error of the two clocks is none.
+    """
+    ordered = list(ops)
+    calls: dict[tuple[str, int, int], list[int]] = defaultdict(list)
+    for place, each in enumerate(ordered):
+        kind = KINDS.get(each.op.kind)
+        if kind is not None and kind.barrier:
+            calls[each.job, each.run, each.op.op].append(place)
+    waits: dict[int, Wait] = {}
+    for places in calls.values():
+        last = max((ordered[place] for place in places), key=attrgetter("began_us"))
+        for place in places:
+            each = ordered[place]
+            until_us = min(last.began_us, each.ended_us)
+            if each is not last and until_us - each.began_us > each.error_us + last.error_us:
+                waits[place] = Wait(until_us, last)
+    return waits
+
+
+@dataclass(slots=True)
+class Shares:
+    """What one process did from its first op to its last one, in microseconds."""
+
+    calls: int = 0
+    outside_us: float = 0.0
+    """No op ran."""
+    waited_us: float = 0.0
+    """It waited for ranks that had not called the op yet."""
+    moved_us: float = 0.0
+    """The rest of its ops: values were sent, received, added and sealed."""
+
+
+def share_out(ops: Sequence[PlacedOp], waits: Mapping[int, Wait]) -> dict[Process, Shares]:
+    """Return how each process has spent its time; where its groups' ops overlap, it counts once.
+
+    Args:
+        ops: all ops, by their ends.
+        waits: as `find_waits` returns them.
+    """
+    shares: dict[Process, Shares] = {}
+    busy: dict[Process, list[tuple[float, float]]] = defaultdict(list)
+    waiting: dict[Process, list[tuple[float, float]]] = defaultdict(list)
+    for place, each in enumerate(ops):
+        shares.setdefault(each.process, Shares()).calls += 1
+        busy[each.process].append((each.began_us, each.ended_us))
+        if place in waits:
+            waiting[each.process].append((each.began_us, waits[place].until_us))
+    for process, share in shares.items():
+        spans = busy[process]
+        in_ops_us = _covered(spans)
+        whole_us = max(end for _, end in spans) - min(begin for begin, _ in spans)
+        share.outside_us = max(0.0, whole_us - in_ops_us)
+        share.waited_us = _covered(waiting[process])
+        share.moved_us = max(0.0, in_ops_us - share.waited_us)
+    return shares
+
+
+def _covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Return how much of the time at least one of the spans covers."""
+    covered_us, until_us = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        covered_us += max(0.0, end - max(begin, until_us))
+        until_us = max(until_us, end)
+    return covered_us

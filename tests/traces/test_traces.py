@@ -1,0 +1,214 @@
+"""Whole agents tell each other what their ranks did lately."""
+
+from functools import partial
+
+import msgspec
+import pytest
+import trio
+from trio.testing import MockClock
+
+from pmesh.core.wire.channels import Message
+from pmesh.core.wire.session import Refused
+from pmesh.ids import JobName
+from pmesh.traces import agent as traces
+from pmesh.traces.agent import ANSWERS_BEFORE_POLL, Traces
+from pmesh.traces.rules.timeline import find_waits, place_ops
+from pmesh.traces.wire import AskOps, AskTrace, TellOps, Traced, TracedOps
+from tests.worlds.trainer import Trainer, together, until
+from tests.worlds.village import Machine, Village, training, village
+from tests.worlds.village_ops import ones
+
+DIGITS = AskTrace(JobName("digits"), 60.0)
+
+
+async def trace(
+    here: Village, machine: Machine, request: AskTrace = DIGITS
+) -> tuple[list[TracedOps], Traced]:
+    visitor = await here.trainer(machine)
+    await visitor.send(request)
+    found: list[TracedOps] = []
+    while True:
+        reply = await visitor.receive()
+        if isinstance(reply, TracedOps):
+            found.append(reply)
+        else:
+            assert isinstance(reply, Traced), reply
+            return found, reply
+
+
+async def reduce_late(trainer: Trainer, after_s: float) -> None:
+    await trio.sleep(after_s)
+    await trainer.reduce(ones(1000))
+
+
+async def test_all_ranks_calls_come_on_one_clock_and_show_who_was_late(clock: MockClock) -> None:
+    async with training(clock, 3) as (here, trainers):
+        for _ in range(2):
+            late_s = [5.0 * (trainer.rank == 2) for trainer in trainers]
+            await together(
+                *[partial(reduce_late, t, s) for t, s in zip(trainers, late_s, strict=True)]
+            )
+
+        found, traced = await trace(here, here.machines[0])
+
+        assert [machine.name for machine in traced.machines] == here.machines[0].names
+        assert [machine.me for machine in traced.machines].count(True) == 1
+        assert not any(machine.why_not for machine in traced.machines)
+        since_us = traced.until_us - 60_000_000
+        ops = place_ops(found, traced.machines, since_us=since_us, until_us=traced.until_us)
+        assert sorted((each.op.op, each.rank) for each in ops) == [
+            (op, rank) for op in range(2) for rank in range(3)
+        ]
+        assert {each.op.nbytes for each in ops} == {4000}
+        assert {each.op.kind for each in ops} == {"all_reduce"}
+        for wait in find_waits(ops).values():
+            assert wait.last.rank == 2
+        waited_s = [
+            (wait.until_us - ops[place].began_us) / 1e6 for place, wait in find_waits(ops).items()
+        ]
+        assert waited_s == pytest.approx([5.0] * 4, abs=0.1)
+        kinds = {change.kind for change in traced.changes}
+        assert {"job began", "peer joined"} <= kinds
+
+
+async def test_the_calls_of_a_job_that_has_ended_are_still_there(clock: MockClock) -> None:
+    async with training(clock, 2) as (here, trainers):
+        await together(*[partial(trainer.reduce, ones(3)) for trainer in trainers])
+        for trainer in trainers:
+            await trainer.leave()
+        await until(lambda: not any(machine.agent.jobs.ranks for machine in here.machines))
+
+        found, traced = await trace(here, here.machines[1])
+
+        assert len(found) == 2
+        assert any(change.kind == "job ended" for change in traced.changes)
+
+
+async def test_a_job_of_which_nothing_is_known_is_an_error_that_names_the_jobs(
+    clock: MockClock,
+) -> None:
+    async with training(clock, 2) as (here, _):
+        visitor = await here.trainer(here.machines[0])
+        reply = await visitor.ask(AskTrace(JobName("digit"), 60.0))
+        assert isinstance(reply, Refused)
+        assert reply.verdict.message == (
+            "no call of job 'digit' has ended in the last 60 s; the jobs that run are 'digits'"
+        )
+    async with village(clock, 1) as here:
+        visitor = await here.trainer(here.machines[0])
+        reply = await visitor.ask(DIGITS)
+        assert isinstance(reply, Refused)
+        assert reply.verdict.message.endswith("; no job runs")
+
+
+async def test_a_machine_that_does_not_answer_is_named_and_the_others_are_there(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with training(clock, 2) as (here, trainers):
+        await together(*[partial(trainer.reduce, ones(3)) for trainer in trainers])
+        monkeypatch.setattr(here.machines[1].part(Traces), "_answer", lambda *_: None)
+
+        found, traced = await trace(here, here.machines[0])
+
+        assert len(found) == 1
+        assert {machine.why_not for machine in traced.machines} == {
+            "",
+            "it has not answered within 5 s",
+        }
+
+
+async def test_a_machine_that_answers_without_end_is_cut_off(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with training(clock, 2) as (here, trainers):
+        await together(*[partial(trainer.reduce, ones(3)) for trainer in trainers])
+        liar = here.machines[1].part(Traces)
+        first = liar._next_ops(AskOps(0, JobName("digits"), 60.0))  # noqa: SLF001
+        monkeypatch.setattr(liar, "_next_ops", lambda _: first)
+        monkeypatch.setattr(traces, "MOST_ANSWERS", 6)
+
+        found, traced = await trace(here, here.machines[0])
+
+        assert len(found) == 1 + 3
+        assert any("more than 3072 calls" in machine.why_not for machine in traced.machines)
+
+
+class Post:
+    """What an agent sends, in place of its links."""
+
+    def __init__(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sent: list[Message] = []
+        monkeypatch.setattr(
+            machine.agent.peers, "send", lambda _, message: self.sent.append(message)
+        )
+
+
+async def test_who_asks_all_the_time_is_answered_at_the_pace_of_the_agreement(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with training(clock, 2) as (here, _):
+        one, two = here.machines
+        part, asks = one.part(Traces), two.agent.membership.state.me
+        part.poll()
+        post = Post(one, monkeypatch)
+        for number in range(ANSWERS_BEFORE_POLL + 3):
+            part.receive(asks, AskOps(number, JobName("digits"), 60.0))
+
+        answered = [m.question for m in post.sent if isinstance(m, TellOps)]
+        assert answered == list(range(ANSWERS_BEFORE_POLL))
+        post.sent.clear()
+        part.poll()
+        part.poll()
+
+        last = ANSWERS_BEFORE_POLL + 2  # in place of those before
+        assert [m.question for m in post.sent if isinstance(m, TellOps)] == [last]
+
+
+async def test_only_members_of_the_view_are_answered(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with training(clock, 2) as (here, _):
+        one, two = here.machines
+        part, member = one.part(Traces), two.agent.membership.state.me
+        stranger = member._replace(incarnation=member.incarnation + 1)  # type: ignore[arg-type]
+        part.poll()
+        post = Post(one, monkeypatch)
+        part.receive(stranger, AskOps(0, JobName("digits"), 60.0))
+        assert post.sent == []
+
+        for number in range(ANSWERS_BEFORE_POLL + 1):
+            part.receive(member, AskOps(number, JobName("digits"), 60.0))
+        post.sent.clear()
+        alone = msgspec.structs.replace(
+            one.agent.membership.view, seats=one.agent.membership.view.seats[:0]
+        )
+        monkeypatch.setattr(type(one.agent.membership), "view", alone)
+        part.follow()
+        part.poll()
+        assert post.sent == []
+
+
+async def test_answers_that_nobody_waits_for_are_dropped(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with training(clock, 3) as (here, trainers):
+        await together(*[partial(trainer.reduce, ones(3)) for trainer in trainers])
+        asks, liar, silent = (machine.part(Traces) for machine in here.machines)
+        member = here.machines[1].agent.membership.state.me
+        for part in (liar, silent):
+            monkeypatch.setattr(part, "_answer", lambda *_: None)
+        found: list[str] = []
+
+        async def look() -> None:
+            _, traced = await trace(here, here.machines[0])
+            found.extend(machine.why_not for machine in traced.machines)
+
+        async def lie() -> None:
+            await until(lambda: len(asks._open) == 2)  # noqa: SLF001
+            others = [n for n, each in asks._open.items() if each.member != member]  # noqa: SLF001
+            for number in (*others, 1234):
+                asks.receive(member, TellOps(number, None))
+
+        await together(look, lie)
+
+        assert found.count("it has not answered within 5 s") == 2
