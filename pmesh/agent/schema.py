@@ -321,6 +321,21 @@ class TurnedAwayStatus(_Part, frozen=True, kw_only=True):
     ]
 
 
+class OpDurationsStatus(_Part, frozen=True, kw_only=True):
+    """How long the ops of one kind and size took that ranks of this machine have completed."""
+
+    kind: Annotated[str, Meta(description="Such as all_reduce.")]
+    up_to_bytes: Annotated[
+        int | None,
+        Meta(description="The largest op counted here; smaller sizes are counted by themselves."),
+    ]
+    counts: Annotated[
+        tuple[int, ...],
+        Meta(description="For each bound of `duration_bounds_s`, then for what took longer."),
+    ]
+    total_s: Annotated[float, Meta(description="All of them together, waiting included.")]
+
+
 class Status(_Part, frozen=True, kw_only=True):
     """What `pmesh status --json` prints."""
 
@@ -340,6 +355,13 @@ class Status(_Part, frozen=True, kw_only=True):
     door: DoorStatus
     turned_away: TurnedAwayStatus
     held_off: tuple[HeldOffStatus, ...] = ()
+    op_durations: Annotated[
+        tuple[OpDurationsStatus, ...],
+        Meta(description="Since the agent started, from a call's arrival at the agent to its end."),
+    ] = ()
+    duration_bounds_s: Annotated[
+        tuple[float, ...], Meta(description="An op of just so many seconds is still within.")
+    ] = ()
 
 
 def name_peer(peer: PeerStatus, own_name: str) -> str:

@@ -18,6 +18,7 @@ from pmesh.agent.mesh.links import Link
 from pmesh.agent.mesh.membership import Membership
 from pmesh.agent.mesh.peers import Peers
 from pmesh.agent.schema import OTHER_MESH, Status, name_peer
+from pmesh.core.jobs.op_times import DURATIONS_S, SIZES, DurationCounts
 from pmesh.core.links.reasons import USUAL_MBIT_S, why_slow
 from pmesh.core.values import Roster, Seat
 from pmesh.core.views.quorum import is_in_force
@@ -201,7 +202,21 @@ def take_snapshot(sources: Sources) -> Status:
         door=schema.DoorStatus(**asdict(sources.door)),
         turned_away=sources.turned_away,
         held_off=tuple(_held_off(sources.membership, sources.peers)),
+        op_durations=tuple(describe_durations(sources.jobs.durations)),
+        duration_bounds_s=DURATIONS_S,
     )
+
+
+def describe_durations(durations: DurationCounts) -> Iterator[schema.OpDurationsStatus]:
+    """Yield how long ops took, by kind and size, the smallest first."""
+    for kind, size in sorted(durations.by_kind):
+        found = durations.by_kind[kind, size]
+        yield schema.OpDurationsStatus(
+            kind=kind,
+            up_to_bytes=SIZES[size] if size < len(SIZES) else None,
+            counts=tuple(found.counts),
+            total_s=round(found.total_s, 6),
+        )
 
 
 def _texts(addresses: tuple[Address, ...]) -> tuple[str, ...]:

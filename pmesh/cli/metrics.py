@@ -8,6 +8,7 @@ import errno
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Final, get_args
 
@@ -16,6 +17,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
+    HistogramMetricFamily,
     InfoMetricFamily,
     Metric,
     StateSetMetricFamily,
@@ -97,6 +99,7 @@ def metrics_of(status: Status) -> Iterator[Metric]:
     )
     yield from _of_the_mesh(status)
     yield from _of_jobs(status.jobs)
+    yield _durations(status)
     traffic, door = msgspec.structs.asdict(status.traffic), msgspec.structs.asdict(status.door)
     del door["pending"]
     for way in ("sent", "received"):
@@ -118,6 +121,20 @@ def metrics_of(status: Status) -> Iterator[Metric]:
         _of(msgspec.structs.asdict(status.turned_away)),
         "what",
     )
+
+
+def _durations(status: Status) -> Metric:
+    found = HistogramMetricFamily(
+        "pmesh_op_duration_seconds",
+        "Of collective calls of this machine's ranks, waiting for others included.",
+        labels=("kind", "up_to_bytes"),
+    )
+    for each in status.op_durations:
+        bounds = (*map(str, status.duration_bounds_s), "+Inf")
+        buckets = list(zip(bounds, accumulate(each.counts), strict=False))
+        size = "+Inf" if each.up_to_bytes is None else str(each.up_to_bytes)
+        found.add_metric((each.kind, size), buckets, each.total_s)
+    return found
 
 
 def _of_the_mesh(status: Status) -> Iterator[Metric]:

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, generate_latest, start_http_ser
 from prometheus_client.parser import text_string_to_metric_families
 
 from pmesh.agent.events import Event, EventKind, EventPage
-from pmesh.agent.schema import EdgeStatus, JobStatus, RankStatus, Status
+from pmesh.agent.schema import EdgeStatus, JobStatus, OpDurationsStatus, RankStatus, Status
 from pmesh.cli.app import run
 from pmesh.cli.metrics import AgentCollector
 from pmesh.errors import AgentNotRunning
@@ -51,7 +51,18 @@ EDGE = EdgeStatus(
     sender=SNAPSHOT.view.members[0].id, receiver=SNAPSHOT.view.members[1].id, rtt_ms=0.3, mbit_s=940
 )
 VIEW = msgspec.structs.replace(SNAPSHOT.view, edges=(EDGE,))
-STATUS = msgspec.structs.replace(SNAPSHOT, jobs=(JOB,), view=VIEW)
+STATUS = msgspec.structs.replace(
+    SNAPSHOT,
+    jobs=(JOB,),
+    view=VIEW,
+    duration_bounds_s=(0.0001, 0.01),
+    op_durations=(
+        OpDurationsStatus(kind="all_reduce", up_to_bytes=4096, counts=(1, 2, 3), total_s=4.5),
+        OpDurationsStatus(kind="barrier", up_to_bytes=None, counts=(0, 0, 1), total_s=2.0),
+    ),
+)
+
+BOUNDS = ("0.0001", "0.01", "+Inf")
 
 Found = Mapping[tuple[str, tuple[str, ...]], float]
 """By the name of a sample, without `pmesh_`, and its label values."""
@@ -99,6 +110,15 @@ def test_numbers_are_in_base_units_and_under_the_names_of_their_machines() -> No
     assert found["edge_bytes_per_second", ("mac-2", "mac-1")] == 117.5e6
     assert found["sent_bytes_total", ("data",)] == STATUS.traffic.data_sent_bytes
     assert found["door_connections_total", ("refused",)] == STATUS.door.refused
+
+
+def test_durations_of_ops_are_a_histogram_for_each_kind_and_size() -> None:
+    found = metrics_of(STATUS)
+    name = "op_duration_seconds"
+    within = {bound: found[f"{name}_bucket", ("all_reduce", bound, "4096")] for bound in BOUNDS}
+    assert within == {"0.0001": 1, "0.01": 3, "+Inf": 6}
+    assert found[f"{name}_sum", ("all_reduce", "4096")] == 4.5
+    assert found[f"{name}_count", ("barrier", "+Inf")] == 1
 
 
 def test_what_is_not_known_is_left_out() -> None:
