@@ -14,6 +14,7 @@ from pmesh.client.calls.queue import Handle, Line, Turn
 from pmesh.client.collective.bucketed import LastOp
 from pmesh.client.elastic.place import Place
 from pmesh.client.session.session import TrainerSession, exchange_rows
+from pmesh.client.shown import names_line, ranks_table
 from pmesh.client.trees.arrays import digest
 from pmesh.core.wire.calls import Call
 from pmesh.errors import (
@@ -64,7 +65,15 @@ class Group(Collectives):
         finalize(self, _leave, place, self._line, os.getpid()).atexit = False
 
     def __repr__(self) -> str:
-        return f"<Group of ranks {list(self._ranks)}, rank {self.rank} of {self.size}>"
+        return f"<{self._title}: {names_line(self.names)}>"
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        return ranks_table(self._title, self.names, self.rank)
+
+    @property
+    def _title(self) -> str:
+        return f"Group of ranks {list(self._ranks)}, rank {self.rank} of {self.size}"
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from pmesh.client.collective.differences import state_differences
 from pmesh.client.elastic.place import Place
 from pmesh.client.elastic.sync import Synced
 from pmesh.client.group import Collectives, Group, Groups, check_ranks, ranks_by_color
+from pmesh.client.shown import names_line, ranks_table
 from pmesh.client.trees.state import pack, unpack_untrusted
 from pmesh.compression.blocks import Indices
 from pmesh.core.ops.reductions import Values
@@ -83,7 +84,15 @@ class Mesh(Collectives):
         self._store = Store(self._attach_synced)
 
     def __repr__(self) -> str:
-        return f"<Mesh {self._job!r}, rank {self.rank} of {self.size}>"
+        return f"<{self._title}: {names_line(self.names)}>"
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        return ranks_table(self._title, self.names, self.rank)
+
+    @property
+    def _title(self) -> str:
+        return f"Mesh {self._job!r}, rank {self.rank} of {self.size}, step {self.step}"
 
     @property
     def step(self) -> int:

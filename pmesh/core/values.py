@@ -272,6 +272,11 @@ class View(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """In ring order."""
     rosters: Annotated[tuple[Roster, ...], Meta(max_length=MAX_JOBS)] = ()
 
+    def __repr__(self) -> str:
+        machines = ", ".join(printable(seat.name) for seat in self.seats)
+        jobs = "".join(f"; job {each.job!r} of {len(each.trainers)}" for each in self.rosters)
+        return f"<View {self.epoch.counter}: {machines}{jobs}>"
+
     @cached_property  # each message reads these two
     def members(self) -> tuple[Member, ...]:
         """The members, in ring order."""

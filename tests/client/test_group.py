@@ -47,7 +47,9 @@ def test_every_call_counts_ranks_in_the_groups_order(
         group = made_of(agent, mesh, order, coming)
         me, r = order.index(mesh.rank), mesh.rank
         assert (group.rank, group.size, group.ranks) == (me, RANKS, order)
-        assert repr(group) == f"<Group of ranks {list(order)}, rank {me} of 3>"
+        title = f"Group of ranks {list(order)}, rank {me} of 3"
+        assert repr(group) == f"<{title}: {', '.join(group.names)}>"
+        assert title in group._repr_html_()
         rows = np.full(r + 1, r)
         everything = [rank for rank in order for _ in range(rank + 1)]
         assert group.all_gather(rows).tolist() == everything

@@ -337,4 +337,6 @@ def test_what_a_mesh_knows(agent: WatchedAgent) -> None:
     with pmesh.connect("job", home=agent.home) as mesh:
         assert (mesh.rank, mesh.size, mesh.names) == (0, 1, ("simulated",))
         assert mesh.view.seats[0].name == "simulated"
-        assert repr(mesh) == "<Mesh 'job', rank 0 of 1>"
+        assert repr(mesh.view) == "<View 2: simulated; job 'job' of 1>"
+        assert "<td><b>simulated</b></td>" in mesh._repr_html_()
+        assert repr(mesh) == "<Mesh 'job', rank 0 of 1, step 0: simulated>"
