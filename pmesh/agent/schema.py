@@ -10,6 +10,7 @@ from typing import Annotated, Final, Literal, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from pmesh.core.jobs.reports import NotFinite
 from pmesh.errors import UsageError
 from pmesh.ids import shared_name
 
@@ -206,6 +207,13 @@ class RankStatus(_Part, frozen=True, kw_only=True):
         int | None,
         Meta(description="Its share of each batch, if the script takes rows by their shares."),
     ] = None
+    reports: Annotated[
+        dict[str, float | NotFinite],
+        Meta(
+            description="The numbers that its script has reported last, by name: its loss, and so "
+            "on. Each is of this rank alone."
+        ),
+    ] = msgspec.field(default_factory=dict[str, "float | NotFinite"])
     stopped: Annotated[bool, Meta(description="Its process has been stopped, as by SIGSTOP.")] = (
         False
     )

@@ -19,6 +19,7 @@ from pmesh.agent.mesh.membership import Membership
 from pmesh.agent.mesh.peers import Peers
 from pmesh.agent.schema import OTHER_MESH, Status, name_peer
 from pmesh.core.jobs.op_times import DURATIONS_S, SIZES, DurationCounts
+from pmesh.core.jobs.reports import NotFinite, shown_number
 from pmesh.core.links.reasons import USUAL_MBIT_S, why_slow
 from pmesh.core.values import Roster, Seat
 from pmesh.core.views.quorum import is_in_force
@@ -138,10 +139,15 @@ def _ranks(roster: Roster, jobs: Jobs) -> Iterator[schema.RankStatus]:
             step=0 if mark is None else mark.step,
             own_percent=None if mark is None or mark.own_percent < 0 else mark.own_percent,
             share_percent=None if mark is None or mark.share_percent < 0 else mark.share_percent,
+            reports={} if mark is None else _shown(mark.reports),
             stopped=mark is not None and mark.stopped,
             program=here[trainer.id].program if trainer.id in here else None,
             compression=here[trainer.id].compression if trainer.id in here else None,
         )
+
+
+def _shown(reports: Mapping[str, float]) -> dict[str, float | NotFinite]:
+    return {name: shown_number(value) for name, value in reports.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

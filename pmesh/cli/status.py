@@ -36,6 +36,7 @@ from pmesh.terminal.rows import Cell, Rows, output
 from pmesh.terminal.sizes import bytes_text
 from pmesh.texts import printable
 
+WIDE: Final = 80  # cells; a narrower terminal has no room for the loss
 SLOWER_PERCENT: Final = 10  # less is within what steps differ by from one to the next
 
 
@@ -45,7 +46,7 @@ def render_status(status: Status, *, width: int = 80, beat: int | None = None) -
     for job in status.jobs:
         parts += ["", _job_line(job)]
         if job.ranks or job.newcomers:
-            parts.append(_ranks(job))
+            parts.append(_ranks(job, loss=width >= WIDE and _reports_loss(job)))
     parts += ["", _machines(status)]
     parts += describe_troubles(status)
     parts += _not_linked(status)
@@ -125,22 +126,37 @@ def find_slowest(ranks: Sequence[RankStatus]) -> RankStatus | None:
     return slowest if most - second >= SLOWER_PERCENT else None
 
 
-def _ranks(job: JobStatus) -> Rows:
+def _reports_loss(job: JobStatus) -> bool:
+    return any("loss" in rank.reports for rank in job.ranks)
+
+
+def _ranks(job: JobStatus, *, loss: bool) -> Rows:
+    """One line a rank; `loss` adds the column of what each has reported."""
     slowest = find_slowest(job.ranks)
     rows: list[tuple[Cell, ...]] = [
         (
             str(rank.rank),
             Text(printable(rank.name)),
             str(rank.step if job.step else rank.completed + 1),
+            *[report_text(rank.reports.get("loss"))] * loss,
             "" if rank.own_percent is None else f"{rank.own_percent} %",
             Text("; ".join(_remarks(rank, slow=rank is slowest))),
         )
         for rank in job.ranks
     ]
     waits = "waits" if job.wait_for is not None else "enters at the next sync"
-    rows += [("", Text(printable(one.name)), "", "", waits) for one in job.newcomers]
-    headers = ("rank", "machine", "step" if job.step else "op", "computes", "")
-    return Rows(headers, rows, compact=True)
+    rows += [("", Text(printable(one.name)), *[""] * (2 + loss), waits) for one in job.newcomers]
+    step = "step" if job.step else "op"
+    return Rows(("rank", "machine", step, *["loss"] * loss, "computes", ""), rows, compact=True)
+
+
+def report_text(value: float | str | None) -> str:
+    """Format a reported number with the digits that count; empty if there is none.
+
+    >>> report_text(0.0312345), report_text(12345.6), report_text("nan"), report_text(None)
+    ('0.03123', '1.235e+04', 'nan', '')
+    """
+    return "" if value is None else value if isinstance(value, str) else f"{value:.4g}"
 
 
 def _remarks(rank: RankStatus, *, slow: bool) -> Iterator[str]:

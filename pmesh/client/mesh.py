@@ -165,6 +165,23 @@ class Mesh(Collectives):
 
         return cast("T", self._do(run, finish))
 
+    def report(self, /, **values: float) -> None:
+        """Show numbers of this step, such as `loss=0.31`, wherever the job's status is shown.
+
+        `pmesh status` and `pmesh top` on any machine of the mesh show the latest value of each name
+        and rank. They travel with the rank's next collective call of the mesh: the report itself
+        takes microseconds, waits for nobody, and does nothing if the agent has stopped.
+
+        Args:
+            values: at most 8 names, each with an int or float of Python or numpy, which may be
+                infinite or NaN. A name that this call leaves out keeps its value.
+
+        Raises:
+            UsageError: a value is an array or no number, a name is longer than 24 characters or has
+                others than letters, digits and _ . / -, or there are more than 8 names.
+        """
+        self._place.report(values)
+
     def shard(
         self, dataset_len: int, *, epoch: int = 0, position: int = 0, seed: int = 0
     ) -> Indices:

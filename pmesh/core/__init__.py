@@ -27,6 +27,7 @@ jobs        rank (its fences, failures and results), progress (how far all are),
             one op what the view has decided), jobs (who waits, who lives here), call_count (a
             program's calls stay in step with those of other ranks), speed (how fast a job trains),
             op_times (how long its ops took),
+            reports (the numbers that trainers report of a step),
             shares (how many rows of a batch each rank takes), batches (the same, for data loaders
             that are ahead of the training)
 ops         kinds, plan (sends and receives), reducing, reduce_scatter, moving, coded (who makes

@@ -32,6 +32,7 @@ MAX_JOBS = 256  # no job begins while this many run in the view, groups of ranks
 MAX_JOB_BYTES = (
     64  # of its name in UTF-8: a member may have 128 trainers that wait for as many jobs
 )
+MAX_REPORTS = 8  # numbers that one rank reports of its step: its loss, and some more
 MAX_TEXT_BYTES = 2048  # of an error: 20 ranks, each with its call
 
 MAX_ROSTERS_BYTES = 96 * 1024  # of all jobs in a view: 600 trainers of machines with short names
@@ -48,6 +49,12 @@ Id: TypeAlias = Annotated[TrainerId, Meta(ge=0, le=2**62)]
 Ids: TypeAlias = Annotated[tuple[Id, ...], Meta(max_length=MAX_TRAINERS)]
 Members: TypeAlias = Annotated[tuple[Member, ...], Meta(max_length=MAX_TRAINERS)]
 RosterNumber: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_COUNTER)]
+REPORT_NAME = r"^[A-Za-z0-9_./-]{1,24}\Z"  # as of the numbers that libraries log, "eval/loss"
+Reports: TypeAlias = Annotated[
+    dict[Annotated[str, Meta(min_length=1, max_length=24, pattern=REPORT_NAME)], float],
+    Meta(max_length=MAX_REPORTS),
+]
+"""The numbers that a rank has reported last, by name; they may be infinite or NaN."""
 
 _ELLIPSIS = "…"
 _encoder = msgspec.msgpack.Encoder()

@@ -1,6 +1,7 @@
 """What `pmesh status` shows of whole agents, and its documented schema."""
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -25,13 +26,13 @@ from pmesh.core.links import health
 from pmesh.core.links.paths import PathKey
 from pmesh.core.values import Terms
 from pmesh.core.wire.control import AskStatus, StatusReply
-from pmesh.core.wire.trainer import Compresses
+from pmesh.core.wire.trainer import Compresses, ReportsNumbers
 from pmesh.errors import UsageError
 from pmesh.ids import node_text
 from tests.worlds.fake_status_agent import SNAPSHOT
 from tests.worlds.trainer import Trainer, together, until
 from tests.worlds.village import Machine, training, village
-from tests.worlds.village_ops import snapshot_of
+from tests.worlds.village_ops import enter, snapshot_of, syncing_job
 
 
 async def status_of(machine: Machine) -> Status:
@@ -228,6 +229,33 @@ async def test_trainers_hear_of_the_agents_compression_and_say_what_they_do(
         after = await status_of(machine)
         assert [rank.compression for rank in after.jobs[0].ranks] == ["bf16: it was fastest"]
         await trainer.leave()
+
+
+async def test_what_ranks_report_is_seen_from_every_machine(clock: MockClock) -> None:
+    async with village(clock, 3) as here:
+        one, two, looks_on = here.machines
+        first, second = await here.job(one, two)
+        await first.send(ReportsNumbers({"loss": 0.5, "accuracy": 0.25}))
+        await first.send(ReportsNumbers({"loss": 0.25}))  # all that it has reported, each time
+        await second.send(ReportsNumbers({"loss": math.nan}))
+        await together(first.barrier, second.barrier)
+        await trio.sleep(0.3)  # a heartbeat
+        for machine in (one, two, looks_on):
+            (job,) = (await status_of(machine)).jobs
+            assert job.ranks[first.rank].reports == {"loss": 0.25}
+            assert job.ranks[second.rank].reports == {"loss": "nan"}
+
+
+async def test_a_trainer_without_a_rank_reports_in_vain(clock: MockClock) -> None:
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        (runs,) = await syncing_job(here, one)
+        late = await here.trainer(two)
+        await late.join("digits", 1)
+        await late.send(ReportsNumbers({"loss": 0.5}))
+        await enter(here, [late], [runs])
+        (job,) = snapshot_of(two).jobs
+        assert [rank.reports for rank in job.ranks] == [{}, {}]
 
 
 async def test_a_rank_that_is_lost_is_gone_from_its_job_with_the_reason(clock: MockClock) -> None:

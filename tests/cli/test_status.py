@@ -32,6 +32,7 @@ from pmesh.cli.app import run
 from pmesh.cli.ring import RingNode, draw_ring
 from pmesh.cli.status import Cropped, render_status, speed_text
 from pmesh.cli.status_all import render_all
+from pmesh.core.jobs.reports import NotFinite
 from pmesh.terminal.sizes import bytes_text
 from tests.worlds.fake_status_agent import IDS, MINIMAL, NAMES, SNAPSHOT, agent_at, answer_well
 
@@ -130,6 +131,22 @@ def test_a_rank_shows_its_share_where_rows_are_dealt_by_speed() -> None:
     assert (
         sum("takes 75 % of each batch" in line for line in first_screen(three_machines(dealt))) == 1
     )
+
+
+def test_a_terminal_that_has_room_shows_the_loss_of_each_rank_that_reports_one() -> None:
+    job = job_of(60, 61, 62)
+    reports: tuple[dict[str, float | NotFinite], ...] = ({"loss": 0.031239}, {"loss": "nan"}, {})
+    both = zip(job.ranks, reports, strict=True)
+    ranks = tuple(msgspec.structs.replace(rank, reports=each) for rank, each in both)
+    status = three_machines(msgspec.structs.replace(job, ranks=ranks))
+    lines = first_screen(status)
+    header = next(n for n, line in enumerate(lines) if line.startswith("rank"))
+    assert lines[header].split() == ["rank", "machine", "step", "loss", "computes"]
+    cells = [line.split() for line in lines[header + 1 : header + 4]]
+    assert [line[3] for line in cells] == ["0.03124", "nan", "62"]
+    narrow = drawn(render_status(status, width=60), width=60)
+    assert "0.03124" not in narrow
+    assert "loss" not in "".join(first_screen(three_machines(job)))
 
 
 @pytest.mark.parametrize("shares", [(96, 97, 90), (96, None, 20), (50,)])

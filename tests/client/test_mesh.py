@@ -1,6 +1,7 @@
 import threading
 from collections.abc import Callable
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import pmesh
 from pmesh.core.wire.calls import Call
 from pmesh.ids import OpNumber, Rank
+from tests.worlds.scripted_agent import ScriptedAgent, joins
 from tests.worlds.watched_agent import WatchedAgent, run_ranks
 
 UFUNCS: dict[str, Any] = {"sum": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
@@ -340,3 +342,38 @@ def test_what_a_mesh_knows(agent: WatchedAgent) -> None:
         assert repr(mesh.view) == "<View 2: simulated; job 'job' of 1>"
         assert "<td><b>simulated</b></td>" in mesh._repr_html_()
         assert repr(mesh) == "<Mesh 'job', rank 0 of 1, step 0: simulated>"
+
+
+def test_the_latest_reports_travel_once_with_the_next_call(agent: WatchedAgent) -> None:
+    with pmesh.connect("job", home=agent.home) as mesh:
+        mesh.report(loss=0.5)
+        assert agent.reported == []
+        mesh.report(loss=0.25, **{"eval/loss": np.float64(0.5)})
+        mesh.barrier()
+        mesh.all_reduce(np.ones(3))
+        mesh.report(loss=0.125)
+        mesh.sync(None)
+    assert agent.reported == [
+        {"loss": 0.25, "eval/loss": 0.5},
+        {"loss": 0.125, "eval/loss": 0.5},
+    ]
+
+
+def test_reports_that_are_refused_change_nothing(agent: WatchedAgent) -> None:
+    with pmesh.connect("job", home=agent.home) as mesh:
+        mesh.report(loss=0.5)
+        with pytest.raises(pmesh.UsageError, match=r"pass accuracy=float\(…\)"):
+            mesh.report(loss=0.25, accuracy=np.ones(1))  # type: ignore[arg-type] # the mistake
+        mesh.barrier()
+    assert agent.reported == [{"loss": 0.5}]
+
+
+def test_reports_are_no_error_where_nobody_reads_them(tmp_path: Path) -> None:
+    with ScriptedAgent(tmp_path, joins) as agent, pmesh.connect("job", home=tmp_path) as mesh:
+        agent.wait_until_closed()
+        mesh.report(loss=0.5)
+        with pytest.raises(pmesh.AgentStopped):
+            mesh.barrier()
+        mesh.report(loss=0.25)
+        mesh.close()
+        mesh.report(loss=0.125)

@@ -33,7 +33,16 @@ from pmesh.core.wire.session import (
     WantArena,
     encode,
 )
-from pmesh.core.wire.trainer import ENTERS, Compresses, Connect, Joined, Leave, OpDone, StartOp
+from pmesh.core.wire.trainer import (
+    ENTERS,
+    Compresses,
+    Connect,
+    Joined,
+    Leave,
+    OpDone,
+    ReportsNumbers,
+    StartOp,
+)
 from pmesh.ids import TrainerId
 from pmesh.net.sessions.arena_pools import ArenaShare
 from pmesh.net.sessions.sessions import PeerCredentials, Session
@@ -142,6 +151,8 @@ class WatchedAgent:
         """The sizes of the input arenas that trainers asked for."""
         self.shown: list[str] = []
         """What trainers say of their compression."""
+        self.reported: list[dict[str, float]] = []
+        """The numbers that trainers have reported."""
         self.retained: list[Retained] = []
         """What roots have broadcast."""
         self.compression = ""
@@ -188,6 +199,8 @@ class WatchedAgent:
                 self.note(lambda: self.left.append(session.me))
             case Compresses(text):
                 self.shown.append(text)
+            case ReportsNumbers(reports):
+                self.reported.append(reports)
             case WantArena(nbytes) if session.job:
                 self.wanted.append(nbytes)
             case DropArena(number):

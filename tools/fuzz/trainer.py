@@ -27,7 +27,14 @@ from pmesh.core.wire.session import (
     WantArena,
     encode,
 )
-from pmesh.core.wire.trainer import ENTERS, Compresses, Connect, Leave, StartOp
+from pmesh.core.wire.trainer import (
+    ENTERS,
+    Compresses,
+    Connect,
+    Leave,
+    ReportsNumbers,
+    StartOp,
+)
 from pmesh.ids import JobName, OpNumber, TrainerId
 from pmesh.invites.wire import Invite
 from pmesh.launches.wire.messages import AskLaunches
@@ -73,8 +80,9 @@ def honest_sessions() -> Iterator[tuple[AnyRequest, ...]]:
     commands = (Set("x", b"x"), Add("n", 1), Get("x"), Keys(""), Wait(("never",)))
     calls: list[tuple[int, store.Command]] = list(enumerate(commands))
     attach, envelope = Attach(SESSION_VERSION, JOB, me), Envelope(0, "float32", (100,), 400)
+    numbers = ReportsNumbers({"loss": 0.5})
     while True:
-        yield (connect, want, *ops, Compresses("int8"), DropArena(0), Leave())
+        yield (connect, want, *ops, Compresses("int8"), numbers, DropArena(0), Leave())
         yield (connect, want, entering)
         yield (AskStatus(),)
         yield (AskEvents(-1),)

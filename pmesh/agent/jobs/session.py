@@ -27,6 +27,7 @@ from pmesh.core.wire.trainer import (
     OpDone,
     OpFailed,
     RanksLost,
+    ReportsNumbers,
     StartOp,
     StillWaiting,
     World,
@@ -324,6 +325,8 @@ class _TrainerSession:
                     self._arenas.drop(number)
                 case Compresses(text):
                     self._note_compression(text)
+                case ReportsNumbers(reports):
+                    self._note_reports(reports)
                 case Leave():
                     self._has_left = True
                 case _:
@@ -333,6 +336,10 @@ class _TrainerSession:
     def _note_compression(self, text: str) -> None:
         if self._rank is not None:
             self._rank.compression = text
+
+    def _note_reports(self, reports: dict[str, float]) -> None:
+        if self._rank is not None:
+            self._rank.reports = reports
 
     async def _enter_job(self, request: StartOp) -> StartOp | Verdict:
         """O6: get a rank, unless there is one whose history the job still has.

@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar
@@ -18,6 +18,7 @@ from pmesh.client.session.connection import AgentConnection, mesh_ended
 from pmesh.client.session.in_step import in_step
 from pmesh.client.session.session import TrainerSession
 from pmesh.client.trees.state import Packed
+from pmesh.core.jobs.reports import merge_reports
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.trainer import TRAINER_REPLIES, Connect, GroupOf, World
 from pmesh.errors import (
@@ -192,6 +193,10 @@ class Place:
     def show_step(self, step: int, share_percent: int) -> None:
         """Show in `pmesh status`, from the next op on, what a job without `sync` counts itself."""
         self._session.step, self._session.share_percent = step, share_percent
+
+    def report(self, values: Mapping[str, object]) -> None:
+        """Show these numbers in `pmesh status`, from the next request on; see `Mesh.report`."""
+        self._session.reports = merge_reports(self._session.reports, values)
 
     def sync(self, packed: Packed, *, timeout_s: float) -> Synced:
         """Agree with all ranks on a state; a trainer outside the job enters it, or comes back.

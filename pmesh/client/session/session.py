@@ -49,6 +49,7 @@ from pmesh.core.wire.trainer import (
     OpDone,
     OpFailed,
     RanksLost,
+    ReportsNumbers,
     StartOp,
     StillWaiting,
     TrainerReply,
@@ -110,6 +111,9 @@ class TrainerSession:
         """`mesh.step` after the next `sync`, for `pmesh status`."""
         self.share_percent = -1
         """This rank's share of the rows, for `pmesh status`."""
+        self.reports: dict[str, float] = {}
+        """What the trainer has reported, for `pmesh status`; replaced at once, by any thread."""
+        self._reports_sent = self.reports
         self._own = 0.0, time.monotonic()
         """How long it has computed until when; replaced at once, as any thread reads it."""
         self._input: Mapped | None = None
@@ -495,7 +499,8 @@ class TrainerSession:
         self._own = own_s + max(0.0, time.monotonic() - since), math.inf
         if not sent:
             dropped = self._users.dropped and self._users.take_dropped()
-            self._connection.send(*map(DropArena, dropped), request, *self._begun)
+            before = *map(DropArena, dropped), *self._take_reports()
+            self._connection.send(*before, request, *self._begun)
         if meanwhile is not None:
             meanwhile()
         waited = False
@@ -519,6 +524,14 @@ class TrainerSession:
                         self._waiting.end()
                     self._own = self._own[0], time.monotonic()
                     return reply
+
+    def _take_reports(self) -> tuple[ReportsNumbers, ...]:
+        """Return what was reported since the last request."""
+        reports = self.reports
+        if reports is self._reports_sent:
+            return ()
+        self._reports_sent = reports
+        return (ReportsNumbers(reports),)
 
     @contextmanager
     def _end_on_error(self) -> Generator[None]:

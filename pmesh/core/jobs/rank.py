@@ -50,6 +50,8 @@ class RankState(Generic[R]):
         """The share of its time that its trainer spends outside calls; -1 while unknown."""
         self.share_percent = -1
         """Its share of the rows of a batch; -1 in a job that deals none."""
+        self.reports: dict[str, float] = {}
+        """What its trainer has reported last; replaced, and never changed."""
         self.stopped = False
         """Whether the trainer's process has been stopped, as by SIGSTOP."""
         self.view_request: ViewRequest | None = None
@@ -161,6 +163,7 @@ class RankState(Generic[R]):
             self.step,
             self.own_percent,
             self.share_percent,
+            self.reports,
         )
 
     def request_view(self, verdict: Verdict | None, op: int = -1) -> None:

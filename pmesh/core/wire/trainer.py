@@ -5,7 +5,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from pmesh.core.values import Terms, Verdict, View
+from pmesh.core.values import Reports, Terms, Verdict, View
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.session import (
     AnyVersion,
@@ -129,6 +129,12 @@ class Compresses(SessionMessage, frozen=True, tag="compresses"):
     text: Annotated[str, Meta(max_length=MAX_COMPRESSION_TEXT, pattern=PRINTABLE)]
 
 
+class ReportsNumbers(SessionMessage, frozen=True, tag="reports"):
+    """What the trainer has reported last, sent with a request that it makes anyway; no answer."""
+
+    reports: Reports
+
+
 class Leave(SessionMessage, frozen=True, tag="leave"):
     """The trainer ends on purpose; without it a closed socket is a crash."""
 
@@ -199,7 +205,9 @@ class RanksLost(SessionMessage, frozen=True, tag="ranks_lost"):
     """A sentence for each."""
 
 
-TrainerRequest: TypeAlias = Connect | WantArena | DropArena | StartOp | Compresses | Leave
+TrainerRequest: TypeAlias = (
+    Connect | WantArena | DropArena | StartOp | Compresses | ReportsNumbers | Leave
+)
 TrainerReply: TypeAlias = (
     Joined | Refused | ArenaGranted | ArenaGone | OpDone | OpFailed | StillWaiting | RanksLost
 )

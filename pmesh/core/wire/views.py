@@ -14,6 +14,7 @@ from pmesh.core.values import (
     Ids,
     Job,
     Op,
+    Reports,
     RosterNumber,
     SignedName,
     Terms,
@@ -101,6 +102,8 @@ class RankProgress(msgspec.Struct, frozen=True, array_like=True):
     """The share of its time that the trainer spends outside collective calls; -1 while unknown."""
     share_percent: Annotated[int, Meta(ge=-1, le=100)] = -1
     """The rank's share of the rows of a batch; -1 in a job that deals none."""
+    reports: Reports = msgspec.field(default_factory=dict[str, float])
+    """What its trainer has reported last: its loss, and so on."""
 
 
 class Waiting(msgspec.Struct, frozen=True, array_like=True):
@@ -151,7 +154,7 @@ class MeasuredEdge(msgspec.Struct, frozen=True, array_like=True):
 class Heartbeat(_ViewMessage, frozen=True, tag=2):
     """The state of a member. It is self-contained: the next one makes up for a lost one."""
 
-    most_bytes = 160 * 1024  # view requests 64, waiting, progress and in_force 16 + 16 + 45 KiB
+    most_bytes = 184 * 1024  # view requests 64, waiting, progress and in_force 16 + 50 + 45 KiB
     view: Epoch
     promised: Epoch
     flushed: bool

@@ -18,6 +18,7 @@ from pmesh.core.values import (
     MAX_JOB_BYTES,
     MAX_JOBS,
     MAX_MEMBERS,
+    MAX_REPORTS,
     MAX_ROSTERS_BYTES,
     MAX_SEAT_BYTES,
     MAX_TEXT_BYTES,
@@ -574,6 +575,8 @@ def test_the_largest_heartbeat_is_within_its_bound() -> None:
     progress = RankProgress(
         LONGEST_JOB, MAX_COUNTER, TrainerId(LARGEST), LARGEST, LARGEST, 2**64 - 1, LARGEST
     )
+    reports = {f"{number:0>24}": 1.0 for number in range(MAX_REPORTS)}
+    progress = msgspec.structs.replace(progress, step=2**63 - 1, reports=reports)
     beat = Heartbeat(
         view=LATE,
         promised=LATE,

@@ -13,7 +13,15 @@ from pmesh.core.values import Terms, Verdict
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.control import AskEvents, AskStatus, StopAgent, Stopping
 from pmesh.core.wire.session import MAX_REQUEST_BYTES, SESSION_VERSION, Refused, WantArena, encode
-from pmesh.core.wire.trainer import Compresses, Connect, GroupOf, Joined, Leave, StartOp
+from pmesh.core.wire.trainer import (
+    Compresses,
+    Connect,
+    GroupOf,
+    Joined,
+    Leave,
+    ReportsNumbers,
+    StartOp,
+)
 from pmesh.errors import ProtocolError
 from pmesh.ids import JobName, OpNumber, TrainerId
 from pmesh.p2p.wire import ReceiveMessage
@@ -117,6 +125,9 @@ def start_op(timeout_s: float = 1.0, count: int = 1, **of_the_call: object) -> S
         pytest.param(connect(job="a\u202eb"), id="a job's name that turns the direction"),
         pytest.param(connect(program="a\x9bb"), id="a program's name that steers a terminal"),
         pytest.param(Compresses("int8\r"), id="a compression that begins a line anew"),
+        pytest.param(ReportsNumbers({"x" * 25: 1.0}), id="a report's name of 25 characters"),
+        pytest.param(ReportsNumbers({"loss\n": 1.0}), id="a report's name of two lines"),
+        pytest.param(ReportsNumbers(dict.fromkeys("abcdefghi", 1.0)), id="nine reports"),
         pytest.param(AskEvents(2**63 - 1), id="events after the largest number that there is"),
         pytest.param(WantArena(2**63), id="an arena of 8 EiB"),
         pytest.param(replace(connect(), straggler_after_s=math.nan), id="patience of no number"),
@@ -162,6 +173,9 @@ def unbounded(  # noqa: C901 - one arm for each type
         case inspect.VarTupleType(item_type=item, max_length=longest):
             yield from [where] * (longest is None)
             yield from unbounded(item, f"{where}[]")
+        case inspect.DictType(key_type=key, value_type=inspect.FloatType(), max_length=longest):
+            yield from [where] * (longest is None)
+            yield from unbounded(key, f"{where}[]")  # the numbers are shown, whatever they are
         case inspect.IntType(ge=least, le=most):
             yield from [where] * (least is None or most is None)
         case inspect.FloatType(gt=above, ge=least):  # a NaN is greater than nothing
