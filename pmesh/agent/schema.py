@@ -129,6 +129,13 @@ class MemberStatus(_Part, frozen=True, kw_only=True):
     mbit_s: Annotated[
         int | None, Meta(description="The settled bandwidth from it to this machine.")
     ] = None
+    cpu_percent: Annotated[
+        int | None,
+        Meta(description="How busy its processors are, all together; null while unknown."),
+    ] = None
+    memory_percent: Annotated[
+        int | None, Meta(description="How much of its memory is in use; null while unknown.")
+    ] = None
     paths: Annotated[tuple[PathStatus, ...], Meta(description="To it, the one in use first.")] = ()
 
 

@@ -137,8 +137,8 @@ def _ranks(roster: Roster, jobs: Jobs) -> Iterator[schema.RankStatus]:
             started=-1 if mark is None else mark.started,
             completed=-1 if mark is None else mark.completed,
             step=0 if mark is None else mark.step,
-            own_percent=None if mark is None or mark.own_percent < 0 else mark.own_percent,
-            share_percent=None if mark is None or mark.share_percent < 0 else mark.share_percent,
+            own_percent=None if mark is None else _known(mark.own_percent),
+            share_percent=None if mark is None else _known(mark.share_percent),
             reports={} if mark is None else _shown(mark.reports),
             stopped=mark is not None and mark.stopped,
             program=here[trainer.id].program if trainer.id in here else None,
@@ -231,6 +231,8 @@ def _texts(addresses: tuple[Address, ...]) -> tuple[str, ...]:
 
 def _member(rank: int, seat: Seat, sources: Sources) -> schema.MemberStatus:
     node, name = seat.member.node, sources.membership.names.of_seat(seat)
+    load = sources.membership.load_of(seat.member)
+    cpu_percent, memory_percent = _known(load.cpu_percent), _known(load.memory_percent)
     if seat.member == sources.me:
         return schema.MemberStatus(
             id=node_text(node),
@@ -239,6 +241,8 @@ def _member(rank: int, seat: Seat, sources: Sources) -> schema.MemberStatus:
             health="self",
             rtt_ms=None,
             addresses=_texts(sources.hello.addresses),
+            cpu_percent=cpu_percent,
+            memory_percent=memory_percent,
         )
     health, live = sources.membership.health_of(node), sources.peers.links.get(node)
     trip = None if health is None else health.round_trip_s
@@ -257,6 +261,8 @@ def _member(rank: int, seat: Seat, sources: Sources) -> schema.MemberStatus:
         silence_s=None if health is None else round(health.longest_silence_s, 1),
         loss_percent=_percent(loss),
         mbit_s=sources.membership.probing.settled_mbit_s(seat.member) or None,
+        cpu_percent=cpu_percent,
+        memory_percent=memory_percent,
         paths=() if live is None else tuple(_paths(live, trip, sources)),
     )
 
@@ -329,6 +335,10 @@ def _edges(membership: Membership) -> Iterator[schema.EdgeStatus]:
             rtt_ms=_milliseconds(edge.round_trip_us / 1e6 or None),
             mbit_s=max(edge.mbit_s, 0) or None,
         )
+
+
+def _known(percent: int) -> int | None:
+    return None if percent < 0 else percent
 
 
 def _rounded(per_s: float | None) -> float | None:

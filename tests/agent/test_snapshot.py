@@ -13,6 +13,7 @@ import trio
 from trio.testing import MockClock
 
 from pmesh.agent import snapshot
+from pmesh.agent.mesh.load import MEASURE_EVERY_S
 from pmesh.agent.schema import (
     SCHEMA_VERSION,
     HeldOffStatus,
@@ -229,6 +230,15 @@ async def test_trainers_hear_of_the_agents_compression_and_say_what_they_do(
         after = await status_of(machine)
         assert [rank.compression for rank in after.jobs[0].ranks] == ["bf16: it was fastest"]
         await trainer.leave()
+
+
+async def test_every_machine_shows_how_busy_the_others_are(clock: MockClock) -> None:
+    async with village(clock, 2) as here:
+        await trio.sleep(3 * MEASURE_EVERY_S)
+        for machine in here.machines:
+            for member in snapshot_of(machine).view.members:
+                assert member.cpu_percent in range(101)
+                assert member.memory_percent in range(1, 101)
 
 
 async def test_what_ranks_report_is_seen_from_every_machine(clock: MockClock) -> None:

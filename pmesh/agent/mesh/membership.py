@@ -17,6 +17,7 @@ import msgspec
 import structlog
 import trio
 
+from pmesh.agent.mesh.load import Load, LoadMeter
 from pmesh.agent.mesh.names import MachineNames
 from pmesh.agent.mesh.probing import Probing
 from pmesh.core.identity.names import Claim, check_name_untrusted, claims_of
@@ -157,6 +158,7 @@ class Membership:
         self._draining = False
         self._reported: object = None
         self._stall_guard = StallGuard()
+        self._load_meter = LoadMeter()
 
     @property
     def view(self) -> View:
@@ -182,6 +184,15 @@ class Membership:
         """Return what a peer's clock has shown lately; nothing while it is unknown."""
         contact = self._contacts.get(node)
         return () if contact is None else contact.clock.readings
+
+    def load_of(self, member: Member) -> Load:
+        """Return how busy the machine of a member is, as its last heartbeat says."""
+        if member == self.state.me:
+            return self._load_meter.load
+        peer = self.state.peers.get(member.node)
+        if peer is None or peer.member != member:
+            return Load()
+        return Load(peer.heartbeat.cpu_percent, peer.heartbeat.memory_percent)
 
     def edge_between(self, one: Member, other: Member) -> MeasuredEdge:
         """Return what is known of the edge between two members, from all heartbeats."""
@@ -335,6 +346,7 @@ class Membership:
     async def run(self) -> None:
         while True:
             self.reevaluate()
+            self._load_meter.measure(trio.current_time())
             self.beat()
             self.probing.ask(*self._training_peers())
             if is_led_astray(self.state, now=trio.current_time()):
@@ -460,10 +472,12 @@ class Membership:
 
     def _send_heartbeat(self, contacts: Iterable[_Contact]) -> None:
         now = trio.current_time()
-        beat = heartbeat_of(self.state, self._facts(), now)
+        beat, load = heartbeat_of(self.state, self._facts(), now), self._load_meter.load
         for contact in list(contacts):
             told = msgspec.structs.replace(
                 beat,
+                cpu_percent=load.cpu_percent,
+                memory_percent=load.memory_percent,
                 sent_us=_microseconds(now),
                 echo_us=contact.last_sent_us,
                 held_us=_microseconds(now - contact.last_heard_at),

@@ -31,6 +31,7 @@ MAX_REQUESTS_BYTES = 64 * 1024  # of one member's view requests: 400 with the us
 MAX_PRIMARIES = MAX_JOBS + 32  # of the view's jobs, and of those that a member dropped out of
 RELAYED = -1
 _OpOrNone = Annotated[int, Meta(ge=-1, le=2**62)]
+_PercentOrNone = Annotated[int, Meta(ge=-1, le=100)]
 _Cost = Annotated[int, Meta(ge=0, le=1000)]  # sixteenths of an octave: 992 for 2^62 microseconds
 _CostRow = Annotated[tuple[_Cost, ...], Meta(max_length=MAX_MEMBERS)]
 _Microseconds = Annotated[int, Meta(ge=0, le=2**62)]
@@ -98,9 +99,9 @@ class RankProgress(msgspec.Struct, frozen=True, array_like=True):
     """True if the trainer's process is stopped, as by SIGSTOP, and not just busy."""
     step: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     """`mesh.step` of the last `sync`; 0 before the first."""
-    own_percent: Annotated[int, Meta(ge=-1, le=100)] = -1
+    own_percent: _PercentOrNone = -1
     """The share of its time that the trainer spends outside collective calls; -1 while unknown."""
-    share_percent: Annotated[int, Meta(ge=-1, le=100)] = -1
+    share_percent: _PercentOrNone = -1
     """The rank's share of the rows of a batch; -1 in a job that deals none."""
     reports: Reports = msgspec.field(default_factory=dict[str, float])
     """What its trainer has reported last: its loss, and so on."""
@@ -184,6 +185,10 @@ class Heartbeat(_ViewMessage, frozen=True, tag=2):
     ] = ()
     """Those of `heard` that have been silent for long, so that the sender vouches for the others
     (V12)."""
+    cpu_percent: _PercentOrNone = -1
+    """How busy the sender's machine is, of all its processors; -1 while unknown."""
+    memory_percent: _PercentOrNone = -1
+    """How much of its memory is in use; -1 while unknown."""
 
 
 class AskView(_ViewMessage, frozen=True, tag=3):

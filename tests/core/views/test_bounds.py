@@ -576,7 +576,6 @@ def test_the_largest_heartbeat_is_within_its_bound() -> None:
         LONGEST_JOB, MAX_COUNTER, TrainerId(LARGEST), LARGEST, LARGEST, 2**64 - 1, LARGEST
     )
     reports = {f"{number:0>24}": 1.0 for number in range(MAX_REPORTS)}
-    progress = msgspec.structs.replace(progress, step=2**63 - 1, reports=reports)
     beat = Heartbeat(
         view=LATE,
         promised=LATE,
@@ -585,12 +584,14 @@ def test_the_largest_heartbeat_is_within_its_bound() -> None:
         needs_epoch=True,
         heard={m.incarnation: MeasuredEdge(2**62, 2**32) for m in MEMBERS},
         waiting=(WAITS,) * MAX_WAITING,
-        progress=(progress,) * MAX_WAITING,
+        progress=(msgspec.structs.replace(progress, reports=reports),) * MAX_WAITING,
         sent_us=2**62,
         echo_us=2**62,
         held_us=2**62,
         in_force=(PRIMARY,) * MAX_JOBS,
         silent=tuple(m.incarnation for m in MEMBERS),
+        cpu_percent=100,
+        memory_percent=100,
     )
     assert nbytes_of(beat) + MAX_REQUESTS_BYTES <= Heartbeat.most_bytes
 
