@@ -20,6 +20,7 @@ from pmesh.cli.members import members, remove, rotate
 from pmesh.cli.options import Home
 from pmesh.cli.ping import show_ping
 from pmesh.cli.status import bring_down, show_status
+from pmesh.cli.top.command import show_top
 from pmesh.cli.up import bring_up
 from pmesh.cli.version import version_text
 from pmesh.errors import ConfigError, PmeshError, UsageError
@@ -201,6 +202,18 @@ def status(
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
     return show_status(home, watch=watch, whole=all, as_json=json)
+
+
+@app.command
+def top(*, home: Home = None) -> int:
+    """Show the mesh as it lives: its ring, its jobs with their loss, who is slowest and why.
+
+    It fits the terminal, and q or Ctrl-C ends it. Without a terminal it prints one screen.
+
+    Args:
+        home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
+    """
+    return show_top(home)
 
 
 @app.command
@@ -397,7 +410,7 @@ def version() -> int:
 
 
 IN_ORDER_OF_USE = (
-    *("key", "up", "invite", "join", "status"),
+    *("key", "up", "invite", "join", "status", "top"),
     *("run", "ps", "logs", "fetch", "stop", "allow", "mlx", "checkpoint"),
     *(
         "doctor",

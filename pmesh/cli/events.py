@@ -111,13 +111,13 @@ def _follow(reader: Reader) -> Iterator[EventPage]:
 
 
 def _table(page: EventPage) -> Rows:
-    rows = [(_time(event), _kind(event), Text(printable(event.text))) for event in page.events]
+    rows = [(_time(event), kind_text(event), Text(printable(event.text))) for event in page.events]
     return Rows(("time", "event", "what happened"), rows)
 
 
 def event_line(event: Event) -> Text:
     """Return it as one line."""
-    kind = _kind(event)
+    kind = kind_text(event)
     kind.pad_right(_KIND_CELLS - kind.cell_len)
     return Text.assemble(_time(event), "  ", kind, "  ", printable(event.text))
 
@@ -127,6 +127,6 @@ def _time(event: Event) -> Text:
     return Text(f"{local:%Y-%m-%d %H:%M:%S}.{local.microsecond // 1000:03}", "dim")
 
 
-def _kind(event: Event) -> Text:
+def kind_text(event: Event) -> Text:
     color = "red" if event.kind in _BAD else "green" if event.kind in _GOOD else ""
     return Text(event.kind, color)

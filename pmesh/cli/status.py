@@ -42,9 +42,9 @@ SLOWER_PERCENT: Final = 10  # less is within what steps differ by from one to th
 
 def render_status(status: Status, *, width: int = 80, beat: int | None = None) -> RenderableType:
     """Lay out what a person asks first; `beat` moves a light around the ring (see `draw_ring`)."""
-    parts: list[RenderableType] = [_headline(status), _ring(status, width, beat)]
+    parts: list[RenderableType] = [headline(status), _ring(status, width, beat)]
     for job in status.jobs:
-        parts += ["", _job_line(job)]
+        parts += ["", job_line(job)]
         if job.ranks or job.newcomers:
             parts.append(_ranks(job, loss=width >= WIDE and _reports_loss(job)))
     parts += ["", _machines(status)]
@@ -53,7 +53,7 @@ def render_status(status: Status, *, width: int = 80, beat: int | None = None) -
     return Group(*parts, _footer(status))
 
 
-def _headline(status: Status) -> Text:
+def headline(status: Status) -> Text:
     """Say how many machines there are, and whether all is well."""
     members = status.view.members
     if len(members) == 1:
@@ -77,7 +77,7 @@ def _ring(status: Status, width: int, beat: int | None) -> RenderableType:
     return Padding(ring, (1, 0, 0, 0), expand=False)  # a pipe has no width to fill
 
 
-def _job_line(job: JobStatus) -> Text:
+def job_line(job: JobStatus) -> Text:
     """Say in one sentence how a job gets on."""
     name, count = printable(job.name), len(job.ranks)
     if job.wait_for is not None:
@@ -94,12 +94,12 @@ def _job_line(job: JobStatus) -> Text:
     slowest = find_slowest(job.ranks)
     return Text.assemble(
         (f"Job {name} trains with {ranks}", "bold"),
-        f": {_progress(job)}",
+        f": {progress_text(job)}",
         f"; slowest: {printable(slowest.name)}" if slowest else "",
     )
 
 
-def _progress(job: JobStatus) -> str:
+def progress_text(job: JobStatus) -> str:
     done = max(rank.completed for rank in job.ranks) + 1
     steps, per_s = ("step", job.steps_per_s) if job.step else ("op", job.ops_per_s)
     speed = "" if per_s is None else f", {speed_text(per_s)} {steps}s a second"

@@ -62,7 +62,7 @@ EVIL = "[/bold] m\x1b]0;you\x07\x9b2J\npmesh: \u202e:boom:"
 SHOWN = "[/bold] m�]0;you��2J pmesh: �:boom:"
 OF_RICH = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 PMESH = Path(run.__code__.co_filename).parents[1]
-COMMANDS_OF = ("cli", "cli/doctor", "*/cli", "terminal")
+COMMANDS_OF = ("cli", "cli/doctor", "cli/top", "*/cli", "terminal")
 
 
 def status() -> bytes:
