@@ -110,6 +110,7 @@ KNOWN = {
     "pmesh/mlx_lm/training.py": {
         "float(tokens) / seconds",
         "loss / max(tokens, 1)",
+        "loss / targets",
         "since.iterations / seconds",
         "total / max(targets, 1)",
     },

@@ -196,6 +196,8 @@ class Training:
         self._since.targets += targets
         self._since.iterations += len(iterations)
         self._since.seconds += time.perf_counter() - began
+        if targets:
+            mesh.report(loss=loss / targets)
         return True
 
     def _validation_is_due(self) -> bool:
@@ -221,6 +223,7 @@ class Training:
         iteration = 1 if self._state.iteration == 0 else self._after_next()
         self._state.validated = self._after_next()
         took_s = time.perf_counter() - began
+        self._mesh.report(val_loss=loss)
         self._say(f"Iter {iteration}: Val loss {loss:.3f}, Val took {took_s:.3f}s")
         self._call_back(
             "on_val_loss_report", iteration=iteration - 1, val_loss=loss, val_time=took_s

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pmesh.torch.objects import all_gather_object, broadcast_object
     from pmesh.torch.options import Options
     from pmesh.torch.process_group import ProcessGroup
+    from pmesh.torch.reports import report
     from pmesh.torch.sampler import DistributedBatchSampler
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "compression_hook",
     "init",
     "register",
+    "report",
     "sync",
 ]
 
@@ -41,6 +43,7 @@ _LATER = MappingProxyType(
         "broadcast_object": "pmesh.torch.objects",
         "compression_hook": "pmesh.torch.data_parallel",
         "init": "pmesh.torch.elastic",
+        "report": "pmesh.torch.reports",
         "sync": "pmesh.torch.elastic",
     }
 )

@@ -1,6 +1,6 @@
 """The base of the process group: the methods that torch needs, and how ops run."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -178,6 +178,10 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc] # torch has no types h
     def show_step(self, step: int, share_percent: int) -> None:
         """Show in `pmesh status` how many steps this rank has begun, and its share of a batch."""
         self._place.show_step(step, share_percent)
+
+    def report(self, values: Mapping[str, object]) -> None:
+        """Show these numbers of a step in `pmesh status`; see `Mesh.report`."""
+        self._place.report(values)
 
     @property
     def _place(self) -> Place:

@@ -231,7 +231,7 @@ def callbacks() -> list[object]:
         return []
     modules = ("lightning.pytorch.callbacks", "pytorch_lightning.callbacks")
     bases = tuple({sys.modules[name].Callback for name in modules if name in sys.modules})
-    return [type("NeverAlone", (_NeverAlone, *bases), {})()]
+    return [type("OverPmesh", (_NeverAlone, _ReportsLoss, *bases), {})()]
 
 
 class _NeverAlone:
@@ -247,6 +247,26 @@ class _NeverAlone:
         """Check a Fabric, when it has set up a module."""
         del module
         _check(fabric, "Fabric")
+
+
+class _ReportsLoss:
+    """A callback that reports the loss of a Trainer's step as often as the Trainer logs."""
+
+    def on_train_batch_end(
+        self,
+        trainer: Any,  # noqa: ANN401 - of Lightning
+        pl_module: object,
+        outputs: Any,  # noqa: ANN401 - of Lightning
+        batch: object,
+        batch_idx: int,
+    ) -> None:
+        """Read the loss, which waits for the device: only where Lightning does it, too."""
+        del pl_module, batch
+        from pmesh.torch.reports import report  # noqa: PLC0415 - after torch
+
+        if (batch_idx + 1) % trainer.log_every_n_steps == 0 and "loss" in (outputs or ()):
+            # Lightning has divided it by this.
+            report(loss=outputs["loss"].item() * trainer.accumulate_grad_batches)
 
 
 def _check(owner: Any, name: str) -> None:  # noqa: ANN401 - a Trainer or a Fabric

@@ -78,6 +78,17 @@ def test_one_rank_learns_what_mlx_lm_would(tmp_path: Path) -> None:
     assert_close(expected, adapters_in(tmp_path))
 
 
+def test_each_step_reports_its_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reported: list[dict[str, float]] = []
+    monkeypatch.setattr(pmesh.Mesh, "report", lambda _, **values: reported.append(values))
+    (trainer,) = run(tmp_path, 1)
+    losses = [values["loss"] for values in reported if "loss" in values]
+    means = [info["train_loss"] for info in trainer.said.losses]
+    for *pair, mean in zip(losses[::2], losses[1::2], means, strict=True):
+        assert min(pair) < mean < max(pair)
+    assert all("val_loss" in values for values in reported if "loss" not in values)
+
+
 def test_a_rank_may_have_no_row(tmp_path: Path) -> None:
     run(tmp_path / "one", 1, batch_size=2)
     run(tmp_path / "many", 3, batch_size=2)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import pmesh.torch
+from tests.torch.reported import reported
 from tests.torch.start import fork
 from tests.torch.starts import refused
 
@@ -74,8 +75,10 @@ def train_digits(rank: int, folder: Path, *, will_die: bool) -> None:
         cross_entropy(model(images[mine]), labels[mine]).backward()
         optimizer.step()
         schedule.step()
+        pmesh.torch.report(step=mesh.step)
         sizes.add(mesh.size)
     check_same(mesh, model)
+    assert {"step": mesh.step} in reported(mesh._job)
     with torch.no_grad():
         loss = cross_entropy(model(images), labels).item()
     found = {"rank": mesh.rank, "size": mesh.size, "sizes": sizes, "late": entered_late}

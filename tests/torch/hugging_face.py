@@ -14,6 +14,7 @@ from sklearn.datasets import load_digits
 
 import pmesh.torch
 from tests.torch.gloo import begin_gloo
+from tests.torch.reported import reported
 
 RANKS = 3
 
@@ -88,6 +89,14 @@ def trainer(rank: int, folder: str, backend: str) -> None:
     losses = [each["loss"] for each in training.state.log_history if "loss" in each]
     loss = training.evaluate()["eval_loss"]
     assert isinstance(training.model_wrapped, torch.nn.parallel.DistributedDataParallel)
+    if backend == "pmesh":
+        dist.barrier()
+        for reports in reported(Path(folder).name):
+            assert {"grad_norm", "learning_rate"} < reports.keys()
+            assert (reports["loss"], reports["eval_loss"]) == (losses[-1], loss)
+        dist.barrier()
+    else:
+        pmesh.torch.report(loss=0.5)  # which nobody reads
     _end(rank, folder, {"net": training.model.state_dict(), "losses": losses, "loss": loss})
 
 

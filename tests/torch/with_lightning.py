@@ -18,6 +18,7 @@ import pmesh.torch
 from pmesh.torch.backends import answer_for_others
 from pmesh.torch.lightning import callbacks
 from tests.torch.gloo import begin_gloo
+from tests.torch.reported import reported
 
 RANKS = 3
 
@@ -124,6 +125,12 @@ def trainer(rank: int, folder: str, way: str) -> None:
     again = lightning.Trainer(max_epochs=3, **chosen, **settings(folder))
     resumed = module()
     again.fit(resumed, *_loaders(), ckpt_path=last)
+    if way != "gloo":
+        dist.barrier()
+        losses = [reports["loss"] for reports in reported(Path(folder).name)]
+        assert resumed.losses[-1] in losses
+        assert len(losses) == RANKS
+        dist.barrier()
     tested = again.test(resumed, _loaders()[1], ckpt_path="best", verbose=False)
     assert (again.global_rank, again.world_size) == (dist.get_rank(), RANKS)
     assert again.is_global_zero == (dist.get_rank() == 0)
