@@ -1,9 +1,15 @@
 """The commands of a user's first minutes, from no mesh key to two machines and back."""
 
 import json
+import os
 import re
+import select
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from io import RawIOBase
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +17,8 @@ import psutil
 import pytest
 
 from pmesh.agent.schema import decode_status
-from tests.e2e.harness import Agent, Fleet
+from tests.e2e.harness import TIMEOUT_S, Agent, Fleet
+from tools.lab.mesh import inherited
 
 pytestmark = pytest.mark.slow
 
@@ -106,3 +113,50 @@ def check(value: object, rule: dict[str, Any], definitions: dict[str, Any]) -> N
         assert set(rule["required"]) <= set(value) <= set(rule["properties"])
         for name, part in value.items():
             check(part, rule["properties"][name], definitions)
+
+
+def test_top_shows_in_a_terminal_what_a_training_reports_until_q_is_pressed(fleet: Fleet) -> None:
+    (agent,) = fleet.start_ring("mac-1")
+    trainer = fleet.start_trainer(
+        agent,
+        """
+        import signal
+        import pmesh
+        with pmesh.connect("digits") as mesh:
+            while mesh.step < 3:
+                mesh.report(loss=0.5)
+                mesh.sync(None)
+            print("trained", flush=True)
+            signal.pause()
+        """,
+    )
+    trainer.await_line("trained")
+    ours, theirs = os.openpty()
+    top = subprocess.Popen(
+        [sys.executable, "-m", "pmesh.cli", "top"],
+        env=inherited() | {"PMESH_HOME": str(agent.home), "TERM": "xterm", "NO_COLOR": "1"},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    )
+    os.close(theirs)
+    with top, os.fdopen(ours, "rb", buffering=0) as screen:
+        try:
+            await_text(screen, "Job digits", ": step 3, ", "; loss ", "0.5")
+            os.write(ours, b"q")
+            await_text(screen, "\x1b[?1049l")  # the screen from before is back
+            assert top.wait(TIMEOUT_S) == 0
+        finally:
+            top.kill()
+
+
+def await_text(screen: RawIOBase, *texts: str) -> None:
+    """Read what a terminal shows until these have come, one after the other."""
+    shown, deadline = "", time.monotonic() + TIMEOUT_S
+    for text in texts:
+        while text not in shown:
+            ready, _, _ = select.select([screen], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"{text!r} has not come; {shown[-2000:]!r} has"
+            shown += (screen.read(65536) or b"").decode(errors="replace")
+        shown = shown.partition(text)[2]

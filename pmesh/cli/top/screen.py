@@ -241,7 +241,7 @@ def _machine_lines(status: Status, width: int, *, speeds: bool) -> Iterator[Text
 
 
 def _percent(percent: int | None) -> str:
-    return "" if percent is None else f"{percent} %"
+    return "" if percent is None else f"{percent:3} %"  # as wide as 100 %: columns stay in place
 
 
 def _event_line(event: Event) -> Text:
