@@ -9,7 +9,7 @@ import psutil
 MEASURE_EVERY_S: Final = 2.0  # it takes 60 us, and a person looks once a second
 
 
-class Load(NamedTuple):
+class MachineLoad(NamedTuple):
     """Shares in percent; -1 while unknown."""
 
     cpu_percent: int = -1
@@ -29,14 +29,16 @@ class LoadMeter:
         self._cpu_percent = cpu_percent
         self._memory_percent = memory_percent
         self._due: float | None = None
-        self.load = Load()
+        self.load = MachineLoad()
 
-    def measure(self, now: float) -> Load:
+    def measure(self, now: float) -> MachineLoad:
         """Return the load of the last two seconds; the first time there is none to compare with."""
         if self._due is None or now >= self._due:
             with contextlib.suppress(OSError, psutil.Error):  # no descriptor is left: the last one
                 cpu, memory = round(self._cpu_percent()), round(self._memory_percent())
-                self.load = Load(-1 if self._due is None else _bounded(cpu), _bounded(memory))
+                self.load = MachineLoad(
+                    -1 if self._due is None else _bounded(cpu), _bounded(memory)
+                )
             self._due = now + MEASURE_EVERY_S
         return self.load
 

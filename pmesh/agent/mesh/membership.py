@@ -17,7 +17,7 @@ import msgspec
 import structlog
 import trio
 
-from pmesh.agent.mesh.load import Load, LoadMeter
+from pmesh.agent.mesh.load import LoadMeter, MachineLoad
 from pmesh.agent.mesh.names import MachineNames
 from pmesh.agent.mesh.probing import Probing
 from pmesh.core.identity.names import Claim, check_name_untrusted, claims_of
@@ -185,14 +185,14 @@ class Membership:
         contact = self._contacts.get(node)
         return () if contact is None else contact.clock.readings
 
-    def load_of(self, member: Member) -> Load:
+    def load_of(self, member: Member) -> MachineLoad:
         """Return how busy the machine of a member is, as its last heartbeat says."""
         if member == self.state.me:
             return self._load_meter.load
         peer = self.state.peers.get(member.node)
         if peer is None or peer.member != member:
-            return Load()
-        return Load(peer.heartbeat.cpu_percent, peer.heartbeat.memory_percent)
+            return MachineLoad()
+        return MachineLoad(peer.heartbeat.cpu_percent, peer.heartbeat.memory_percent)
 
     def edge_between(self, one: Member, other: Member) -> MeasuredEdge:
         """Return what is known of the edge between two members, from all heartbeats."""
