@@ -17,7 +17,8 @@ def faults_of(wheel: Path) -> list[str]:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     package = {name for name in names if name.startswith("pmesh/")}
-    ours = {file.relative_to(ROOT).as_posix() for file in ROOT.glob("pmesh/**/*.py")}
+    files = [*ROOT.glob("pmesh/**/*.py"), *ROOT.glob("pmesh/cli/dashboard/page.*")]
+    ours = {file.relative_to(ROOT).as_posix() for file in files}
     ours.add("pmesh/py.typed")
     metadata = {name for name in names if name.partition("/")[0].endswith(".dist-info")}
     platform = wheel.stem.rpartition("-")[2]

@@ -282,6 +282,25 @@ def metrics(*, listen: str = "127.0.0.1:9477", home: Home = None) -> int:
 
 
 @app.command
+def dashboard(
+    *,
+    listen: str = "127.0.0.1:9478",
+    token: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    home: Home = None,
+) -> int:
+    """Serve a page for browsers that shows the mesh and its jobs, until Ctrl-C.
+
+    Args:
+        listen: HOST:PORT; with port 0 the system picks one.
+        token: Only the link that is printed opens the page; for a HOST that others reach.
+        home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
+    """
+    from pmesh.cli.dashboard.command import serve_dashboard  # noqa: PLC0415 - others don't need it
+
+    return serve_dashboard(home, listen, with_token=token)
+
+
+@app.command
 def bench(
     *,
     min_size: str = "1KiB",
@@ -419,6 +438,7 @@ IN_ORDER_OF_USE = (
         "events",
         "trace",
         "ping",
+        "dashboard",
         "metrics",
         "bench",
         "demo",

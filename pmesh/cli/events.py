@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
+from typing import Literal, TypeAlias, get_args
 
 import msgspec
 from rich.text import Text
@@ -44,6 +44,12 @@ _GOOD: frozenset[EventKind] = frozenset(
         "quorum regained",
     }
 )
+Mood: TypeAlias = Literal["good", "bad", ""]
+
+
+def mood_of(kind: EventKind) -> Mood:
+    """Say whether an event is good or bad news; empty if it is neither."""
+    return "bad" if kind in _BAD else "good" if kind in _GOOD else ""
 
 
 def show_events(home: Path | None, *, follow: bool, as_json: bool) -> int:

@@ -140,7 +140,7 @@ def _ranks(job: JobStatus, *, loss: bool) -> Rows:
             str(rank.step if job.step else rank.completed + 1),
             *[report_text(rank.reports.get("loss"))] * loss,
             "" if rank.own_percent is None else f"{rank.own_percent} %",
-            Text("; ".join(_remarks(rank, slow=rank is slowest))),
+            Text("; ".join(remarks_on(rank, slow=rank is slowest))),
         )
         for rank in job.ranks
     ]
@@ -159,7 +159,7 @@ def report_text(value: float | str | None) -> str:
     return "" if value is None else value if isinstance(value, str) else f"{value:.4g}"
 
 
-def _remarks(rank: RankStatus, *, slow: bool) -> Iterator[str]:
+def remarks_on(rank: RankStatus, *, slow: bool) -> Iterator[str]:
     if rank.stopped:
         yield "its process is stopped: the others wait"
     elif slow:

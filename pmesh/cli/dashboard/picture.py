@@ -1,0 +1,223 @@
+"""What the page is sent: a status and events, as texts and numbers that it shows as they are.
+
+All texts of other machines pass through `printable`: none changes the direction of what follows.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+from msgspec import Struct
+
+from pmesh.agent.events import Event
+from pmesh.agent.schema import JobStatus, MemberHealth, RankStatus, Status, name_peer
+from pmesh.cli.dashboard.history import Chart, Reading
+from pmesh.cli.events import Mood, mood_of
+from pmesh.cli.status import find_slowest, headline, job_line, remarks_on
+from pmesh.cli.troubles import describe_troubles
+from pmesh.texts import printable
+
+STEPS = "steps a second"
+OPS = "ops a second"
+
+
+class Machine(Struct, frozen=True, kw_only=True):
+    """A member of the view."""
+
+    name: str
+    health: MemberHealth
+    leads: bool
+    here: bool
+    way: str
+    """How data take their way to it: `wired en0`; empty for this machine and while unknown."""
+    rtt_ms: float | None
+    share_percent: int | None
+    """Of the rows of a batch; None if no job deals them by measured speed."""
+    processor_percent: int | None
+    memory_percent: int | None
+    next_mbit_s: int | None
+    """To the next machine in the ring; None while unknown, and for one that is alone."""
+
+
+class Rank(Struct, frozen=True, kw_only=True):
+    """A trainer, and how it spends its time; each of the three is None while unknown."""
+
+    rank: int
+    machine: str
+    step: int
+    computing_percent: int | None
+    waiting_percent: int | None
+    network_percent: int | None
+    reports: dict[str, str]
+    remarks: str
+
+
+class Job(Struct, frozen=True, kw_only=True):
+    """A job: its sentence, its ranks, and who waits to enter it."""
+
+    name: str
+    headline: str
+    is_well: bool
+    ranks: list[Rank]
+    newcomers: list[str]
+
+
+class Picture(Struct, frozen=True, kw_only=True):
+    """The mesh at one instant."""
+
+    name: str
+    version: str
+    headline: str
+    is_well: bool
+    machines: list[Machine]
+    """In ring order."""
+    jobs: list[Job]
+    troubles: list[str]
+
+
+class Line(Struct, frozen=True, kw_only=True):
+    """An event."""
+
+    time: str
+    """ISO 8601, by the clock of the agent's machine."""
+    kind: str
+    text: str
+    mood: Mood
+
+
+class Update(Struct, frozen=True, kw_only=True):
+    """One message to the page."""
+
+    whole: bool
+    """True if charts and lines are all that is kept, False if they are only what is new."""
+    slot: int
+    """Now, as the charts count time."""
+    gone: str | None
+    """Why the agent does not answer; the picture is then the last one."""
+    picture: Picture | None
+    """None before the agent has answered for the first time."""
+    charts: Sequence[Chart]
+    lines: Sequence[Line]
+
+
+def picture_of(status: Status) -> Picture:
+    """Say what the page shows of a status."""
+    members = status.view.members
+    speeds = {edge.sender: edge.mbit_s for edge in status.view.edges}
+    shares = {r.node: r.share_percent for job in status.jobs for r in job.ranks}
+    machines = [
+        Machine(
+            name=printable(member.name),
+            health=member.health,
+            leads=member.id == status.view.leader,
+            here=member.id == status.node.id,
+            way=printable(
+                next((f"{p.kind or ''} {p.interface or p.remote}" for p in member.paths), "")
+            ).strip(),
+            rtt_ms=member.rtt_ms,
+            share_percent=shares.get(member.id),
+            processor_percent=getattr(member, "cpu_percent", None),
+            memory_percent=getattr(member, "memory_percent", None),
+            next_mbit_s=speeds.get(member.id),
+        )
+        for member in members
+    ]
+    return Picture(
+        name=printable(status.node.name),
+        version=printable(status.version),
+        headline=headline(status).plain,
+        is_well=all(member.health in {"self", "healthy"} for member in members),
+        machines=machines,
+        jobs=[_job(job) for job in status.jobs],
+        troubles=[*_troubles(status)],
+    )
+
+
+def _troubles(status: Status) -> Iterator[str]:
+    for text in describe_troubles(status):
+        yield text.plain.removeprefix("! ")
+    for peer in status.peers:
+        if peer.state != "linked":
+            name = name_peer(peer, status.node.name) or "a machine"
+            why = peer.reason or peer.state.replace("_", " ")
+            yield printable(f"{name} is not linked: {why}")
+
+
+def _job(job: JobStatus) -> Job:
+    slowest = find_slowest(job.ranks)
+    return Job(
+        name=printable(job.name),
+        headline=job_line(job).plain,
+        is_well=job.state in {"running", "waiting"},
+        ranks=[
+            _rank(rank, split_step(rank, job.ranks), is_slowest=rank is slowest)
+            for rank in job.ranks
+        ],
+        newcomers=[printable(newcomer.name) for newcomer in job.newcomers],
+    )
+
+
+def _rank(rank: RankStatus, step: tuple[int, int, int] | None, *, is_slowest: bool) -> Rank:
+    computing, waiting, network = step or (None, None, None)
+    return Rank(
+        rank=rank.rank,
+        machine=printable(rank.name),
+        step=rank.step,
+        computing_percent=computing,
+        waiting_percent=waiting,
+        network_percent=network,
+        reports={printable(name): _number_text(value) for name, value in _reports(rank).items()},
+        remarks="; ".join(remarks_on(rank, slow=is_slowest)),
+    )
+
+
+def split_step(rank: RankStatus, ranks: Sequence[RankStatus]) -> tuple[int, int, int] | None:
+    """Split the time of a rank: it computes, waits for the slowest, and the network works.
+
+    In a step all ranks meet. So the rank that computes longest waits for none, and what is left of
+    its time is the network's; of the others' time, as much. They wait for the rest.
+
+    Returns:
+        Three percentages, of 100 together; None while they are not known of all ranks.
+    """
+    known = [one.own_percent for one in ranks if one.own_percent is not None]
+    if rank.own_percent is None or len(known) < len(ranks):
+        return None
+    longest = max(known)
+    return rank.own_percent, longest - rank.own_percent, 100 - longest
+
+
+def readings_of(status: Status) -> Iterator[Reading]:
+    """Yield the numbers that are charted: speed, and the means of what the ranks report."""
+    for job in status.jobs:
+        name = printable(job.name)
+        speeds = ((STEPS, job.steps_per_s), (OPS, None if job.step else job.ops_per_s))
+        for what, speed in speeds:
+            if speed is not None and math.isfinite(speed):
+                yield Reading(name, what, speed)
+        reported: dict[str, list[float]] = {}
+        for rank in job.ranks:
+            for what, value in _reports(rank).items():
+                if not isinstance(value, str) and math.isfinite(value):
+                    reported.setdefault(printable(what), []).append(value)
+        for what, values in reported.items():
+            mean = math.fsum(value / len(values) for value in values)
+            if math.isfinite(mean):
+                yield Reading(name, what, mean)
+
+
+def _reports(rank: RankStatus) -> dict[str, float | str]:
+    return getattr(rank, "reports", {})
+
+
+def _number_text(value: float | str) -> str:
+    return printable(value) if isinstance(value, str) else f"{value:.4g}"
+
+
+def line_of(event: Event) -> Line:
+    """Say what the page shows of an event."""
+    return Line(
+        time=event.time.isoformat(),
+        kind=event.kind,
+        text=printable(event.text),
+        mood=mood_of(event.kind),
+    )
