@@ -200,8 +200,8 @@ def readings_of(status: Status) -> Iterator[Reading]:
                 if not isinstance(value, str) and math.isfinite(value):
                     reported.setdefault(printable(what), []).append(value)
         for what, values in reported.items():
-            mean = math.fsum(value / len(values) for value in values)
-            if math.isfinite(mean):
+            mean = sum(value / len(values) for value in values)
+            if math.isfinite(mean):  # of three times the largest number it is not
                 yield Reading(name, what, mean)
 
 
