@@ -73,7 +73,7 @@ function drawRing(machines) {
       svg("g", { class: MOODS[machine.health] },
         svg("circle", { cx: x, cy: y, r: radius }),
         svg("text", { x, y: y + 5, class: "mark" }, count <= 12 ? MARKS[machine.health] : ""),
-        count <= 24 ? svg("text", { x, y: y + below }, name + (machine.leads ? " ★" : "")) : null,
+        count <= 12 ? svg("text", { x, y: y + below }, name + (machine.leads ? " ★" : "")) : null,
         svg("title", {}, machine.name)),
     );
   });
