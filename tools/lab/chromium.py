@@ -17,6 +17,7 @@ from typing import IO, Any, Final, Self
 
 from tools.lab.commands import LabError
 from tools.lab.net import LabHost
+from tools.lab.program import PATIENCE_S
 
 # A shell gives it the pipes at 3 and 4, which are its standard input and output here.
 _WITH_PIPES: Final = 'exec "$@" 3<&0 4>&1 </dev/null >/dev/null'
@@ -113,9 +114,13 @@ class Chromium:
         return answer["result"].get("value")
 
     def await_that(self, condition: str) -> None:
-        """Wait until an expression of JavaScript is true; it is looked at with each change."""
+        """Wait until an expression of JavaScript is true; it is looked at with each change.
+
+        Raises LabError if it never is.
+        """
         self.evaluate(
-            "new Promise((done) => {"
+            "new Promise((done, fail) => {"
+            f" setTimeout(() => fail(new Error('it never came')), {1000 * PATIENCE_S});"
             f" const look = () => {{ if ({condition}) {{ watcher.disconnect(); done(); }} }};"
             " const watcher = new MutationObserver(look);"
             " watcher.observe(document, {subtree: true, childList: true, attributes: true,"
@@ -143,6 +148,8 @@ class Chromium:
 
     def _note(self, message: dict[str, Any]) -> None:
         told = message.get("params", {})
+        if message.get("method") == "Page.javascriptDialogOpening":  # nothing goes on behind one
+            raise LabError(f"a script has opened a dialog: {told}")
         of_network = (
             told.get("entry", {}).get("source") == "network"
         )  # as of a page that is not there
