@@ -9,9 +9,9 @@ import msgspec
 
 from pmesh.agent.events import EventPage
 from pmesh.agent.schema import Status
-from pmesh.cli.dashboard.history import SLOT_S, Chart, History, Reading
+from pmesh.cli.dashboard.history import SLOT_S, Chart, ChartHistory, Reading
 from pmesh.cli.dashboard.picture import (
-    Line,
+    ShownEvent,
     Update,
     line_of,
     picture_of,
@@ -43,8 +43,8 @@ class Board:
         clock: Callable[[], float],
     ) -> None:
         self._status, self._events, self._clock = status, events, clock
-        self._history = History()
-        self._lines = deque[Line](maxlen=MOST_LINES)
+        self._history = ChartHistory()
+        self._lines = deque[ShownEvent](maxlen=MOST_LINES)
         self._last = Update(whole=False, slot=0, gone=None, picture=None, charts=(), lines=())
         self._number = 0
         self._pages = 0
@@ -64,7 +64,7 @@ class Board:
     def refresh(self) -> None:
         """Ask the agent once, and put up an update."""
         readings: list[Reading] = []
-        lines: list[Line] = []
+        lines: list[ShownEvent] = []
         picture, gone = self._last.picture, None
         try:
             status = self._status()

@@ -29,7 +29,7 @@ class Chart(NamedTuple):
     values: list[float]
 
 
-class History:
+class ChartHistory:
     """Keeps a value of each number for each slot of the last hour."""
 
     def __init__(self) -> None:

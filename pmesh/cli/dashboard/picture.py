@@ -20,7 +20,7 @@ STEPS = "steps a second"
 OPS = "ops a second"
 
 
-class Machine(Struct, frozen=True, kw_only=True):
+class ShownMachine(Struct, frozen=True, kw_only=True):
     """A member of the view."""
 
     name: str
@@ -38,7 +38,7 @@ class Machine(Struct, frozen=True, kw_only=True):
     """To the next machine in the ring; None while unknown, and for one that is alone."""
 
 
-class Rank(Struct, frozen=True, kw_only=True):
+class ShownRank(Struct, frozen=True, kw_only=True):
     """A trainer, and how it spends its time; each of the three is None while unknown."""
 
     rank: int
@@ -51,30 +51,30 @@ class Rank(Struct, frozen=True, kw_only=True):
     remarks: str
 
 
-class Job(Struct, frozen=True, kw_only=True):
+class ShownJob(Struct, frozen=True, kw_only=True):
     """A job: its sentence, its ranks, and who waits to enter it."""
 
     name: str
     headline: str
     is_well: bool
-    ranks: list[Rank]
+    ranks: list[ShownRank]
     newcomers: list[str]
 
 
-class Picture(Struct, frozen=True, kw_only=True):
+class MeshPicture(Struct, frozen=True, kw_only=True):
     """The mesh at one instant."""
 
     name: str
     version: str
     headline: str
     is_well: bool
-    machines: list[Machine]
+    machines: list[ShownMachine]
     """In ring order."""
-    jobs: list[Job]
+    jobs: list[ShownJob]
     troubles: list[str]
 
 
-class Line(Struct, frozen=True, kw_only=True):
+class ShownEvent(Struct, frozen=True, kw_only=True):
     """An event."""
 
     time: str
@@ -93,19 +93,19 @@ class Update(Struct, frozen=True, kw_only=True):
     """Now, as the charts count time."""
     gone: str | None
     """Why the agent does not answer; the picture is then the last one."""
-    picture: Picture | None
+    picture: MeshPicture | None
     """None before the agent has answered for the first time."""
     charts: Sequence[Chart]
-    lines: Sequence[Line]
+    lines: Sequence[ShownEvent]
 
 
-def picture_of(status: Status) -> Picture:
+def picture_of(status: Status) -> MeshPicture:
     """Say what the page shows of a status."""
     members = status.view.members
     speeds = {edge.sender: edge.mbit_s for edge in status.view.edges}
     shares = {r.node: r.share_percent for job in status.jobs for r in job.ranks}
     machines = [
-        Machine(
+        ShownMachine(
             name=printable(member.name),
             health=member.health,
             leads=member.id == status.view.leader,
@@ -121,7 +121,7 @@ def picture_of(status: Status) -> Picture:
         )
         for member in members
     ]
-    return Picture(
+    return MeshPicture(
         name=printable(status.node.name),
         version=printable(status.version),
         headline=headline(status).plain,
@@ -142,9 +142,9 @@ def _troubles(status: Status) -> Iterator[str]:
             yield printable(f"{name} is not linked: {why}")
 
 
-def _job(job: JobStatus) -> Job:
+def _job(job: JobStatus) -> ShownJob:
     slowest = find_slowest(job.ranks)
-    return Job(
+    return ShownJob(
         name=printable(job.name),
         headline=job_line(job).plain,
         is_well=job.state in {"running", "waiting"},
@@ -156,9 +156,9 @@ def _job(job: JobStatus) -> Job:
     )
 
 
-def _rank(rank: RankStatus, step: tuple[int, int, int] | None, *, is_slowest: bool) -> Rank:
+def _rank(rank: RankStatus, step: tuple[int, int, int] | None, *, is_slowest: bool) -> ShownRank:
     computing, waiting, network = step or (None, None, None)
-    return Rank(
+    return ShownRank(
         rank=rank.rank,
         machine=printable(rank.name),
         step=rank.step,
@@ -213,9 +213,9 @@ def _number_text(value: float | str) -> str:
     return printable(value) if isinstance(value, str) else f"{value:.4g}"
 
 
-def line_of(event: Event) -> Line:
+def line_of(event: Event) -> ShownEvent:
     """Say what the page shows of an event."""
-    return Line(
+    return ShownEvent(
         time=event.time.isoformat(),
         kind=event.kind,
         text=printable(event.text),

@@ -6,7 +6,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pmesh.cli.dashboard.history import KEPT_SLOTS, MOST_CHARTS, Chart, History, Reading
+from pmesh.cli.dashboard.history import KEPT_SLOTS, MOST_CHARTS, Chart, ChartHistory, Reading
 
 NOTES = st.lists(st.tuples(st.integers(0, 500), st.sampled_from("abc"), st.floats(-9, 9)))
 
@@ -15,7 +15,7 @@ NOTES = st.lists(st.tuples(st.integers(0, 500), st.sampled_from("abc"), st.float
 def test_each_number_keeps_the_last_value_of_each_slot_of_the_last_hour(
     notes: list[tuple[int, str, float]],
 ) -> None:
-    history, expected, slot = History(), dict[str, dict[int, float]](), 0
+    history, expected, slot = ChartHistory(), dict[str, dict[int, float]](), 0
     for later, name, value in notes:
         slot += later
         history.note(slot, [Reading("job", name, value)])
@@ -29,7 +29,7 @@ def test_each_number_keeps_the_last_value_of_each_slot_of_the_last_hour(
 
 
 def test_a_number_that_nobody_has_reported_for_an_hour_is_forgotten() -> None:
-    history = History()
+    history = ChartHistory()
     history.note(0, [Reading("job", "loss", 1.0)])
     history.note(KEPT_SLOTS - 1, [])
     assert history.charts() == [Chart("job", "loss", [0], [1.0])]
@@ -38,7 +38,7 @@ def test_a_number_that_nobody_has_reported_for_an_hour_is_forgotten() -> None:
 
 
 def test_of_too_many_numbers_those_that_were_reported_last_are_kept() -> None:
-    history = History()
+    history = ChartHistory()
     names = [f"n{number}" for number in range(MOST_CHARTS + 3)]
     history.note(0, [Reading("job", name, 0.0) for name in names])
     history.note(1, [Reading("job", names[5], 1.0)])
@@ -61,7 +61,7 @@ def size_of(value: object) -> int:
 
 def test_a_day_of_as_many_numbers_as_there_may_be_takes_less_than_15_mb() -> None:
     """Every four hours another job begins, with more numbers than are kept."""
-    history, sizes = History(), list[int]()
+    history, sizes = ChartHistory(), list[int]()
     for slot in range(24 * KEPT_SLOTS):
         job = f"job {slot // (4 * KEPT_SLOTS)}"
         names = range(MOST_CHARTS + 1 if slot % (4 * KEPT_SLOTS) == 0 else MOST_CHARTS)
