@@ -134,5 +134,4 @@ def _time(event: Event) -> Text:
 
 
 def kind_text(event: Event) -> Text:
-    color = "red" if event.kind in _BAD else "green" if event.kind in _GOOD else ""
-    return Text(event.kind, color)
+    return Text(event.kind, {"bad": "red", "good": "green", "": ""}[mood_of(event.kind)])

@@ -24,6 +24,7 @@ with pmesh.connect(job="digits", wait_for=3) as mesh:
     while True:
         values = mesh.sync(values)
         mesh.all_reduce(values)
+        mesh.report(loss=0.25 * (1 + mesh.rank))
         time.sleep(0.02)  # it computes
 """
 RANKS = "document.querySelectorAll('.rank').length"
@@ -48,7 +49,8 @@ def test_the_page_shows_a_lost_rank_and_an_agent_that_goes_and_comes(
         browser.open(url)
         fleet.await_view(*agents)
         trainers = [fleet.start_trainer(agent, TRAINER) for agent in agents]
-        browser.await_that(f"{RANKS} === 3 && document.querySelector('.charts path')")
+        charts = "[...document.querySelectorAll('.charts h3')].map((node) => node.textContent)"
+        browser.await_that(f"{RANKS} === 3 && {charts}.includes('loss0.5')")  # the mean
         assert browser.evaluate("document.documentElement.scrollWidth") == 360
         names = "[...document.querySelectorAll('#machines b')].map((node) => node.innerText)"
         assert any(EVIL in name for name in browser.evaluate(names))

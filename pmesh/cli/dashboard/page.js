@@ -156,6 +156,7 @@ function jobCard(job, charts, now) {
     html("span", { class: "network" }, "network"));
   return html("section", { "aria-label": `Job ${job.name}` },
     html("h2", { class: job.is_well ? "" : "bad" }, job.headline),
+    job.pace ? html("p", {}, job.pace) : null,
     split ? legend : null,
     ...job.ranks.map(rankRow),
     job.newcomers.length ? html("p", { class: "note" }, `waiting to take part: ${job.newcomers.join(", ")}`) : null,

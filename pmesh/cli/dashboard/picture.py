@@ -12,7 +12,8 @@ from pmesh.agent.events import Event
 from pmesh.agent.schema import JobStatus, MemberHealth, RankStatus, Status, name_peer
 from pmesh.cli.dashboard.history import Chart, Reading
 from pmesh.cli.events import Mood, mood_of
-from pmesh.cli.status import find_slowest, headline, job_line, remarks_on
+from pmesh.cli.status import find_slowest, headline, job_line, remarks_on, report_text
+from pmesh.cli.top.screen import Split, explain_pace, split_of
 from pmesh.cli.troubles import describe_troubles
 from pmesh.texts import printable
 
@@ -52,10 +53,11 @@ class ShownRank(Struct, frozen=True, kw_only=True):
 
 
 class ShownJob(Struct, frozen=True, kw_only=True):
-    """A job: its sentence, its ranks, and who waits to enter it."""
+    """A job: its sentence, who or what is slowest and why, its ranks, and who waits to enter it."""
 
     name: str
     headline: str
+    pace: str
     is_well: bool
     ranks: list[ShownRank]
     newcomers: list[str]
@@ -115,8 +117,8 @@ def picture_of(status: Status) -> MeshPicture:
             ).strip(),
             rtt_ms=member.rtt_ms,
             share_percent=shares.get(member.id),
-            processor_percent=getattr(member, "cpu_percent", None),
-            memory_percent=getattr(member, "memory_percent", None),
+            processor_percent=member.cpu_percent,
+            memory_percent=member.memory_percent,
             next_mbit_s=speeds.get(member.id),
         )
         for member in members
@@ -127,7 +129,7 @@ def picture_of(status: Status) -> MeshPicture:
         headline=headline(status).plain,
         is_well=all(member.health in {"self", "healthy"} for member in members),
         machines=machines,
-        jobs=[_job(job) for job in status.jobs],
+        jobs=[_job(job, status) for job in status.jobs],
         troubles=[*_troubles(status)],
     )
 
@@ -142,22 +144,22 @@ def _troubles(status: Status) -> Iterator[str]:
             yield printable(f"{name} is not linked: {why}")
 
 
-def _job(job: JobStatus) -> ShownJob:
-    slowest = find_slowest(job.ranks)
+def _job(job: JobStatus, status: Status) -> ShownJob:
+    slowest, splits = find_slowest(job.ranks), split_of(job.ranks)
     return ShownJob(
         name=printable(job.name),
         headline=job_line(job).plain,
+        pace=explain_pace(job, status),
         is_well=job.state in {"running", "waiting"},
         ranks=[
-            _rank(rank, split_step(rank, job.ranks), is_slowest=rank is slowest)
-            for rank in job.ranks
+            _rank(rank, splits.get(rank.rank), is_slowest=rank is slowest) for rank in job.ranks
         ],
         newcomers=[printable(newcomer.name) for newcomer in job.newcomers],
     )
 
 
-def _rank(rank: RankStatus, step: tuple[int, int, int] | None, *, is_slowest: bool) -> ShownRank:
-    computing, waiting, network = step or (None, None, None)
+def _rank(rank: RankStatus, split: Split | None, *, is_slowest: bool) -> ShownRank:
+    computing, waiting, network = split or (None, None, None)
     return ShownRank(
         rank=rank.rank,
         machine=printable(rank.name),
@@ -165,25 +167,9 @@ def _rank(rank: RankStatus, step: tuple[int, int, int] | None, *, is_slowest: bo
         computing_percent=computing,
         waiting_percent=waiting,
         network_percent=network,
-        reports={printable(name): _number_text(value) for name, value in _reports(rank).items()},
+        reports={printable(n): report_text(v) for n, v in rank.reports.items()},
         remarks="; ".join(remarks_on(rank, slow=is_slowest)),
     )
-
-
-def split_step(rank: RankStatus, ranks: Sequence[RankStatus]) -> tuple[int, int, int] | None:
-    """Split the time of a rank: it computes, waits for the slowest, and the network works.
-
-    In a step all ranks meet. So the rank that computes longest waits for none, and what is left of
-    its time is the network's; of the others' time, as much. They wait for the rest.
-
-    Returns:
-        Three percentages, of 100 together; None while they are not known of all ranks.
-    """
-    known = [one.own_percent for one in ranks if one.own_percent is not None]
-    if rank.own_percent is None or len(known) < len(ranks):
-        return None
-    longest = max(known)
-    return rank.own_percent, longest - rank.own_percent, 100 - longest
 
 
 def readings_of(status: Status) -> Iterator[Reading]:
@@ -196,21 +182,13 @@ def readings_of(status: Status) -> Iterator[Reading]:
                 yield Reading(name, what, speed)
         reported: dict[str, list[float]] = {}
         for rank in job.ranks:
-            for what, value in _reports(rank).items():
-                if not isinstance(value, str) and math.isfinite(value):
+            for what, value in rank.reports.items():
+                if not isinstance(value, str):
                     reported.setdefault(printable(what), []).append(value)
         for what, values in reported.items():
             mean = sum(value / len(values) for value in values)
             if math.isfinite(mean):  # of three times the largest number it is not
                 yield Reading(name, what, mean)
-
-
-def _reports(rank: RankStatus) -> dict[str, float | str]:
-    return getattr(rank, "reports", {})
-
-
-def _number_text(value: float | str) -> str:
-    return printable(value) if isinstance(value, str) else f"{value:.4g}"
 
 
 def line_of(event: Event) -> ShownEvent:
