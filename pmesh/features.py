@@ -40,6 +40,7 @@ def make_features(kernel: Kernel) -> Sequence[AnyFeature]:
         Party(me.node, kernel.settings.name, PROTOCOL_VERSION),
         kernel.mesh_key,
         advertise=kernel.advertise_invitation,
+        is_removed=lambda node: kernel.register.removal_of(node) is not None,
         admission=kernel.admission,
         noticed=kernel.noticed,
     )

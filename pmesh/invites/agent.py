@@ -19,7 +19,7 @@ from pmesh.agent.limits import Admission
 from pmesh.core.identity.keys import MeshKey, namespace_tag
 from pmesh.core.wire.framing import GUEST_MAGIC, FrameReader, frame
 from pmesh.errors import PeerUnreachable, PmeshError, ProtocolError
-from pmesh.ids import short_node
+from pmesh.ids import NodeId, short_node
 from pmesh.invites.rules.codes import Code, draw_code
 from pmesh.invites.rules.exchange import Inviter, WrongCodeError
 from pmesh.invites.rules.invitations import LASTS_S, Invitations
@@ -104,6 +104,7 @@ class Invites(Feature[Never, Invite]):
         key: Callable[[], MeshKey],
         *,
         advertise: Callable[[int], None],
+        is_removed: Callable[[NodeId], bool],
         admission: Callable[[], Admission],
         noticed: Callable[[News], None],
         below: Callable[[int], int] = secrets.randbelow,
@@ -114,6 +115,7 @@ class Invites(Feature[Never, Invite]):
             me: What this machine says of itself.
             key: Returns the mesh key, which it gives to whoever knows a code.
             advertise: Announces the number of the open code by mDNS; 0 for none.
+            is_removed: Returns whether a node was removed from the mesh; it gets no key.
             admission: Of programs that stay for long.
             noticed: Notes an event.
             below: Draws the parts of a code, as `secrets.randbelow`.
@@ -121,6 +123,7 @@ class Invites(Feature[Never, Invite]):
         self._me = me
         self._key = key
         self._advertise = advertise
+        self._is_removed = is_removed
         self._admission = admission
         self._noticed = noticed
         self._draw = functools.partial(draw_code, below)
@@ -188,6 +191,8 @@ class Invites(Feature[Never, Invite]):
         """Return why this machine can't get the key, before anything is computed for it."""
         if knock.party.protocol != self._me.protocol:
             return "version"
+        if self._is_removed(knock.party.node):  # it would be refused with the key, too
+            return "removed"
         if knock.tag:
             return "member" if knock.tag == namespace_tag(self._key()) else "other mesh"
         return None if knock.element is not None else "not invited"

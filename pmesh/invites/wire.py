@@ -65,7 +65,9 @@ class Offer(GuestMessage, frozen=True, tag=2):
     proof: _ProofBytes
 
 
-Reason: TypeAlias = Literal["version", "not invited", "member", "other mesh", "wrong code"]
+Reason: TypeAlias = Literal[
+    "version", "removed", "not invited", "member", "other mesh", "wrong code"
+]
 
 
 class Declined(GuestMessage, frozen=True, tag=3):

@@ -16,14 +16,17 @@ from pmesh.agent.config import AgentSettings
 from pmesh.agent.events import News
 from pmesh.agent.limits import Admission, plan_files
 from pmesh.core.identity.keys import MeshKey, NodeKey
+from pmesh.core.identity.removals import sign_removal
 from pmesh.core.wire.framing import GUEST_MAGIC, frame
 from pmesh.errors import (
     KeyFileError,
+    MachineRemoved,
     PeerUnreachable,
     PmeshError,
     ProtocolVersionMismatch,
     UsageError,
 )
+from pmesh.ids import NodeId, short_node
 from pmesh.invites.agent import EXCHANGE_S, GuestStream, Invites
 from pmesh.invites.cli.join import Newcomer, get_key
 from pmesh.invites.rules.codes import Code, parse_code
@@ -91,11 +94,13 @@ class House:
         self.announced: list[int] = []
         self.events: list[News] = []
         self.authenticated = 0
+        self.removed = set[NodeId]()
         admission = Admission(plan_files(1024), memory_bytes=2**30)
         self.invites = Invites(
             ADA,
             lambda: KEY,
             advertise=self.announced.append,
+            is_removed=self.removed.__contains__,
             admission=lambda: admission,
             noticed=self.events.append,
             below=random.Random(7).randrange,  # noqa: S311 - a test's, the same each time
@@ -404,6 +409,21 @@ async def test_a_machine_of_another_mesh_is_told_how_to_leave_it_and_uses_nothin
         assert await joins(house, session.code) == [KEY]
 
 
+@pytest.mark.parametrize("key", [None, KEY, OTHER_KEY], ids=["none", "ours", "another"])
+async def test_a_machine_that_was_removed_gets_no_key_and_uses_nothing_up(
+    key: MeshKey | None,
+) -> None:
+    async with housed() as house:
+        session = await house.invite()
+        who = newcomer(key)
+        house.removed.add(who.party.node)
+        undo = f"type there: pmesh remove --undo {short_node(who.party.node)}; "
+        with pytest.raises(MachineRemoved, match=f"removed from the mesh of mac-1.*{undo}"):
+            await joins(house, session.code, who)
+        house.removed.clear()
+        assert await joins(house, session.code) == [KEY]
+
+
 async def test_another_version_is_named_and_uses_nothing_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -503,7 +523,9 @@ async def test_a_fake_inviter_that_offers_another_code_is_told_that_it_is_wrong(
         await ours.aclose()
 
 
-async def test_a_whole_agent_gives_its_key_at_its_port(clock: MockClock) -> None:
+async def test_a_whole_agent_gives_its_key_at_its_port_but_to_no_removed_machine(
+    clock: MockClock,
+) -> None:
     async with village(clock, 1) as here:
         (machine,) = here.machines
         session = FakeSession()
@@ -511,10 +533,18 @@ async def test_a_whole_agent_gives_its_key_at_its_port(clock: MockClock) -> None
         serve = cast("Callable[[object, object], Awaitable[None]]", invites.serve)
         here.nursery.start_soon(serve, session, Invite())
         await session.shown.wait()
-        stored: list[MeshKey] = []
-        stream = await trio.open_tcp_stream(machine.address.host, machine.port)
-        async with stream:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("pmesh.invites.cli.join.PROTOCOL_VERSION", invites._me.protocol)  # noqa: SLF001
-                await get_key(stream, session.code, newcomer(), stored.append)
+        register, stored = machine.agent._register, list[MeshKey]()  # noqa: SLF001
+        who, member = newcomer(), NodeKey.from_seed(b"m" * 32)
+
+        async def join() -> None:
+            async with await trio.open_tcp_stream(machine.address.host, machine.port) as stream:
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr("pmesh.invites.cli.join.PROTOCOL_VERSION", invites._me.protocol)  # noqa: SLF001
+                    await get_key(stream, session.code, who, stored.append)
+
+        for out in (True, False):
+            entry = sign_removal(member, who.party.node, register.removals, out=out)
+            register.take_untrusted([entry])
+            with contextlib.nullcontext() if not out else pytest.raises(MachineRemoved):
+                await join()
         assert stored == [MESH]

@@ -30,6 +30,7 @@ from pmesh.core.wire.link import PROTOCOL_VERSION, Address
 from pmesh.errors import (
     ConfigError,
     KeyFileError,
+    MachineRemoved,
     PeerUnreachable,
     PmeshError,
     ProtocolError,
@@ -37,6 +38,7 @@ from pmesh.errors import (
     UsageError,
 )
 from pmesh.home_paths import MESH_KEY_NAME, check_home, home_directory
+from pmesh.ids import short_node
 from pmesh.invites.agent import EXCHANGE_S, GuestStream
 from pmesh.invites.cli.find import find_inviter
 from pmesh.invites.rules.codes import Code, parse_code
@@ -202,7 +204,7 @@ def _wrong_code(party: Party) -> PmeshError:
     return UsageError(f"this is not the code that {party.name} shows; {_AGAIN}")
 
 
-def _why_declined(reply: object, newcomer: Newcomer) -> PmeshError:
+def _why_declined(reply: object, newcomer: Newcomer) -> PmeshError:  # noqa: PLR0911 - one for each reason
     if not isinstance(reply, Declined):
         return ProtocolError(f"it sent {type(reply).__name__}")
     name = reply.party.name
@@ -211,6 +213,12 @@ def _why_declined(reply: object, newcomer: Newcomer) -> PmeshError:
             return ProtocolVersionMismatch(
                 f"{name} speaks version {reply.party.protocol} of the protocol, this machine "
                 f"{PROTOCOL_VERSION}; install the same version of pmesh on both"
+            )
+        case "removed":
+            return MachineRemoved(
+                f"this machine was removed from the mesh of {name}, and gets no key; to let it in "
+                f"again, type there: pmesh remove --undo {short_node(newcomer.party.node)}; then "
+                "'pmesh join' again, with the same code"
             )
         case "not invited":
             return UsageError(
