@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+import msgspec
 import pytest
 import trio
 from trio.testing import MockClock
@@ -14,10 +15,12 @@ from pmesh.agent.mesh.keyring import FORMER_S, MAX_FORMER, Keyring, latest_key, 
 from pmesh.core.identity.advertisement import Advertisement
 from pmesh.core.identity.certificates import issue_credentials
 from pmesh.core.identity.keys import MeshKey, NodeKey, namespace_tag
+from pmesh.core.identity.removals import MAX_REMOVALS, sign_removal
 from pmesh.core.identity.rotations import Rotation, check_rotation_untrusted, sign_rotation
+from pmesh.core.values import Removal
 from pmesh.core.wire.session import Refused
 from pmesh.errors import KeyFileError, MeshKeyMismatch, PeerUnreachable, PmeshError
-from pmesh.ids import NodeId
+from pmesh.ids import MAX_COUNTER, NodeId
 from pmesh.members.agent import ADOPT_EVERY_S, CHECKS, Members
 from pmesh.members.wire import KeyRotated, RemoveMachine, RotateKey, TellRotation
 from pmesh.net.links.discovery import AgentFound, Discovered, minute_of_now
@@ -281,6 +284,35 @@ async def test_a_removed_machine_gets_no_key(clock: MockClock) -> None:
         for machine in (one, two):
             with pytest.raises(PmeshError):
                 await question(machine, MESH, gone.key)
+
+
+@pytest.mark.parametrize("fills", [True, False], ids=["the list", "its own entry"])
+async def test_who_uses_up_the_numbers_of_removals_is_left_out_all_the_same(
+    clock: MockClock,
+    fills: bool,  # noqa: FBT001 - a parameter of the test
+) -> None:
+    """It holds the mesh key, so it can invent node keys that sign."""
+    async with village(clock, 3) as here:
+        one, two, thief = here.machines
+        await meet(one, two, thief)
+        about = [NodeId(bytes([255 - n]) * 32) for n in range(MAX_REMOVALS)]
+        last = {node: Removal(node, MAX_COUNTER - 1, False, node, bytes(64)) for node in about}  # noqa: FBT003
+        last[thief.key.node] = msgspec.structs.replace(last[about[0]], node=thief.key.node)
+        lies = [sign_removal(STRANGER, node, last, out=True) for node in about]
+        if not fills:
+            last[thief.key.node] = msgspec.structs.replace(last[thief.key.node], out=True)
+            lies = [sign_removal(STRANGER, thief.key.node, last, out=False)]
+        for machine in (one, two):
+            machine.agent._register.take_untrusted(lies)  # noqa: SLF001
+
+        reply = await rotate(here, one, "mac-2")
+
+        assert reply.told == ("mac-1",)
+        assert "mac-2" in reply.removed
+        await until(lambda: one_key([one, two])() and key_of(one) != MESH)
+        await trio.sleep(20)
+        assert key_of(thief) == MESH
+        assert not thief.agent.peers.links
 
 
 async def test_who_was_removed_after_the_rotation_gets_no_key(clock: MockClock) -> None:

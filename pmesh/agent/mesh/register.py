@@ -244,7 +244,7 @@ class Register:
         return Records(dict(self.known), dict(self.removals))
 
     def _take(self, entries: Iterable[Removal]) -> None:
-        before, self.removals = self.removals, merge(self.removals, entries)
+        before, self.removals = self.removals, merge(self.removals, entries, me=self._me)
         changed = [each for node, each in self.removals.items() if before.get(node) != each]
         for entry in changed:
             self.revision += 1

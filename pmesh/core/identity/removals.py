@@ -33,7 +33,8 @@ def sign_removal(key: NodeKey, node: NodeId, ours: Removals, *, out: bool) -> Re
     before = ours[node].number if node in ours else 0
     least = min((entry.number for entry in ours.values()), default=0)
     number = 1 + (before if len(ours) < MAX_REMOVALS else max(before, least))
-    if number > MAX_COUNTER:
+    number = min(number, MAX_COUNTER)  # with which a member may have filled the list
+    if node in ours and (number, out) <= (ours[node].number, ours[node].out):
         raise ValueError("a member has used up the numbers for this machine")
     signature = key.sign(_labelled(node, number, out=out))
     return Removal(node, number, out, key.node, signature)
@@ -55,8 +56,14 @@ def newer(ours: Removals, theirs: Iterable[Removal]) -> list[Removal]:
     ]
 
 
-def merge(ours: Removals, theirs: Iterable[Removal]) -> dict[NodeId, Removal]:
-    """Return the latest entry about each node, at most `MAX_REMOVALS`, the highest numbers."""
+def merge(
+    ours: Removals, theirs: Iterable[Removal], *, me: NodeId | None = None
+) -> dict[NodeId, Removal]:
+    """Return the latest entry about each node, at most `MAX_REMOVALS`, the highest numbers.
+
+    Those that `me` has signed come before all others, so that nobody who fills the list keeps the
+    owner of this machine from removing another.
+    """
     merged = dict(ours)
     for entry in newer(ours, theirs):
         before = merged.get(entry.node)
@@ -64,8 +71,8 @@ def merge(ours: Removals, theirs: Iterable[Removal]) -> dict[NodeId, Removal]:
             merged[entry.node] = entry
     # An older entry of a node ranks lower than its later one. So what was dropped stays out,
     # whoever brings it again.
-    kept = sorted(merged.values(), key=_rank, reverse=True)[:MAX_REMOVALS]
-    return {entry.node: entry for entry in kept}
+    kept = sorted(merged.values(), key=lambda e: (e.by == me, _rank(e)), reverse=True)
+    return {entry.node: entry for entry in kept[:MAX_REMOVALS]}
 
 
 def _rank(entry: Removal) -> tuple[int, bool, bytes, bytes, bytes]:

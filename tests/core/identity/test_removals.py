@@ -111,6 +111,26 @@ def test_a_removal_of_today_has_room_in_a_list_that_somebody_has_filled() -> Non
     assert len(merge(full, [new])) == MAX_REMOVALS
 
 
+def test_a_list_that_somebody_has_filled_with_the_highest_numbers_has_room_for_our_own_word() -> (
+    None
+):
+    full = listed([entry(i, MAX_COUNTER, by=2**256 - 1 - i) for i in range(MAX_REMOVALS)])
+
+    new = sign_removal(KEY, THIRD, full, out=True)
+
+    assert THIRD not in merge(full, [new])
+    assert merge(full, [new], me=KEY.node)[THIRD] == new
+    assert len(merge(full, [new], me=KEY.node)) == MAX_REMOVALS
+
+
+def test_who_has_let_itself_in_with_the_highest_number_can_be_removed_all_the_same() -> None:
+    ours = listed([Removal(THIRD, MAX_COUNTER, False, OTHER_KEY.node, bytes(64))])  # noqa: FBT003
+
+    new = sign_removal(KEY, THIRD, ours, out=True)
+
+    assert merge(ours, [new])[THIRD] == new
+
+
 def test_a_machine_says_nothing_of_itself() -> None:
     with pytest.raises(ValueError, match="can't remove itself"):
         sign_removal(KEY, KEY.node, {}, out=False)
