@@ -68,6 +68,8 @@ class Members(Feature[MembersMessage, MembersQuestion]):
         self._later: Rotation | None = None
         """A later rotation of the mesh key than ours, which was not adopted yet."""
         self._adopts_again_at = -math.inf
+        self._judged_by = self._keyring.mesh_key
+        """The key by whose rotation links were ended: once, as a later rotation may repeat it."""
 
     def poll(self) -> None:
         """Note who is here, check what was heard, and pass on what is new."""
@@ -256,13 +258,15 @@ class Members(Feature[MembersMessage, MembersQuestion]):
 
     def _shut_out(self) -> None:
         """End the links of those that were removed, and of those that get no new mesh key."""
+        is_new, self._judged_by = self._keyring.mesh_key != self._judged_by, self._keyring.mesh_key
         for node, link in list(self._peers.links.items()):
             removal, rotation = self._register.removal_of(node), self._keyring.rotation
             if removal is not None:
                 self._tell_removals(node, link)  # who did it
                 self._peers.drop(node, f"it was removed by {self._register.name_of(removal.by)}")
             elif (
-                rotation is not None
+                is_new
+                and rotation is not None
                 and link.contexts is not self._keyring.contexts
                 and node not in rotation.entitled
             ):

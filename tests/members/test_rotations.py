@@ -559,3 +559,20 @@ async def test_a_removal_that_is_undone_gives_the_key_again(clock: MockClock) ->
 
         await until(one_key([one, back]))
         await here.settle(one, back)
+
+
+async def test_who_says_the_same_key_anew_parts_no_others(clock: MockClock) -> None:
+    async with village(clock, 3) as here:
+        one, two, three = here.machines
+        await meet(one, two, three)
+        await rotate(here, one)
+        await until(one_key(here.machines))
+        links = [dict(machine.agent.peers.links) for machine in (one, two)]
+        anew = sign_rotation(three.key, key_of(one), [], before=one.agent.keyring.rotation)
+
+        for machine in (one, two):
+            three.agent.peers.links[machine.key.node].send(TellRotation(anew))
+
+        await until(lambda: one.agent.keyring.rotation == two.agent.keyring.rotation == anew)
+        await trio.sleep(2)
+        assert links == [dict(machine.agent.peers.links) for machine in (one, two)]
