@@ -11,11 +11,12 @@ import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import trio
 from hypothesis import settings
 from trio.testing import MockClock
 from xdist.scheduler.loadscope import LoadScopeScheduling
@@ -148,6 +149,17 @@ def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that jumps when no task has anything to do doesn't see that threads have."""
     monkeypatch.setattr(executor, "THREADS_FROM_BYTES", math.inf)
     monkeypatch.setattr(executor, "COMPUTING_THREADS_FROM_BYTES", math.inf)
+
+
+@pytest.fixture
+def threads_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `no_threads`, for what an agent does in a thread of trio, such as writing to its disk."""
+
+    async def run_here(call: Callable[..., object], *arguments: object, **_: object) -> object:
+        await trio.lowlevel.checkpoint()
+        return call(*arguments)
+
+    monkeypatch.setattr(trio.to_thread, "run_sync", run_here)
 
 
 @pytest.fixture

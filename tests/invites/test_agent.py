@@ -51,6 +51,8 @@ from pmesh.net.sessions.sessions import Session
 from simulation.wire import AnyReply
 from tests.worlds.village import MESH, village
 
+pytestmark = pytest.mark.usefixtures("threads_run_at_once")
+
 KEY = MeshKey(bytes(range(100, 132)))
 OTHER_KEY = MeshKey(bytes(range(50, 82)))
 ADA = Party(NodeKey.from_seed(b"a" * 32).node, "mac-1", 30)
@@ -166,17 +168,6 @@ def other_than(code: Code) -> Code:
 
 
 settled = trio.testing.wait_all_tasks_blocked
-
-
-@pytest.fixture(autouse=True)
-def without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that jumps when no task has anything to do doesn't see that threads have."""
-
-    async def run_here(function: Callable[..., object], *arguments: object) -> object:
-        await trio.lowlevel.checkpoint()
-        return function(*arguments)
-
-    monkeypatch.setattr(trio.to_thread, "run_sync", run_here)
 
 
 @pytest.fixture(autouse=True)

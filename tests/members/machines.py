@@ -1,10 +1,26 @@
 """What members know of each other, and what is asked of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import trio
+
+from pmesh.core.identity.certificates import issue_credentials
+from pmesh.core.identity.keys import MeshKey, NodeKey, namespace_tag
+from pmesh.core.identity.rotations import Rotation
 from pmesh.ids import NodeId
-from pmesh.members.wire import AskMembers, MachineTold, MemberRow, MemberRows, RemoveMachine
+from pmesh.members.wire import (
+    AskMembers,
+    KeyRotated,
+    MachineTold,
+    MemberRow,
+    MemberRows,
+    RemoveMachine,
+    RotateKey,
+)
+from pmesh.net.links.renewal import ask_for_rotation
+from pmesh.net.links.tls import TlsContexts
 from simulation.wire import AnyReply, AnyRequest
+from tests.worlds.trainer import until
 from tests.worlds.village import Machine, Village
 from tests.worlds.village_ops import events_of
 
@@ -40,3 +56,32 @@ def removed(machine: Machine) -> set[NodeId]:
 
 def news(machine: Machine) -> list[str]:
     return [event.text for event in events_of(machine) if event.kind == "machine removed"]
+
+
+def key_of(machine: Machine) -> MeshKey:
+    return machine.agent.keyring.mesh_key
+
+
+def one_key(machines: Sequence[Machine]) -> Callable[[], bool]:
+    return lambda: len({key_of(machine) for machine in machines}) == 1
+
+
+async def meet(*machines: Machine) -> None:
+    """All know all others."""
+    count = len(machines) - 1
+    await until(lambda: all(knows_all(machine, count)() for machine in machines))
+
+
+async def rotate(here: Village, by: Machine, *without: str) -> KeyRotated:
+    reply = await ask(here, by, RotateKey(without))
+    assert isinstance(reply, KeyRotated), reply
+    return reply
+
+
+async def question(machine: Machine, key: MeshKey, node_key: NodeKey) -> Rotation:
+    """What a machine that has this key and this node key gets when it asks for a later one."""
+    stream = await trio.open_tcp_stream("127.0.0.1", machine.port)
+    contexts = TlsContexts.of(issue_credentials(key, node_key))
+    return await ask_for_rotation(
+        stream, tag=namespace_tag(key), contexts=contexts, trusts=lambda _: True
+    )

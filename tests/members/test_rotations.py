@@ -1,6 +1,5 @@
 """The mesh gets a new key: all members end with one, whoever was away or cut off meanwhile."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -13,7 +12,6 @@ from pmesh.agent.config import Listen
 from pmesh.agent.home import load_mesh_key, store_mesh_key
 from pmesh.agent.mesh.keyring import FORMER_S, MAX_FORMER, Keyring, latest_key, load_keys
 from pmesh.core.identity.advertisement import Advertisement
-from pmesh.core.identity.certificates import issue_credentials
 from pmesh.core.identity.keys import MeshKey, NodeKey, namespace_tag
 from pmesh.core.identity.removals import MAX_REMOVALS, sign_removal
 from pmesh.core.identity.rotations import Rotation, check_rotation_untrusted, sign_rotation
@@ -22,56 +20,25 @@ from pmesh.core.wire.session import Refused
 from pmesh.errors import KeyFileError, MeshKeyMismatch, PeerUnreachable, PmeshError
 from pmesh.ids import MAX_COUNTER, NodeId
 from pmesh.members.agent import ADOPT_EVERY_S, CHECKS, Members
-from pmesh.members.wire import KeyRotated, RemoveMachine, RotateKey, TellRotation
+from pmesh.members.wire import RemoveMachine, RotateKey, TellRotation
 from pmesh.net.links.discovery import AgentFound, Discovered, minute_of_now
-from pmesh.net.links.renewal import ask_for_rotation
-from pmesh.net.links.tls import TlsContexts
-from tests.members.machines import ask, knows_all, news, remove
+from tests.members.machines import (
+    ask,
+    key_of,
+    meet,
+    news,
+    one_key,
+    question,
+    remove,
+    rotate,
+)
 from tests.worlds.trainer import together, until
-from tests.worlds.village import MESH, Machine, Village, village
+from tests.worlds.village import MESH, village
 from tests.worlds.village_ops import events_of, reduce_all
 
+pytestmark = pytest.mark.usefixtures("threads_run_at_once")
+
 STRANGER = NodeKey.from_seed(b"s" * 32)
-
-
-@pytest.fixture(autouse=True)
-def _threads_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that jumps does not see that a thread writes to the disk."""
-
-    async def run_sync(call: Callable[..., object], *arguments: object, **_: object) -> object:
-        await trio.lowlevel.checkpoint()
-        return call(*arguments)
-
-    monkeypatch.setattr("trio.to_thread.run_sync", run_sync)
-
-
-def key_of(machine: Machine) -> MeshKey:
-    return machine.agent.keyring.mesh_key
-
-
-def one_key(machines: Sequence[Machine]) -> Callable[[], bool]:
-    return lambda: len({key_of(machine) for machine in machines}) == 1
-
-
-async def meet(*machines: Machine) -> None:
-    """All know all others."""
-    count = len(machines) - 1
-    await until(lambda: all(knows_all(machine, count)() for machine in machines))
-
-
-async def rotate(here: Village, by: Machine, *without: str) -> KeyRotated:
-    reply = await ask(here, by, RotateKey(without))
-    assert isinstance(reply, KeyRotated), reply
-    return reply
-
-
-async def question(machine: Machine, key: MeshKey, node_key: NodeKey) -> Rotation:
-    """What a machine that has this key and this node key gets when it asks for a later one."""
-    stream = await trio.open_tcp_stream("127.0.0.1", machine.port)
-    contexts = TlsContexts.of(issue_credentials(key, node_key))
-    return await ask_for_rotation(
-        stream, tag=namespace_tag(key), contexts=contexts, trusts=lambda _: True
-    )
 
 
 async def test_all_that_are_here_have_the_new_key_and_jobs_go_on(clock: MockClock) -> None:

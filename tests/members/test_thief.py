@@ -1,0 +1,97 @@
+"""A stolen machine has the old mesh key and its own node key, and was left out of a rotation."""
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from pmesh.core.identity.certificates import issue_credentials
+from pmesh.core.identity.keys import MeshKey, namespace_tag
+from pmesh.core.identity.names import sign_name
+from pmesh.core.identity.rotations import Rotation, sign_rotation
+from pmesh.core.wire.framing import RENEWAL_BYTES
+from pmesh.core.wire.link import PROTOCOL_VERSION, Address, Hello
+from pmesh.errors import MeshKeyMismatch, PmeshError
+from pmesh.ids import Incarnation, Member, NodeId
+from pmesh.net.links.path import shake_hands
+from pmesh.net.links.renewal import give_rotation
+from pmesh.net.links.tls import TlsContexts
+from tests.members.machines import key_of, meet, one_key, question, rotate
+from tests.worlds.trainer import until
+from tests.worlds.village import MESH, Machine, village
+
+pytestmark = pytest.mark.usefixtures("threads_run_at_once")
+
+
+def replayed(_: Machine, __: Machine, before: Rotation) -> Rotation:
+    """The last one that named the thief, whose key it has."""
+    return before
+
+
+def forged(thief: Machine, honest: Machine, before: Rotation) -> Rotation:
+    """Its own, to a key that it has made, with a higher number than any."""
+    members = [thief.key.node, honest.key.node]
+    later = Rotation(10**6, before.key, before.entitled, before.by, before.signature)
+    return sign_rotation(thief.key, MeshKey(b"t" * 32), members, before=later)
+
+
+def altered(_: Machine, __: Machine, before: Rotation) -> Rotation:
+    """That of a member, with a higher number."""
+    return Rotation(10**6, before.key, before.entitled, before.by, before.signature)
+
+
+@pytest.mark.parametrize("tells", [replayed, forged, altered])
+async def test_a_stolen_machine_gets_no_link_and_no_key_and_can_give_none(
+    clock: MockClock, tells: Callable[[Machine, Machine, Rotation], Rotation]
+) -> None:
+    async with village(clock, 3) as here:
+        one, two, thief = here.machines
+        await meet(one, two, thief)
+        await rotate(here, one)
+        await until(one_key(here.machines))
+        old, before = key_of(thief), thief.agent.keyring.rotation
+        assert before is not None
+        await rotate(here, two, "mac-2")
+        await until(lambda: one_key([one, two])() and key_of(one) != old)
+        ours = one.agent.keyring.rotation
+        await thief.stop()
+
+        for key in (MESH, old):
+            contexts = TlsContexts.of(issue_credentials(key, thief.key))
+            me = Member(thief.key.node, Incarnation(7))
+            hello = Hello(PROTOCOL_VERSION, me, sign_name(thief.key, me, "mac-2"))
+            for machine in (one, two):
+                stream = await trio.open_tcp_stream("127.0.0.1", machine.port)
+                greet = partial(shake_hands, stream, server_side=False, hello=lambda _: hello)  # noqa: B023 - at once
+                with pytest.raises(MeshKeyMismatch):
+                    await greet(contexts=contexts)
+                with pytest.raises(PmeshError):
+                    await question(machine, key, thief.key)
+
+        told: list[NodeId] = []
+
+        def tell(node: NodeId) -> Rotation:
+            told.append(node)
+            return tells(thief, one, before)
+
+        async def answer(stream: trio.SocketStream) -> None:
+            first = await stream.receive_some(RENEWAL_BYTES)
+            with contextlib.suppress(PmeshError):
+                await give_rotation(
+                    stream,
+                    first,
+                    contexts={namespace_tag(old): contexts}.get,
+                    rotation_for=tell,
+                    authenticated=lambda: None,
+                )
+
+        listeners = await here.nursery.start(trio.serve_tcp, answer, 0)
+        address = Address("127.0.0.1", listeners[0].socket.getsockname()[1])
+        for machine in (one, two):
+            assert not await machine.agent.renewals.ask([address])
+            assert machine.agent.keyring.rotation == ours
+            assert thief.key.node not in machine.agent.peers.links
+        assert told == [one.key.node, two.key.node]
