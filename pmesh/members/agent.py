@@ -211,8 +211,9 @@ class Members(Feature[MembersMessage, MembersQuestion]):
         if supersedes(rotation, self._later or self._keyring.rotation):
             self._checks_left = max(0, self._checks_left - 1)
             check_rotation_untrusted(rotation)
-            self._later = rotation
-            self._begin_to_adopt()
+            if self._kernel.renewals.is_for_us(rotation):
+                self._later = rotation
+                self._begin_to_adopt()
 
     def _see(self, link: Link) -> None:
         name = self._peers.name_of(link.member)

@@ -393,6 +393,22 @@ async def test_a_member_that_rotates_without_end_makes_others_change_seldom(
         assert adopted[-1] == 50
 
 
+async def test_a_key_for_others_does_not_take_the_place_of_one_for_us(clock: MockClock) -> None:
+    async with village(clock, 3) as here:
+        one, two, three = here.machines
+        await meet(one, two, three)
+        before = None
+        for _ in range(10):  # of the first one alone, a while after which the next one may come
+            before = sign_rotation(three.key, MeshKey(b"x" * 32), [], before=before)
+            three.agent.peers.links[two.key.node].send(TellRotation(before))
+        await trio.sleep(ADOPT_EVERY_S / 5)
+
+        await rotate(here, one)
+
+        await trio.sleep(ADOPT_EVERY_S + 1)
+        assert key_of(two) == key_of(one) != MESH
+
+
 async def test_many_rotations_are_checked_a_few_at_a_time_and_the_latest_is_taken(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

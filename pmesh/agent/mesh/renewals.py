@@ -117,10 +117,7 @@ class Renewals:
     async def adopt(self, rotation: Rotation) -> bool:
         """Use the key of a rotation, if it is later than ours, and for us; return whether it is."""
         name, before = self._register.name_of(rotation.by), self.keyring.mesh_key
-        removed = self._register.removal_of(rotation.by) is not None
-        if rotation.key != before and (removed or self._me not in rotation.entitled):
-            why = "it was removed" if removed else "it did not know this machine"
-            _log.warning("no mesh key is taken", of=name, reason=why)
+        if not self.is_for_us(rotation):
             return False
         try:
             adopted = await self.keyring.adopt(rotation)
@@ -132,6 +129,16 @@ class Renewals:
             text = f"{name} has changed the mesh key, and this machine has the new one"
             self._noticed(News(kind="key changed", text=text, names=(name,)))
         return adopted
+
+    def is_for_us(self, rotation: Rotation) -> bool:
+        """Return whether this machine may use its key: not if a removed machine has made it."""
+        removed = self._register.removal_of(rotation.by) is not None
+        if rotation.key == self.keyring.mesh_key or (self._me in rotation.entitled and not removed):
+            return True
+        name = self._register.name_of(rotation.by)
+        why = "it was removed" if removed else "it did not know this machine"
+        _log.warning("no mesh key is taken", of=name, reason=why)
+        return False
 
     def _rotation_for(self, node: NodeId) -> Rotation | None:
         rotation = self.keyring.rotation
