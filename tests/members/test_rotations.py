@@ -452,6 +452,39 @@ async def test_who_sends_a_rotation_that_nobody_has_signed_loses_its_link(
         assert key_of(one) == MESH
 
 
+async def test_an_earlier_key_that_a_member_says_again_is_not_taken(clock: MockClock) -> None:
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        await meet(one, two)
+        await rotate(here, one)
+        await until(one_key(here.machines))
+        earlier = two.agent.keyring.rotation
+        assert earlier is not None
+        await rotate(here, one)
+        await until(lambda: one_key(here.machines)() and key_of(one) != earlier.key)
+
+        two.agent.peers.links[one.key.node].send(TellRotation(earlier))
+        await trio.sleep(ADOPT_EVERY_S + 1)
+
+        assert one_key(here.machines)()
+        assert key_of(one) != earlier.key
+
+
+async def test_where_a_member_has_used_up_all_numbers_the_key_is_given_by_hand(
+    clock: MockClock,
+) -> None:
+    async with village(clock, 1) as here:
+        (one,) = here.machines
+        last = Rotation(MAX_COUNTER - 1, MESH, (), STRANGER.node, bytes(64))
+        await one.agent.keyring.adopt(sign_rotation(STRANGER, MESH, [], before=last))
+
+        refused = await ask(here, one, RotateKey())
+
+        assert isinstance(refused, Refused)
+        assert "used up the numbers of rotations; give the mesh a key by" in refused.verdict.message
+        assert load_keys(one.settings.home, MeshKey(b"h" * 32)).rotation is None
+
+
 async def test_a_key_of_a_removed_machine_is_not_taken(clock: MockClock) -> None:
     async with village(clock, 3) as here:
         one, two, gone = here.machines
