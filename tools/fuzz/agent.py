@@ -23,9 +23,10 @@ from pmesh.agent.home import load_node_key, open_home
 from pmesh.agent.mesh import bans, links
 from pmesh.agent.mesh.links import Link
 from pmesh.cli import main
-from pmesh.core.links.delivery import PREFIX_BYTES, Packet
+from pmesh.core.links.delivery import PREFIX_BYTES, Packet, pack
 from pmesh.core.values import View
 from pmesh.core.wire.channels import MAX_MESSAGE_BYTES, Message
+from pmesh.core.wire.probes import PATHS
 from pmesh.core.wire.stream import PART_BYTES
 from pmesh.core.wire.views import Commit, Heartbeat, TellView
 from pmesh.errors import ProtocolError
@@ -101,9 +102,21 @@ def accepts(message: Message) -> bool:
     return True
 
 
+KINDS = get_args(AnyPathMessage)
+
+
 def new_liar(seed: int) -> Liar:
     """One that speaks to other members."""
-    return Liar(seed, get_args(AnyMessage), receive_untrusted, room=ROOM)
+    return Liar(seed, KINDS, receive_untrusted, room=ROOM)
+
+
+def _send_lie(send: Send, link: Link, lie: Message) -> None:
+    """Send it as the link does, or over the path in use if it is a message of that."""
+    data = _encode_lie(lie)
+    if data[:1] != bytes((PATHS.number,)):
+        send(link, lie)
+    elif link.current is not None:
+        link.current.path.send_packet(pack(0, 0, data))
 
 
 def insist_on_claims(liar: Liar, beat: Heartbeat, view: View, link: Link) -> None:
@@ -141,7 +154,7 @@ def lying(
                 send(link, message)
             else:
                 tell(said)
-                send(link, said)
+                _send_lie(send, link, said)
 
     return lie
 
@@ -163,7 +176,7 @@ def _replaying(send: Send, order: AgentOrder) -> Send:
     def replay(link: Link, message: AnyMessage) -> None:
         if isinstance(message, Heartbeat) and Path(order.begin).exists():
             for said in left[:REPLAYED_AT_ONCE]:
-                send(link, said)
+                _send_lie(send, link, said)
             del left[:REPLAYED_AT_ONCE]
         send(link, message)
 

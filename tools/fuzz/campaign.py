@@ -22,22 +22,29 @@ import msgspec
 import psutil
 
 from pmesh.agent.limits import OPEN_FILES, plan_files
+from pmesh.agent.mesh.keyring import all_keys, latest_key
 from pmesh.client.connect import Quorum
 from pmesh.client.control import ask_events, ask_status, stop_agent
+from pmesh.core.identity.keys import mesh_key_from_text, mesh_key_text
+from pmesh.core.identity.rotations import Rotation
 from pmesh.core.wire.link import Address
 from pmesh.errors import PmeshError
 from pmesh.home_paths import socket_path
+from pmesh.ids import node_from_text
 from tools.fuzz.agent import LONG_STEP, AgentOrder
 from tools.fuzz.corpus import KeptCase, load, recorded
 from tools.fuzz.honest import SHARED
 from tools.fuzz.oracles import (
     MOST_HOME_BYTES,
     find_bans,
+    find_lost_places,
     find_strange_files,
     find_unprintable,
     find_unprintable_in_json,
     is_called,
+    is_rolled_back,
     nbytes_of,
+    rotation_of,
 )
 from tools.fuzz.outsider import OutsiderOrder
 from tools.lab.commands import LabError
@@ -63,6 +70,8 @@ NAMES = ("honest-1", "honest-2")
 LiarKind: TypeAlias = Literal["member", "trainer", "outsider"]
 LIAR = "liar"
 QUORUMS = get_args(Quorum)
+INVITE, ROTATE = ("pmesh.cli", "invite"), ("pmesh.cli", "key", "rotate")
+ROTATES_EVERY = 3  # episodes
 RUN_ON_LIAR = ("pmesh.cli", "run", "--on", LIAR, "--restarts", "0", "true")
 LIAR_NUMBER = 1000  # plus its seed: each liar is another member
 
@@ -89,6 +98,9 @@ class FuzzedMesh(LabMesh):
         self._liars: dict[LiarKind, LabProgram] = {}
         self._ids: dict[str, str] = {}
         self._files: set[str] = set()
+        self._key = mesh_key_from_text(self._environment["PMESH_KEY"])
+        """That of the mesh now."""
+        self._rotations: dict[str, Rotation | None] = {}
         self.worst: dict[str, float] = {}
 
     def __exit__(self, *_: object) -> None:
@@ -97,7 +109,8 @@ class FuzzedMesh(LabMesh):
 
     def end_all(self) -> None:
         """End all processes; the agents as a user would, so that what they measure is written."""
-        for process in (*self._liars.values(), *self._trainers.values()):
+        agents = self._agents.values()
+        for process in [program for program in self.programs if program not in agents]:
             process.end()
         for name, agent in self._agents.items():
             with contextlib.suppress(PmeshError):
@@ -191,14 +204,19 @@ class FuzzedMesh(LabMesh):
         )
 
     def _start_outsider(self, seed: int) -> None:
-        """And a command that the liar is asked to run: it refuses, and sends output."""
+        """And a command that the liar is asked to run: it refuses, and sends output.
+
+        Meanwhile a machine invites others, and changes the mesh key.
+        """
         peers = tuple(Address("127.0.0.1", int(self._address(n).rpartition(":")[2])) for n in NAMES)
-        order = OutsiderOrder(
-            peers=peers, seed=seed, log=str(self.folder / f"outsider-{seed}.lies")
-        )
+        log, home = str(self.folder / f"outsider-{seed}.lies"), str(self._home(NAMES[0]))
+        order = OutsiderOrder(peers=peers, seed=seed, log=log, home=home)
         text = msgspec.json.encode(order).decode()
         self._liars["outsider"] = self._start("outsider", LIAR, "tools.fuzz.outsider", text)
         self._trainers["run"] = self._start("run", NAMES[0], *RUN_ON_LIAR)
+        self._trainers["invite"] = self._start("invite", NAMES[1], *INVITE)
+        if seed % ROTATES_EVERY == 0:
+            self._trainers["rotate"] = self._start("rotate", NAMES[1], *ROTATE)
 
     def _end_liars(self, seed: int) -> None:
         for name in [name for name in self._trainers if name not in NAMES]:
@@ -218,6 +236,7 @@ class FuzzedMesh(LabMesh):
 
     def _look(self) -> None:
         """Raises FindingError for what no liar may cause."""
+        self._key = latest_key(self._home(NAMES[0]), self._key)
         for name, agent in self._agents.items():
             if not agent.alive:
                 raise FindingError(f"{name}'s agent has died")
@@ -257,6 +276,7 @@ class FuzzedMesh(LabMesh):
 
     def _check_afterwards(self) -> None:
         self._await(self._agree, "the agents do not agree again")
+        self._await(self._have_one_key, "the agents do not have one mesh key")
         before = {name: self._ops(name) for name in NAMES}
         self._await(
             lambda: all(self._failed(n) or self._ops(n) > before[n] for n in NAMES),
@@ -295,6 +315,11 @@ class FuzzedMesh(LabMesh):
             members = self._status(name)["view"]["members"]
             if not all(is_called(self._ids[n], n, members) for n in NAMES):
                 raise FindingError(f"{name} does not know the names any more: {members}")
+            if lost := find_lost_places(home, map(node_from_text, self._ids.values())):
+                raise FindingError(f"{name}'s list of members: {lost}")
+            before, self._rotations[name] = self._rotations.get(name), rotation_of(home)
+            if is_rolled_back(before, self._rotations[name]):
+                raise FindingError(f"{name} has gone back from {before}: {self._rotations[name]}")
             if (nbytes := nbytes_of(home)) > MOST_HOME_BYTES:
                 raise FindingError(f"{name}'s home has {nbytes >> 20} MiB")
         homes = (*NAMES, LIAR)
@@ -308,9 +333,13 @@ class FuzzedMesh(LabMesh):
         names = [sorted(member["name"] for member in view["members"]) for view in views]
         return views[0]["epoch"] == views[1]["epoch"] and names[0] == sorted(NAMES)
 
+    def _have_one_key(self) -> bool:
+        keys = {tuple(all_keys(self._home(name))[:1]) for name in NAMES}
+        return len(keys) == 1
+
     def _status(self, name: str) -> dict[str, Any]:
         try:
-            return status_of(self._home(name))
+            return status_of(self._home(name), timeout_s=self._patience_s)
         except PmeshError as e:
             raise FindingError(f"{name}'s agent does not answer: {e}") from e
 
@@ -373,7 +402,8 @@ class FuzzedMesh(LabMesh):
         self, label: str, home: str, module: str, *arguments: str, runner: tuple[str, ...] = ()
     ) -> LabProgram:
         words = (*runner, "-m", module, *arguments)
-        return self.start_program(self._node(home), *words, name=label)
+        key = {"PMESH_KEY": mesh_key_text(self._key)}
+        return self.start_program(self._node(home), *words, name=label, variables=key)
 
 
 def _descriptors_of(pid: int) -> Counter[str]:

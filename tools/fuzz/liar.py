@@ -239,6 +239,10 @@ class Liar:
             return False  # not even we can encode it
         return True
 
+    def changed(self, message: Any) -> Any:  # noqa: ANN401 - of the same kind
+        """The message with one of its fields changed, or a part of it in all its places."""
+        return mutate(message, self.dice, self._seen)
+
     def interrupt(self) -> list[Any]:
         """What to send when there is nothing to say."""
         return [] if self.dice.random() > self._lies else self.anything()
@@ -259,7 +263,7 @@ class Liar:
     def _another_old(self) -> Any:  # noqa: ANN401 - of any kind
         lie = self._old()
         for _ in range(self.dice.choice((0, 1, 1, 2))):
-            lie = mutate(lie, self.dice, self._seen)
+            lie = self.changed(lie)
         return lie
 
     def _another_large(self) -> Any:  # noqa: ANN401 - of any kind
@@ -293,7 +297,7 @@ class Liar:
     def _lie(self, message: object) -> list[Any]:
         lie: Any = message
         for _ in range(self.dice.choice((1, 1, 2))):
-            lie = mutate(lie, self.dice, self._seen)
+            lie = self.changed(lie)
         held, self._held = self._held, message
         if self.dice.random() < LARGE:
             return [self._grown(message)]
@@ -304,7 +308,7 @@ class Liar:
                 [],  # withheld
                 [message if held is None else held],  # delayed
                 [self._old(), message],
-                [mutate(self._old(), self.dice, self._seen), message],
+                [self.changed(self._old()), message],
                 [message, self._invented()],
                 [lie, message],
                 [lie],

@@ -7,6 +7,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from pmesh.agent.mesh.keyring import all_keys, load_keys
+from pmesh.agent.mesh.register import MAX_KNOWN, load_records
+from pmesh.core.identity.removals import MAX_REMOVALS
+from pmesh.core.identity.rotations import Rotation, supersedes
+from pmesh.ids import NodeId, node_text
 from tools.fuzz.agent import BANNED
 
 MOST_HOME_BYTES = 64 << 20  # of an honest machine: keys, a log, and what launches have printed
@@ -53,6 +58,30 @@ def find_strange_files(folder: Path, expected: Iterable[str]) -> list[str]:
     """Files that nobody who is honest would have written into the folder of all homes."""
     allowed = set(expected)
     return sorted(entry.name for entry in folder.iterdir() if entry.name not in allowed)
+
+
+def find_lost_places(home: Path, honest: Iterable[NodeId]) -> str:
+    """What is wrong in an honest machine's list of members; "" if nothing is.
+
+    An honest machine was removed, or there are more than the list may have.
+    """
+    records = load_records(home)
+    removed = [node for node in honest if node in records.removals and records.removals[node].out]
+    if removed:
+        return f"{', '.join(map(node_text, removed))} is removed"
+    known, removals = len(records.known), len(records.removals)
+    too_many = known > MAX_KNOWN or removals > MAX_REMOVALS
+    return f"{known} members and {removals} removals" if too_many else ""
+
+
+def rotation_of(home: Path) -> Rotation | None:
+    """By which a machine has its mesh key; None for a mesh's first key."""
+    return next((load_keys(home, key).rotation for key in all_keys(home)), None)
+
+
+def is_rolled_back(before: Rotation | None, now: Rotation | None) -> bool:
+    """Whether a machine has gone back to an earlier mesh key."""
+    return before is not None and now != before and (now is None or not supersedes(now, before))
 
 
 def nbytes_of(home: Path) -> int:

@@ -4,6 +4,7 @@
 
 Who is refused comes back under another node key, which a holder of the mesh key can make at will.
 Each of its lives has a name, perhaps another machine's, does a few of the `ACTIONS`, and leaves.
+One that gets the mesh key, though nobody may give it that, ends the program: that is a finding.
 What it needs for lanes, it opens, and holds until it leaves: what stays then, is a finding.
 """
 
@@ -12,7 +13,7 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path as File
 from random import Random
@@ -22,15 +23,14 @@ import msgspec
 import trio
 from msgspec.structs import replace
 
+from pmesh.agent.mesh.keyring import latest_key
 from pmesh.core.identity.certificates import issue_credentials
 from pmesh.core.identity.keys import MeshKey, NodeKey, mesh_key_from_text
-from pmesh.core.identity.names import sign_name
-from pmesh.core.links.delivery import PREFIX_BYTES, pack
+from pmesh.core.links.delivery import PREFIX_BYTES
 from pmesh.core.wire.framing import read_hello_untrusted
 from pmesh.core.wire.lanes import OfferLane, Splice
 from pmesh.core.wire.link import (
     MAX_HELLO_BYTES,
-    PROTOCOL_VERSION,
     Address,
     Hello,
     KnownPeers,
@@ -39,9 +39,8 @@ from pmesh.core.wire.link import (
 from pmesh.core.wire.records import Preamble, encode_preamble
 from pmesh.core.wire.relays import Relay
 from pmesh.core.wire.stream import PART_BYTES
-from pmesh.core.wire.views import Heartbeat
-from pmesh.errors import PmeshError, ProtocolError
-from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, TrainerId, path_name
+from pmesh.errors import ProtocolError
+from pmesh.ids import Incarnation, JobName, Member, NodeId, TrainerId, path_name
 from pmesh.launches.wire.messages import (
     BeginRanks,
     Command,
@@ -58,8 +57,11 @@ from pmesh.store.wire import StorePart
 from simulation.wire import decode_untrusted, encode_unbounded
 from tools.fuzz.agent import ROOM, accepts, new_liar
 from tools.fuzz.corpus import Recorder
+from tools.fuzz.doors import ask_for_key, greet, knock, new_guest
 from tools.fuzz.large import fill
 from tools.fuzz.liar import Liar
+from tools.fuzz.life import GONE, LiarsLife, hello_of
+from tools.fuzz.signed import remove, rotate
 
 LIVES_AT_ONCE = 3
 MOST_ACTIONS = 6  # of one life
@@ -67,11 +69,9 @@ ATTEMPTS = 20
 BEAT_S = 0.2
 LONGEST_LIFE_S = 30.0
 PAUSE_S = 0.5  # after a life that nobody let begin
-UNSENT_BYTES = 1 << 20  # on one link, until some was taken: a link takes 4 MiB
 MANY_LANES, MANY_SPLICES, MANY_MESSAGES = 300, 40, 1000
 NAMES = ("liar", "mac-1", "honest-1", "[/bold] mac", "[link=http://x]y", "mac-1 (abcd)", "x" * 64)
 FORBIDDEN = ("LD_PRELOAD", "PYTHONHOME", "PMESH_HOME", "BASH_ENV")
-GONE = (trio.BrokenResourceError, trio.ClosedResourceError, trio.EndOfChannel, OSError, PmeshError)
 
 
 class OutsiderOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,14 +80,10 @@ class OutsiderOrder(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     log: str = ""
     """The file into which the lies go, each time once."""
+    home: str = ""
+    """Of an agent that has the mesh key, also when that changes; "": it stays that of PMESH_KEY."""
     actions: tuple[str, ...] = ()
     """Of `ACTIONS`, what it does only; all of them if there are none."""
-
-
-def hello_of(key: NodeKey, name: str) -> Hello:
-    """As an honest member of this name says it."""
-    me = Member(key.node, Incarnation(1))
-    return Hello(PROTOCOL_VERSION, me, sign_name(key, me, name))
 
 
 def largest_hello(dice: Random) -> Hello:
@@ -110,51 +106,6 @@ def _accepts_hello(hello: Hello) -> bool:
 
 def _size(message: object) -> int:
     return len(msgspec.msgpack.encode(message))
-
-
-@dataclass(eq=False)
-class LiarsLife:
-    """One node key's, from its links to its leave."""
-
-    dice: Random
-    liar: Liar
-    hello: Hello
-    largest: Hello
-    """What it might have said instead."""
-    links: list[Path]
-    doors: tuple[Address, ...]
-    tell: Callable[[Any], None]
-    held: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
-    """What closes the connections that it holds."""
-
-    async def send(self, messages: Iterable[Any]) -> None:
-        """To all of its links, as fast as they take it."""
-        for message in messages:
-            data = pack(0, 0, encode_unbounded(message))
-            for link in self.links:
-                link.send_packet(data)
-            while any(link._queued_bytes > UNSENT_BYTES for link in self.links):  # noqa: ASYNC110, SLF001 - a path tells nobody
-                await trio.sleep(0.001)
-        await trio.lowlevel.checkpoint()
-
-    def some(self, nbytes: int = 16) -> bytes:
-        return self.dice.randbytes(nbytes)
-
-    @property
-    def others(self) -> list[Member]:
-        """Those at the other ends of its links."""
-        return [link.peer.member for link in self.links]
-
-    @property
-    def epoch(self) -> Epoch:
-        me = self.hello.member
-        return Epoch(1, me.node, me.incarnation)
-
-    @property
-    def beat(self) -> Heartbeat:
-        """It has a view of its own, of which it is the only member."""
-        at = self.epoch
-        return Heartbeat(at, at, flushed=False, acting=True, needs_epoch=False, heard={})
 
 
 async def lie(life: LiarsLife) -> None:
@@ -199,8 +150,7 @@ async def offer_lanes(life: LiarsLife) -> None:
 
 async def _open_lane(life: LiarsLife, offer: OfferLane, index: int) -> None:
     with contextlib.suppress(*GONE), trio.move_on_after(1):
-        door = life.dice.choice(life.doors)
-        stream = await trio.open_tcp_stream(door.host, door.port)
+        stream = await life.knock()
         life.held.append((await dial_lane(stream, offer, peer="it", index=index)).close)
 
 
@@ -210,8 +160,7 @@ async def splice(life: LiarsLife) -> None:
         ticket, far = life.some(), life.dice.choice(life.others)
         await life.send([Splice(ticket, far, dial=life.dice.random() < 0.2)])  # noqa: PLR2004
         with contextlib.suppress(*GONE), trio.move_on_after(1):
-            door = life.dice.choice(life.doors)
-            stream = await trio.open_tcp_stream(door.host, door.port)
+            stream = await life.knock()
             life.held.append(stream.socket.close)
             await stream.send_all(encode_preamble(Preamble(ticket)))
 
@@ -247,7 +196,10 @@ async def launch(life: LiarsLife) -> None:
 
 ACTIONS: dict[str, Callable[[LiarsLife], Awaitable[None]]] = {
     action.__name__: action
-    for action in (lie, name_many, offer_lanes, splice, relay, write_to_stores, launch)
+    for action in (
+        *(lie, name_many, offer_lanes, splice, relay, write_to_stores, launch),
+        *(greet, knock, ask_for_key, remove, rotate),
+    )
 }
 
 
@@ -257,8 +209,12 @@ class OutsiderAttack:
 
     doors: tuple[Address, ...]
     """Of the agents."""
-    mesh_key: MeshKey
+    mesh_key: Callable[[], MeshKey]
+    """Returns that of the mesh, which changes."""
     liar: Liar
+    guest: Liar = field(default_factory=new_guest)
+    had: list[MeshKey] = field(default_factory=list[MeshKey])
+    """All mesh keys that there were, the latest last."""
     actions: tuple[str, ...] = tuple(ACTIONS)
     lives: float = math.inf
     """How many."""
@@ -293,9 +249,21 @@ async def _live(attack: OutsiderAttack, large: Hello) -> None:
     hello = hello_of(key, dice.choice(NAMES))
     if name_many.__name__ in attack.actions and dice.random() < 0.5:  # noqa: PLR2004
         hello = largest
-    life = LiarsLife(dice, attack.liar, hello, largest, [], attack.doors, attack.tell)
+    if (mesh_key := attack.mesh_key()) not in attack.had:
+        attack.had.append(mesh_key)
+    life = LiarsLife(
+        dice=dice,
+        key=key,
+        liar=attack.liar,
+        guest=attack.guest,
+        mesh_keys=attack.had,
+        hello=hello,
+        largest=largest,
+        doors=attack.doors,
+        tell=attack.tell,
+    )
     actions = [ACTIONS[name] for name in attack.actions]
-    contexts = TlsContexts.of(issue_credentials(attack.mesh_key, key))
+    contexts = TlsContexts.of(issue_credentials(mesh_key, key))
     async with trio.open_nursery() as nursery:
         try:
             with contextlib.suppress(*GONE):
@@ -307,7 +275,7 @@ async def _live(attack: OutsiderAttack, large: Hello) -> None:
                     await action(life)
                 await life.send([Leaving()] * (dice.random() < 0.5))  # noqa: PLR2004
         finally:
-            _let_go(life)
+            life.let_go()
             nursery.cancel_scope.cancel()
 
 
@@ -322,16 +290,8 @@ async def _link_with_all(life: LiarsLife, contexts: TlsContexts, nursery: trio.N
         nursery.start_soon(_listen, link, life.liar, nursery.cancel_scope)
 
 
-def _let_go(life: LiarsLife) -> None:
-    """Close all connections, without a goodbye."""
-    for close in life.held:
-        close()
-    for link in life.links:
-        link._wire.stream.socket.close()  # type: ignore[attr-defined] # noqa: SLF001 - TCP's
-
-
 async def _write(link: Path) -> None:
-    with contextlib.suppress(*GONE):  # `_let_go` closes it meanwhile
+    with contextlib.suppress(*GONE):  # `let_go` closes it meanwhile
         await link.run_writer()
 
 
@@ -352,10 +312,18 @@ async def _beat(life: LiarsLife) -> None:
 async def _main(order: OutsiderOrder) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 8192), most))
+    key = mesh_key_from_text(os.environ["PMESH_KEY"])
+
+    def follow() -> MeshKey:
+        nonlocal key
+        key = latest_key(File(order.home), key) if order.home else key
+        return key
+
     attack = OutsiderAttack(
         doors=order.peers,
-        mesh_key=mesh_key_from_text(os.environ["PMESH_KEY"]),
+        mesh_key=follow,
         liar=new_liar(order.seed),
+        guest=new_guest(order.seed),
         actions=order.actions or tuple(ACTIONS),
         tell=Recorder(File(order.log), encode_unbounded) if order.log else lambda _: None,
     )

@@ -38,11 +38,14 @@ MANY_KEYS, MANY_QUESTIONS, MANY_CALLS = 30_000, 1500, 30_000
 HIGHEST = 2**62
 
 
+STORE_KINDS = get_args(StoreMessage)
+
+
 def new_store_liar(seed: int) -> Liar:
     """One that speaks to other copies."""
     return Liar(
         seed,
-        get_args(StoreMessage),
+        STORE_KINDS,
         lambda m: decode_message_untrusted(msgspec.msgpack.encode(m)),
         room=MAX_COMMAND_BYTES,
     )

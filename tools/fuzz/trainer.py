@@ -6,6 +6,7 @@ LOG gets all that is said. Of the CASE the messages are sent first.
 """
 
 import contextlib
+import itertools
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from typing import Any, get_args
 
 import msgspec
 import trio
+from msgspec.structs import replace
 
 from pmesh.core.wire.calls import Call, Envelope
 from pmesh.core.wire.control import AskEvents, AskPing, AskStatus, StopAgent
@@ -38,6 +40,7 @@ from pmesh.core.wire.trainer import (
 from pmesh.ids import JobName, OpNumber, TrainerId
 from pmesh.invites.wire import Invite
 from pmesh.launches.wire.messages import AskLaunches
+from pmesh.members.wire import AskMembers, RemoveMachine, RotateKey
 from pmesh.p2p.wire import Attach, ReceiveMessage, SendMessage
 from pmesh.store import wire as store
 from pmesh.store.wire import Add, Get, Keys, Set, StoreCall, Wait
@@ -52,6 +55,8 @@ Tell = Callable[[tuple[int, Any]], None]
 
 JOB = JobName("a lie")
 ARENA_BYTES = 4096
+LIAR, NOBODY = "liar", "nobody"
+ROTATES_EVERY = 3  # rounds of all sessions
 BROKEN = (trio.BrokenResourceError, trio.ClosedResourceError, OSError)
 
 
@@ -81,7 +86,7 @@ def honest_sessions() -> Iterator[tuple[AnyRequest, ...]]:
     calls: list[tuple[int, store.Command]] = list(enumerate(commands))
     attach, envelope = Attach(SESSION_VERSION, JOB, me), Envelope(0, "float32", (100,), 400)
     numbers = ReportsNumbers({"loss": 0.5})
-    while True:
+    for number in itertools.count():
         yield (connect, want, *ops, Compresses("int8"), numbers, DropArena(0), Leave())
         yield (connect, want, entering)
         yield (AskStatus(),)
@@ -96,6 +101,21 @@ def honest_sessions() -> Iterator[tuple[AnyRequest, ...]]:
         )
         yield (AskLaunches(),)
         yield (Invite(),)
+        yield (AskMembers(),)
+        yield (RemoveMachine(NOBODY, out=True),)
+        if number % ROTATES_EVERY == ROTATES_EVERY - 1:
+            yield (RotateKey((NOBODY,) * (number % 2)),)
+
+
+def spare(request: Any) -> Any:  # noqa: ANN401 - of the same kind
+    """Return a request that removes no honest machine: the agent obeys its programs."""
+    match request:
+        case RemoveMachine(name=str(name), out=True) if name != NOBODY:
+            return replace(request, name=LIAR)
+        case RotateKey(without=tuple(names)):
+            return replace(request, without=tuple(n if n == NOBODY else LIAR for n in names))
+        case _:
+            return request
 
 
 async def lie_to_agent(path: Path, liar: Liar, *, tell: Tell = lambda _: None) -> None:
@@ -103,7 +123,7 @@ async def lie_to_agent(path: Path, liar: Liar, *, tell: Tell = lambda _: None) -
 
     def sessions() -> Iterator[Iterator[Any]]:
         for session in honest_sessions():
-            yield (s for r in session for s in (*liar.say(r), *liar.interrupt()))
+            yield (spare(s) for r in session for s in (*liar.say(r), *liar.interrupt()))
 
     await _hold(path, liar, enumerate(sessions()), tell)
 

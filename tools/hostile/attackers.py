@@ -34,6 +34,7 @@ from pmesh.net.links.tls import TlsContexts
 from tools.fuzz import outsider
 from tools.fuzz.agent import AgentOrder, new_liar
 from tools.fuzz.honest import SHARED
+from tools.fuzz.life import hello_of
 from tools.hostile.packets import BLACK_HOLES, GROUP, announce, invent, mutate, name_only, question
 
 PORT_OF_NOBODY = 9  # discard: neither an agent nor zeroconf listens there
@@ -303,7 +304,7 @@ async def _send_anything(order: AttackOrder, folder: Path) -> None:
                 doors = (sink,) * len(doors)
             nursery.start_soon(_run_member_with_a_seat, order, folder, begin)
             attack = outsider.OutsiderAttack(
-                doors=doors, mesh_key=mesh_key, liar=new_liar(order.seed)
+                doors=doors, mesh_key=lambda: mesh_key, liar=new_liar(order.seed)
             )
             nursery.start_soon(attack.run)
             await trio.sleep(order.seconds / 10)
@@ -339,7 +340,7 @@ async def _run_module(home: Path, *words: str) -> None:
 async def _serve_sink(mesh_key: MeshKey, *, task_status: trio.TaskStatus[Address]) -> None:
     """Take links, and read all that comes."""
     contexts = TlsContexts.of(issue_credentials(mesh_key, NodeKey.from_seed(bytes(32))))
-    me = outsider.hello_of(NodeKey.from_seed(bytes(32)), "sink")
+    me = hello_of(NodeKey.from_seed(bytes(32)), "sink")
 
     async def take(stream: trio.SocketStream) -> None:
         with contextlib.suppress(Exception):  # as in `_serve`

@@ -20,11 +20,15 @@ import trio
 from trio.testing import MockClock
 
 from pmesh.agent.mesh import bans
+from pmesh.agent.mesh.keyring import MAX_FORMER
 from pmesh.agent.mesh.links import Link
+from pmesh.agent.mesh.register import MAX_KNOWN
+from pmesh.core.identity.removals import MAX_REMOVALS
 from pmesh.core.values import Terms, View
 from pmesh.core.views.limits import TOLERATED
 from pmesh.home_paths import socket_path
 from pmesh.ids import Member, NodeId, TrainerId
+from pmesh.invites.wire import Invite, Invited
 from pmesh.store.agent.stores import Stores
 from pmesh.store.rules.pipe import Pipe
 from pmesh.store.wire import Answer, Answered, Set
@@ -42,7 +46,7 @@ from tools.fuzz.store_lies import lie_about_stores, new_store_liar, sequences
 from tools.fuzz.trainer import lie_to_agent
 from tools.fuzz.trainer import new_liar as new_lying_trainer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("threads_run_at_once")]
 
 FIRST, _, LAST = os.environ.get("PMESH_FUZZ_SEEDS", "0-3").partition("-")
 FIRST_SEED = int(FIRST)
@@ -135,9 +139,21 @@ def check_tables(machine: Machine) -> None:
     assert max(sizes.values()) <= LARGEST_TABLE, sizes
 
 
+def check_places(honest: Sequence[Machine]) -> None:
+    """All have a place, and the lists of members, removals and keys are bounded."""
+    for machine in honest:
+        register, keyring = machine.agent._register, machine.agent.keyring  # noqa: SLF001
+        assert not any(register.removal_of(other.key.node) for other in honest)
+        assert len(register.known) <= MAX_KNOWN
+        assert len(register.removals) <= MAX_REMOVALS
+        assert len(keyring.ways()) <= 1 + MAX_FORMER
+    assert len({machine.agent.keyring.mesh_key for machine in honest}) == 1
+
+
 async def check_that_all_is_well(here: Village, honest: list[Machine]) -> None:
     """They agree, and a new job runs among them."""
     await here.settle(*honest)
+    check_places(honest)
     for machine in honest:
         check_tables(machine)
         assert "internal error" not in kinds_of_events(machine)
@@ -230,10 +246,12 @@ async def test_a_member_without_a_seat_parts_nobody_and_leaves_nothing_behind(
         before = psutil.Process().num_fds()
         links = [dict(machine.agent.peers.links) for machine in here.machines]
         doors = tuple(machine.address for machine in here.machines)
+        inviting = await here.trainer(here.machines[0])
+        assert isinstance(await inviting.ask(Invite()), Invited)
         with noting_bans(monkeypatch) as banned:
             await OutsiderAttack(
                 doors=doors,
-                mesh_key=MESH,
+                mesh_key=lambda: MESH,
                 liar=new_lying_member(FIRST_SEED),
                 actions=(action,),
                 lives=LIVES,
@@ -242,6 +260,7 @@ async def test_a_member_without_a_seat_parts_nobody_and_leaves_nothing_behind(
         for machine, had in zip(here.machines, links, strict=True):
             assert had.items() <= machine.agent.peers.links.items(), "their link has ended"
         assert {len(ids) for t in trainings for ids in t.ops.values()} == {2}
+        await inviting.leave()
         await trio.sleep(REST_S)
         assert psutil.Process().num_fds() <= before + SPARE_DESCRIPTORS
         assert [t.error for t in trainings] == ["", ""]
