@@ -9,7 +9,7 @@ import trio
 from trio.testing import MockClock
 
 from pmesh.agent.mesh.bans import BANNED_S
-from pmesh.agent.mesh.register import MAX_KNOWN, load_records
+from pmesh.agent.mesh.register import MAX_KNOWN, Records, load_records, store_records
 from pmesh.core.identity.keys import NodeKey
 from pmesh.core.identity.removals import sign_removal
 from pmesh.core.values import Removal
@@ -256,6 +256,31 @@ async def test_a_member_that_changes_its_list_all_the_time_makes_others_send_lit
             say(two, one, (removal,))
         await until(lambda: len(removed(three)) == 50)
         assert heard <= 3
+
+
+async def test_a_member_that_changes_what_it_says_all_the_time_makes_others_write_seldom(
+    clock: MockClock,
+    monkeypatch: pytest.MonkeyPatch,
+    threads_run_at_once: None,  # noqa: ARG001 - a fixture
+) -> None:
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        await until(lambda: knows_all(one, 1)() and knows_all(two, 1)())
+        written: list[Path] = []
+
+        def count(home: Path, records: Records) -> None:
+            written.append(home)
+            store_records(home, records)
+
+        monkeypatch.setattr("pmesh.agent.mesh.register.store_records", count)
+        for number in range(100):
+            link = two.agent.peers.links[one.key.node]
+            link.send(TellRemovals(str(number), ()))
+            await trio.sleep(0.1)
+        assert 0 < written.count(one.settings.home) <= 12
+        await trio.sleep(2)
+        kept = load_records(one.settings.home).known[two.key.node]
+        assert kept.version == "99"
 
 
 async def test_the_list_of_members_is_bounded_and_forgets_removed_ones_first(

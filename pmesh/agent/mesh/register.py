@@ -34,6 +34,7 @@ MAX_KNOWN: Final = 256  # as many as names of machines; a mesh at home has 8
 MAX_KEPT_ADDRESSES: Final = 4  # of one machine: its cable and its Wi-Fi, v4 and v6
 MAX_FILE_BYTES: Final = 2 * 1024 * 1024  # names and hosts, each character up to 12 bytes in JSON
 KEEP_S: Final = 300.0  # the times at which linked machines were last seen are written so often
+WRITES_EVERY_S: Final = 1.0  # a member may say something else of itself all the time
 
 _SELF: Final = "; type it on another member, or 'pmesh down' here"
 
@@ -229,7 +230,7 @@ class Register:
         ]
 
     async def keep(self, home: Path) -> None:
-        """Write the file whenever members or removals change, and now and then."""
+        """Write the file when members or removals have changed, and now and then."""
         while True:
             with trio.move_on_after(KEEP_S):
                 await self._changed.wait()
@@ -238,6 +239,7 @@ class Register:
                 await trio.to_thread.run_sync(store_records, home, self.records())
             except KeyFileError as e:
                 _log.warning("members are not kept", reason=str(e))
+            await trio.sleep(WRITES_EVERY_S)
 
     def records(self) -> Records:
         """Return what is to be written to the home's file."""
