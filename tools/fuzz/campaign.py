@@ -305,7 +305,11 @@ class FuzzedMesh(LabMesh):
         """Nothing that a terminal would obey, and no file out of its place."""
         for name in NAMES:
             home = self._home(name)
-            pictures = {"status": ask_status(home), "events": ask_events(home)}
+            patience_s = self._patience_s
+            pictures = {
+                "status": ask_status(home, timeout_s=patience_s),
+                "events": ask_events(home, timeout_s=patience_s),
+            }
             found = {what: find_unprintable_in_json(data) for what, data in pictures.items()}
             found["log"] = find_unprintable(self._agents[name].text)
             found["trainer"] = find_unprintable(self._trainers[name].text)
@@ -338,10 +342,14 @@ class FuzzedMesh(LabMesh):
         return len(keys) == 1
 
     def _status(self, name: str) -> dict[str, Any]:
-        try:
-            return status_of(self._home(name), timeout_s=self._patience_s)
-        except PmeshError as e:
-            raise FindingError(f"{name}'s agent does not answer: {e}") from e
+        deadline = time.monotonic() + self._patience_s
+        while True:
+            try:
+                return status_of(self._home(name), timeout_s=self._patience_s)
+            except PmeshError as e:  # a starved agent ends sessions that it has kept waiting
+                if time.monotonic() > deadline or not self._agents[name].alive:
+                    raise FindingError(f"{name}'s agent does not answer: {e}") from e
+            time.sleep(LOOK_EVERY_S)
 
     def _ops(self, name: str) -> int:
         return len(re.findall(r"^op ", self._trainers[name].text, re.MULTILINE))

@@ -33,6 +33,7 @@ from pmesh.net.links.path import shake_hands
 from pmesh.net.links.tls import TlsContexts
 from tools.fuzz import outsider
 from tools.fuzz.agent import AgentOrder, new_liar
+from tools.fuzz.doors import new_guest
 from tools.fuzz.honest import SHARED
 from tools.fuzz.life import hello_of
 from tools.hostile.packets import BLACK_HOLES, GROUP, announce, invent, mutate, name_only, question
@@ -304,7 +305,10 @@ async def _send_anything(order: AttackOrder, folder: Path) -> None:
                 doors = (sink,) * len(doors)
             nursery.start_soon(_run_member_with_a_seat, order, folder, begin)
             attack = outsider.OutsiderAttack(
-                doors=doors, mesh_key=lambda: mesh_key, liar=new_liar(order.seed)
+                doors=doors,
+                mesh_key=lambda: mesh_key,
+                liar=new_liar(order.seed),
+                guest=new_guest(order.seed),
             )
             nursery.start_soon(attack.run)
             await trio.sleep(order.seconds / 10)
