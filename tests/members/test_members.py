@@ -9,7 +9,7 @@ import trio
 from trio.testing import MockClock
 
 from pmesh.agent.mesh.bans import BANNED_S
-from pmesh.agent.mesh.register import MAX_KNOWN, Records, load_records, store_records
+from pmesh.agent.mesh.register import MAX_KNOWN, MOST_NEWS, Records, load_records, store_records
 from pmesh.core.identity.keys import NodeKey
 from pmesh.core.identity.removals import sign_removal
 from pmesh.core.values import Removal
@@ -256,6 +256,28 @@ async def test_a_member_that_changes_its_list_all_the_time_makes_others_send_lit
             say(two, one, (removal,))
         await until(lambda: len(removed(three)) == 50)
         assert heard <= 3
+
+
+async def test_a_member_that_removes_machines_without_end_fills_no_list_of_events(
+    clock: MockClock,
+) -> None:
+    async with village(clock, 3) as here:
+        one, two, three = here.machines
+        await until(lambda: all(knows_all(machine, 2)() for machine in here.machines))
+        two.agent._register.take_untrusted(entries(three.key, 200))  # noqa: SLF001 - of nobody
+        await until(lambda: len(removed(one)) == 200)
+        assert news(one) == []
+
+        register = one.agent._register  # noqa: SLF001
+        for number in range(100):
+            said = sign_removal(two.key, three.key.node, register.removals, out=number % 2 == 0)
+            register.take_untrusted([said])
+        assert news(one)[0] == "mac-2 was removed from the mesh by mac-1"
+        assert news(one)[-1].startswith("members remove machines, or let them in, more often than")
+        assert len(news(one)) == MOST_NEWS + 1
+        await trio.sleep(60)
+        register.remove(one.key, three.key.node, out=True)
+        assert news(one)[-1] == "mac-2 was removed from the mesh by mac-0"
 
 
 async def test_a_member_that_changes_what_it_says_all_the_time_makes_others_write_seldom(

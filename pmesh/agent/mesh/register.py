@@ -34,6 +34,8 @@ MAX_KNOWN: Final = 256  # as many as names of machines; a mesh at home has 8
 MAX_KEPT_ADDRESSES: Final = 4  # of one machine: its cable and its Wi-Fi, v4 and v6
 MAX_FILE_BYTES: Final = 2 * 1024 * 1024  # names and hosts, each character up to 12 bytes in JSON
 KEEP_S: Final = 300.0  # the times at which linked machines were last seen are written so often
+MOST_NEWS: Final = 30  # of removals, as lines of the log; a member may make them without end
+NEWS_WITHIN_S: Final = 60.0
 WRITES_EVERY_S: Final = 1.0  # a member may say something else of itself all the time
 
 _SELF: Final = "; type it on another member, or 'pmesh down' here"
@@ -122,6 +124,8 @@ class Register:
         self._wall_clock = wall_clock
         self._noticed = noticed
         self._changed = trio.Event()
+        self._told_at: list[float] = []
+        """When removals were told of late."""
         self.revision = 0
         """How often the removals have changed since the start."""
 
@@ -255,6 +259,18 @@ class Register:
                 self._tell(entry)
 
     def _tell(self, entry: Removal) -> None:
+        """Note an event, but not for a machine that never was here, nor too many of them."""
+        if entry.node not in {self._me, *self.known} and not self._names.known(entry.node):
+            return
+        now = trio.current_time()
+        self._told_at = [at for at in self._told_at if now - at < NEWS_WITHIN_S]
+        if len(self._told_at) > MOST_NEWS:
+            return
+        self._told_at.append(now)
+        if len(self._told_at) > MOST_NEWS:
+            text = "members remove machines, or let them in, more often than is told: pmesh members"
+            self._noticed(News(kind="machine removed", text=text))
+            return
         name, by = self.name_of(entry.node), self.name_of(entry.by)
         if entry.node == self._me:
             text = self._describe_own(by) if entry.out else f"{by} has let this machine in again"

@@ -56,6 +56,9 @@ class Renewals:
         self._noticed = noticed
         self._due: dict[NodeId, tuple[float, float]] = {}  # when to ask whom, and the last wait
         self._met: dict[str, None] = {}
+        self._given_by: Rotation | None = None
+        self._given: set[NodeId] = set()
+        """The machines that were away, and got the key of this rotation."""
 
     async def run(self) -> None:
         """Ask members that mDNS shows with another key, until cancelled."""
@@ -111,8 +114,14 @@ class Renewals:
             rotation_for=self._rotation_for,
             authenticated=authenticated,
         )
-        text = f"{self._register.name_of(node)} was away, and gets the latest mesh key"
-        self._noticed(News(kind="key changed", text=text, names=(self._register.name_of(node),)))
+        if self._given_by != self.keyring.rotation:
+            self._given_by, self._given = self.keyring.rotation, set()
+        if node in self._given:
+            return  # it may ask again and again; once is news
+        self._given.add(node)
+        name = self._register.name_of(node)
+        text = f"{name} was away, and gets the latest mesh key"
+        self._noticed(News(kind="key changed", text=text, names=(name,)))
 
     async def adopt(self, rotation: Rotation) -> bool:
         """Use the key of a rotation, if it is later than ours, and for us; return whether it is."""
