@@ -43,10 +43,14 @@ def altered(_: Machine, __: Machine, before: Rotation) -> Rotation:
     return Rotation(10**6, before.key, before.entitled, before.by, before.signature)
 
 
+@pytest.mark.parametrize("knows", [True, False], ids=["known", "pushed out of the list"])
 @pytest.mark.parametrize("tells", [replayed, forged, altered])
 async def test_a_stolen_machine_gets_no_link_and_no_key_and_can_give_none(
-    clock: MockClock, tells: Callable[[Machine, Machine, Rotation], Rotation]
+    clock: MockClock,
+    tells: Callable[[Machine, Machine, Rotation], Rotation],
+    knows: bool,  # noqa: FBT001 - a parameter of the test
 ) -> None:
+    """Also where its removal is not known any more: before it was removed, it filled the list."""
     async with village(clock, 3) as here:
         one, two, thief = here.machines
         await meet(one, two, thief)
@@ -58,6 +62,8 @@ async def test_a_stolen_machine_gets_no_link_and_no_key_and_can_give_none(
         await until(lambda: one_key([one, two])() and key_of(one) != old)
         ours = one.agent.keyring.rotation
         await thief.stop()
+        for machine in () if knows else (one, two):
+            machine.agent._register.removals.clear()  # noqa: SLF001
 
         for key in (MESH, old):
             contexts = TlsContexts.of(issue_credentials(key, thief.key))

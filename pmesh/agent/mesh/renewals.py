@@ -94,9 +94,8 @@ class Renewals:
             except NetworkError:
                 return False
             try:
-                rotation = await ask_for_rotation(
-                    stream, tag=tag, contexts=contexts, trusts=self._is_member
-                )
+                trusts = self._is_member if contexts is self.keyring.contexts else self._is_named
+                rotation = await ask_for_rotation(stream, tag=tag, contexts=contexts, trusts=trusts)
             except PmeshError as e:
                 _log.debug("no later mesh key", reason=str(e))
             else:
@@ -154,6 +153,11 @@ class Renewals:
         if rotation is None or node not in rotation.entitled:
             return None
         return None if self._register.removal_of(node) is not None else rotation
+
+    def _is_named(self, node: NodeId) -> bool:
+        """Return whether our rotation names a member; one that it left out has the former key."""
+        rotation = self.keyring.rotation
+        return rotation is not None and node in rotation.entitled and self._is_member(node)
 
     def _is_member(self, node: NodeId) -> bool:
         return node in self._register.known and self._register.removal_of(node) is None
