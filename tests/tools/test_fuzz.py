@@ -32,7 +32,7 @@ from pmesh.ids import Member, TrainerId
 from pmesh.invites.wire import SEALED_BYTES, Knock, SealedKey, encode_guest
 from pmesh.launches.wire.tree import DirectoryEntry, FileEntry, LinkEntry
 from pmesh.members.wire import MemberRow, RemoveMachine, RotateKey, TellRotation
-from pmesh.store.wire import Answer, Answered, decode_message_untrusted
+from pmesh.store.wire import Answer, Answered, Ask, Get, Keys, Set, decode_message_untrusted
 from pmesh.store.wire import encode as encode_of_a_store
 from simulation.wire import AnyReply, decode_request_untrusted, decode_untrusted
 from tests.worlds.builders import ANNA, BERT, make_roster, make_view, unsigned
@@ -151,6 +151,13 @@ def test_a_message_of_any_kind_grows_up_to_what_its_receiver_takes(kind: type) -
         grown = grow(message, dice, accepts, room=room)
         assert len(encode(grown)) >= len(encode(message))
         assert decode_untrusted(encode(grown)) == grown
+
+
+def test_a_part_that_may_be_of_several_kinds_grows_as_what_it_is() -> None:
+    for command in (Keys("x"), Get("x"), Set("x", b"x")):
+        grown = grow(Ask(TrainerId(0), 1, command), new_dice(1), lambda _: True, room=1000)
+        assert type(grown.command) is type(command)
+        assert len(msgspec.msgpack.encode(grown)) > 900
 
 
 def test_a_case_is_kept_with_all_that_was_sent(tmp_path: Path) -> None:

@@ -67,9 +67,10 @@ def _growable(
     """Each part whose size is not fixed, with its place in the message."""
     match info:
         case inspect.UnionType(types=types):
-            kind = next((t for t in types if isinstance(t, inspect.StructType)), types[0])
+            structs = (t for t in types if isinstance(t, inspect.StructType))
+            kind = next((t for t in structs if isinstance(value, t.cls)), types[0])
             yield from _growable(value, kind, places)
-        case inspect.StructType(fields=fields) if isinstance(value, msgspec.Struct):
+        case inspect.StructType(cls=cls, fields=fields) if isinstance(value, cls):
             by_name = {field.name: field.type for field in fields}
             for name, part in children(value):
                 yield from _growable(part, by_name[name], (*places, name))

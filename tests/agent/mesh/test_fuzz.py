@@ -29,6 +29,7 @@ from pmesh.core.views.limits import TOLERATED
 from pmesh.home_paths import socket_path
 from pmesh.ids import Member, NodeId, TrainerId
 from pmesh.invites.wire import Invite, Invited
+from pmesh.members.wire import KeyRotated, RotateKey
 from pmesh.store.agent.stores import Stores
 from pmesh.store.rules.pipe import Pipe
 from pmesh.store.wire import Answer, Answered, Set
@@ -40,6 +41,7 @@ from tests.worlds.village_ops import kinds_of_events, machine_of
 from tools.fuzz.agent import SHORT_BAN_S, accepts, lying
 from tools.fuzz.agent import new_liar as new_lying_member
 from tools.fuzz.claims import Claims, errors_of_ranks, waiting_in_jobs
+from tools.fuzz.doors import new_guest
 from tools.fuzz.liar import Liar
 from tools.fuzz.outsider import ACTIONS, OutsiderAttack
 from tools.fuzz.store_lies import lie_about_stores, new_store_liar, sequences
@@ -57,6 +59,7 @@ LIVES = 4  # of the member that is somebody else each time
 OP_EVERY_S = 0.1
 TERMS = (Terms(), Terms(quorum="majority"))
 REST_S = 5.0
+ROTATES_EVERY_S = 6.0  # longer than a member waits between two keys
 SPARE_DESCRIPTORS = 2
 INTERRUPTS_EVERY_S = 0.3
 BEGINS_EVERY_S = 0.5
@@ -263,6 +266,35 @@ async def test_a_member_without_a_seat_parts_nobody_and_leaves_nothing_behind(
         await inviting.leave()
         await trio.sleep(REST_S)
         assert psutil.Process().num_fds() <= before + SPARE_DESCRIPTORS
+        assert [t.error for t in trainings] == ["", ""]
+        await check_that_all_is_well(here, here.machines)
+
+
+async def test_a_mesh_key_that_changes_amid_lies_is_the_same_for_all_and_goes_to_no_stranger(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        trainings = await trainings_on(here, here.machines)
+        guest, liar = new_guest(FIRST_SEED), new_lying_member(FIRST_SEED)
+        attack = OutsiderAttack(
+            doors=(one.address, two.address),
+            mesh_key=lambda: one.agent.keyring.mesh_key,
+            liar=liar,
+            guest=guest,
+            actions=("lie", "greet", "knock", "ask_for_key", "remove", "rotate"),
+        )
+        with noting_bans(monkeypatch) as banned, trio.move_on_after(LIES_FOR_S):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(attack.run)
+                for by in itertools.cycle(here.machines):
+                    await trio.sleep(ROTATES_EVERY_S)
+                    reply = await (await here.trainer(by)).ask(RotateKey())
+                    assert isinstance(reply, KeyRotated), reply
+        await trio.sleep(REST_S)
+        assert not {machine.key.node for machine in here.machines} & set(banned)
+        assert len(attack.had) > 1
+        assert {len(ids) for t in trainings for ids in t.ops.values()} == {2}
         assert [t.error for t in trainings] == ["", ""]
         await check_that_all_is_well(here, here.machines)
 
