@@ -43,4 +43,5 @@ async def rotate(life: LiarsLife) -> None:
         mine = life.dice.choice(((), (life.key.node,)))
         await life.send([TellRotation(sign_rotation(life.key, key, mine, before=before))])
     everybody = tuple(other.node for other in life.others)
-    await life.send([TellRotation(replace(before, number=number, entitled=everybody))])
+    forged = Rotation(number, MeshKey(life.some(32)), everybody, life.key.node, bytes(64))
+    await life.send([TellRotation(forged)])
