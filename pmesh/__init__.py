@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         RandomK,
         TopK,
     )
+    from pmesh.core.ops.shard import Shard
     from pmesh.p2p.client.calls import ANY
     from pmesh.store.client import Store
 
@@ -81,6 +82,7 @@ __all__ = [
     "RankLost",
     "RosterChanged",
     "RunError",
+    "Shard",
     "Store",
     "TopK",
     "UnsupportedArray",
@@ -104,6 +106,7 @@ _LATER = MappingProxyType(
         "LastOp": "pmesh.client.collective.bucketed",
         **dict.fromkeys(("LocalUpdates", "Nesterov"), "pmesh.client.local_updates"),
         "Mesh": "pmesh.client.mesh",
+        "Shard": "pmesh.core.ops.shard",
         "Store": "pmesh.store.client",
         "connect": "pmesh.client.connect",
     }

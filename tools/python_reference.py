@@ -22,6 +22,7 @@ THINGS: Final[tuple[tuple[str, Any], ...]] = (
     ("pmesh.LastOp", pmesh.LastOp),
     ("pmesh.Store", pmesh.Store),
     ("pmesh.Checkpoints", pmesh.Checkpoints),
+    ("pmesh.Shard", pmesh.Shard),
     ("pmesh.LocalUpdates", pmesh.LocalUpdates),
     ("pmesh.Nesterov", pmesh.Nesterov),
     ("pmesh.mlx.ShardedOptimizer", pmesh.mlx.ShardedOptimizer),

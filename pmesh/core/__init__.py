@@ -30,7 +30,7 @@ jobs        rank (its fences, failures and results), progress (how far all are),
             reports (the numbers that trainers report of a step),
             shares (how many rows of a batch each rank takes), batches (the same, for data loaders
             that are ahead of the training)
-ops         kinds, plan (sends and receives), reducing, reduce_scatter, moving, coded (who makes
+ops         kinds, plan (sends and receives), shard (which values a rank owns), reducing, reduce_scatter, moving, coded (who makes
             plans), cost (which is the fastest), reductions (the arithmetic), together (ranks that
             are all at one agent)
 

@@ -7,6 +7,7 @@ from typing import Any, Self, TypeAlias, cast
 import mlx.core as mx
 
 from pmesh.client.trees.mlx import evaluate
+from pmesh.core.ops.shard import Shard
 from pmesh.mlx.shards import Span
 
 utils: Any = importlib.import_module("mlx.utils")  # it has no types
@@ -41,7 +42,7 @@ class Flat:
         """The number of values in all arrays."""
         return sum(self.sizes)
 
-    def cut(self, arrays: NamedArrays, span: Span) -> mx.array:
+    def cut(self, arrays: NamedArrays, span: Span | Shard) -> mx.array:
         """Return the values in the span."""
         found: list[mx.array] = []
         at = 0

@@ -12,9 +12,10 @@ from pmesh.client.calls.queue import Handle, check_timeout
 from pmesh.client.calls.reducing import DEFAULT_TIMEOUT_S
 from pmesh.client.mesh import Mesh
 from pmesh.client.trees.mlx import evaluate
+from pmesh.core.ops.shard import Shard
 from pmesh.errors import RosterChanged, UsageError
 from pmesh.mlx.flat import Flat, NamedArrays, as_arrays, utils
-from pmesh.mlx.shards import Span, span_of
+from pmesh.mlx.shards import Span
 
 Parts: TypeAlias = dict[str, mx.array]
 """This rank's part of a module's weights: a flat array for each group."""
@@ -94,7 +95,7 @@ class _Module:
     def cut(self, arrays: NamedArrays, rank: int, size: int) -> Parts:
         """Return a copy of a rank's part of the weights."""
         parts = {
-            group: mx.contiguous(flat.cut(arrays, span_of(rank, flat.count, size)))
+            group: mx.contiguous(flat.cut(arrays, Shard.of(rank, size, flat.count)))
             for group, flat in self.groups.items()
         }
         evaluate([parts])

@@ -1,10 +1,8 @@
-"""Cuts arrays into one part per rank, and finds who has which part after ranks have changed."""
+"""Finds who has which part of a flat array after ranks have changed, and who gets whole arrays."""
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
-
-from pmesh.core.ops.plan import chunk_bounds
 
 
 class Span(NamedTuple):
@@ -17,25 +15,6 @@ class Span(NamedTuple):
     def size(self) -> int:
         """The number of values."""
         return self.end - self.begin
-
-
-def parts_of(rank: int, size: int, replicas: int) -> list[int]:
-    """Return the parts that a rank keeps: its own, then those of the ranks after it.
-
-    >>> parts_of(2, 3, 2)
-    [2, 0]
-    """
-    return [(rank + i) % size for i in range(min(replicas, size))]
-
-
-def span_of(part: int, count: int, size: int) -> Span:
-    """Return one of `size` parts of `count` values, as `numpy.array_split` cuts them.
-
-    >>> [span_of(part, 7, 3) for part in range(3)]
-    [Span(begin=0, end=3), Span(begin=3, end=5), Span(begin=5, end=7)]
-    """
-    bounds = chunk_bounds(count, size)
-    return Span(bounds[part], bounds[part + 1])
 
 
 def cover(held: Sequence[Iterable[Span]], count: int) -> list[tuple[int, Span]]:

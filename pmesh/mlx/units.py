@@ -9,9 +9,10 @@ import mlx.core as mx
 
 from pmesh.client.mesh import Mesh
 from pmesh.client.trees.mlx import evaluate
+from pmesh.core.ops.shard import Shard, kept_parts
 from pmesh.errors import RosterChanged
 from pmesh.mlx.flat import Flat, NamedArrays
-from pmesh.mlx.shards import Span, cover, parts_of, span_of
+from pmesh.mlx.shards import Span, cover
 
 OptimizerState: TypeAlias = dict[str, mx.array]
 """An optimizer's state for one array, such as `m` and `v`."""
@@ -42,7 +43,7 @@ class Among:
 
     def kept_parts(self, rank: int) -> list[int]:
         """Return the numbers of the parts that a rank keeps."""
-        return parts_of(rank, self.size, self.replicas)
+        return kept_parts(rank, self.size, self.replicas)
 
     def all_gather(self, x: mx.array) -> mx.array:
         """Return the rows of all ranks, evaluated. Raises RosterChanged if a rank is lost."""
@@ -200,7 +201,10 @@ class ShardedBucket:
         evaluate([self.states])
 
     def _wanted(self, among: Among) -> list[Span]:
-        return [span_of(part, self.flat.count, among.size) for part in among.kept_parts(among.rank)]
+        shards = (
+            Shard.of(part, among.size, self.flat.count) for part in among.kept_parts(among.rank)
+        )
+        return [Span(shard.begin, shard.end) for shard in shards]
 
     def _givers(self, held: Sequence[list[list[int]]]) -> list[tuple[int, Span]]:
         return cover([[Span(*span) for span in spans] for spans in held], self.flat.count)

@@ -314,3 +314,15 @@ def test_what_means_nothing_is_refused() -> None:
         assert optimizer.optimizer.learning_rate.item() == 0.5
 
     SimulatedMesh(1).run(train)
+
+
+@pytest.mark.parametrize("make", [optimizers.AdamW, optimizers.Lion, optimizers.SGD])
+def test_each_rank_keeps_the_bytes_that_its_shard_names(make: Callable[[float], Any]) -> None:
+    def train(mesh: pmesh.Mesh) -> tuple[int, int]:
+        model, optimizer = make_model(), ShardedOptimizer(make(0.01), mesh)
+        update_once(mesh, model, optimizer, 0)
+        shard = pmesh.Shard.of(mesh.rank, mesh.size, weights_of(model).size)
+        return optimizer.nbytes, shard.bytes(optimizer.optimizer)
+
+    for kept, named in SimulatedMesh(3).run(train):
+        assert kept == named

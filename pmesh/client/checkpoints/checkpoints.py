@@ -33,7 +33,6 @@ from pmesh.client.checkpoints.layout import (
     layout_digest,
     next_serial,
     outdated_by,
-    parts_of_rank,
     save_id_of,
 )
 from pmesh.client.checkpoints.loading import LoadedSave, load_together, read_untrusted, whole_saves
@@ -42,6 +41,7 @@ from pmesh.client.mesh import Mesh
 from pmesh.client.trees.raw import RawArray
 from pmesh.client.trees.state import describe, rebuild_untrusted
 from pmesh.core.ops.reductions import Values
+from pmesh.core.ops.shard import kept_parts
 from pmesh.errors import ProtocolError, RosterChanged, UsageError
 from pmesh.home_paths import is_in_launch_copy
 
@@ -321,7 +321,7 @@ class Checkpoints:
             names=tuple(self._mesh.names),
             replicas=self._replicas,
             contents=contents_of(described, size),
-            digests=dict.fromkeys(parts_of_rank(rank, size, self._replicas), ""),
+            digests=dict.fromkeys(kept_parts(rank, size, self._replicas), ""),
             own=None if own is None else contents_of(private, 1),
         )
         return manifest, described.arrays, private.arrays

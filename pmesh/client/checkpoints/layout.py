@@ -19,6 +19,7 @@ from msgspec import Meta
 
 from pmesh.client.trees.raw import RawArray
 from pmesh.client.trees.state import Described
+from pmesh.core.ops.shard import Shard, kept_parts
 from pmesh.core.values import MAX_TRAINERS, Name
 from pmesh.errors import ProtocolError
 from pmesh.ids import PATH_NAME, PathName, path_name
@@ -180,7 +181,7 @@ def contents_of(described: Described, parts: int) -> Contents:
     arrays = tuple(_stored(described.paths, described.arrays))
     ends = list(accumulate(array.nbytes for array in arrays))
     total = ends[-1] if ends else 0
-    inner = [bisect_left(ends, total * part / parts) for part in range(1, parts)]
+    inner = [bisect_left(ends, Shard.of(part, parts, total).begin) for part in range(1, parts)]
     cuts = (0, *(min(cut + 1, len(arrays)) if total else 0 for cut in inner), len(arrays))
     return Contents(header=described.header, arrays=arrays, cuts=cuts)
 
@@ -203,15 +204,6 @@ def _stored(paths: Sequence[str], arrays: Sequence[RawArray]) -> list[Stored]:
 
 def _itemsize(array: Stored) -> int:
     return array.nbytes // max(1, math.prod(array.shape))
-
-
-def parts_of_rank(rank: int, size: int, replicas: int) -> list[int]:
-    """Return the parts that a rank writes: its own, and those of the next ranks.
-
-    >>> parts_of_rank(2, 3, 2)
-    [2, 0]
-    """
-    return [(rank + i) % size for i in range(min(replicas, size))]
 
 
 def part_name(part: int, parts: int) -> str:
@@ -313,7 +305,7 @@ def outdated_by(own: Sequence[Manifest], claimed: Sequence[Holding], keep: int) 
 
 
 def _has_whole_share(manifest: Manifest) -> bool:
-    share = parts_of_rank(manifest.rank, len(manifest.names), manifest.replicas)
+    share = kept_parts(manifest.rank, len(manifest.names), manifest.replicas)
     return manifest.digests.keys() >= set(share)
 
 
@@ -323,7 +315,7 @@ def machines_with(parts: Sequence[int], names: Sequence[str], replicas: int) -> 
     writers = (
         name
         for rank, name in enumerate(names)
-        if wanted.intersection(parts_of_rank(rank, len(names), replicas))
+        if wanted.intersection(kept_parts(rank, len(names), replicas))
     )
     return list(dict.fromkeys(writers))
 

@@ -19,6 +19,7 @@ from pmesh.agent.events import EventKind, News
 from pmesh.agent.home import is_full
 from pmesh.agent.mesh.links import Link
 from pmesh.agent.mesh.names import MachineNames
+from pmesh.core.ops.shard import Shard
 from pmesh.core.values import MAX_TRAINERS, View
 from pmesh.errors import PmeshError, UsageError
 from pmesh.home_paths import remove_tree
@@ -27,7 +28,7 @@ from pmesh.launches.agent.checks import Found, check_command, free_ports
 from pmesh.launches.agent.fetching import Fetching
 from pmesh.launches.agent.here import PartHere
 from pmesh.launches.agent.permission import load_permission, why_not
-from pmesh.launches.agent.shown import described, sentence, spread
+from pmesh.launches.agent.shown import described, sentence
 from pmesh.launches.agent.spool import Spool
 from pmesh.launches.agent.started import StartedHere, read_of
 from pmesh.launches.agent.syncing import Syncing
@@ -399,8 +400,11 @@ class Launches:
         nodes = [node for node in here if node in named]
         start = nodes.index(self._me.node) if self._me.node in nodes else 0
         nodes = nodes[start:] + nodes[:start]  # the same ring, but rank 0 is where somebody types
+        machines = len(nodes)
         counts = (
-            spread(request.count, len(nodes)) if request.count else [request.per_node] * len(nodes)
+            [Shard.of(place, machines, request.count).size for place in range(machines)]
+            if request.count
+            else [request.per_node] * machines
         )
         if max(counts) > MAX_PORTS:
             raise UsageError(

@@ -1,19 +1,9 @@
-"""How launches are shown to a person, and how their ranks are spread."""
+"""How launches are shown to a person."""
 
 import shlex
 from collections.abc import Sequence
 
 MAX_SHOWN = 500  # characters of a command
-
-
-def spread(count: int, machines: int) -> list[int]:
-    """Return how many ranks each machine runs.
-
-    >>> spread(4, 3), spread(2, 3)
-    ([2, 1, 1], [1, 1, 0])
-    """
-    each, more = divmod(count, machines)
-    return [each + (index < more) for index in range(machines)]
 
 
 def described(words: Sequence[str]) -> str:

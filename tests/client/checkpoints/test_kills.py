@@ -24,9 +24,9 @@ from pmesh.client.checkpoints.layout import (
     holding_of,
     merged,
     missing_parts,
-    parts_of_rank,
 )
 from pmesh.client.trees.state import describe
+from pmesh.core.ops.shard import kept_parts
 from pmesh.errors import UsageError
 from pmesh.ids import path_name
 
@@ -67,7 +67,7 @@ def manifest_of(rank: int, step: int) -> tuple[Manifest, list[Any]]:
         names=("a", "b", "c"),
         replicas=2,
         contents=contents_of(described, SIZE),
-        digests=dict.fromkeys(parts_of_rank(rank, SIZE, 2), ""),
+        digests=dict.fromkeys(kept_parts(rank, SIZE, 2), ""),
     )
     return manifest, [array.data for array in described.arrays]
 
