@@ -30,6 +30,7 @@ THINGS: Final[tuple[tuple[str, Any], ...]] = (
     ("pmesh.mlx.FullySharded", pmesh.mlx.FullySharded),
     ("pmesh.mlx.Block", pmesh.mlx.Block),
     ("pmesh.mlx.language_model_blocks", pmesh.mlx.language_model_blocks),
+    ("pmesh.mlx.SyncBatchNorm", pmesh.mlx.SyncBatchNorm),
     ("pmesh.errors.PmeshError", pmesh.errors.PmeshError),
 )
 MADE_BY_CALLS: Final = frozenset({"Mesh", "Group", "Handle", "LastOp", "Store", "FullySharded"})

@@ -30,9 +30,10 @@ jobs        rank (its fences, failures and results), progress (how far all are),
             reports (the numbers that trainers report of a step),
             shares (how many rows of a batch each rank takes), batches (the same, for data loaders
             that are ahead of the training)
-ops         kinds, plan (sends and receives), shard (which values a rank owns), reducing, reduce_scatter, moving, coded (who makes
-            plans), cost (which is the fastest), reductions (the arithmetic), together (ranks that
-            are all at one agent)
+ops         kinds, plan (sends and receives), shard (which values a rank owns), reducing,
+            reduce_scatter, moving, coded (who makes plans), cost (which is the fastest), reductions
+            (the arithmetic), together (ranks that are all at one agent), moments (means and
+            variances of several ranks as one)
 
 There are two shapes: byte protocols are objects that take bytes and return events; decisions are
 frozen states and functions, with time and entropy as arguments. V1, O1, I1 and so on are the rules

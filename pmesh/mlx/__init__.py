@@ -7,8 +7,10 @@ the network; the system ends whatever takes more than some seconds there.
 docs/how-to/mlx-programs.md lists the differences from MLX and their reasons.
 
 `ShardedOptimizer` shards an optimizer's state across the ranks; `fully_shard` shards a whole model.
+`SyncBatchNorm` normalizes over the values of all ranks.
 """
 
+from pmesh.mlx.batch_norm import SyncBatchNorm
 from pmesh.mlx.families import language_model_blocks
 from pmesh.mlx.fully_sharded import Block, FullySharded, fully_shard
 from pmesh.mlx.groups import Group, init, is_available
@@ -30,6 +32,7 @@ __all__ = [
     "FullySharded",
     "Group",
     "ShardedOptimizer",
+    "SyncBatchNorm",
     "all_gather",
     "all_max",
     "all_min",

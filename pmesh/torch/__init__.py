@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pmesh.torch.batch_norm import SyncBatchNorm
     from pmesh.torch.data_parallel import DistributedDataParallel, compression_hook
     from pmesh.torch.elastic import init, sync
     from pmesh.torch.objects import all_gather_object, broadcast_object
@@ -24,6 +25,7 @@ __all__ = [
     "DistributedBatchSampler",
     "DistributedDataParallel",
     "Options",
+    "SyncBatchNorm",
     "all_gather_object",
     "broadcast_object",
     "compression_hook",
@@ -39,6 +41,7 @@ _LATER = MappingProxyType(
         "DistributedBatchSampler": "pmesh.torch.sampler",
         "DistributedDataParallel": "pmesh.torch.data_parallel",
         "Options": "pmesh.torch.options",
+        "SyncBatchNorm": "pmesh.torch.batch_norm",
         "all_gather_object": "pmesh.torch.objects",
         "broadcast_object": "pmesh.torch.objects",
         "compression_hook": "pmesh.torch.data_parallel",

@@ -9,6 +9,7 @@ from pmesh.client.calls.queue import Line
 from pmesh.compression.schemes import Scheme
 from pmesh.errors import PmeshError, UsageError
 from pmesh.torch.arguments import StagedTensor, one_of
+from pmesh.torch.batch_norm import SyncBatchNorm
 from pmesh.torch.elastic import current
 from pmesh.torch.library import Tensor, dist, torch
 from pmesh.torch.process_group import pmesh_group
@@ -251,7 +252,8 @@ def _refuse(module: Any, options: dict[str, Any]) -> None:  # noqa: ANN401 - a t
             f"pmesh.torch.DistributedDataParallel takes compression, {', '.join(_TAKES)}, "
             f"not {', '.join(others)}"
         )
-    if any(isinstance(each, torch.nn.SyncBatchNorm) for each in module.modules()):
+    synced = torch.nn.SyncBatchNorm, SyncBatchNorm
+    if any(isinstance(each, synced) for each in module.modules()):
         raise UsageError(
             "SyncBatchNorm needs a fixed number of ranks: use BatchNorm, or "
             "torch.distributed.init_process_group('pmesh') and torch's own DDP"

@@ -199,8 +199,9 @@ def refuses(rank: int, folder: str) -> None:
         fully_shard(net)
     with refused("Default process group has not been initialized"):
         nn.parallel.DistributedDataParallel(net)
-    with refused("SyncBatchNorm needs a fixed number of ranks"):
-        pmesh.torch.DistributedDataParallel(nn.Sequential(net, nn.SyncBatchNorm(2)))
+    for norm in (nn.SyncBatchNorm(2), pmesh.torch.SyncBatchNorm(2)):
+        with refused("SyncBatchNorm needs a fixed number of ranks"):
+            pmesh.torch.DistributedDataParallel(nn.Sequential(net, norm))
     with refused("takes compression, device_ids.* not static_graph"):
         pmesh.torch.DistributedDataParallel(net, static_graph=True)
     model = pmesh.torch.DistributedDataParallel(net)
