@@ -18,8 +18,10 @@ from pmesh.errors import (
     PeerError,
     PmeshError,
     RankLost,
+    RemoteCallFailed,
     RosterChanged,
     RunError,
+    TooManyCalls,
     UnsupportedArray,
     UnsupportedCompression,
     UsageError,
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     )
     from pmesh.core.ops.shard import Shard
     from pmesh.p2p.client.calls import ANY
+    from pmesh.rpc.client.calls import RemoteCall, RemoteObject, Rpc
     from pmesh.store.client import Store
 
 __all__ = [
@@ -80,10 +83,15 @@ __all__ = [
     "PowerSGD",
     "RandomK",
     "RankLost",
+    "RemoteCall",
+    "RemoteCallFailed",
+    "RemoteObject",
     "RosterChanged",
+    "Rpc",
     "RunError",
     "Shard",
     "Store",
+    "TooManyCalls",
     "TopK",
     "UnsupportedArray",
     "UnsupportedCompression",
@@ -106,6 +114,7 @@ _LATER = MappingProxyType(
         "LastOp": "pmesh.client.collective.bucketed",
         **dict.fromkeys(("LocalUpdates", "Nesterov"), "pmesh.client.local_updates"),
         "Mesh": "pmesh.client.mesh",
+        **dict.fromkeys(("RemoteCall", "RemoteObject", "Rpc"), "pmesh.rpc.client.calls"),
         "Shard": "pmesh.core.ops.shard",
         "Store": "pmesh.store.client",
         "connect": "pmesh.client.connect",

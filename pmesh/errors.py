@@ -241,6 +241,36 @@ class GroupBroken(RunError):
     """
 
 
+class RemoteCallFailed(RunError):
+    """A function that `mesh.rpc` called on another rank has raised an exception there.
+
+    `kind`, `reason` and `remote_traceback` say which, and where.
+    See docs/how-to/troubleshooting.md#nobodys-runerror.
+    """
+
+    def __init__(
+        self, message: str, *, kind: str = "", reason: str = "", remote_traceback: str = ""
+    ) -> None:
+        """Keep only what is printable: another machine has written it."""
+        super().__init__(message)
+        self.kind = printable(kind)
+        """The class of the exception, such as `ValueError`."""
+        self.reason = printable(reason)
+        """Its message."""
+        self.remote_traceback = "\n".join(map(printable, remote_traceback.split("\n")))
+        """Its traceback on the other rank, in several lines."""
+        if remote_traceback:
+            self.add_note(self.remote_traceback)
+
+
+class TooManyCalls(RunError):
+    """A rank did not take a call of `mesh.rpc`, since as many wait there as it has room for.
+
+    Wait for some of your calls and call again, or let it serve more by `mesh.rpc.serve`.
+    See docs/how-to/troubleshooting.md#nobodys-runerror.
+    """
+
+
 class OpTimedOut(RunError, TimeoutError):
     """An op did not complete within its timeout.
 

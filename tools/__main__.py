@@ -82,6 +82,7 @@ TOOLS = (
     Tool("checkpoints", "what an asynchronous save costs a step", "tools.bench_checkpoints:run"),
     Tool("sync", "what pmesh run --sync costs a training", "tools.sync_speed:run", lab="needed"),
     Tool("shares", "unequal ranks, by measured speed", "tools.shares:run", lab="needed"),
+    Tool("rpc-speed", "calls between two ranks beside torch's RPC and send", "tools.rpc_speed:run"),
     Tool("store-writes", "a million writes to a store", "tools.store_writes:run"),
     Tool("tiny", "makes a tiny model to fine-tune with mlx-lm", "tools.lora:tiny"),
 )

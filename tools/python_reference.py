@@ -21,6 +21,9 @@ THINGS: Final[tuple[tuple[str, Any], ...]] = (
     ("pmesh.Handle", pmesh.Handle),
     ("pmesh.LastOp", pmesh.LastOp),
     ("pmesh.Store", pmesh.Store),
+    ("pmesh.Rpc", pmesh.Rpc),
+    ("pmesh.RemoteCall", pmesh.RemoteCall),
+    ("pmesh.RemoteObject", pmesh.RemoteObject),
     ("pmesh.Checkpoints", pmesh.Checkpoints),
     ("pmesh.Shard", pmesh.Shard),
     ("pmesh.LocalUpdates", pmesh.LocalUpdates),
@@ -33,7 +36,12 @@ THINGS: Final[tuple[tuple[str, Any], ...]] = (
     ("pmesh.mlx.SyncBatchNorm", pmesh.mlx.SyncBatchNorm),
     ("pmesh.errors.PmeshError", pmesh.errors.PmeshError),
 )
-MADE_BY_CALLS: Final = frozenset({"Mesh", "Group", "Handle", "LastOp", "Store", "FullySharded"})
+MADE_BY_CALLS: Final = frozenset(
+    {
+        *("Mesh", "Group", "Handle", "LastOp", "Store", "FullySharded"),
+        *("Rpc", "RemoteCall", "RemoteObject"),
+    }
+)
 """Classes that a script does not make itself."""
 INTRODUCTION: Final = """\
 # Python: each call

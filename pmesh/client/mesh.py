@@ -21,6 +21,8 @@ from pmesh.compression.blocks import Indices
 from pmesh.core.ops.reductions import Values
 from pmesh.core.values import View
 from pmesh.errors import ProtocolError, RunError, UsageError
+from pmesh.ids import TrainerId
+from pmesh.rpc.client.calls import Rpc
 from pmesh.store.client import Store, StoreSession
 
 _logger = logging.getLogger("pmesh")
@@ -82,6 +84,7 @@ class Mesh(Collectives):
         self._shard_order: tuple[tuple[int, int, int], Indices] | None = None
         self._groups = Groups(place, job)
         self._store = Store(self._attach_synced)
+        self._rpc = Rpc(place, self._callee)
 
     def __repr__(self) -> str:
         return f"<{self._title}: {names_line(self.names)}>"
@@ -107,6 +110,11 @@ class Mesh(Collectives):
     def store(self) -> Store:
         """The keys and values that all ranks of the job share (`pmesh.Store`)."""
         return self._store
+
+    @property
+    def rpc(self) -> Rpc:
+        """Calls of functions on other ranks (`pmesh.Rpc`)."""
+        return self._rpc
 
     @property
     def view(self) -> View:
@@ -334,11 +342,19 @@ class Mesh(Collectives):
             self._shard_order = key, order_of(dataset_len, epoch=epoch, seed=seed)
         return self._shard_order[1]
 
+    def _callee(self, rank: int) -> TrainerId:
+        """O5: return the trainer that has this rank when the call is made."""
+        self._place.check_synced()
+        if not 0 <= rank < self.size:
+            raise UsageError(f"there is no rank {rank}: there are ranks 0 to {self.size - 1}")
+        return self._world.trainers[rank]
+
     def _attach_synced(self) -> StoreSession:
         self._place.check_synced()
         return self._attached()
 
     def _stop(self, *, crashed: BaseException | None) -> None:
+        self._rpc.close()
         self._groups.stop(crashed=crashed)
         super()._stop(crashed=crashed)
 

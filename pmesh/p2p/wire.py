@@ -29,6 +29,7 @@ from pmesh.ids import Epoch, TrainerId
 from pmesh.store.wire import StoreAnswered, StoreCall, StoreWaits
 
 MAX_MESSAGES = 4096  # sends and receives of a trainer at a time; each is a task in the agent
+MAX_TAG = 2**31 - 1  # of users, as in MPI and torch; services of pmesh have those above
 EAGER_BYTES = 16 * 1024  # a token's activations of the largest open models
 _Count = Annotated[int, Meta(ge=0, le=2**62)]
 _OpOrNone = Annotated[int, Meta(ge=-1, le=2**62)]

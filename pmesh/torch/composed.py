@@ -12,7 +12,7 @@ import numpy as np
 
 from pmesh.client.group import Collectives
 from pmesh.errors import OpTimedOut, PmeshError
-from pmesh.p2p.client.calls import MAX_TAG
+from pmesh.p2p.wire import MAX_TAG
 from pmesh.torch.arguments import TorchReduction
 from pmesh.torch.library import Tensor, torch
 

@@ -99,6 +99,10 @@ def place(mesh: pmesh.Mesh) -> None:
 
 
 def share(mesh: pmesh.Mesh) -> None:
+    assert_type(mesh.rpc, pmesh.Rpc)
+    mesh.rpc.register(abs)
+    assert_type(mesh.rpc.call_async(mesh.rank, "abs", 1), pmesh.RemoteCall)
+    assert_type(mesh.rpc.map("abs", [1], ranks=[mesh.rank]), list[Any])
     store = mesh.store
     assert_type(store, pmesh.Store)
     key = f"of {mesh.rank}"

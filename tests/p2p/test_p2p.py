@@ -19,6 +19,7 @@ from pmesh.p2p.agent import router
 from pmesh.p2p.agent.router import P2PRouter
 from pmesh.p2p.rules import MAX_KEPT
 from pmesh.p2p.wire import (
+    MAX_TAG,
     AnnounceMessage,
     Attach,
     MessageAddress,
@@ -141,6 +142,15 @@ async def test_a_send_ends_when_its_message_is_received_and_not_before(clock: Mo
 
         await pair.other.receive(pair.one.id)
         await pair.one.end(sent)
+
+
+async def test_a_service_that_waits_for_whatever_comes_is_no_news(clock: MockClock) -> None:
+    async with a_pair(clock) as pair:
+        await pair.one.begin_receive(pair.other.id, tag=MAX_TAG)
+        await pair.other.begin_receive(pair.one.id, tag=MAX_TAG + 1)
+        await trio.sleep(15)
+        assert [wait.on for wait in pair.one.waits] == [(pair.name_of(1),)]
+        assert not pair.other.waits
 
 
 async def test_messages_of_one_tag_come_in_order_and_tags_do_not_wait_for_each_other(

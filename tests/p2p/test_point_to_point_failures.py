@@ -19,9 +19,9 @@ from pmesh.errors import (
     UnsupportedArray,
     UsageError,
 )
-from pmesh.p2p.client.calls import ANY, MAX_TAG, PointToPoint
+from pmesh.p2p.client.calls import ANY, PointToPoint
 from pmesh.p2p.client.session import P2PSession
-from pmesh.p2p.wire import MessageSent, ReceiveMessage, SendMessage
+from pmesh.p2p.wire import MAX_TAG, MessageSent, ReceiveMessage, SendMessage
 from tests.worlds.scripted_agent import PATIENCE_S
 from tests.worlds.watched_agent import LOST, WatchedAgent, pair, run, session_of
 

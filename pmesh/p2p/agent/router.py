@@ -4,6 +4,7 @@ A trainer has a second connection for its messages, on which several sends and r
 time.
 """
 
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ from pmesh.p2p.agent.endpoint import MessageLost, P2PEndpoint, Received
 from pmesh.p2p.wire import (
     ATTACHED_REQUESTS,
     MAX_MESSAGES,
+    MAX_TAG,
     P2P,
     AnnounceMessage,
     Attach,
@@ -235,7 +237,10 @@ class _Connection:
         except MessageLost as e:
             await self._session.send(MessageFailed(request.call, e.verdict))
             return
-        waiting = _Pending(trio.current_time(), 1, self._endpoint.describe(on))
+        since = trio.current_time()
+        if isinstance(request, ReceiveMessage) and request.tag > MAX_TAG:
+            since = math.inf  # a service waits for whatever comes, which is no news
+        waiting = _Pending(since, 1, self._endpoint.describe(on))
         self._waiting[request.call] = waiting
         self._nursery.start_soon(self._end, request, ending, waiting)
 

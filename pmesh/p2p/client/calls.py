@@ -17,11 +17,10 @@ from pmesh.core.wire.calls import Envelope
 from pmesh.errors import MeshClosed, PmeshError, ProtocolError, UsageError
 from pmesh.ids import Rank, TrainerId
 from pmesh.p2p.client.session import Arrived, P2PSession, attach
+from pmesh.p2p.wire import MAX_TAG
 
 ANY = -1
 """The source of a `recv` that takes a message from any rank."""
-
-MAX_TAG = 2**31 - 1  # as in MPI and torch
 
 T = TypeVar("T")
 

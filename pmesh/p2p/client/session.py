@@ -62,6 +62,8 @@ _ARENA = -1
 """The key of the reply to WantArena, which has no call."""
 _NOTHING = -2
 """The key of no reply."""
+_ANY = -3
+"""The key of the end of any call."""
 _LEAST_S = 1e-3  # a send that has used up its time here still fails with the agent's OpTimedOut
 
 _logger = logging.getLogger("pmesh")
@@ -120,6 +122,8 @@ class P2PSession:
         """Arenas that are free, which the agent does not know yet."""
         self._parts: dict[int, bytearray] = {}
         """The parts of the store's answers that have arrived."""
+        self._finished: deque[int] | None = None
+        """The calls that have ended, if `next_end` is to return them."""
         self._ended: PmeshError | None = None
 
     @property
@@ -158,6 +162,31 @@ class P2PSession:
             self._send(ReceiveMessage(call, sources, tag, timeout_s))
         self._report_dropped()
         return call
+
+    def follow_ends(self) -> None:
+        """Let `next_end` return the calls that begin from now on."""
+        self._finished = deque()
+
+    def next_end(self, timeout_s: float) -> int | None:
+        """Wait until some send or receive has ended; return its number, of each once, for `end`.
+
+        It may also return the number of a call whose `begin_send` has raised an error.
+
+        Returns:
+            None if no call has ended within `timeout_s`.
+
+        Raises:
+            PmeshError: the session has ended.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._end_if_torn():
+            while not self._finished:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    return None
+                self._read_some(left_s, _ANY)
+                self._start_queued()
+        return self._finished.popleft()
 
     def forget(self, call: int) -> None:
         """Drop the call's result, which nobody will take; any thread may call this at any time."""
@@ -268,7 +297,7 @@ class P2PSession:
         with self._news:
             waits = self._sends.put_back(send)
             if not waits:
-                self._answers[send.call] = MessageFailed(send.call, why)
+                self._note_end(send.call, MessageFailed(send.call, why))
                 self._news.notify_all()
         return waits
 
@@ -403,7 +432,8 @@ class P2PSession:
     def _read_some(self, timeout_s: float | None, call: int) -> bool:
         """Read a reply, or wait until another thread has; return True if one may have arrived."""
         with self._news:
-            if call in self._answers:  # it has arrived since the caller has checked
+            # It may have arrived since the caller has checked.
+            if call in self._answers or (call == _ANY and self._finished):
                 return True
             self._check_open()
             if self._reading:
@@ -448,12 +478,17 @@ class P2PSession:
                 if not more:
                     self._answers[call] = StoreAnswered(call, bytes(self._parts.pop(call)), more)
             case MessageReceived(call):
-                self._answers[call] = self._arrived(reply)
+                self._note_end(call, self._arrived(reply))
             case MessageSent(call) | MessageFailed(call):
-                self._answers[call] = reply
+                self._note_end(call, reply)
                 self._sent(call)
             case _:
                 raise ProtocolError(f"an answer to another question: {type(reply).__name__}")
+
+    def _note_end(self, call: int, reply: MessageSent | MessageFailed | Arrived) -> None:
+        self._answers[call] = reply
+        if self._finished is not None:
+            self._finished.append(call)
 
     def _check_open(self) -> None:
         if self._ended is not None:

@@ -1,0 +1,1 @@
+"""`mesh.rpc`: calls of functions on other ranks, over the messages of `pmesh.p2p`."""

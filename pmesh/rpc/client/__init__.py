@@ -1,0 +1,1 @@
+"""The calls of `mesh.rpc`, and the threads that carry and serve them."""

@@ -1,0 +1,396 @@
+# ruff: noqa: ANN401 - values of any kind, and libraries that may be absent
+"""Calls as a script makes them, among ranks in threads."""
+
+import contextlib
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pmesh
+from pmesh.errors import (
+    HistorySuperseded,
+    MeshClosed,
+    OpTimedOut,
+    RankLost,
+    RemoteCallFailed,
+    TooManyCalls,
+    UnsupportedArray,
+    UsageError,
+)
+from pmesh.rpc.wire import INLINE_BYTES
+from pmesh.testing import SimulatedMesh
+from tests.rpc.ranks import LARGE, Gate, echoing, pair
+from tests.worlds.scripted_agent import PATIENCE_S
+from tests.worlds.watched_agent import WatchedAgent, run_ranks
+
+
+def call_echo(*args: Any, **named: Any) -> Any:
+    return pair(lambda mesh: mesh.rpc.call(1, "echo", *args, **named), echoing)[0]
+
+
+# --- values
+
+
+def test_plain_values_and_arrays_come_as_they_were_sent() -> None:
+    plain = [None, True, -(2**70), 1.5, "é", b"\0", (1, [2]), {"a": 1, 2: ()}]
+    (got, x, large), named = call_echo(
+        plain, np.array([[1], [2]], np.float32), LARGE, seed=LARGE[:0]
+    )
+    assert got == plain
+    assert (x.dtype, x.tolist()) == (np.float32, [[1], [2]])
+    assert np.array_equal(large, LARGE)
+    assert (named["seed"].dtype, named["seed"].shape) == (np.int64, (0,))
+    x += 1  # whoever gets an array may change it
+    large += 1
+
+
+@pytest.mark.parametrize("library", ["mlx", "torch"])
+def test_arrays_keep_their_library(library: str) -> None:
+    module = pytest.importorskip("mlx.core" if library == "mlx" else library)
+
+    def one(mesh: pmesh.Mesh) -> Any:
+        (small, large), _ = mesh.rpc.call(1, "echo", *map(module.ones, (3, INLINE_BYTES)))
+        return type(small), small.tolist(), large.shape
+
+    found, _ = pair(one, echoing)
+    assert found[0] is type(module.ones(3))
+    assert found[1:] == ([1, 1, 1], (INLINE_BYTES,))
+
+
+def test_a_rank_calls_itself_and_gets_copies() -> None:
+    def program(mesh: pmesh.Mesh) -> None:
+        echoing(mesh)
+        x, large = np.zeros(3), LARGE.copy()
+        (got, other), _ = mesh.rpc.call(0, "echo", x, large)
+        got += 1
+        other += 1
+        assert not x.any()
+        assert np.array_equal(large, LARGE)
+        with pytest.raises(RemoteCallFailed, match="TypeError"):
+            mesh.rpc.call(0, "int", 1, 2, 3)
+
+    def register(mesh: pmesh.Mesh) -> None:
+        mesh.rpc.register(int, name="int")
+        program(mesh)
+
+    SimulatedMesh(1).run(register)
+
+
+# --- errors
+
+
+def test_an_exception_comes_back_with_its_class_message_and_traceback() -> None:
+    def callee(mesh: pmesh.Mesh) -> None:
+        @mesh.rpc.register(name="fail")
+        def function() -> None:
+            raise KeyError("no \x1b[2J")
+
+        @mesh.rpc.register
+        def leave() -> None:
+            raise SystemExit(3)
+
+        @mesh.rpc.register
+        def odd() -> object:
+            return object()
+
+    def caller(mesh: pmesh.Mesh) -> None:
+        with pytest.raises(RemoteCallFailed, match=r"fail on rank 1 \(simulated\)") as caught:
+            mesh.rpc.call(1, "fail")
+        error = caught.value
+        assert (error.kind, error.reason) == ("KeyError", "'no \\x1b[2J'")
+        assert "raise KeyError(" in error.remote_traceback
+        assert "serving.py" not in error.remote_traceback
+        assert error.__notes__ == [error.remote_traceback]
+        with pytest.raises(RemoteCallFailed, match="SystemExit: 3"):
+            mesh.rpc.call(1, "leave")
+        with pytest.raises(RemoteCallFailed, match="UnsupportedArray: a object can't be"):
+            mesh.rpc.call(1, "odd")
+
+    pair(caller, callee)
+
+
+def test_what_another_machine_has_written_is_printable() -> None:
+    error = RemoteCallFailed("a\x1b", kind="b\n", reason="c\r", remote_traceback="d\x07\ne")
+    assert (str(error), error.kind, error.reason) == ("a�", "b ", "c�")
+    assert error.remote_traceback == "d�\ne"
+
+
+def test_bad_calls_are_named_before_anything_is_sent() -> None:
+    called = list[object]()
+
+    def callee(mesh: pmesh.Mesh) -> None:
+        mesh.rpc.register(called.append, name="note")
+
+    def caller(mesh: pmesh.Mesh) -> None:
+        rpc = mesh.rpc
+        with pytest.raises(UnsupportedArray, match=r"seed\.x: a object can't be"):
+            rpc.call(1, "note", seed={"x": object()})
+        with pytest.raises(UnsupportedArray, match="0: a function can't be"):
+            rpc.call_async(1, "note", callee)
+        with pytest.raises(UsageError, match="there is no rank 2: there are ranks 0 to 1"):
+            rpc.call(2, "note", 1)
+        with pytest.raises(UsageError, match="there is no rank -1"):
+            rpc.map("note", [1], ranks=[-1])
+        with pytest.raises(UsageError, match="different ranks, at least one"):
+            rpc.map("note", [1], ranks=[1, 1])
+        with pytest.raises(UsageError, match="timeout_s is more than 0"):
+            rpc.call(1, "note", 1, timeout_s=0)
+        with pytest.raises(UsageError, match="a function's name has 1 to 4096 characters"):
+            rpc.call(1, "")
+        with pytest.raises(UsageError, match="at least 1 thread, and at least 0 calls"):
+            rpc.serve(threads=0)
+        number: Any = 3
+        with pytest.raises(UsageError, match="a int can't be called"):
+            rpc.register(number)
+        with pytest.raises(UsageError, match="at most 4096 arrays, not 4097"):
+            rpc.call(1, "note", [np.zeros(1)] * 4097)
+        with pytest.raises(UsageError, match="more than the 67108864 that a call takes"):
+            rpc.call(1, "note", "x" * (64 * 1024 * 1024))
+        assert rpc.map("note", []) == []
+
+    pair(caller, callee)
+    assert called == []
+
+
+def test_only_what_was_registered_can_be_called() -> None:
+    def caller(mesh: pmesh.Mesh) -> None:
+        with pytest.raises(UsageError, match=r"no such function \(registered are: echo\)"):
+            mesh.rpc.call(1, "exec", "print()")
+
+    pair(caller, echoing)
+
+
+# --- time-outs, cancellation, room
+
+
+def test_a_rank_says_when_it_is_full_and_takes_calls_again_later() -> None:
+    gate = Gate()
+
+    def callee(mesh: pmesh.Mesh) -> None:
+        mesh.rpc.serve(threads=1, waiting=1)
+        gate.register(mesh)
+
+    def caller(mesh: pmesh.Mesh) -> None:
+        runs = mesh.rpc.call_async(1, "wait", 1)
+        assert gate.entered.acquire(timeout=PATIENCE_S)
+        waits = mesh.rpc.call_async(1, "wait", 2)
+        with pytest.raises(TooManyCalls, match=r"rank 1 .*: it runs 1 calls, and 1 wait"):
+            mesh.rpc.call(1, "wait", LARGE)
+        gate.may_go.set()
+        assert (runs.wait(), waits.wait()) == (1, 2)
+        assert mesh.rpc.call(1, "wait", 3) == 3
+
+    pair(caller, callee)
+
+
+@pytest.mark.parametrize("how", ["time-out", "cancel"])
+def test_a_call_that_was_given_up_does_not_begin_and_one_that_runs_can_know(how: str) -> None:
+    gate = Gate()
+
+    def callee(mesh: pmesh.Mesh) -> None:
+        mesh.rpc.serve(threads=1, waiting=1)
+        gate.register(mesh)
+
+    def caller(mesh: pmesh.Mesh) -> None:
+        rpc = mesh.rpc
+        runs = rpc.call_async(1, "wait", "runs")
+        assert gate.entered.acquire(timeout=PATIENCE_S)
+        if how == "time-out":
+            text = r"no result of wait on rank 1 .*: it took more than 0\.01 s"
+            with pytest.raises(OpTimedOut, match=text):
+                rpc.call(1, "wait", "never", timeout_s=0.01)
+        else:
+            waits = rpc.call_async(1, "wait", "never")
+            waits.cancel()
+            waits.cancel()
+            with pytest.raises(OpTimedOut, match="it was cancelled"):
+                waits.wait()
+        with pytest.raises(OpTimedOut, match="still under way"):
+            runs.wait(timeout_s=0)
+        runs.cancel()
+        last = rpc.call_async(1, "wait", "last")
+        with pytest.raises(TooManyCalls):  # so the callee has heard of all that came before
+            rpc.call(1, "wait", "too many")
+        gate.may_go.set()
+        assert last.wait() == "last"
+        assert not rpc.cancelled()
+
+    pair(caller, callee)
+    assert gate.ran == ["runs", "last"]
+    assert gate.was_cancelled.is_set()
+
+
+def test_a_call_ends_when_its_time_is_over_though_its_rank_does_not_serve() -> None:
+    def caller(mesh: pmesh.Mesh) -> None:
+        with pytest.raises(OpTimedOut, match=r"it took more than 0\.05 s"):
+            mesh.rpc.call_async(1, "wait", LARGE, timeout_s=0.05).wait()
+
+    pair(caller, lambda _: None)
+
+
+def test_closing_the_mesh_ends_its_calls_and_threads() -> None:
+    gate = Gate()
+    failures = list[str]()
+
+    def callee(mesh: pmesh.Mesh) -> None:
+        gate.register(mesh)
+        mesh.recv(0)
+
+    def caller(mesh: pmesh.Mesh) -> None:
+        call = mesh.rpc.call_async(1, "wait")
+        assert gate.entered.acquire(timeout=PATIENCE_S)
+        mesh.rpc.close()
+        with pytest.raises(MeshClosed) as caught:
+            call.wait()
+        failures.append(str(caught.value))
+        gate.may_go.set()
+        with pytest.raises(MeshClosed, match="it was closed"):
+            mesh.rpc.call(1, "wait")
+        mesh.send(np.zeros(1), 1)
+
+    pair(caller, callee)
+    assert len(failures) == 1
+    threads = [each for each in threading.enumerate() if each.name.startswith("pmesh-rpc")]
+    for each in threads:
+        each.join(PATIENCE_S)
+        assert not each.is_alive()
+
+
+# --- lost ranks
+
+
+def test_a_lost_rank_fails_its_calls_at_once_and_frees_what_it_held() -> None:
+    gate, holds, freed = Gate(), threading.Event(), threading.Event()
+    simulated = SimulatedMesh(3, on_loss="continue")
+
+    class Held:
+        remote_methods = ("nothing",)
+
+        def __del__(self) -> None:
+            freed.set()
+
+    def program(mesh: pmesh.Mesh) -> None:
+        rank = int(mesh.rank)
+        gate.register(mesh)
+        mesh.rpc.register(Held)
+        mesh.barrier()
+        if rank == 0:
+            calls = [mesh.rpc.call_async(1, "wait", i, timeout_s=3600) for i in range(2)]
+            assert gate.entered.acquire(timeout=PATIENCE_S)
+            assert holds.wait(PATIENCE_S)
+            simulated.lose(1)
+            for call in calls:
+                with pytest.raises(RankLost):
+                    call.wait(PATIENCE_S)
+            with pytest.raises(RankLost):
+                mesh.rpc.call(1, "wait")
+            gate.may_go.set()
+            assert mesh.rpc.call(0, "wait", "here") == "here"
+        elif rank == 1:
+            held = mesh.rpc.remote(2, "Held")
+            holds.set()
+            assert gate.may_go.wait(PATIENCE_S)
+            del held
+        else:
+            assert freed.wait(PATIENCE_S)
+
+    simulated.run(program)
+
+
+def test_a_rank_that_was_cut_off_serves_again_once_it_is_back(agent: WatchedAgent) -> None:
+    gate = Gate()
+
+    def program(mesh: pmesh.Mesh) -> Any:
+        rank = int(mesh.rank)
+        gate.register(mesh)
+        mesh.sync(0)
+        assert mesh.last_op is not None
+        left, cut_off = mesh.last_op.op + 1, None
+        if rank == 0:
+            agent.left_behind = {left: 1}
+            call = mesh.rpc.call_async(1, "wait", "before", timeout_s=3600)
+            mesh.barrier()
+            with pytest.raises(RankLost):
+                call.wait(PATIENCE_S)
+            gate.may_go.set()
+        else:
+            assert gate.entered.acquire(timeout=PATIENCE_S)
+            call = mesh.rpc.call_async(0, "wait", timeout_s=3600)
+            with contextlib.suppress(HistorySuperseded):
+                mesh.barrier()
+            with pytest.raises(HistorySuperseded) as caught:
+                call.wait(PATIENCE_S)
+            cut_off = str(caught.value)
+        while mesh.sync(0) == 0 and mesh.size < 2:
+            pass
+        answer = mesh.rpc.call(1 - mesh.rank, "wait", "after")
+        mesh.barrier()
+        return answer, cut_off
+
+    found = run_ranks(agent.home, 2, program)
+    assert [answer for answer, _ in found] == ["after", "after"]
+
+
+# --- objects
+
+
+class Counter:
+    remote_methods = "add"
+
+    def __init__(self, freed: threading.Event) -> None:
+        self._freed = freed
+        self._count = 0
+
+    def add(self, count: int = 1) -> int:
+        self._count += count
+        return self._count
+
+    def secret(self) -> None:
+        """Not to be called."""
+
+    def __del__(self) -> None:
+        self._freed.set()
+
+
+def test_an_object_stays_and_its_named_methods_can_be_called_until_it_is_let_go() -> None:
+    freed = threading.Event()
+
+    def callee(mesh: pmesh.Mesh) -> None:
+        mesh.rpc.register(lambda: Counter(freed), name="make")
+        mesh.rpc.register(list, name="list")
+
+    def caller(mesh: pmesh.Mesh) -> None:
+        with mesh.rpc.remote(1, "make") as counter:
+            assert repr(counter) == "<RemoteObject of 'make' on rank 1 (simulated)>"
+            assert counter.call("add") == 1
+            assert counter.call_async("add", count=4).wait() == 5
+            with pytest.raises(UsageError, match=r"Counter.remote_methods has add and not this"):
+                counter.call("secret")
+            assert not freed.is_set()
+        assert freed.wait(PATIENCE_S)
+        counter.close()
+        with pytest.raises(UsageError, match=r"was let go by close\(\)"):
+            counter.call("add")
+        freed.clear()
+        forgotten = mesh.rpc.remote(1, "make")
+        del forgotten
+        assert freed.wait(PATIENCE_S)
+        with pytest.raises(UsageError, match="it returns a list, whose class has no remote_m"):
+            mesh.rpc.remote(1, "list")
+
+    pair(caller, callee)
+
+
+def test_a_rank_holds_objects_of_its_own_too() -> None:
+    freed = threading.Event()
+
+    def program(mesh: pmesh.Mesh) -> None:
+        mesh.rpc.register(lambda: Counter(freed), name="make")
+        counter = mesh.rpc.remote(0, "make")
+        assert counter.call("add", 2) == 2
+        counter.close()
+        assert freed.is_set()
+
+    SimulatedMesh(1).run(program)

@@ -1,0 +1,119 @@
+# ruff: noqa: ANN401 - values of any kind
+"""What does not happen between honest ranks that have memory."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+
+import pmesh
+from pmesh.errors import (
+    MeshClosed,
+    ProtocolError,
+    RemoteCallFailed,
+    UsageError,
+)
+from pmesh.ids import TrainerId
+from pmesh.rpc.client.values import Arriving, pack, unpack_arguments_untrusted
+from pmesh.rpc.wire import Apart, Failure, Kept, Release, Request, Result, Value
+from pmesh.testing import SimulatedMesh
+from tests.rpc.ranks import LARGE, Gate, echoing, pair
+
+
+def test_answers_to_other_questions_or_of_other_ranks_are_not_taken() -> None:
+    gate = Gate()
+
+    def caller(mesh: pmesh.Mesh) -> None:
+        endpoint, peer = mesh.rpc._endpoint, mesh.trainers[1]  # noqa: SLF001
+        calls = [mesh.rpc.call_async(1, "wait", i) for i in range(2)]
+        endpoint.received(TrainerId(10**6), Result(0, pack("a lie", None).value))
+        endpoint.received(peer, Kept(0, 5))
+        with pytest.raises(ProtocolError, match="without a value"):
+            calls[0].wait()
+        endpoint.received(peer, Kept(0, 6))  # late: it is released
+        endpoint.received(peer, Failure(0, "ValueError", "late"))
+        endpoint.received(peer, Release(5))
+        made = endpoint.begin(peer, "wait", (), {}, 60.0, keeps=True)
+        endpoint.received(peer, Result(made.number, pack(1, None).value))
+        with pytest.raises(ProtocolError, match="without a reference"):
+            made.reference()
+        assert endpoint.describe(TrainerId(10**6)) == "a lost rank"
+        gate.may_go.set()
+        assert calls[1].wait() == 1
+        with pytest.raises(UsageError, match="the object is not there any more"):
+            endpoint.begin(peer, "add", (), {}, 60.0, reference=77).result()
+        with pytest.raises(ProtocolError, match="arguments that are no dict"):
+            unpack_arguments_untrusted(Arriving(pack([1], None).value))
+
+    pair(caller, gate.register)
+
+
+def test_a_result_for_which_there_is_no_memory_is_an_error_of_the_call() -> None:
+    def callee(mesh: pmesh.Mesh) -> None:
+        carrier = mesh.rpc._endpoint._carrier  # noqa: SLF001
+        post = carrier.post
+
+        def lacking(to: TrainerId, frame: Any, arrays: Any = (), **options: Any) -> None:
+            if arrays:
+                raise UsageError("no memory")
+            post(to, frame, arrays, **options)
+
+        carrier.post = lacking  # type: ignore[method-assign]
+        mesh.rpc.register(lambda: LARGE, name="large")
+
+    def caller(mesh: pmesh.Mesh) -> None:
+        with pytest.raises(RemoteCallFailed, match="UsageError: no memory"):
+            mesh.rpc.call(1, "large")
+        assert mesh.rpc.map("large", [], ranks=[1]) == []
+
+    pair(caller, callee)
+
+
+def test_an_argument_that_does_not_come_in_time_is_given_up_by_both_sides() -> None:
+    called = list[object]()
+
+    def callee(mesh: pmesh.Mesh) -> None:
+        mesh.rpc.register(called.append, name="note")
+
+    def caller(mesh: pmesh.Mesh) -> None:
+        endpoint, peer = mesh.rpc._endpoint, mesh.trainers[1]  # noqa: SLF001
+        call = endpoint.begin(peer, "note", (), {}, 60.0)
+        promised = Value(
+            pack({0: LARGE}, lambda: 2**33).value.header, (Apart(2**33, LARGE.nbytes),)
+        )
+        endpoint._carrier.post(peer, Request(call.number + 1, "note", promised, 0.01))  # noqa: SLF001
+        call.give_up("the test has seen enough")
+        serve = endpoint.begin(peer, "note", (1,), {}, 60.0)
+        serve.give_up("its number is that of the promise")
+        assert mesh.rpc.call(1, "note", 2) is None
+
+    pair(caller, callee)
+    assert called == [2]
+
+
+def test_ctrl_c_gives_a_call_up() -> None:
+    gate = Gate()
+
+    def caller(mesh: pmesh.Mesh) -> None:
+        with (
+            mock.patch("concurrent.futures.Future.exception", side_effect=KeyboardInterrupt),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            mesh.rpc.call(1, "wait")
+        assert not mesh.rpc._endpoint._pending  # noqa: SLF001
+        gate.may_go.set()
+
+    pair(caller, gate.register)
+
+
+def test_a_forked_child_has_no_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(mesh: pmesh.Mesh) -> None:
+        echoing(mesh)
+        with monkeypatch.context() as patched:
+            patched.setattr("os.getpid", lambda: -1)
+            with pytest.raises(MeshClosed, match="forked"):
+                mesh.rpc.call(0, "echo")
+            mesh.rpc.close()
+        assert mesh.rpc.call(0, "echo", 1) == ((1,), {})
+
+    SimulatedMesh(1).run(program)
