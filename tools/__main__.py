@@ -68,6 +68,8 @@ TOOLS = (
     Tool("torch-suite", "torch's own cases on gloo and on pmesh", "tools.torch_suite:run"),
     Tool("bench", "speed beside gloo and MLX, memory, compression", "tools.bench.run:run",
          "tools.bench.cases:CASES", lab="some"),
+    Tool("compare", "pmesh beside MacFleet, MLX's ring and gloo at the same work",
+         "tools.compare.run:run", "tools.compare.run:ROWS", lab="some"),
     Tool("losses", "what compression does to a training", "tools.bench.training:run"),
     Tool("kernels", "the kernels of compression alone", "tools.bench.kernels:run"),
     Tool("local-updates", "what local updates do to a training", "tools.bench.local_updates:run"),
