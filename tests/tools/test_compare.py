@@ -48,6 +48,7 @@ def test_ranks_that_take_steps_go_on_after_their_longest_pause() -> None:
 def test_the_weights_of_the_last_step_that_both_have_begun_are_compared() -> None:
     ahead, behind = trained(WATCHED_UNTIL), trained(WATCHED_UNTIL - 2)
     other = trained(WATCHED_UNTIL - 2, weights="others")
+    other = RankRecord(steps=other.steps, weights={**other.weights, 0: behind.weights[0]})
 
     assert judged(ahead, behind).endswith("with equal weights")
     assert judged(ahead, other).endswith("with unequal weights")

@@ -32,7 +32,7 @@ class Ranks:
     """The ranks of one system: each names its process in what it prints."""
 
     programs: Sequence[LabProgram]
-    agents: Mapping[int, int] = field(default_factory=dict)
+    agents: Mapping[int, int] = field(default_factory=dict[int, int])
     """What else runs on the machine of a rank for it: the process of its agent or launcher."""
 
     def lines(self) -> list[dict[str, Any]]:
@@ -110,7 +110,7 @@ class Starter:
     folder: Path
     stack: contextlib.ExitStack
     macfleet_python: Path | None = None
-    started: list[Ranks] = field(default_factory=list)
+    started: list[Ranks] = field(default_factory=list[Ranks])
     """All that this has started."""
 
     def start(
