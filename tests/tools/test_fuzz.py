@@ -251,6 +251,7 @@ def types_in(info: inspect.Type, found: set[type]) -> set[type]:
     return found
 
 
+BETWEEN_TRAINERS = ("pmesh.client.", "pmesh.rpc.")  # they read these of each other
 NOT_DRAWN: dict[str, set[type]] = {
     "an agent's own answers to its programs": set(get_args(AnyReply)) | {MemberRow},
     "is obeyed": {StopAgent},
@@ -275,7 +276,7 @@ def test_every_message_that_an_agent_takes_is_drawn() -> None:
         kind
         for kind in set(subclasses_of(msgspec.Struct))
         if kind.__module__.startswith("pmesh.")
-        and not kind.__module__.startswith("pmesh.client.")  # trainers read these of each other
+        and not kind.__module__.startswith(BETWEEN_TRAINERS)
         and not kind.__name__.startswith("_")
         and kind.__struct_config__.tag is not None  # type: ignore[attr-defined]
     }
