@@ -25,6 +25,8 @@ READ = (answer_well, answer_well)  # the status, and the events
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """Both streams are those of a terminal; what is written to this descriptor is typed there."""
     monkeypatch.setenv("FORCE_COLOR", "1")
+    for name in ("COLUMNS", "LINES"):  # rich believes them more than the terminal
+        monkeypatch.delenv(name, raising=False)
     ours, theirs = os.openpty()
     with os.fdopen(theirs, "r") as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
@@ -36,6 +38,8 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 def sleeps(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
     """The terminal has no keys; instead of waiting, the next of these is called."""
     monkeypatch.setenv("FORCE_COLOR", "1")
+    for name in ("COLUMNS", "LINES"):  # rich believes them more than the terminal
+        monkeypatch.delenv(name, raising=False)
     calls: list[Callable[[], None]] = []
 
     def sleep(seconds: float) -> None:
