@@ -241,6 +241,7 @@ class _Conversation:
 
     async def _converse(self, sockets: list[str] | list[int]) -> None:
         zeroconf = AsyncZeroconf(interfaces=sockets)
+        number = self._own.invitation  # it may change while the service is registered
         try:
             if self._own.port:
                 # zeroconf sends the other two announcements by itself within half a second.
@@ -252,17 +253,17 @@ class _Conversation:
             self._confirmed.clear()
             settled = asyncio.get_running_loop().call_later(SETTLE_S, self._forget_unconfirmed)
             try:
-                await self._browse(zeroconf)
+                await self._browse(zeroconf, announced=number)
             finally:
                 settled.cancel()
                 await self._end_resolving()
         finally:
             await zeroconf.async_close()
 
-    async def _browse(self, zeroconf: AsyncZeroconf) -> None:
+    async def _browse(self, zeroconf: AsyncZeroconf, *, announced: int) -> None:
         """Ask for agents repeatedly; purge the cache after a flood of records."""
         loop = asyncio.get_running_loop()
-        renewed_at, number = loop.time(), self._own.invitation
+        renewed_at = loop.time()
         while not self._moved.is_set():
             browser = AsyncServiceBrowser(
                 zeroconf.zeroconf,
@@ -274,8 +275,8 @@ class _Conversation:
             again_at = loop.time() + BROWSE_AGAIN_S
             while not self._moved.is_set() and loop.time() < again_at:
                 await self._wait_for_move(min(LOOK_S, BROWSE_AGAIN_S))
-                if number != self._own.invitation:
-                    number = self._own.invitation
+                if announced != self._own.invitation:
+                    announced = self._own.invitation
                     await self._announce_again(zeroconf)
                 if _keeps_much(zeroconf.zeroconf):
                     break

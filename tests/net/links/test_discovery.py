@@ -1,5 +1,6 @@
 """Real mDNS between real instances; on loopback alone, so that no other machine takes part."""
 
+import asyncio
 import gc
 import os
 import socket
@@ -418,6 +419,31 @@ async def test_the_number_on_the_nameplate_is_announced_and_taken_back() -> None
         nameplate.show(0)
         async with running(nobody, 92, mesh=anybody) as here:  # one that comes later
             await here.hears(found(ada))
+
+
+async def test_a_number_that_is_shown_while_the_agent_is_registered_is_announced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nameplate = discovery.Nameplate()
+    ada, nobody = advertisement(98), replace(advertisement(99), port=0)
+    register: Any = AsyncZeroconf.async_register_service
+
+    async def show() -> None:
+        nameplate.show(7)
+        await trio.testing.wait_all_tasks_blocked()
+
+    async def register_and_show(*args: object, **named: object) -> object:
+        sent: object = await register(*args, **named)
+        trio.from_thread.run(show)
+        await asyncio.sleep(0)  # the loop hears of it
+        return sent
+
+    monkeypatch.setattr(AsyncZeroconf, "async_register_service", register_and_show)
+    async with (
+        running(ada, 98, nameplate=nameplate),
+        running(nobody, 99, mesh=AdvertisementKey(b"", b"")) as here,
+    ):
+        await here.hears(found(replace(ada, invitation=7)))
 
 
 async def test_with_port_0_it_only_listens() -> None:
