@@ -52,6 +52,7 @@ def ask_for_facts(mesh: pmesh.Mesh) -> None:
     kept = mesh.error_feedback_state()
     assert_type(kept, dict[str, AnyArray])
     mesh.load_error_feedback_state(kept)
+    mesh.report(loss=0.5)
 
 
 def reduce(mesh: pmesh.Mesh) -> None:
