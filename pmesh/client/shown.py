@@ -11,7 +11,7 @@ MOST_NAMES = 8  # in a line
 def names_line(names: Sequence[str]) -> str:
     """Return the names of machines in one line, the first few of many.
 
-    >>> names_line(["mac-1", "mac-2"]), names_line(["mac"] * 20)[-13:]
+    >>> names_line(["mac-1", "mac-2"]), names_line(["mac"] * 20)[-12:]
     ('mac-1, mac-2', 'mac, 12 more')
     """
     more = [f"{len(names) - MOST_NAMES} more"] if len(names) > MOST_NAMES else []

@@ -102,11 +102,6 @@ async def serve_trainer(
             await arenas.aclose()
 
 
-def _receiving_s(rank: LocalRank, request: StartOp) -> float:
-    """Return how long the rank's lanes have been receiving; 0 for small ops, which end sooner."""
-    return rank.lanes.receiving_s if request.count >= TIMED_VALUES else 0.0
-
-
 def _too_long(job: str) -> str:
     nbytes = len(job.encode())
     return f"the job's name {job!r} takes {nbytes} bytes in UTF-8, {MAX_JOB_BYTES} are allowed"
@@ -371,7 +366,8 @@ class _TrainerSession:
         if rank is None:
             raise ProtocolError("an op before the sync in which the trainer enters its job")
         began = rank.busy_since = trio.current_time()
-        received_s = _receiving_s(rank, request)
+        is_timed = request.count >= TIMED_VALUES  # smaller ops receive for no time that matters
+        received_s = rank.lanes.receiving_s if is_timed else 0.0
         rank.own_time.note(began, calls=True)
         if request.step:
             rank.step, rank.share_percent = request.step, request.share_percent
@@ -395,7 +391,7 @@ class _TrainerSession:
         if reply.world is not None:
             self._tell_rank(reply.world)
         await self._session.send(reply)
-        received_s = _receiving_s(rank, request) - received_s
+        received_s = rank.lanes.receiving_s - received_s if is_timed else 0.0
         self._jobs.ended_ops.append((rank, request, began, ended, received_s, self._failed))
 
     def _tell_rank(self, world: World) -> None:

@@ -499,7 +499,8 @@ class TrainerSession:
         self._own = own_s + max(0.0, time.monotonic() - since), math.inf
         if not sent:
             dropped = self._users.dropped and self._users.take_dropped()
-            before = *map(DropArena, dropped), *self._take_reports()
+            reports = () if self.reports is self._reports_sent else self._take_reports()
+            before = *map(DropArena, dropped), *reports
             self._connection.send(*before, request, *self._begun)
         if meanwhile is not None:
             meanwhile()
@@ -527,10 +528,7 @@ class TrainerSession:
 
     def _take_reports(self) -> tuple[ReportsNumbers, ...]:
         """Return what was reported since the last request."""
-        reports = self.reports
-        if reports is self._reports_sent:
-            return ()
-        self._reports_sent = reports
+        self._reports_sent = reports = self.reports
         return (ReportsNumbers(reports),)
 
     @contextmanager
