@@ -40,6 +40,9 @@ MAX_FOUND: Final = 64  # agents of our mesh, and as many others; a mesh has 8
 NEW_FOUND_S: Final = 60.0  # at most MAX_FOUND new ones in this time
 MAX_CACHED_NAMES: Final = 512  # a home with 8 agents and 50 printers and televisions has 150
 LOOK_S: Final = 1.0
+NUMBER_TELLS: Final = 3
+"""How often a number is announced, LOOK_S apart. zeroconf puts off some answers for over a second,
+so one that it prepared before may bring the former number after the first of these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,7 +266,7 @@ class _Conversation:
     async def _browse(self, zeroconf: AsyncZeroconf, *, announced: int) -> None:
         """Ask for agents repeatedly; purge the cache after a flood of records."""
         loop = asyncio.get_running_loop()
-        renewed_at = loop.time()
+        renewed_at, tells = loop.time(), 0
         while not self._moved.is_set():
             browser = AsyncServiceBrowser(
                 zeroconf.zeroconf,
@@ -276,7 +279,9 @@ class _Conversation:
             while not self._moved.is_set() and loop.time() < again_at:
                 await self._wait_for_move(min(LOOK_S, BROWSE_AGAIN_S))
                 if announced != self._own.invitation:
-                    announced = self._own.invitation
+                    announced, tells = self._own.invitation, NUMBER_TELLS
+                if tells:
+                    tells -= 1
                     await self._announce_again(zeroconf)
                 if _keeps_much(zeroconf.zeroconf):
                     break

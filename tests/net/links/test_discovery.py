@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from zeroconf.asyncio import AsyncServiceBrowser, AsyncZeroconf
+from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
 from pmesh.core.identity import advertisement as adverts
 from pmesh.core.identity.advertisement import Advertisement, encode, host_name, instance_name
@@ -444,6 +444,26 @@ async def test_a_number_that_is_shown_while_the_agent_is_registered_is_announced
         running(nobody, 99, mesh=AdvertisementKey(b"", b"")) as here,
     ):
         await here.hears(found(replace(ada, invitation=7)))
+
+
+async def test_a_number_is_announced_again_after_answers_that_were_put_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nameplate, update = discovery.Nameplate(), AsyncZeroconf.async_update_service
+    send, updated = trio.open_memory_channel[None](99)
+
+    async def update_and_tell(zeroconf: AsyncZeroconf, info: AsyncServiceInfo) -> object:
+        trio.from_thread.run_sync(send.send_nowait, None)
+        return await update(zeroconf, info)
+
+    monkeypatch.setattr(AsyncZeroconf, "async_update_service", update_and_tell)
+    monkeypatch.setattr(discovery, "LOOK_S", 0.01)
+    async with running(advertisement(100), 100, nameplate=nameplate):
+        for number in (7, 0):
+            nameplate.show(number)
+            with trio.fail_after(TIMEOUT_S):
+                for _ in range(3):
+                    await updated.receive()
 
 
 async def test_with_port_0_it_only_listens() -> None:
