@@ -219,9 +219,40 @@ def test_a_call_waits_for_its_arrays_and_a_cancelled_one_needs_none() -> None:
     assert not service.cancel(Call(RANKS[0], 7))
 
 
+def test_a_cancelled_call_never_runs_and_one_that_runs_is_told() -> None:
+    service = Service(threads=1, waiting=1, room_bytes=ROOM)
+    runs, waits = Call(RANKS[0], 0), Call(RANKS[0], 1)
+    for call in (runs, waits):
+        assert service.request(call, nbytes=1, arrays=0) is Answer.TAKEN
+    assert service.start() == runs
+    assert service.callers == RANKS[:1]
+    assert service.cancel(waits)
+    assert not service.cancel(runs)
+    assert service.is_cancelled(runs)
+    assert service.keep(runs) is None
+    assert not service.finish(runs)
+    assert service.start() is None
+    assert len(service) == 0
+
+
+def test_a_reference_is_freed_once_by_its_holder_or_with_it() -> None:
+    service = Service(threads=1, waiting=1, room_bytes=ROOM)
+    call = Call(RANKS[0], 0)
+    service.request(call, nbytes=1, arrays=0)
+    service.start()
+    one, other = service.keep(call), service.keep(call)
+    assert one is not None
+    assert not service.release(RANKS[1], one)
+    assert service.release(RANKS[0], one)
+    assert not service.release(RANKS[0], one)
+    assert service.lose(RANKS[0]) == ([], {other})
+    assert service.held == 0
+
+
 def test_calls_that_are_overdue_or_cut_off_end() -> None:
     calls = Calls()
     first, second, third = (calls.begin(RANKS[i], deadline=float(i)) for i in range(3))
+    assert len(calls) == 3
     assert calls.overdue(1.0) == [first, second]
     assert not calls.end(first, RANKS[1])  # an answer to another rank's call
     assert calls.end(first, RANKS[0])
