@@ -33,7 +33,15 @@ class Part(NamedTuple):
 class Stream:
     """One end. After each call of another method, send what `parts` yields."""
 
-    def __init__(self, *, begin: int = 0, far_begin: int = 0, again_s: float = AGAIN_S) -> None:
+    def __init__(
+        self,
+        *,
+        begin: int = 0,
+        far_begin: int = 0,
+        again_s: float = AGAIN_S,
+        window_bytes: int = WINDOW_BYTES,
+        part_bytes: int = PART_BYTES,
+    ) -> None:
         """Nothing has been written or received yet.
 
         Args:
@@ -41,6 +49,8 @@ class Stream:
             far_begin: The offset of the other end's first byte.
             again_s: After so long without an acknowledgement, parts are repeated; infinite where
                 only `resume` repeats them.
+            window_bytes: At most so much is on its way or waits to be consumed, at both ends.
+            part_bytes: A part has at most so many bytes.
         """
         self.has_ended = False
         """The other end's last byte has been received."""
@@ -51,6 +61,8 @@ class Stream:
         self._is_closed = False
         self._received = self._read = self._told = far_begin
         """What was received, consumed, and acknowledged by us."""
+        self._window_bytes = window_bytes
+        self._part_bytes = part_bytes
         self._again_s = self._pause_s = again_s
         self._moved_at = 0.0
 
@@ -59,7 +71,7 @@ class Stream:
     @property
     def room(self) -> int:
         """How much can be written so that at most a window is kept; negative if it is more."""
-        return WINDOW_BYTES - len(self._kept)
+        return self._window_bytes - len(self._kept)
 
     @property
     def written(self) -> int:
@@ -98,10 +110,10 @@ class Stream:
         elif now - self._moved_at >= self._pause_s:
             self._sent, self._moved_at = self._acknowledged, now
             self._pause_s = min(2 * self._pause_s, SELDOM_S)
-        limit = min(self._end, self._acknowledged + WINDOW_BYTES)
+        limit = min(self._end, self._acknowledged + self._window_bytes)
         while self._sent < limit:
             begin = self._sent - self._acknowledged
-            data = bytes(self._kept[begin : min(begin + PART_BYTES, WINDOW_BYTES)])
+            data = bytes(self._kept[begin : min(begin + self._part_bytes, self._window_bytes)])
             ends = self._is_closed and self._sent + len(data) == self._end - 1 < limit
             yield self._part(data, ends=ends)
             self._sent += len(data) + ends
@@ -118,6 +130,16 @@ class Stream:
 
     # --- from the other end
 
+    @property
+    def received(self) -> int:
+        """The offset behind all that was received."""
+        return self._received
+
+    @property
+    def read(self) -> int:
+        """The offset behind all that was consumed here."""
+        return self._read
+
     def receive_untrusted(self, part: Part, *, now: float) -> bytes:
         """Take a part, and return the bytes that are new. Call `consume` when they are used.
 
@@ -132,7 +154,7 @@ class Stream:
         if not (part.data or part.ends):
             return b""
         end = part.offset + len(part.data) + part.ends
-        if end > self._read + WINDOW_BYTES or (self.has_ended and end > self._received):
+        if end > self._read + self._window_bytes or (self.has_ended and end > self._received):
             raise ProtocolError("bytes came that do not fit the window, or after the end")
         if part.offset > self._received:  # an earlier part was lost, and is repeated with this one
             return b""

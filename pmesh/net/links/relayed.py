@@ -1,5 +1,6 @@
 """One end of a connection whose bytes a third agent forwards, as `Relay` messages on its links."""
 
+import math
 from collections.abc import Callable
 from typing import Final
 
@@ -7,6 +8,8 @@ import trio
 
 from pmesh.core.links.relaying import WINDOW_BYTES
 from pmesh.core.wire.relays import MAX_RELAYED_BYTES, Relay
+from pmesh.core.wire.stream import Part, Stream
+from pmesh.errors import ProtocolError
 from pmesh.ids import NodeId
 
 _SAY_AFTER_BYTES: Final = WINDOW_BYTES // 4  # read: the other end's window is rarely empty
@@ -34,9 +37,12 @@ class RelayedStream(trio.abc.HalfCloseableStream):
         self.number = number
         self._tell = tell
         self._on_close = closed
+        # Links lose nothing: whoever loses one ends the connection, so nothing is sent again.
+        self._stream = Stream(
+            again_s=math.inf, window_bytes=WINDOW_BYTES, part_bytes=MAX_RELAYED_BYTES
+        )
         self._received = bytearray()
-        self._unsaid = 0  # bytes read since the other end was last told
-        self._window = WINDOW_BYTES
+        self._said_read = 0  # of all bytes read here, those that the other end was told of
         self._said_end = False
         self._far_ended = False
         self._broken = False
@@ -45,11 +51,13 @@ class RelayedStream(trio.abc.HalfCloseableStream):
 
     def take(self, message: Relay) -> None:
         """Take a message of the other end; one that exceeds the window breaks the connection."""
-        self._received += message.data
-        self._window += message.read
-        self._far_ended = self._far_ended or message.ends
-        if len(self._received) > WINDOW_BYTES or self._window > WINDOW_BYTES:
+        read = self._stream.acknowledged + message.read
+        part = Part(self._stream.received, read, message.data)
+        try:
+            self._received += self._stream.receive_untrusted(part, now=0.0)
+        except ProtocolError:
             self.break_off()
+        self._far_ended = self._far_ended or message.ends
         self._notify()
 
     def break_off(self) -> None:
@@ -62,13 +70,13 @@ class RelayedStream(trio.abc.HalfCloseableStream):
         rest = memoryview(data)
         while rest:
             await self.wait_send_all_might_not_block()
-            piece = rest[: min(self._window, MAX_RELAYED_BYTES)]
-            self._window -= len(piece)
-            self._say(data=bytes(piece))
-            rest = rest[len(piece) :]
+            room = self._stream.room
+            self._stream.write(bytes(rest[:room]))
+            self._say_parts()
+            rest = rest[room:]
 
     async def wait_send_all_might_not_block(self) -> None:
-        while not self._window:
+        while not self._stream.room:
             self._check()
             await self._changed.wait()
         self._check()
@@ -88,10 +96,9 @@ class RelayedStream(trio.abc.HalfCloseableStream):
         self._check()
         data = bytes(self._received[:max_bytes])
         del self._received[: len(data)]
-        self._unsaid += len(data)
-        if self._unsaid >= _SAY_AFTER_BYTES:
-            read, self._unsaid = self._unsaid, 0
-            self._say(read=read)
+        self._stream.consume(len(data))
+        if self._stream.read - self._said_read >= _SAY_AFTER_BYTES:
+            self._say_parts()
         return data
 
     async def aclose(self) -> None:
@@ -106,6 +113,11 @@ class RelayedStream(trio.abc.HalfCloseableStream):
         if not (self._said_end or self._broken):
             self._said_end = True
             self._say(ends=True)
+
+    def _say_parts(self) -> None:
+        for part in self._stream.parts(now=0.0):
+            read, self._said_read = part.read - self._said_read, part.read
+            self._say(data=part.data, read=read)
 
     def _say(self, *, data: bytes = b"", read: int = 0, ends: bool = False) -> None:
         message = Relay(self.far, self.number, to_forward=True, data=data, read=read, ends=ends)

@@ -56,6 +56,18 @@ def test_a_consumer_that_stops_holds_up_its_stream() -> None:
     assert [len(part.data) for part in one.parts(now=0.1)] == [10]
 
 
+def test_a_stream_may_have_a_smaller_window_and_smaller_parts() -> None:
+    one, other = (Stream(window_bytes=250, part_bytes=100) for _ in range(2))
+    one.write(bytes(300))
+    assert [len(part.data) for part in one.parts(now=0.0)] == [100, 100, 50]
+    assert one.room == -50
+    one.resume()
+    assert move(one, other) == bytes(300)
+    assert (other.received, other.read, one.acknowledged) == (300, 300, 300)
+    with pytest.raises(ProtocolError, match="do not fit the window"):
+        other.receive_untrusted(Part(300, 0, bytes(251)), now=0.0)
+
+
 def test_what_nobody_acknowledges_is_repeated_ever_more_rarely() -> None:
     one = Stream()
     one.write(b"x")
