@@ -36,7 +36,7 @@ KNOWN = {
         "cwd / Path(word).expanduser()",
         "cwd / found",
     },
-    "pmesh/agent/log_file.py": {"self._path.with_name(f'{self._path.name}.1')"},  # ours
+    "pmesh/agent/home.py": {"self._path.with_name(f'{self._path.name}.1')"},  # ours
     "pmesh/notebook.py": {"Path(folder, 'cell.py')"},
     "pmesh/cli/service.py": {
         "Path(os.environ.get('PMESH_HOME') or Path(user.pw_dir, '.pmesh'))",

@@ -27,9 +27,15 @@ from pmesh.agent.config import (
     host_port_text,
     load_settings,
 )
-from pmesh.agent.home import NODE_KEY_BYTES, hold_home, load_node_key, open_home, open_own_file
+from pmesh.agent.home import (
+    NODE_KEY_BYTES,
+    LogFile,
+    hold_home,
+    load_node_key,
+    open_home,
+    open_own_file,
+)
 from pmesh.agent.limits import raise_open_files
-from pmesh.agent.log_file import LogFile
 from pmesh.agent.schema import decode_status, describe_other_mesh
 from pmesh.cli.keys import find_mesh_key, has_mesh_key
 from pmesh.client.control import ask_status

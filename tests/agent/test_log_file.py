@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from pmesh.agent import log_file
-from pmesh.agent.log_file import LogFile
+from pmesh.agent import home
+from pmesh.agent.home import LogFile
 from pmesh.errors import ConfigError
 
 WRITER = r"""
 import sys
 from pathlib import Path
-from pmesh.agent.log_file import LogFile
+from pmesh.agent.home import LogFile
 from pmesh.terminal.lines import dropping_lines, say
 log = dropping_lines(sys.stderr, LogFile(Path(sys.argv[1]), max_bytes=100).rotate_if_full)
 for number in range(int(sys.argv[2])):
@@ -61,9 +61,9 @@ def test_a_log_for_which_there_can_be_no_new_one_goes_on(
 ) -> None:
     log = tmp_path / "agent.log"
     log.write_text("full")
-    monkeypatch.setattr(log_file, "open_own_file", _refuse)
+    monkeypatch.setattr(home, "open_own_file", _refuse)
     with log.open("a") as output:
-        monkeypatch.setattr(log_file, "_OUTPUTS", (-1, output.fileno()))
+        monkeypatch.setattr(home, "_OUTPUTS", (-1, output.fileno()))
         LogFile(log, max_bytes=1).rotate_if_full()
         LogFile(log, max_bytes=1).rotate_if_full()
         output.write(", and more")

@@ -91,7 +91,7 @@ def test_a_second_agent_and_the_first_agree_on_a_view_of_two(
 
 LOSSY = """
 import sys, trio
-from pmesh.net.links.loss import loss_of
+from pmesh.net.links.path import loss_of
 
 async def receive():
     (listener,) = await trio.open_tcp_listeners(5000, host="0.0.0.0")

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pmesh.ids import TrainerId
-from pmesh.rpc.rules.calls import Calls
+from pmesh.rpc.rules.calls import Answer, Call, Calls, Service
 from pmesh.rpc.rules.deal import AHEAD, Deal
-from pmesh.rpc.rules.service import Answer, Call, Service
 
 RANKS = tuple(map(TrainerId, range(3)))
 THREADS, WAITING, ROOM = 2, 3, 100

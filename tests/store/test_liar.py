@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pmesh.errors import ProtocolError
 from pmesh.ids import Member, TrainerId
-from pmesh.store.rules.copy import REMEMBERED
 from pmesh.store.rules.replica import MOST_ASKED_BYTES, MOST_UNDER_WAY_BYTES
+from pmesh.store.rules.table import REMEMBERED
 from pmesh.store.wire import (
     Add,
     Answer,

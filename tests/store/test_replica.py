@@ -6,7 +6,6 @@ import pytest
 
 from pmesh.errors import ProtocolError
 from pmesh.ids import Member
-from pmesh.store.rules.copy import REMEMBERED, Copy
 from pmesh.store.rules.replica import (
     AT_ONCE,
     MOST_ASKED_BYTES,
@@ -15,6 +14,7 @@ from pmesh.store.rules.replica import (
     Keepers,
     Replica,
 )
+from pmesh.store.rules.table import REMEMBERED, Copy
 from pmesh.store.wire import (
     NO_COPY,
     Add,

@@ -11,7 +11,6 @@ from typing import Literal, Protocol, TypeVar
 import msgspec
 import numpy as np
 
-from pmesh.client.elastic.overlap import Overlap
 from pmesh.client.elastic.shares import Shares
 from pmesh.client.elastic.sync import Offer, Synced, run_sync
 from pmesh.client.session.connection import AgentConnection, mesh_ended
@@ -29,6 +28,42 @@ from pmesh.errors import (
     UsageError,
 )
 from pmesh.ids import JobName, TrainerId
+
+
+class Overlap:
+    """How long a rank has computed beside its ops, where its session takes it to wait.
+
+    While ops are in flight, the rank computes until it calls the last of them; then it waits until
+    none is left. Any thread may call.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        """In all; it grows when no op is left in flight."""
+        self._lock = threading.Lock()
+        self._in_flight = 0
+        self._first = self._last = (0.0, 0.0)
+
+    def begin(self, now: float, own_s: float) -> None:
+        """Note that the rank calls an op.
+
+        Args:
+            now: seconds of any clock.
+            own_s: how long the rank has computed by then, as its session knows.
+        """
+        with self._lock:
+            self._last = now, own_s
+            if not self._in_flight:
+                self._first = self._last
+            self._in_flight += 1
+
+    def end(self) -> None:
+        """Note that an op has ended."""
+        with self._lock:
+            self._in_flight -= 1
+            if not self._in_flight:
+                (began, own_before), (called, own_then) = self._first, self._last
+                self.seconds += (called - began) - (own_then - own_before)
 
 
 class OtherSession(Protocol):

@@ -1,5 +1,6 @@
 """`mesh.rpc`: calls of functions on other ranks."""
 
+import queue
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Self, TypeVar, overload
@@ -8,11 +9,12 @@ from weakref import finalize
 from pmesh.client.calls.queue import Handle
 from pmesh.client.calls.traceback import make_public
 from pmesh.client.elastic.place import Place
-from pmesh.errors import UsageError
+from pmesh.errors import RankLost, TooManyCalls, UsageError
 from pmesh.ids import TrainerId
+from pmesh.rpc.client.carrier import TICK_S
 from pmesh.rpc.client.endpoint import CALL_TIMEOUT_S, Call, Endpoint
-from pmesh.rpc.client.mapping import Map
 from pmesh.rpc.client.serving import THREADS, WAITING, check_function
+from pmesh.rpc.rules.deal import Deal, Dealt
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -283,3 +285,70 @@ class Rpc:
 
 
 make_public(Rpc)
+
+
+class Map:
+    """One `map` under way."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        function: str,
+        items: list[object],
+        ranks: list[TrainerId],
+        timeout_s: float,
+    ) -> None:
+        self._endpoint = endpoint
+        self._function = function
+        self._items = items
+        self._timeout_s = timeout_s
+        self._deal = Deal(len(items), ranks)
+        self._results: list[object] = [None] * len(items)
+        self._ended = queue.SimpleQueue[tuple[Dealt, Call]]()
+        self._calls: dict[Dealt, Call] = {}
+
+    def run(self) -> list[object]:
+        """Return the results. Raises as `Rpc.map`."""
+        try:
+            while not self._deal.is_done:
+                for dealt in self._deal.deal():
+                    self._start(dealt)
+                self._take()
+        finally:
+            for call in self._calls.values():
+                call.give_up("another call of the same map has failed")
+        return self._results
+
+    def _start(self, dealt: Dealt) -> None:
+        argument = (self._items[dealt.item],)
+        try:
+            call = self._endpoint.begin(dealt.rank, self._function, argument, {}, self._timeout_s)
+        except RankLost as e:
+            self._lose(dealt.rank, e)
+            return
+        self._calls[dealt] = call
+        call.future.add_done_callback(lambda _: self._ended.put((dealt, call)))
+
+    def _take(self) -> None:
+        """Wait for the end of a call; if all ranks are full of others' calls, for a moment."""
+        try:
+            dealt, call = self._ended.get(timeout=None if self._calls else TICK_S)
+        except queue.Empty:
+            self._deal.retry()
+            return
+        if self._calls.pop(dealt, None) is None:
+            return
+        try:
+            result = call.result()
+        except RankLost as e:
+            self._lose(dealt.rank, e)
+        except TooManyCalls:
+            self._deal.refused(*dealt)
+        else:
+            if self._deal.done(*dealt):
+                self._results[dealt.item] = result
+
+    def _lose(self, rank: TrainerId, why: RankLost) -> None:
+        self._deal.lose(rank)
+        if not self._deal.ranks:
+            raise why

@@ -12,7 +12,7 @@ from pmesh.core.ops.reductions import Values
 from pmesh.errors import UsageError
 from pmesh.ids import TrainerId
 from pmesh.rpc.client.values import Arriving, Came, failure_of, pack, unpack_arguments_untrusted
-from pmesh.rpc.rules.service import Answer, Call, Service
+from pmesh.rpc.rules.calls import Answer, Call, Service
 from pmesh.rpc.wire import FULL, MAX_TEXT, REFUSED, AnyFrame, Failure, Kept, Request, Result
 
 THREADS = 4

@@ -1,7 +1,10 @@
-"""The calls that one rank has made."""
+"""The calls that one rank has made, those that it serves, and what it keeps for other ranks."""
 
+from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
 
 from pmesh.ids import TrainerId
 
@@ -63,3 +66,170 @@ class Calls:
     def lose_all(self) -> list[int]:
         """End all calls: this rank is cut off."""
         return self.lose({each.callee for each in self._pending.values()})
+
+
+class Call(NamedTuple):
+    """A call of another rank, or of this one itself."""
+
+    caller: TrainerId
+    number: int
+
+
+class Answer(Enum):
+    """What becomes of a new request."""
+
+    TAKEN = "taken"
+    FULL = "full"
+    REPEATED = "repeated"
+    """It was sent before, and each call runs at most once: nothing is answered."""
+
+
+@dataclass(slots=True)
+class _Served:
+    nbytes: int
+    missing: int
+    """The number of arrays that have not arrived."""
+    cancelled: bool = False
+    running: bool = False
+
+
+@dataclass(slots=True)
+class _Caller:
+    last: int = -1
+    """The number of its latest request."""
+    references: set[int] = field(default_factory=set[int])
+
+
+class Service:
+    """Bookkeeping without I/O; the caller holds a lock.
+
+    A call first waits for its large arrays, then for one of `threads` threads, then it runs. At
+    most `waiting` calls wait, whose arguments take at most `room_bytes`, unless there is but one.
+    """
+
+    def __init__(self, *, threads: int, waiting: int, room_bytes: int) -> None:
+        self.threads = threads
+        self.waiting = waiting
+        self._room_bytes = room_bytes
+        self._served: dict[Call, _Served] = {}
+        self._queue: deque[Call] = deque()
+        self._callers: dict[TrainerId, _Caller] = {}
+        self._running = 0
+        self._bytes = 0
+        self._references = 0
+
+    @property
+    def running(self) -> int:
+        """The number of calls that run."""
+        return self._running
+
+    @property
+    def held(self) -> int:
+        """The number of objects that other ranks hold."""
+        return sum(len(caller.references) for caller in self._callers.values())
+
+    def __len__(self) -> int:
+        """Return the number of calls that wait or run."""
+        return len(self._served)
+
+    @property
+    def callers(self) -> tuple[TrainerId, ...]:
+        """The ranks that have called, and are not lost."""
+        return tuple(self._callers)
+
+    def request(self, call: Call, *, nbytes: int, arrays: int) -> Answer:
+        """Take a new call, or not.
+
+        Args:
+            call: its caller and number.
+            nbytes: the size of its arguments.
+            arrays: how many of its arrays arrive later, each reported by `arrived`.
+        """
+        caller = self._callers.setdefault(call.caller, _Caller())
+        if call.number <= caller.last:
+            return Answer.REPEATED
+        caller.last = call.number
+        is_full = len(self._served) >= self.threads + self.waiting
+        if is_full or (self._served and self._bytes + nbytes > self._room_bytes):
+            return Answer.FULL
+        self._served[call] = _Served(nbytes, arrays)
+        self._bytes += nbytes
+        if not arrays:
+            self._queue.append(call)
+        return Answer.TAKEN
+
+    def arrived(self, call: Call) -> bool:
+        """Note one array of a call; return False if the call needs it no more."""
+        served = self._served.get(call)
+        if served is None or served.cancelled or not served.missing:
+            return False
+        served.missing -= 1
+        if not served.missing:
+            self._queue.append(call)
+        return True
+
+    def start(self) -> Call | None:
+        """Return the next call to run, if a thread is free for it; `finish` must follow."""
+        if not self._queue or self._running >= self.threads:
+            return None
+        call = self._queue.popleft()
+        self._served[call].running = True
+        self._running += 1
+        return call
+
+    def finish(self, call: Call) -> bool:
+        """End a call that ran; return True if its caller waits for the answer."""
+        served = self._served[call]
+        self._running -= 1
+        self._drop(call)
+        return not served.cancelled
+
+    def cancel(self, call: Call) -> bool:
+        """Cancel a call that its caller has given up; return True if it will never run."""
+        served = self._served.get(call)
+        if served is None:
+            return False
+        served.cancelled = True
+        if served.running:
+            return False
+        if not served.missing:
+            self._queue.remove(call)
+        self._drop(call)
+        return True
+
+    def is_cancelled(self, call: Call) -> bool:
+        """Return True if nobody waits for the call any more."""
+        served = self._served.get(call)
+        return served is None or served.cancelled
+
+    def keep(self, call: Call) -> int | None:
+        """Count a reference of the caller to the result of a running call; return its number.
+
+        None if the caller has given up, or is lost: then the result is dropped.
+        """
+        if self.is_cancelled(call):
+            return None
+        number, self._references = self._references, self._references + 1
+        self._callers[call.caller].references.add(number)
+        return number
+
+    def holds(self, caller: TrainerId, reference: int) -> bool:
+        """Return True if the caller holds this reference."""
+        found = self._callers.get(caller)
+        return found is not None and reference in found.references
+
+    def release(self, caller: TrainerId, reference: int) -> bool:
+        """Free a reference; return True if the caller held it."""
+        if not self.holds(caller, reference):
+            return False
+        self._callers[caller].references.remove(reference)
+        return True
+
+    def lose(self, caller: TrainerId) -> tuple[list[Call], set[int]]:
+        """Cancel all calls of a lost caller; return those that never run, and its references."""
+        found = self._callers.pop(caller, _Caller())
+        own = [call for call in self._served if call.caller == caller]
+        return [call for call in own if self.cancel(call)], found.references
+
+    def _drop(self, call: Call) -> None:
+        self._bytes -= self._served.pop(call).nbytes

@@ -18,7 +18,7 @@ from typing import NamedTuple, assert_never
 from pmesh.core.values import Roster
 from pmesh.errors import ProtocolError
 from pmesh.ids import Member, TrainerId
-from pmesh.store.rules.copy import REMEMBERED, Copy
+from pmesh.store.rules.table import REMEMBERED, Copy
 from pmesh.store.rules.waiting import CallId, Waiting, awaited
 from pmesh.store.wire import (
     NO_COPY,

@@ -1,6 +1,6 @@
 """What counts as computing beside ops."""
 
-from pmesh.client.elastic.overlap import Overlap
+from pmesh.client.elastic.place import Overlap
 
 
 def test_a_rank_that_waits_for_each_op_computes_beside_none() -> None:

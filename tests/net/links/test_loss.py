@@ -9,7 +9,7 @@ import pytest
 import trio
 import trio.testing
 
-from pmesh.net.links.loss import loss_of
+from pmesh.net.links.path import loss_of
 from tests.net.links.links import tcp_streams
 
 
