@@ -29,20 +29,35 @@ from pmesh.ids import NodeId
 from pmesh.net.links.interfaces import AddressWatch
 from pmesh.net.links.packet_filter import DiscoveryCounters, FilteringLoop, PacketFilter
 
-RETRY_S: Final = 5.0  # after the system has refused us port 5353 or multicast
-BROWSE_AGAIN_S: Final = 60.0  # a repaired switch gives no sign, and zeroconf soon asks hourly
-MOVE_AGAIN_S: Final = 1.0  # between two changes of addresses; each costs a goodbye and a greeting
-SETTLE_S: Final = 10.0  # after a change of addresses, known agents have this long to answer again
-RENEW_S: Final = 240.0  # an advertisement contains its minute, and counts as fresh for ten
 RESOLVE_MS: Final = 3000
 MAX_RESOLVING: Final = 32  # names without a TXT record; announcements normally include it
-MAX_FOUND: Final = 64  # agents of our mesh, and as many others; a mesh has 8
-NEW_FOUND_S: Final = 60.0  # at most MAX_FOUND new ones in this time
-MAX_CACHED_NAMES: Final = 512  # a home with 8 agents and 50 printers and televisions has 150
-LOOK_S: Final = 1.0
 NUMBER_TELLS: Final = 3
-"""How often a number is announced, LOOK_S apart. zeroconf puts off some answers for over a second,
-so one that it prepared before may bring the former number after the first of these."""
+"""How often a number is announced, `look_s` apart. zeroconf puts off some answers for over a
+second, so one that it prepared before may bring the former number after the first of these."""
+
+
+def minute_of_now() -> int:
+    return int(time.time() // 60)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiscoverySettings:
+    """How often `discover` does what, how much it keeps, and what it uses; times in seconds."""
+
+    retry_s: float = 5.0  # after the system has refused us port 5353 or multicast
+    browse_again_s: float = 60.0  # a repaired switch gives no sign, and zeroconf soon asks hourly
+    move_again_s: float = 1.0  # between two changes of addresses: each costs a goodbye, a greeting
+    settle_s: float = 10.0  # after a change of addresses, known agents may take this long to answer
+    renew_s: float = 240.0  # an advertisement contains its minute, and counts as fresh for ten
+    look_s: float = 1.0  # at a changed number, and at how much zeroconf keeps
+    max_found: int = 64  # agents of our mesh, and as many others; a mesh has 8
+    new_found_s: float = 60.0  # at most max_found new ones in this time
+    max_cached_names: int = 512  # a home with 8 agents and 50 printers and televisions has 150
+    minute: Callable[[], int] = minute_of_now
+    open_zeroconf: Callable[..., AsyncZeroconf] = AsyncZeroconf
+
+
+DEFAULTS: Final = DiscoverySettings()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +88,6 @@ class Deaf:
 Discovered: TypeAlias = AgentFound | Gone | Deaf
 
 
-def minute_of_now() -> int:
-    return int(time.time() // 60)
-
-
 class Nameplate:
     """The number of the invitation that an agent announces; 0 for none."""
 
@@ -105,6 +116,7 @@ async def discover(
     found: trio.MemorySendChannel[Discovered],
     counters: DiscoveryCounters,
     nameplate: Nameplate | None = None,
+    settings: DiscoverySettings = DEFAULTS,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Announce this agent on all its addresses and report the others, until cancelled.
@@ -127,6 +139,7 @@ async def discover(
             node_key=node_key,
             key=key,
             counters=counters,
+            settings=settings,
             report=lambda key, event: token.run_sync_soon(latest.put, key, event),
             ready=lambda: token.run_sync_soon(ready.set, idempotent=True),
         )
@@ -191,6 +204,7 @@ class _Conversation:
         node_key: NodeKey,
         key: AdvertisementKey,
         counters: DiscoveryCounters,
+        settings: DiscoverySettings,
         report: Callable[[str, Discovered], None],
         ready: Callable[[], None],
     ) -> None:
@@ -198,6 +212,7 @@ class _Conversation:
         self._node_key = node_key
         self._key = key
         self._counters = counters
+        self._settings = settings
         self._report = report
         self._ready = ready
         self._addresses: tuple[LocalAddress, ...] = ()
@@ -207,12 +222,12 @@ class _Conversation:
         self._known: dict[str, AgentFound] = {}
         self._confirmed: set[str] = set()
         self._resolving: dict[str, asyncio.Task[None]] = {}
-        self._new_at = deque[float](maxlen=MAX_FOUND)
+        self._new_at = deque[float](maxlen=settings.max_found)
 
     def move_to(self, addresses: tuple[LocalAddress, ...]) -> None:
         changed = _hosts(addresses) != _hosts(self._addresses)
         self._addresses = addresses
-        loop, then = asyncio.get_running_loop(), self._began + MOVE_AGAIN_S
+        loop, then = asyncio.get_running_loop(), self._began + self._settings.move_again_s
         if changed and loop.time() < then:
             loop.call_at(then, self._moved.set)
         elif changed:
@@ -238,12 +253,12 @@ class _Conversation:
                             group.create_task(self._converse(sockets))
                 except* OSError as e:
                     self._report("", Deaf(reason=f"no mDNS: {e.exceptions[0]}; use --peer"))
-                    timeout_s = RETRY_S
+                    timeout_s = self._settings.retry_s
             self._ready()
             await self._wait_for_move(timeout_s)
 
     async def _converse(self, sockets: list[str] | list[int]) -> None:
-        zeroconf = AsyncZeroconf(interfaces=sockets)
+        zeroconf = self._settings.open_zeroconf(interfaces=sockets)
         number = self._own.invitation  # it may change while the service is registered
         try:
             if self._own.port:
@@ -254,7 +269,9 @@ class _Conversation:
                 )
             self._ready()
             self._confirmed.clear()
-            settled = asyncio.get_running_loop().call_later(SETTLE_S, self._forget_unconfirmed)
+            settled = asyncio.get_running_loop().call_later(
+                self._settings.settle_s, self._forget_unconfirmed
+            )
             try:
                 await self._browse(zeroconf, announced=number)
             finally:
@@ -275,20 +292,20 @@ class _Conversation:
                 # Unicast answers get lost if several programs share port 5353.
                 question_type=DNSQuestionType.QM,
             )
-            again_at = loop.time() + BROWSE_AGAIN_S
+            again_at = loop.time() + self._settings.browse_again_s
             while not self._moved.is_set() and loop.time() < again_at:
-                await self._wait_for_move(min(LOOK_S, BROWSE_AGAIN_S))
+                await self._wait_for_move(min(self._settings.look_s, self._settings.browse_again_s))
                 if announced != self._own.invitation:
                     announced, tells = self._own.invitation, NUMBER_TELLS
                 if tells:
                     tells -= 1
                     await self._announce_again(zeroconf)
-                if _keeps_much(zeroconf.zeroconf):
+                if self._keeps_much(zeroconf.zeroconf):
                     break
             await browser.async_cancel()
-            if _keeps_much(zeroconf.zeroconf):
+            if self._keeps_much(zeroconf.zeroconf):
                 self._purge(zeroconf.zeroconf)
-            if loop.time() - renewed_at >= RENEW_S:
+            if loop.time() - renewed_at >= self._settings.renew_s:
                 renewed_at = loop.time()
                 await self._announce_again(zeroconf)
 
@@ -311,6 +328,11 @@ class _Conversation:
                 if getattr(record, "alias", "").lower() not in kept  # the target of a pointer
             ]
         )
+
+    def _keeps_much(self, zeroconf: Zeroconf) -> bool:
+        cache = zeroconf.cache
+        kept = len(cache.names()) + len(cache.async_entries_with_name(SERVICE_TYPE))
+        return kept > self._settings.max_cached_names
 
     async def _wait_for_move(self, timeout_s: float | None) -> None:
         try:
@@ -379,8 +401,10 @@ class _Conversation:
         if name in self._known:
             return True
         if ours:
-            return self._has_time_for_one() and (len(alike) < MAX_FOUND or self._drop(alike[0]))
-        if len(alike) >= MAX_FOUND:
+            return self._has_time_for_one() and (
+                len(alike) < self._settings.max_found or self._drop(alike[0])
+            )
+        if len(alike) >= self._settings.max_found:
             self._counters.not_shown += 1
             return False
         return True
@@ -388,7 +412,10 @@ class _Conversation:
     def _has_time_for_one(self) -> bool:
         """Limit the rate, so that a member that invents nodes can't keep the agents busy."""
         now = asyncio.get_running_loop().time()
-        if len(self._new_at) == MAX_FOUND and now - self._new_at[0] < NEW_FOUND_S:
+        if (
+            len(self._new_at) == self._settings.max_found
+            and now - self._new_at[0] < self._settings.new_found_s
+        ):
             return False
         self._new_at.append(now)
         return True
@@ -408,7 +435,7 @@ class _Conversation:
 
     def _service(self) -> AsyncServiceInfo:
         hosts = tuple(dict.fromkeys(address.host for address in self._addresses))
-        own = replace(self._own, hosts=hosts, minute=minute_of_now())
+        own = replace(self._own, hosts=hosts, minute=self._settings.minute())
         return AsyncServiceInfo(
             SERVICE_TYPE,
             adverts.instance_name(own.node),
@@ -441,8 +468,3 @@ def _sockets_for(addresses: tuple[LocalAddress, ...]) -> list[list[str] | list[i
     v6 = {address.interface for address in addresses} - set(v4.values())
     numbers = sorted(socket.if_nametoindex(interface) for interface in v6)
     return [sockets for sockets in (list(v4), numbers) if sockets]
-
-
-def _keeps_much(zeroconf: Zeroconf) -> bool:
-    pointers = zeroconf.cache.async_entries_with_name(SERVICE_TYPE)
-    return len(zeroconf.cache.names()) + len(pointers) > MAX_CACHED_NAMES

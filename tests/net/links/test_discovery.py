@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
+from zeroconf import ServiceInfo
+from zeroconf.asyncio import AsyncServiceBrowser, AsyncZeroconf
 
 from pmesh.core.identity import advertisement as adverts
 from pmesh.core.identity.advertisement import Advertisement, encode, host_name, instance_name
@@ -22,13 +23,21 @@ from pmesh.core.links.addresses import LocalAddress
 from pmesh.core.wire.link import PROTOCOL_VERSION
 from pmesh.ids import Incarnation
 from pmesh.net.links import discovery
-from pmesh.net.links.discovery import AgentFound, Deaf, Discovered, Gone, discover
+from pmesh.net.links.discovery import (
+    AgentFound,
+    Deaf,
+    Discovered,
+    DiscoverySettings,
+    Gone,
+    discover,
+)
 from pmesh.net.links.interfaces import AddressWatch
 from pmesh.net.links.packet_filter import DiscoveryCounters
 
 MESH = AdvertisementKey.of(MeshKey(b"m" * 32))
 OTHER_MESH = AdvertisementKey.of(MeshKey(b"o" * 32))
 LOOPBACK = LocalAddress(interface="lo", host="127.0.0.1", prefix_bits=8, kind="loopback")
+SETTINGS = DiscoverySettings(minute=lambda: 5, move_again_s=0.0)
 TIMEOUT_S = 15.0  # a hang fails; usually it takes a tenth of a second
 
 
@@ -36,8 +45,6 @@ TIMEOUT_S = 15.0  # a hang fails; usually it takes a tenth of a second
 def service_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Agents of other programs and of other test runs on this machine are not heard."""
     service_type = f"_pmesh-{os.getpid()}._tcp.local."
-    monkeypatch.setattr(discovery, "minute_of_now", lambda: 5)
-    monkeypatch.setattr(discovery, "MOVE_AGAIN_S", 0.0)
     monkeypatch.setattr(adverts, "SERVICE_TYPE", service_type)
     monkeypatch.setattr(discovery, "SERVICE_TYPE", service_type)
 
@@ -105,6 +112,7 @@ async def running(
     mesh: AdvertisementKey = MESH,
     counters: DiscoveryCounters | None = None,
     nameplate: discovery.Nameplate | None = None,
+    settings: DiscoverySettings = SETTINGS,
 ) -> AsyncIterator[Agent]:
     send, receive = trio.open_memory_channel[Discovered](0)
     watch = watch or Addresses(LOOPBACK)
@@ -120,6 +128,7 @@ async def running(
                 found=send,
                 counters=counters or DiscoveryCounters(),
                 nameplate=nameplate,
+                settings=settings,
             )
         )
         yield Agent(own, receive)
@@ -193,6 +202,7 @@ async def test_an_agent_without_addresses_waits_for_one() -> None:
                     watch=nowhere,
                     found=send,
                     counters=DiscoveryCounters(),
+                    settings=SETTINGS,
                 )
             )
             await trio.testing.wait_all_tasks_blocked()
@@ -203,10 +213,7 @@ async def test_an_agent_without_addresses_waits_for_one() -> None:
             nursery.cancel_scope.cancel()
 
 
-async def test_when_the_system_refuses_the_user_is_told_and_it_is_tried_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(discovery, "RETRY_S", 0.01)
+async def test_when_the_system_refuses_the_user_is_told_and_it_is_tried_again() -> None:
     refusals = [OSError("Address in use"), OSError("Address in use")]
 
     def refuse_twice(*, interfaces: list[str]) -> AsyncZeroconf:
@@ -214,19 +221,23 @@ async def test_when_the_system_refuses_the_user_is_told_and_it_is_tried_again(
             raise refusals.pop()
         return AsyncZeroconf(interfaces=interfaces)
 
-    monkeypatch.setattr(discovery, "AsyncZeroconf", refuse_twice)
-    async with running(advertisement(13), 13) as one, running(advertisement(14), 14):
+    settings = replace(SETTINGS, retry_s=0.01, open_zeroconf=refuse_twice)
+    async with (
+        running(advertisement(13), 13, settings=settings) as one,
+        running(advertisement(14), 14),
+    ):
         await one.hears(Deaf(reason="no mDNS: Address in use; use --peer"))
         await one.hears(found(advertisement(14)))
 
 
-async def test_who_does_not_answer_after_a_change_of_addresses_is_gone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(discovery, "SETTLE_S", 0.3)
+async def test_who_does_not_answer_after_a_change_of_addresses_is_gone() -> None:
+    settings = replace(SETTINGS, settle_s=0.3)
     watch = Addresses(LOOPBACK)
     mover, theirs = advertisement(15), advertisement(16)
-    async with running(mover, 15, watch=watch) as one, running(advertisement(23), 23) as observer:
+    async with (
+        running(mover, 15, watch=watch, settings=settings) as one,
+        running(advertisement(23), 23) as observer,
+    ):
         async with running(theirs, 16):
             await one.hears(found(theirs))
             await observer.hears(found(mover))
@@ -236,28 +247,25 @@ async def test_who_does_not_answer_after_a_change_of_addresses_is_gone(
         await one.hears(Gone(node=theirs.node))
 
 
-async def test_a_cable_that_comes_and_goes_does_not_keep_the_agent_silent(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(discovery, "MOVE_AGAIN_S", 1e6)
+async def test_a_cable_that_comes_and_goes_does_not_keep_the_agent_silent() -> None:
     opened: list[AsyncZeroconf] = []
 
     def open_one(**options: Any) -> AsyncZeroconf:  # noqa: ANN401 - zeroconf's own
         opened.append(AsyncZeroconf(**options))
         return opened[-1]
 
-    monkeypatch.setattr(discovery, "AsyncZeroconf", open_one)
+    settings = replace(SETTINGS, move_again_s=1e6, open_zeroconf=open_one)
     watch, flaps, theirs = (
         Addresses(LOOPBACK),
         replace(LOOPBACK, speed_mbit_s=10),
         advertisement(28),
     )
-    async with running(advertisement(27), 27, watch=watch) as one:
+    async with running(advertisement(27), 27, watch=watch, settings=settings) as one:
         for now in ((flaps,), (replace(flaps, interface="other9"),), (LOOPBACK,)):
             await watch.become(*now)
         async with running(theirs, 28):
             await one.hears(found(theirs))
-    assert len(opened) == 2  # one for each agent
+    assert len(opened) == 1
 
 
 async def test_with_our_tag_and_without_our_key_one_is_counted_and_not_reported() -> None:
@@ -272,13 +280,11 @@ async def test_with_our_tag_and_without_our_key_one_is_counted_and_not_reported(
         assert await one.next_event() == Gone(node=honest.node)
 
 
-async def test_of_other_meshes_as_many_are_reported_as_can_be_shown(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(discovery, "MAX_FOUND", 1)
+async def test_of_other_meshes_as_many_are_reported_as_can_be_shown() -> None:
+    settings = replace(SETTINGS, max_found=1)
     counters = DiscoveryCounters()
     others = [advertisement(number, tag=OTHER_MESH.tag) for number in (18, 19)]
-    async with running(advertisement(17), 17, counters=counters) as one:
+    async with running(advertisement(17), 17, counters=counters, settings=settings) as one:
         async with running(others[0], 18, mesh=OTHER_MESH):
             await one.hears(found(others[0]))
             async with running(others[1], 19, mesh=OTHER_MESH):
@@ -288,38 +294,32 @@ async def test_of_other_meshes_as_many_are_reported_as_can_be_shown(
         assert await one.next_event() == Gone(node=others[0].node)
 
 
-async def test_of_too_many_of_our_mesh_the_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_of_too_many_of_our_mesh_the_last_are_kept() -> None:
     """A member may announce what does not exist; who comes after it is found all the same."""
-    monkeypatch.setattr(discovery, "MAX_FOUND", 1)
-    monkeypatch.setattr(discovery, "NEW_FOUND_S", 0.0)
+    settings = replace(SETTINGS, max_found=1, new_found_s=0.0)
     first, second = advertisement(28), advertisement(29)
-    async with running(advertisement(27), 27) as one, running(first, 28):
+    async with running(advertisement(27), 27, settings=settings) as one, running(first, 28):
         await one.hears(found(first))
         async with running(second, 29):
             await one.hears(found(second))
         await one.hears(Gone(node=second.node))
 
 
-async def test_a_member_can_announce_only_so_many_machines_a_minute(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(discovery, "MAX_FOUND", 1)
+async def test_a_member_can_announce_only_so_many_machines_a_minute() -> None:
+    settings = replace(SETTINGS, max_found=1)
     first, second = advertisement(35), advertisement(36)
-    async with running(advertisement(37), 37) as one, running(first, 35):
+    async with running(advertisement(37), 37, settings=settings) as one, running(first, 35):
         await one.hears(found(first))
         async with running(second, 36) as two:
             await two.next_event()
         assert one.heard.statistics().current_buffer_used == 0
 
 
-async def test_what_zeroconf_keeps_is_thrown_away_but_for_the_agents_that_are_known(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(discovery, "MAX_CACHED_NAMES", 0)
-    monkeypatch.setattr(discovery, "LOOK_S", 0.05)
+async def test_what_zeroconf_keeps_is_thrown_away_but_for_the_agents_that_are_known() -> None:
+    settings = replace(SETTINGS, max_cached_names=0, look_s=0.05)
     counters = DiscoveryCounters()
     theirs, late = advertisement(31), advertisement(32)
-    async with running(advertisement(30), 30, counters=counters) as one:
+    async with running(advertisement(30), 30, counters=counters, settings=settings) as one:
         async with running(theirs, 31):
             await one.hears(found(theirs))
             with trio.fail_after(TIMEOUT_S):
@@ -331,15 +331,14 @@ async def test_what_zeroconf_keeps_is_thrown_away_but_for_the_agents_that_are_kn
         await one.hears(Gone(node=theirs.node))
 
 
-async def test_an_advertisement_is_renewed_with_the_minute(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_an_advertisement_is_renewed_with_the_minute() -> None:
     minutes = iter(range(5, 10_000))
-    monkeypatch.setattr(discovery, "minute_of_now", lambda: next(minutes))
-    monkeypatch.setattr(discovery, "RENEW_S", 0.0)
-    monkeypatch.setattr(discovery, "BROWSE_AGAIN_S", 0.1)
+    settings = replace(SETTINGS, minute=lambda: next(minutes), renew_s=0.0, browse_again_s=0.1)
     seen: set[int] = set()
-    async with running(advertisement(33), 33) as one, running(advertisement(34), 34):
+    async with (
+        running(advertisement(33), 33) as one,
+        running(advertisement(34), 34, settings=settings),
+    ):
         while len(seen) < 2:
             event = await one.next_event()
             assert isinstance(event, AgentFound)
@@ -347,9 +346,12 @@ async def test_an_advertisement_is_renewed_with_the_minute(
 
 
 async def test_browsing_again_reports_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(discovery, "BROWSE_AGAIN_S", 0.02)
+    settings = replace(SETTINGS, browse_again_s=0.02)
     first, second, third = advertisement(20), advertisement(21), advertisement(22)
-    async with running(first, 20) as one, running(second, 21):
+    async with (
+        running(first, 20, settings=settings) as one,
+        running(second, 21, settings=settings),
+    ):
         await one.hears(found(second))
         browsed_again, token = trio.Event(), trio.lowlevel.current_trio_token()
         browsers: list[AsyncServiceBrowser] = []
@@ -381,29 +383,36 @@ async def test_a_slow_reader_gets_the_latest_event_of_each_agent() -> None:
         nursery.cancel_scope.cancel()
 
 
-def test_v6_is_spoken_only_at_interfaces_without_v4() -> None:
+async def test_v6_is_spoken_only_at_interfaces_without_v4() -> None:
     number, name = socket.if_nameindex()[0]
     v6 = LocalAddress(interface=name, host="fe80::1", prefix_bits=64, kind="wired")
-    same, other = replace(LOOPBACK, interface=name), replace(LOOPBACK, interface="other9")
-    assert discovery._sockets_for((v6, same)) == [["127.0.0.1"]]  # noqa: SLF001 - pure, but ours
-    assert discovery._sockets_for((v6, other)) == [["127.0.0.1"], [number]]  # noqa: SLF001 - as above
-    assert discovery._sockets_for((v6,)) == [[number]]  # noqa: SLF001 - as above
+    same = LocalAddress(interface=name, host="10.1.2.3", prefix_bits=24, kind="wired")
+    other = replace(same, interface="other9")
+    opened: list[object] = []
+
+    def open_on_loopback(*, interfaces: object) -> AsyncZeroconf:
+        opened.append(interfaces)
+        return AsyncZeroconf(interfaces=["127.0.0.1"])
+
+    listener = replace(advertisement(1), port=0)
+    settings = replace(SETTINGS, open_zeroconf=open_on_loopback)
+    for addresses in ((v6, same), (v6, other), (v6,)):
+        watch = AddressWatch(read=partial(tuple, addresses))
+        async with running(listener, 1, watch=watch, settings=settings):
+            pass
+    assert opened == [["10.1.2.3"], ["10.1.2.3"], [number], [number]]
 
 
-def test_names_on_the_network_are_those_of_the_node() -> None:
-    own = advertisement(1)
-    conversation = discovery._Conversation(  # noqa: SLF001 - as above
-        own,
-        node_key=key(1),
-        key=MESH,
-        counters=DiscoveryCounters(),
-        report=lambda *_: None,
-        ready=lambda: None,
-    )
-    conversation._addresses = (LOOPBACK,)  # noqa: SLF001 - as above
-    service = conversation._service()  # noqa: SLF001 - as above
-    node = own.node
-    assert (service.name, service.server) == (instance_name(node), host_name(node))
+async def test_names_on_the_network_are_those_of_the_node() -> None:
+    own, opened = advertisement(1), list[AsyncZeroconf]()
+
+    def open_one(**options: Any) -> AsyncZeroconf:  # noqa: ANN401 - zeroconf's own
+        opened.append(AsyncZeroconf(**options))
+        return opened[-1]
+
+    async with running(own, 1, settings=replace(SETTINGS, open_zeroconf=open_one)):
+        (service,) = opened[0].zeroconf.registry.async_get_service_infos()
+    assert (service.name, service.server) == (instance_name(own.node), host_name(own.node))
     assert service.type == adverts.SERVICE_TYPE
 
 
@@ -421,44 +430,42 @@ async def test_the_number_on_the_nameplate_is_announced_and_taken_back() -> None
             await here.hears(found(ada))
 
 
-async def test_a_number_that_is_shown_while_the_agent_is_registered_is_announced(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_number_that_is_shown_while_the_agent_is_registered_is_announced() -> None:
     nameplate = discovery.Nameplate()
     ada, nobody = advertisement(98), replace(advertisement(99), port=0)
-    register: Any = AsyncZeroconf.async_register_service
 
     async def show() -> None:
         nameplate.show(7)
         await trio.testing.wait_all_tasks_blocked()
 
-    async def register_and_show(*args: object, **named: object) -> object:
-        sent: object = await register(*args, **named)
-        trio.from_thread.run(show)
-        await asyncio.sleep(0)  # the loop hears of it
-        return sent
+    class Shows(AsyncZeroconf):
+        async def async_register_service(self, *args: Any, **named: Any) -> Any:  # noqa: ANN401 - as above
+            register: Any = super().async_register_service
+            sent: object = await register(*args, **named)
+            trio.from_thread.run(show)
+            await asyncio.sleep(0)  # the loop hears of it
+            return sent
 
-    monkeypatch.setattr(AsyncZeroconf, "async_register_service", register_and_show)
+    settings = replace(SETTINGS, open_zeroconf=Shows)
     async with (
-        running(ada, 98, nameplate=nameplate),
+        running(ada, 98, nameplate=nameplate, settings=settings),
         running(nobody, 99, mesh=AdvertisementKey(b"", b"")) as here,
     ):
         await here.hears(found(replace(ada, invitation=7)))
 
 
-async def test_a_number_is_announced_again_after_answers_that_were_put_off(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    nameplate, update = discovery.Nameplate(), AsyncZeroconf.async_update_service
+async def test_a_number_is_announced_again_after_answers_that_were_put_off() -> None:
+    nameplate = discovery.Nameplate()
     send, updated = trio.open_memory_channel[None](99)
 
-    async def update_and_tell(zeroconf: AsyncZeroconf, info: AsyncServiceInfo) -> object:
-        trio.from_thread.run_sync(send.send_nowait, None)
-        return await update(zeroconf, info)
+    class Tells(AsyncZeroconf):
+        async def async_update_service(self, info: ServiceInfo) -> Any:  # noqa: ANN401 - as above
+            trio.from_thread.run_sync(send.send_nowait, None)
+            update: Any = super().async_update_service
+            return await update(info)
 
-    monkeypatch.setattr(AsyncZeroconf, "async_update_service", update_and_tell)
-    monkeypatch.setattr(discovery, "LOOK_S", 0.01)
-    async with running(advertisement(100), 100, nameplate=nameplate):
+    settings = replace(SETTINGS, look_s=0.01, open_zeroconf=Tells)
+    async with running(advertisement(100), 100, nameplate=nameplate, settings=settings):
         for number in (7, 0):
             nameplate.show(number)
             with trio.fail_after(TIMEOUT_S):
