@@ -16,7 +16,7 @@ from tools.lab.oplog import clean_ops_s
 NETWORKS = 2
 HOSTS = (3, 4)
 FOUND_S = 3.0
-"""By then each link has both paths."""
+"""By then a cable that is back is found, and what that may disturb has happened."""
 OUT_S = (1.0, 4.0)
 """How long a cable stays out, once the others have gone on."""
 LOOK_S = 0.1
@@ -104,10 +104,11 @@ def run_plugs(run: CampaignRun) -> Tally:
         with _cluster(run, HOSTS[0], patch=FASTER_PATCH) as cluster:
             victim = random.choice(cluster.nodes)
             cluster.lab.unplug(victim.host, 1)
-            _begin(cluster)
-            for _ in range(min(2, run.episodes - first)):
+            _begin(cluster, without=victim)
+            for again in range(min(2, run.episodes - first)):
+                if again:
+                    time.sleep(random.uniform(*OUT_S))
                 _plug_once(cluster, victim, tally)
-                time.sleep(random.uniform(*OUT_S))
     return tally
 
 
@@ -171,10 +172,21 @@ def _cluster(run: CampaignRun, hosts: int, *, patch: str = "") -> LabCluster:
     return LabCluster(hosts, run.options(hosts), patch=patch, logs=run.logs, lab=lab)
 
 
-def _begin(cluster: LabCluster) -> None:
+def _begin(cluster: LabCluster, *, without: Node | None = None) -> None:
+    """Until all train, and each link has both paths, but for those to the host without a cable."""
+
+    def has_all_paths(node: Node) -> bool:
+        members = node.status().get("view", {"members": []})["members"]
+        paths = {member["name"]: len(member["paths"]) for member in members}
+        return all(
+            paths.get(other.name, 0) == (1 if without in {node, other} else NETWORKS)
+            for other in cluster.nodes
+            if other is not node
+        )
+
     cluster.start()
     cluster.await_ops(1)  # before, views come and go: they find each other one by one
-    time.sleep(FOUND_S)
+    cluster.wait_for(lambda: all(map(has_all_paths, cluster.nodes)), "both paths of each link")
 
 
 def _check(cluster: LabCluster, tally: Tally, began: float, what: str) -> None:

@@ -124,8 +124,10 @@ class Pairs(NamedTuple):
         }
 
 
-def run_turns(order: AttackOrder, turns: int, logs: Path | None = None) -> Pairs:
-    """So many turns, each a control and an attack."""
+def run_turns(
+    order: AttackOrder, turns: int, logs: Path | None = None, *, controls: bool = True
+) -> Pairs:
+    """So many turns, each a control and an attack; or attacks alone, whose figures say little."""
     shared = {"PMESH_KEY": new_key(), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     options = TrainerOptions(number=0, wait_for=2, op_bytes=OP_BYTES)
     measured: dict[bool, list[AttackTurn]] = {True: [], False: []}
@@ -133,6 +135,8 @@ def run_turns(order: AttackOrder, turns: int, logs: Path | None = None) -> Pairs
     with LabCluster(4, options, patch=patch, environment=lambda _: shared, logs=logs) as cluster:
         _prepare(cluster.nodes[3].host, order.kind)
         for number in range(2 * turns):
+            if not (controls or number % 2):
+                continue
             _revive(cluster)
             now = replace(order, control=number % 2 == 0, seed=order.seed + number)
             now = replace(now, peers=_doors(cluster), path=str(socket_path(cluster.nodes[0].home)))

@@ -27,7 +27,7 @@ from tools.networks.results import StepLine, StepsTaken, verdicts_of, verdicts_o
 from tools.networks.worker import work
 
 SHORT = ("crowded",)
-SHORT_S = 5.0
+SHORT_S = 3.0
 SYSTEMS = ("gloo", "pmesh")
 
 
