@@ -133,6 +133,12 @@ def _signals_are_heeded() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+@pytest.fixture
+def is_quick(request: pytest.FixtureRequest) -> bool:
+    """Whether `make test` runs: a test may try fewer examples then, and needs no second form."""
+    return _is_quick(request.config)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("netns") is None:
         return

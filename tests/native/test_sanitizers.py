@@ -55,15 +55,12 @@ def _fixed_addresses() -> list[str]:
 
 @pytest.mark.parametrize(
     ("sanitizers", "seeds"),
-    [
-        *((MEMORY, 4), (THREADS, 4)),
-        pytest.param(MEMORY, 80, marks=pytest.mark.slow),
-        pytest.param(THREADS, 20, marks=pytest.mark.slow),  # a seed takes a second, or more
-    ],
+    [(MEMORY, 80), (THREADS, 20)],  # with threads a seed takes a second, or more
 )
 def test_ranks_that_run_any_plans_and_are_stopped_have_the_values_of_a_plain_loop(
-    sanitizers: str, seeds: int, tmp_path: Path
+    sanitizers: str, seeds: int, tmp_path: Path, *, is_quick: bool
 ) -> None:
+    seeds = 4 if is_quick else seeds
     said = build_and_run(tmp_path, "ranks", sanitizers, seeds, seeds)
     assert int(said.split()[0]) > 0  # stops; how many records then come too late is chance
 
@@ -91,10 +88,10 @@ def test_ranks_of_one_machine_have_the_values_of_a_plain_loop_or_were_stopped(
 
 
 @pytest.mark.parametrize("target", ["records", "plans"])
-@pytest.mark.parametrize("runs", [100_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
 def test_no_bytes_of_a_peer_and_no_plan_make_the_library_leave_its_memory(
-    target: str, runs: int, tmp_path: Path
+    target: str, tmp_path: Path, *, is_quick: bool
 ) -> None:
+    runs = 100_000 if is_quick else 1_000_000
     said = build_and_run(tmp_path, f"fuzz_{target}", MEMORY, TESTS / "corpus" / target, runs)
     seeds = len(list((TESTS / "corpus" / target).iterdir()))
     assert said == f"{seeds} seeds, {runs} runs\n"
