@@ -8,11 +8,10 @@ the fastest rank has been throttled to a quarter. Needs root on Linux.
 import hashlib
 import itertools
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from statistics import median
 from typing import Literal, Self, TypeAlias
@@ -23,10 +22,11 @@ from sklearn.datasets import load_digits
 
 import pmesh
 from pmesh.testing import agent_in_a_thread
-from tools.lab.call import words_for
+from tools.lab.call import fork_for
 from tools.lab.commands import LabError
 from tools.lab.mesh import inherited
 from tools.lab.program import LabProgram, await_that
+from tools.lab.warm import Warm
 
 CORES = (0.2, 0.4, 0.8)
 """What each rank may use of one core."""
@@ -140,16 +140,28 @@ def forever(batches: Iterable[list[int]]) -> Iterator[list[int]]:
 
 
 TRAININGS = {"numpy": train, "torch": train_torch}
+IMPORTED = {
+    "numpy": ("tools.shares",),
+    "torch": ("tools.shares", "torch._dynamo", "pmesh.torch"),  # DDP needs _dynamo
+}
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+"""A process that forks may have no others."""
 
 
 class Trial:
     """Trainings, each rank in a control group."""
 
     def __init__(
-        self, home: Path, groups: Sequence[ControlGroup], library: Library, hidden: int
+        self,
+        home: Path,
+        groups: Sequence[ControlGroup],
+        warm: Warm,
+        library: Library,
+        hidden: int,
     ) -> None:
         self._home = home
         self._groups = groups
+        self._warm = warm
         self._train = TRAININGS[library]
         self._hidden = hidden
         self._count = 0
@@ -160,17 +172,16 @@ class Trial:
         """Train; return when each step ended, and where the weights are."""
         self._count += 1
         out = self._home / f"weights {self._count}.npy"
-        settings = {"PMESH_HOME": str(self._home), "PMESH_SHARES": shares, "OMP_NUM_THREADS": "1"}
+        settings = {"PMESH_HOME": str(self._home), "PMESH_SHARES": shares}
         job = f"trial-{self._count}"
-        words = words_for(self._train, job, len(who), steps, self._hidden, str(out))
-        command = [sys.executable, *words]
-        environment = inherited() | settings | {"OPENBLAS_NUM_THREADS": "1"}
+        environment = inherited() | settings | ONE_THREAD
+        order = fork_for(self._train, environment, job, len(who), steps, self._hidden, str(out))
         for rank in who:
-            self._groups[rank].hold(1.0)  # until it trains: imports would take most of the time
+            self._groups[rank].hold(1.0)  # until it trains
         with ExitStack() as stack:
             programs = list[LabProgram]()
             for rank in who:
-                started = LabProgram.start(f"rank {rank}", command, environment=environment)
+                started = LabProgram(f"rank {rank}", *self._warm.start(order))
                 programs.append(stack.enter_context(started))
                 self._groups[rank].add(started.pid)
             await_that(lambda: all(p.lines for p in programs), "steps", of=programs)
@@ -179,7 +190,9 @@ class Trial:
             if throttled:
                 await_that(lambda: len(programs[0].lines) >= steps // 2, "steps", of=programs)
                 self._groups[who[-1]].hold(CORES[who[-1]] / 4)
-            if any(program.join(within_s=600) for program in programs):
+            for program in programs:
+                program.join(within_s=600)
+            if not all(program.last_line("hash").text for program in programs):
                 raise LabError("\n".join(program.shown for program in programs))
         hashes = {program.last_line("hash").text for program in programs}
         assert len(hashes) == 1, "the ranks have different weights"  # noqa: S101 - a finding
@@ -208,7 +221,8 @@ def run(
         stack.enter_context(agent_in_a_thread(home))
         names = [f"pmesh-shares-{home.name}-{rank}" for rank in range(len(CORES))]
         groups = [stack.enter_context(ControlGroup(name)) for name in names]
-        trial = Trial(home, groups, library, hidden)
+        warm = stack.enter_context(closing(Warm(IMPORTED[library], inherited() | ONE_THREAD)))
+        trial = Trial(home, groups, warm, library, hidden)
         everyone = range(len(CORES))
         singles = [rate(trial.run([r], alone, shares="even")[0][3:]) for r in everyone if alone]
         even_ends, even_weights = trial.run(everyone, steps, shares="even")

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pkgutil import resolve_name
 from typing import ParamSpec
 
+from tools.lab.warm import ForkOrder
+
 P = ParamSpec("P")
 
 
@@ -18,5 +20,17 @@ def words_for(function: Callable[P, object], *arguments: P.args, **_: P.kwargs) 
     return ["-m", "tools.lab.call", where, json.dumps(arguments)]
 
 
-if __name__ == "__main__":
+def fork_for(
+    function: Callable[P, object], environment: dict[str, str], *arguments: P.args, **_: P.kwargs
+) -> ForkOrder:
+    """The same as a fork of a `Warm` process."""
+    words = words_for(function, *arguments, **_)[2:]
+    return ForkOrder(program="tools.lab.call:main", arguments=tuple(words), environment=environment)
+
+
+def main() -> None:
     sys.exit(resolve_name(sys.argv[1])(*json.loads(sys.argv[2])))
+
+
+if __name__ == "__main__":
+    main()
