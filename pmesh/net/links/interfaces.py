@@ -160,6 +160,19 @@ def reachable_at(
     return tuple(address for address in addresses if address.host == host)
 
 
+def open_notices() -> socket.socket | None:
+    """Open a socket on which the system tells of changes of interfaces; None if it has none."""
+    try:
+        # On Linux this is a netlink socket of the family of routes (rtnetlink(7)).
+        notices = socket.socket(socket.AF_ROUTE, socket.SOCK_RAW)
+    except OSError:
+        return None
+    notices.setblocking(False)  # noqa: FBT003 - socket's own
+    if not psutil.MACOS:
+        notices.bind((0, _GROUPS))
+    return notices
+
+
 class AddressWatch:
     """The addresses that this agent uses, kept up to date by `run`."""
 
@@ -170,6 +183,7 @@ class AddressWatch:
         only: Collection[str] = (),
         never: Collection[str] = (),
         read: Callable[[], tuple[LocalAddress, ...]] | None = None,
+        open_notices: Callable[[], socket.socket | None] = open_notices,
     ) -> None:
         """`only` and `never` are names of interfaces, as for `InterfaceReader`."""
         self.current: tuple[LocalAddress, ...] = ()
@@ -179,6 +193,7 @@ class AddressWatch:
         """True if a connection that came by an interface in use is always bound to it (Linux)."""
         self._listen_host = listen_host
         self._only = only
+        self._open_notices = open_notices
         self._read = read or InterfaceReader(only=only, never=never).read
         self._changed = trio.Event()
 
@@ -203,7 +218,7 @@ class AddressWatch:
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Read the addresses when the system tells of a change, or every 5 s if it can't."""
         with contextlib.ExitStack() as opened:
-            notices = open_notices()
+            notices = self._open_notices()
             if notices is not None:
                 opened.callback(notices.close)
             await self._poll()
@@ -235,19 +250,6 @@ class AddressWatch:
             self.current = addresses
             self._changed.set()
             self._changed = trio.Event()
-
-
-def open_notices() -> socket.socket | None:
-    """Open a socket on which the system tells of changes of interfaces; None if it has none."""
-    try:
-        # On Linux this is a netlink socket of the family of routes (rtnetlink(7)).
-        notices = socket.socket(socket.AF_ROUTE, socket.SOCK_RAW)
-    except OSError:
-        return None
-    notices.setblocking(False)  # noqa: FBT003 - socket's own
-    if not psutil.MACOS:
-        notices.bind((0, _GROUPS))
-    return notices
 
 
 async def _wait_for_notice(notices: socket.socket) -> None:

@@ -95,10 +95,9 @@ VPN = LocalAddress(interface="utun3", host="100.64.0.5", prefix_bits=32, kind="v
 
 
 async def test_where_no_descriptor_is_left_addresses_stay_and_are_looked_at_later(
-    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+    autojump_clock: trio.testing.MockClock,
 ) -> None:
     del autojump_clock
-    without_notices(monkeypatch)
     no_file = OSError(errno.EMFILE, "Too many open files")
     no_thread = RuntimeError("can't start new thread")
     readings: Iterator[tuple[LocalAddress, ...] | Exception] = iter(
@@ -111,7 +110,7 @@ async def test_where_no_descriptor_is_left_addresses_stay_and_are_looked_at_late
             raise found
         return found
 
-    watch = AddressWatch(read=read)
+    watch = AddressWatch(read=read, open_notices=lambda: None)
     async with trio.open_nursery() as nursery:
         await nursery.start(watch.run)
         assert watch.current == (V4,)
@@ -394,10 +393,6 @@ async def test_without_a_rule_every_connection_is_kept() -> None:
     assert not AddressWatch(never=["en0"]).uses(stream_from(("10.0.0.9", 1)))
 
 
-def without_notices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interfaces, "open_notices", lambda: None)
-
-
 class FakeRouteSocket:
     def __init__(self, *kind: int) -> None:
         self.kind = kind
@@ -431,13 +426,12 @@ def test_a_system_may_refuse_the_socket(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.fixture
-def notices(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
-    """The end at which the system writes what a watch reads on its routing socket (macOS)."""
+def notices(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """The end at which the system writes, and that which a watch reads (macOS)."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     theirs.setblocking(False)  # noqa: FBT003 - as above
     monkeypatch.setattr(psutil, "MACOS", True)
-    monkeypatch.setattr(interfaces, "open_notices", lambda: theirs)
-    yield ours
+    yield ours, theirs
     ours.close()
 
 
@@ -446,27 +440,29 @@ def notice(kind: int) -> bytes:
 
 
 async def test_what_the_system_tells_is_read_at_once(
-    autojump_clock: trio.testing.MockClock, notices: socket.socket
+    autojump_clock: trio.testing.MockClock, notices: tuple[socket.socket, socket.socket]
 ) -> None:
+    system, ours = notices
     looks = iter([(V4,), (V4, V6)])
-    watch = AddressWatch(read=lambda: next(looks))
+    watch = AddressWatch(read=lambda: next(looks), open_notices=lambda: ours)
     async with trio.open_nursery() as nursery:
         await nursery.start(watch.run)
         for kind in (0x1, 0xC, 0xE):  # a route, an address, an interface
-            notices.send(notice(kind))
+            system.send(notice(kind))
         assert await watch.changed_from((V4,)) == (V4, V6)
         nursery.cancel_scope.cancel()
     assert autojump_clock.current_time() < interfaces.POLL_S
 
 
 async def test_what_concerns_no_interface_is_not_read(
-    autojump_clock: trio.testing.MockClock, notices: socket.socket
+    autojump_clock: trio.testing.MockClock, notices: tuple[socket.socket, socket.socket]
 ) -> None:
+    system, ours = notices
     looks = iter([(V4,)])  # a second would raise
-    watch = AddressWatch(read=lambda: next(looks))
+    watch = AddressWatch(read=lambda: next(looks), open_notices=lambda: ours)
     async with trio.open_nursery() as nursery:
         await nursery.start(watch.run)
-        notices.send(notice(0x1))
+        system.send(notice(0x1))
         await trio.sleep(60)
         nursery.cancel_scope.cancel()
     assert autojump_clock.autojump_threshold == 0
@@ -474,35 +470,31 @@ async def test_what_concerns_no_interface_is_not_read(
 
 async def test_after_more_notices_than_fit_the_addresses_are_read(
     autojump_clock: trio.testing.MockClock,
-    notices: socket.socket,
-    monkeypatch: pytest.MonkeyPatch,
+    notices: tuple[socket.socket, socket.socket],
 ) -> None:
     del autojump_clock
+    system, theirs = notices
     looks = iter([(V4,), (V4, V6)])
-    watch = AddressWatch(read=lambda: next(looks))
 
     class Overflowing(socket.socket):
         def recv(self, *options: int) -> bytes:
             super().recv(*options)
             raise OSError(errno.ENOBUFS, "No buffer space available")
 
-    theirs = interfaces.open_notices()
-    assert theirs is not None
     overflowing = Overflowing(fileno=theirs.detach())
-    monkeypatch.setattr(interfaces, "open_notices", lambda: overflowing)
+    watch = AddressWatch(read=lambda: next(looks), open_notices=lambda: overflowing)
     async with trio.open_nursery() as nursery:
         await nursery.start(watch.run)
-        notices.send(notice(0x1))
+        system.send(notice(0x1))
         assert await watch.changed_from((V4,)) == (V4, V6)
         nursery.cancel_scope.cancel()
 
 
 async def test_where_the_system_tells_nothing_changes_are_noticed(
-    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+    autojump_clock: trio.testing.MockClock,
 ) -> None:
-    without_notices(monkeypatch)
     looks = iter([(V4,), (V4,), (V4, V6)])
-    watch = AddressWatch(read=lambda: next(looks, (V4, V6)))
+    watch = AddressWatch(read=lambda: next(looks, (V4, V6)), open_notices=lambda: None)
     async with trio.open_nursery() as nursery:
         await nursery.start(watch.run)
         assert watch.current == (V4,)
