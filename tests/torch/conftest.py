@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from pmesh.testing import agent_in_a_thread
+from tests.conftest import OF_SUBPROCESSES
 from tools.lab.mesh import inherited
 
 collect_ignore_glob: list[str] = []
@@ -30,7 +31,8 @@ class Programs:
     def __init__(self, home: Path, folder: Path) -> None:
         self.home = home
         self.folder = folder
-        self._starter: subprocess.Popen[str] | None = None
+        self._starters: dict[bool, subprocess.Popen[str]] = {}
+        """By whether it and its ranks measure their coverage, which takes them twice as long."""
 
     def run(
         self, module: str, function: str, *arguments: str, ranks: int = 3, **environment: str
@@ -41,7 +43,9 @@ class Programs:
         """
         settings = {"PMESH_HOME": str(self.home), "PMESH_WAIT_FOR": str(ranks), **environment}
         called = {"module": module, "function": function, "arguments": arguments, "ranks": ranks}
-        self._starter = starter = self._starter or start_starter()
+        is_measured = OF_SUBPROCESSES in os.environ
+        starter = self._starters.get(is_measured) or start_starter()
+        self._starters[is_measured] = starter
         assert starter.stdin is not None
         assert starter.stdout is not None
         print(json.dumps(called | {"environment": settings}), file=starter.stdin, flush=True)
@@ -52,9 +56,9 @@ class Programs:
         return codes
 
     def end(self, number: signal.Signals) -> None:
-        """End the process that starts ranks, and the ranks; the next run starts another."""
-        starter, self._starter = self._starter, None
-        if starter is not None:
+        """End the processes that start ranks, and the ranks; the next run starts another."""
+        starters, self._starters = self._starters, {}
+        for starter in starters.values():
             with starter:
                 os.killpg(starter.pid, number)
 

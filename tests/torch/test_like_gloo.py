@@ -7,7 +7,7 @@ import torch
 
 from tests.torch.scenarios import SAME
 
-pytestmark = [pytest.mark.slow, pytest.mark.measured]
+pytestmark = pytest.mark.slow
 Found = dict[str, list[dict[str, Any]]]
 
 

@@ -312,7 +312,6 @@ def weights_of_one_process() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.measured
 @pytest.mark.parametrize("shares", ["even", "measured"])
 @pytest.mark.parametrize(
     "library",
