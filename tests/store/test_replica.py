@@ -71,10 +71,7 @@ def holds(world: World) -> bool:
     "seeds",
     [
         *(range(i, i + 50) for i in (0, 50)),
-        *(
-            pytest.param(range(i, i + 50), marks=[pytest.mark.slow, pytest.mark.measured])
-            for i in (100, 150, 200, 250)
-        ),
+        *(pytest.param(range(i, i + 50), marks=pytest.mark.slow) for i in (100, 150, 200, 250)),
     ],
 )
 def test_calls_are_as_on_one_machine_whoever_is_lost_and_comes(seeds: range) -> None:
