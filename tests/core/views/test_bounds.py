@@ -381,7 +381,6 @@ def test_whatever_a_member_with_a_seat_says_of_its_jobs(
 
 
 @pytest.mark.slow
-@pytest.mark.measured
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_whatever_a_newcomer_says_of_its_view(data: st.DataObject) -> None:

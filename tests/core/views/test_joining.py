@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from pmesh.core.values import View
+from pmesh.core.values import MAX_JOBS, View
 from pmesh.core.views.agreement import lose, pass_time
 from pmesh.core.views.leader import propose
 from pmesh.core.views.state import (
@@ -17,7 +17,7 @@ from pmesh.core.views.state import (
     MemberStep,
 )
 from pmesh.core.wire.views import AskToJoin, Heartbeat, Propose, TellView
-from pmesh.ids import Member
+from pmesh.ids import JobName, Member
 from tests.core.views.circle import Circle, gathered
 from tests.core.views.one_member import BERTS, NOW, TRIO, sent, told
 from tests.worlds.builders import (
@@ -31,6 +31,7 @@ from tests.worlds.builders import (
     make_heartbeat,
     make_member,
     make_peer,
+    make_roster,
     make_state,
     make_view,
     make_waiting,
@@ -74,6 +75,12 @@ class TestWhoAskedToJoin:
 
     def test_must_hear_the_other_members(self) -> None:
         assert propose(self.leader(self.DORAS, ANNA), FACTS, NOW) is None
+
+    def test_may_bring_no_more_jobs_than_there_is_room_for(self) -> None:
+        for count, expected in ((2, [ANNA, BERT, DORA]), (MAX_JOBS + 1, [])):
+            jobs = [make_roster(DORA, job=JobName(f"job-{i}")) for i in range(count)]
+            message = propose(self.leader(make_view(3, DORA, rosters=jobs)), FACTS, NOW)
+            assert list(message.members if message else ()) == expected
 
     def test_must_still_be_linked(self) -> None:
         state = self.leader()
