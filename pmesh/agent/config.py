@@ -10,16 +10,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, Literal, NamedTuple, TypeAlias, cast, get_args
+from typing import Final, NamedTuple, cast, get_args
 
+from pmesh.agent.log_level import LogLevel
 from pmesh.compression.schemes import NAMES
 from pmesh.core.wire.link import Address
 from pmesh.errors import ConfigError
 
 DEFAULT_PORT = 24160  # outside 32768 to 65535, which kernels give to outgoing connections
 LONGEST_NAME_BYTES = 63  # a DNS label's length, which also fits in one TXT string
-
-LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 
 
 class Listen(NamedTuple):

@@ -17,15 +17,10 @@ import psutil
 import structlog
 import trio
 
+from pmesh.agent.changes import describe_change, describe_reordered
 from pmesh.agent.config import AgentSettings, host_port_text
 from pmesh.agent.containment import ContainedTasks, Containment
-from pmesh.agent.events import (
-    Event,
-    EventLog,
-    describe_change,
-    describe_reordered,
-    encode_events,
-)
+from pmesh.agent.events import Event, EventLog, encode_events
 from pmesh.agent.features import Kernel
 from pmesh.agent.jobs.driver import Jobs
 from pmesh.agent.jobs.ranks import sum_of

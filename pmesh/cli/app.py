@@ -1,4 +1,8 @@
-"""The commands, their options and their exit codes."""
+"""The commands, their options and their exit codes.
+
+Each command imports what it needs when it runs: help and completion need none of it, and `pmesh
+top` stays in memory for hours.
+"""
 
 import contextlib
 import os
@@ -9,32 +13,28 @@ from typing import Annotated, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
-from pmesh.agent.config import LogLevel
-from pmesh.agent.home import is_full, reason
-from pmesh.cli import keys, service
-from pmesh.cli.doctor.command import doctor
-from pmesh.cli.events import show_events
-from pmesh.cli.invites import invite, join
+from pmesh.agent.log_level import LogLevel
 from pmesh.cli.launching import allow_run_, end_own_options, fetch, logs, mlx_, ps, run_, stop
-from pmesh.cli.members import members, remove, rotate
-from pmesh.cli.options import Home
-from pmesh.cli.ping import show_ping
-from pmesh.cli.status import bring_down, show_status
-from pmesh.cli.top.command import show_top
-from pmesh.cli.up import bring_up
-from pmesh.cli.version import version_text
+from pmesh.cli.membership import invite, join, members, remove, rotate
+from pmesh.cli.options import Flag, Home, Several
 from pmesh.errors import ConfigError, PmeshError, UsageError
-from pmesh.launches.cli.launches import forget
 from pmesh.terminal.lines import complain, complain_of, say
 
 FAILED = 1
 MISUSED = 2
 INTERRUPTED = 130  # 128 + SIGINT, as in shells
 
+
+def _version() -> str:
+    from pmesh.cli.version import version_text
+
+    return version_text()
+
+
 app = App(
     name="pmesh",
     help="Turns the Macs and Linux boxes at home into one training cluster.",
-    version=version_text,
+    version=_version,
     suppress_keyboard_interrupt=False,
 )
 key_app = App(name="key", help="The mesh key: every machine that holds it is a member of the mesh.")
@@ -53,7 +53,6 @@ app.command(members)
 app.command(remove)
 checkpoint_app = App(name="checkpoint", help="Look into the folders of pmesh.Checkpoints.")
 app.command(checkpoint_app)
-app.command(doctor)
 
 service_app = App(name="service", help="Start the agent at boot, and again when it has crashed.")
 app.command(service_app)
@@ -62,13 +61,17 @@ app.command(service_app)
 @key_app.command
 def new(*, home: Home = None) -> int:
     """Make a mesh key, once, on the first machine."""
-    return keys.make(home)
+    from pmesh.cli.keys import make
+
+    return make(home)
 
 
 @key_app.command
 def show(*, home: Home = None) -> int:
     """Print the mesh key, and nothing else on standard output."""
-    return keys.show(home)
+    from pmesh.cli.keys import show as show_key
+
+    return show_key(home)
 
 
 @key_app.command(name="set")
@@ -81,7 +84,9 @@ def set_(
         words: Refused and never echoed, as they may be a key.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
-    return keys.take(words, home)
+    from pmesh.cli.keys import take
+
+    return take(words, home)
 
 
 @checkpoint_app.command(name="list")
@@ -91,7 +96,7 @@ def list_(*folders: Path) -> int:
     Args:
         folders: What scripts give to pmesh.Checkpoints; several are looked at together.
     """
-    from pmesh.cli.checkpoint import list_checkpoints  # noqa: PLC0415 - numpy
+    from pmesh.cli.checkpoint import list_checkpoints
 
     return list_checkpoints(folders)
 
@@ -104,7 +109,7 @@ def show_arrays(*folders: Path, step: int | None = None) -> int:
         folders: What scripts give to pmesh.Checkpoints.
         step: Which; default the latest that is whole.
     """
-    from pmesh.cli.checkpoint import show_checkpoint  # noqa: PLC0415 - numpy
+    from pmesh.cli.checkpoint import show_checkpoint
 
     return show_checkpoint(folders, step)
 
@@ -118,7 +123,7 @@ def export(*folders: Path, to: Path, step: int | None = None) -> int:
         to: The file to write.
         step: Which; default the latest that is whole.
     """
-    from pmesh.cli.checkpoint import export_checkpoint  # noqa: PLC0415 - numpy
+    from pmesh.cli.checkpoint import export_checkpoint
 
     return export_checkpoint(folders, to, step)
 
@@ -142,7 +147,7 @@ def up(
     key_file: Path | None = None,
     log_level: LogLevel | None = None,
     log_json: bool | None = None,
-    detach: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    detach: Flag = False,
 ) -> int:
     """Run the agent until Ctrl-C or 'pmesh down'.
 
@@ -164,8 +169,10 @@ def up(
         log_json: Log JSON lines.
         detach: Run in the background; the log goes to agent.log in the home.
     """
+    from pmesh.cli.up import bring_up
+
     if peers_from is not None:
-        from pmesh.cli.host_files import read_hosts  # noqa: PLC0415 - rarely needed
+        from pmesh.cli.host_files import read_hosts
 
         peer = (*(peer or ()), *read_hosts(peers_from))
     flags = {
@@ -188,9 +195,9 @@ def up(
 @app.command
 def status(
     *,
-    watch: Annotated[bool, Parameter(negative="", show_default=False)] = False,
-    all: Annotated[bool, Parameter(negative="", show_default=False)] = False,  # noqa: A002 - an option
-    json: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    watch: Flag = False,
+    all: Flag = False,  # noqa: A002 - an option
+    json: Flag = False,
     home: Home = None,
 ) -> int:
     """Show the machines of the mesh, how fast its jobs train, and what is wrong.
@@ -201,6 +208,8 @@ def status(
         json: Print JSON; its schema is docs/reference/status.schema.json.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
+    from pmesh.cli.status import show_status
+
     return show_status(home, watch=watch, whole=all, as_json=json)
 
 
@@ -213,7 +222,25 @@ def top(*, home: Home = None) -> int:
     Args:
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
+    from pmesh.cli.top.command import show_top
+
     return show_top(home)
+
+
+@app.command
+def doctor(*, peer: Several = (), json: Flag = False, home: Home = None) -> int:
+    """Find what keeps machines apart or slow, and say what to type.
+
+    The exit code is 0 if nothing keeps them apart, 1 if something does, 2 if it could not look.
+
+    Args:
+        peer: HOST:PORT of a machine that should be in the mesh, and is dialled; may be repeated.
+        json: Print one line of JSON.
+        home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
+    """
+    from pmesh.cli.doctor.command import run_doctor
+
+    return run_doctor(home, peer, as_json=json)
 
 
 @app.command
@@ -221,7 +248,7 @@ def ping(
     name: str,
     /,
     *,
-    json: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    json: Flag = False,
     home: Home = None,
 ) -> int:
     """Try every way to another machine, and say which one is used and why.
@@ -231,14 +258,16 @@ def ping(
         json: Print one line of JSON.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
+    from pmesh.cli.ping import show_ping
+
     return show_ping(home, name, as_json=json)
 
 
 @app.command
 def events(
     *,
-    follow: Annotated[bool, Parameter(negative="", show_default=False)] = False,
-    json: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    follow: Flag = False,
+    json: Flag = False,
     home: Home = None,
 ) -> int:
     """Show past events: peers that joined or were lost, and the effects on jobs.
@@ -248,6 +277,8 @@ def events(
         json: Print JSON; its schema is docs/reference/events.schema.json.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
+    from pmesh.cli.events import show_events
+
     return show_events(home, follow=follow, as_json=json)
 
 
@@ -263,7 +294,7 @@ def trace(
         output: The file, .json or .json.gz; default pmesh-trace-JOB.json.gz in this directory.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
-    from pmesh.cli.trace import write_trace  # noqa: PLC0415 - numpy
+    from pmesh.cli.trace import write_trace
 
     return write_trace(home, job, seconds, output)
 
@@ -276,7 +307,7 @@ def metrics(*, listen: str = "127.0.0.1:9477", home: Home = None) -> int:
         listen: HOST:PORT; with port 0 the system picks one.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
-    from pmesh.cli.metrics import serve_metrics  # noqa: PLC0415 - 0.4 s
+    from pmesh.cli.metrics import serve_metrics
 
     return serve_metrics(home, listen)
 
@@ -285,7 +316,7 @@ def metrics(*, listen: str = "127.0.0.1:9477", home: Home = None) -> int:
 def dashboard(
     *,
     listen: str = "127.0.0.1:9478",
-    token: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    token: Flag = False,
     home: Home = None,
 ) -> int:
     """Serve a page for browsers that shows the mesh and its jobs, until Ctrl-C.
@@ -295,7 +326,7 @@ def dashboard(
         token: Only the link that is printed opens the page; for a HOST that others reach.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
-    from pmesh.cli.dashboard.command import serve_dashboard  # noqa: PLC0415 - others don't need it
+    from pmesh.cli.dashboard.command import serve_dashboard
 
     return serve_dashboard(home, listen, with_token=token)
 
@@ -305,11 +336,11 @@ def bench(
     *,
     min_size: str = "1KiB",
     max_size: str = "256MiB",
-    collective: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = (),
-    strategy: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = (),
+    collective: Several = (),
+    strategy: Several = (),
     seconds: float = 1.0,
     wait_for: int | None = None,
-    json: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    json: Flag = False,
     plot: Path | None = None,
     home: Home = None,
 ) -> int:
@@ -326,7 +357,7 @@ def bench(
         plot: A file for a plot of time and bandwidth over size, .png or .svg.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
-    from pmesh.cli.bench import BenchOptions, run_bench  # noqa: PLC0415 - numpy, which others don't need
+    from pmesh.cli.bench import BenchOptions, run_bench
 
     options = BenchOptions(
         min_size=min_size,
@@ -348,18 +379,24 @@ def service_install(*, home: Home = None) -> int:
     Args:
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
+    from pmesh.cli import service
+
     return service.install(home)
 
 
 @service_app.command(name="remove")
 def service_remove() -> int:
     """Stop the agent, and do not start it any more."""
+    from pmesh.cli import service
+
     return service.remove()
 
 
 @service_app.command(name="status")
 def service_status() -> int:
     """Say whether the agent is started at boot, and whether it runs; the exit code is 0 or 1."""
+    from pmesh.cli import service
+
     return service.show()
 
 
@@ -371,13 +408,15 @@ def forget_(name: str, /, *, home: Home = None) -> int:
         name: As 'pmesh status' shows it.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
+    from pmesh.launches.cli.launches import forget
+
     return forget(home, name)
 
 
 @app.command
 def demo() -> int:
     """Train a small model with three agents and three trainers on this machine; half a minute."""
-    from pmesh.cli.demo import run_demo  # noqa: PLC0415 - numpy
+    from pmesh.cli.demo import run_demo
 
     return run_demo()
 
@@ -385,6 +424,8 @@ def demo() -> int:
 @app.command
 def down(*, home: Home = None) -> int:
     """Stop the local agent cleanly: its peers see a leave, not a failure."""
+    from pmesh.cli.down import bring_down
+
     return bring_down(home)
 
 
@@ -396,7 +437,7 @@ def bugreport(*, to: Path | None = None, home: Home = None) -> int:
         to: The file; default pmesh-bugreport-DATE-TIME.txt in this directory.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
-    from pmesh.cli.bugreport import write_report  # noqa: PLC0415 - others don't need it
+    from pmesh.cli.bugreport import write_report
 
     return write_report(home, to)
 
@@ -415,7 +456,7 @@ def completion(shell: Literal["bash", "zsh", "fish"], /) -> int:
 @app.command(name="man")
 def man_() -> int:
     """Print the manual page: 'pmesh man > ~/.local/share/man/man1/pmesh.1', then 'man pmesh'."""
-    from pmesh.cli.manual import manual_page  # noqa: PLC0415 - others don't need it
+    from pmesh.cli.manual import manual_page
 
     say(*manual_page(app).splitlines())
     return 0
@@ -424,7 +465,7 @@ def man_() -> int:
 @app.command
 def version() -> int:
     """Print the version of pmesh and of its protocol, and whether it has its native library."""
-    say(version_text())
+    say(_version())
     return 0
 
 
@@ -510,6 +551,8 @@ def _code_of(error: PmeshError) -> int:
 
 def _output_lost(error: OSError) -> int:
     """Report a full disk, but not a closed pipe as in `pmesh status | head`."""
+    from pmesh.agent.home import is_full, reason
+
     if is_full(error):
         complain_of(UsageError(f"can't write the output: {reason(error)}"))
     elif not isinstance(error, BrokenPipeError):

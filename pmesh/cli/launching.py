@@ -8,11 +8,9 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from pmesh.cli.options import Home
+from pmesh.cli.options import Flag, Home, Several
 from pmesh.errors import ConfigError
-from pmesh.launches.cli.launches import allow_run, show_hosts, show_launches, stop_launch
-from pmesh.launches.cli.run import run_command
-from pmesh.launches.wire.messages import AskHosts, Backend, Engine, LaunchTerms
+from pmesh.launches.wire.engines import Backend, Engine
 from pmesh.terminal.sizes import parse_size
 
 
@@ -27,13 +25,13 @@ def run_(
     restarts: int = 10,
     grace: float = 3.0,
     hang_timeout: float = 0.0,
-    detach: Annotated[bool, Parameter(negative="", show_default=False)] = False,
-    env: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = (),
+    detach: Flag = False,
+    env: Several = (),
     cwd: Path | None = None,
     python: str = "",
     module: Annotated[str, Parameter(name=["--module", "-m"])] = "",
-    shell: Annotated[bool, Parameter(negative="", show_default=False)] = False,
-    sync: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    shell: Flag = False,
+    sync: Flag = False,
     sync_limit: str = "100MiB",
     collect: Path | None = None,
     home: Home = None,
@@ -64,7 +62,8 @@ def run_(
         collect: At the end, bring what the ranks have written into their copies to this directory.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
-    from pmesh.launches.cli.launch import RunOptions, launch_of, run_launch  # noqa: PLC0415 - for speed
+    from pmesh.launches.cli.launch import RunOptions, launch_of, run_launch
+    from pmesh.launches.wire.messages import AskHosts, LaunchTerms
 
     terms = LaunchTerms(
         "pmesh" if engine == "mpi" else engine, restarts, grace, detach, hang_timeout, backend
@@ -91,8 +90,12 @@ def run_(
             raise ConfigError(
                 "without --on only --restarts can be given; name the machines, such as: --on all"
             )
+        from pmesh.launches.cli.run import run_command
+
         return run_command(command, restarts=restarts)
     if engine == "mpi":
+        from pmesh.launches.cli.launches import show_hosts
+
         return show_hosts(home, AskHosts(options.machines, count, per_node), command)
     return run_launch(home, launch_of(command, options, os.environ), options)
 
@@ -115,7 +118,7 @@ def mlx_(
         elastic: Train 'mlx_lm.lora --train' by pmesh's own loop, which machines may leave and join.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
-    from pmesh.cli.mlx import run_mlx  # noqa: PLC0415 - numpy, which others don't need
+    from pmesh.cli.mlx import run_mlx
 
     return run_mlx(
         home, command, job=job, wait_for=wait_for, compression=compression, elastic=elastic
@@ -164,7 +167,7 @@ def end_own_options(arguments: Sequence[str]) -> Sequence[str]:
 
 def ps(
     *,
-    all: Annotated[bool, Parameter(negative="", show_default=False)] = False,  # noqa: A002 - an option
+    all: Flag = False,  # noqa: A002 - an option
     home: Home = None,
 ) -> int:
     """Show the commands that 'pmesh run --on' has started from here, and those that run here.
@@ -173,6 +176,8 @@ def ps(
         all: Show also older ones, and of each who has started it and the whole command.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
+    from pmesh.launches.cli.launches import show_launches
+
     return show_launches(home, whole=all)
 
 
@@ -192,7 +197,7 @@ def logs(
         follow: Continue until the command has ended, or Ctrl-C.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
-    from pmesh.launches.cli.launch import show_log  # noqa: PLC0415 - for speed
+    from pmesh.launches.cli.launch import show_log
 
     return show_log(home, launch, follow=follow)
 
@@ -213,7 +218,7 @@ def fetch(
         limit: How much each machine may send, in bytes, KiB, MiB or GiB.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
-    from pmesh.launches.cli.fetch import show_fetch  # noqa: PLC0415 - for speed
+    from pmesh.launches.cli.fetch import show_fetch
 
     return show_fetch(home, launch, to, most_bytes=parse_size("--limit", limit))
 
@@ -225,14 +230,16 @@ def stop(launch: str, /, *, home: Home = None) -> int:
         launch: Its id or its job, as 'pmesh ps' shows them.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
+    from pmesh.launches.cli.launches import stop_launch
+
     return stop_launch(home, launch)
 
 
 def allow_run_(
     *,
-    member: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = (),
-    as_root: Annotated[bool, Parameter(negative="", show_default=False)] = False,
-    no: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    member: Several = (),
+    as_root: Flag = False,
+    no: Flag = False,
     home: Home = None,
 ) -> int:
     """Let members of the mesh run commands on this machine, as the user who runs its agent.
@@ -244,4 +251,6 @@ def allow_run_(
         no: Take all permissions back.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
+    from pmesh.launches.cli.launches import allow_run
+
     return allow_run(home, member, as_root=as_root, no=no)

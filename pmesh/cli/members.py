@@ -1,10 +1,10 @@
 """`pmesh members`, `remove` and `key rotate`: who has a place in the mesh, and by which key."""
 
 from datetime import datetime
+from pathlib import Path
 
 import msgspec
 
-from pmesh.cli.options import Flag, Home, Several
 from pmesh.client.control import ask
 from pmesh.home_paths import home_directory
 from pmesh.ids import SHORT_ID
@@ -25,15 +25,10 @@ from pmesh.texts import printable
 _HEADERS = ("machine", "id", "pmesh", "first seen", "last seen", "")
 
 
-def members(*, json: Flag = False, home: Home = None) -> int:
-    """List the machines of the mesh: who is here, who is away, who was removed.
-
-    Args:
-        json: Print one line of JSON.
-        home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
-    """
+def show_members(home: Path | None, *, as_json: bool) -> int:
+    """Print the machines that have, or had, a place in the mesh."""
     rows = ask(home_directory(home), AskMembers(), MemberRows, replies=MEMBERS_REPLIES).rows
-    if json:
+    if as_json:
         found = [_without_tag(row) for row in rows]
         say(msgspec.json.encode({"schema": 1, "members": found}).decode())
         return 0
@@ -41,14 +36,8 @@ def members(*, json: Flag = False, home: Home = None) -> int:
     return 0
 
 
-def remove(name: str, /, *, undo: Flag = False, home: Home = None) -> int:
-    """Shut a machine out of the mesh, at once on all that are here, later on the others.
-
-    Args:
-        name: As 'pmesh members' shows it, or the id.
-        undo: Let it in again.
-        home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
-    """
+def remove_machine(home: Path | None, name: str, *, undo: bool) -> int:
+    """Shut a machine out, or let it in again. Raises UsageError if none has this name."""
     request = RemoveMachine(name, not undo)
     reply = ask(home_directory(home), request, MachineTold, replies=MEMBERS_REPLIES)
     whom = printable(reply.name)
@@ -65,17 +54,8 @@ def remove(name: str, /, *, undo: Flag = False, home: Home = None) -> int:
     return 0
 
 
-def rotate(
-    *,
-    without: Several = (),
-    home: Home = None,
-) -> int:
-    """Give the mesh a new key: all members get it, those that are away once they are back.
-
-    Args:
-        without: A machine that is removed first, and gets no key; may be repeated.
-        home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
-    """
+def rotate_key(home: Path | None, without: tuple[str, ...]) -> int:
+    """Give the mesh a new key, which these machines do not get."""
     request = RotateKey(without)
     reply = ask(home_directory(home), request, KeyRotated, replies=MEMBERS_REPLIES)
     say("The mesh has a new key, and this machine uses it. Jobs go on.")

@@ -1,16 +1,14 @@
-"""`pmesh status` and `pmesh down`: the mesh on one screen, in the order in which one asks.
+"""`pmesh status`: the mesh on one screen, in the order in which one asks.
 
 Is all well? Do the jobs train, how fast, and whom do they wait for? Which way do the data take?
 """
 
-import contextlib
 import itertools
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-import psutil
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.padding import Padding
@@ -29,9 +27,9 @@ from pmesh.agent.schema import (
 from pmesh.cli.ring import HEALTH_MARKS, draw_ring, nodes_of
 from pmesh.cli.status_all import bandwidth_text, render_all, round_trip_text
 from pmesh.cli.troubles import describe_troubles
-from pmesh.client.control import ask_status, stop_agent
+from pmesh.client.control import ask_status
 from pmesh.home_paths import home_directory
-from pmesh.terminal.lines import say, say_json
+from pmesh.terminal.lines import say_json
 from pmesh.terminal.rows import Cell, Rows, output
 from pmesh.terminal.sizes import bytes_text
 from pmesh.texts import printable
@@ -220,7 +218,6 @@ def _footer(status: Status) -> Text:
 
 
 WATCH_INTERVAL_S = 1.0
-EXIT_TIMEOUT_S = 5.0
 
 
 class Cropped:
@@ -267,15 +264,6 @@ def _screens(home: Path, console: Console, *, whole: bool, moves: bool) -> Itera
         status = decode_status(ask_status(home))
         yield render(status, width=console.width, beat=beat if moves else None)
         time.sleep(WATCH_INTERVAL_S)
-
-
-def bring_down(home: Path | None) -> int:
-    """Stop the agent and wait until its process has ended, which frees its home."""
-    pid = stop_agent(home_directory(home))
-    with contextlib.suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
-        psutil.Process(pid).wait(EXIT_TIMEOUT_S)
-    say(f"The agent has left the mesh (pid {pid}).")
-    return 0
 
 
 def _print_json(home: Path, *, watch: bool) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from rich.text import Text
 
 from pmesh.agent.schema import HeldOffStatus, MemberStatus, Status
-from pmesh.core.wire import aead
 from pmesh.ids import shared_name
 from pmesh.native import describe
 from pmesh.texts import printable
@@ -25,6 +24,8 @@ def describe_troubles(status: Status) -> Iterator[Text]:
             f"! this agent works {describe(printable(status.node.without_native))}", "yellow"
         )
     if status.node.slow_encryption is not None:
+        from pmesh.core.wire import aead  # noqa: PLC0415 - the cipher itself, for a rare line
+
         slow = aead.describe(printable(status.node.slow_encryption))
         yield Text(f"! this agent {slow}", "yellow")
     for text in describe_names(members):

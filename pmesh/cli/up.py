@@ -19,14 +19,7 @@ from typing import Final, TextIO
 import structlog
 import trio
 
-from pmesh.agent.config import (
-    AgentSettings,
-    Listen,
-    LogLevel,
-    as_environment,
-    host_port_text,
-    load_settings,
-)
+from pmesh.agent.config import AgentSettings, Listen, as_environment, host_port_text, load_settings
 from pmesh.agent.home import (
     NODE_KEY_BYTES,
     LogFile,
@@ -36,6 +29,7 @@ from pmesh.agent.home import (
     open_own_file,
 )
 from pmesh.agent.limits import raise_open_files
+from pmesh.agent.log_level import LogLevel
 from pmesh.agent.schema import decode_status, describe_other_mesh
 from pmesh.cli.keys import find_mesh_key, has_mesh_key
 from pmesh.client.control import ask_status

@@ -13,8 +13,8 @@ wire        framing (lengths, first bytes), channels (who receives which message
             stream (bytes with a window, in parts of messages), link, probes, views, lanes and
             relays (the messages of each), calls (what an op is called with), session (between a
             program and its agent), trainer and control (the messages of each kind of session), aead
-            (the cipher of lanes), records (sealed by it), subflows (one lane over several
-            connections)
+            (the cipher of lanes), records (sealed by it), preamble (the first bytes of a lane),
+            subflows (one lane over several connections)
 values      views, rosters, trainers, verdicts: the values that agents agree on
 topology    graph (the machines, and what was measured of each edge), ring (the best order), ranks
             (which of them are near to each other)

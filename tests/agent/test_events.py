@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from pmesh.agent.changes import describe_change, describe_reordered
 from pmesh.agent.events import (
     EVENTS_SCHEMA_VERSION,
     KEPT,
@@ -23,8 +24,6 @@ from pmesh.agent.events import (
     EventPage,
     News,
     decode_events,
-    describe_change,
-    describe_reordered,
     encode_events,
 )
 from pmesh.agent.schema import json_schema

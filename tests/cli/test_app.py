@@ -116,6 +116,39 @@ def test_ctrl_c_while_the_program_loads_shows_no_traceback(
     assert caught.value.code == 130
 
 
+def test_what_a_person_leaves_open_imports_nothing_of_the_agent(tmp_path: Path) -> None:
+    """One process for all: what none of them imports is not in it at the end."""
+    program = """
+import sys
+import pmesh.cli.dashboard.command
+from pmesh.cli.app import app, run
+
+for line in ("--help", "status", "top", "events", "status --help", "completion zsh"):
+    run(line.split())
+heavy = "cryptography matplotlib nacl networkx numpy psutil structlog torch trio zeroconf".split()
+print("imported:", *[name for name in heavy if name in sys.modules])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=dict(os.environ, PMESH_HOME=str(tmp_path)),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr.count("AgentNotRunning") == 3
+    assert done.stdout.splitlines()[-1] == "imported:"
+
+
+def test_help_imports_no_command() -> None:
+    program = "import sys; from pmesh.cli.app import run; run(['--help']); print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    imported = done.stdout.splitlines()[-1].split()
+    assert "pmesh.cli.app" in imported
+    assert not {"msgspec", "pmesh.cli.status", "pmesh.client.control"} & set(imported)
+
+
 def test_a_reader_that_stops_early_sees_no_traceback() -> None:
     reading, writing = os.pipe()
     os.close(reading)

@@ -12,7 +12,6 @@ import pytest
 import trio
 
 from pmesh.agent.home import load_mesh_key, store_mesh_key
-from pmesh.cli import invites
 from pmesh.cli.app import run
 from pmesh.core.identity.keys import MeshKey, mesh_key_text
 from pmesh.core.values import Verdict
@@ -179,7 +178,7 @@ def test_up_starts_the_agent_in_the_background(
         started.append((home, flags, detach))
         return 3
 
-    monkeypatch.setattr(invites, "bring_up", bring_up)
+    monkeypatch.setattr("pmesh.cli.up.bring_up", bring_up)
     options = [] if peer is None else ["--peer", peer]
     assert run(["join", "7-guitar-lemon", "--up", *options]) == 3
     assert started == [(None, {"peers": peer and (peer,)}, True)]

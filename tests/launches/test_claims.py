@@ -20,13 +20,13 @@ from pmesh.launches.agent.router import KEPT, MAX_ASKED, MAX_STARTED
 from pmesh.launches.agent.shown import MAX_SHOWN, described
 from pmesh.launches.agent.started import MAX_QUESTIONS, StartedHere
 from pmesh.launches.rules.starting import ANSWER_S
+from pmesh.launches.wire.engines import Engine
 from pmesh.launches.wire.messages import (
     MAX_PORTS,
     AnyLaunchMessage,
     AskFiles,
     BeginRanks,
     Command,
-    Engine,
     Launch,
     LaunchPart,
     LaunchPrepared,

@@ -25,11 +25,11 @@ from pmesh.launches.rules.engines import (
     unreachable,
     why_not_set,
 )
+from pmesh.launches.wire.engines import Engine
 from pmesh.launches.wire.messages import (
     AnyLaunchMessage,
     BeginRanks,
     Command,
-    Engine,
     LaunchTerms,
     PrepareLaunch,
     RankGroup,

@@ -36,7 +36,7 @@ from pmesh.core.wire.link import (
     KnownPeers,
     Leaving,
 )
-from pmesh.core.wire.records import Preamble, encode_preamble
+from pmesh.core.wire.preamble import Preamble, encode_preamble
 from pmesh.core.wire.relays import Relay
 from pmesh.core.wire.stream import PART_BYTES
 from pmesh.errors import ProtocolError

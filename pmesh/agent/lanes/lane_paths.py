@@ -17,7 +17,7 @@ import trio
 from pmesh.agent.containment import Tasks
 from pmesh.agent.lanes.splices import Reach
 from pmesh.core.wire.lanes import OfferLane
-from pmesh.core.wire.records import Preamble
+from pmesh.core.wire.preamble import Preamble
 from pmesh.errors import LaneBroken, NetworkError
 from pmesh.ids import Member
 from pmesh.net.lanes.lane import Lane

@@ -20,7 +20,7 @@ from pmesh.agent.containment import Tasks
 from pmesh.agent.lanes.lane_paths import LanePaths
 from pmesh.agent.lanes.splices import Reach, Splices
 from pmesh.core.wire.lanes import OfferLane, Splice
-from pmesh.core.wire.records import LANE_ID_BYTES, decode_preamble_untrusted
+from pmesh.core.wire.preamble import LANE_ID_BYTES, decode_preamble_untrusted
 from pmesh.errors import LaneBroken, NetworkError
 from pmesh.ids import Epoch, JobName, Member, TrainerId
 from pmesh.net.lanes.lane import Lane, PathLost

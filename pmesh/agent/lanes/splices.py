@@ -18,12 +18,7 @@ import trio
 
 from pmesh.agent.containment import Tasks
 from pmesh.core.wire.lanes import OfferLane, Splice
-from pmesh.core.wire.records import (
-    LANE_ID_BYTES,
-    PREAMBLE_BYTES,
-    Preamble,
-    encode_preamble,
-)
+from pmesh.core.wire.preamble import LANE_ID_BYTES, PREAMBLE_BYTES, Preamble, encode_preamble
 from pmesh.errors import NetworkError, PeerUnreachable, ProtocolError
 from pmesh.ids import Member
 from pmesh.net.lanes.multipath import Carrier

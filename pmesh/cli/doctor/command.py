@@ -2,15 +2,15 @@
 
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Final
+from pathlib import Path
+from typing import Final
 
 import msgspec
-from cyclopts import Parameter
 from rich.console import Console
 from rich.text import Text
 
+from pmesh.cli.doctor.looks import Looks
 from pmesh.cli.doctor.rules.findings import Finding, Verdict, diagnose, exit_code
-from pmesh.cli.options import Home
 from pmesh.terminal.lines import say_json
 from pmesh.terminal.rows import output
 
@@ -32,25 +32,10 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     findings: tuple[Finding, ...]
 
 
-def doctor(
-    *,
-    peer: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = (),
-    json: Annotated[bool, Parameter(negative="", show_default=False)] = False,
-    home: Home = None,
-) -> int:
-    """Find what keeps machines apart or slow, and say what to type.
-
-    The exit code is 0 if nothing keeps them apart, 1 if something does, 2 if it could not look.
-
-    Args:
-        peer: HOST:PORT of a machine that should be in the mesh, and is dialled; may be repeated.
-        json: Print one line of JSON.
-        home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
-    """
-    from pmesh.cli.doctor.looks import Looks  # noqa: PLC0415 - trio, for 0.1 s
-
-    findings = diagnose(Looks(home, peer).checks())
-    if json:
+def run_doctor(home: Path | None, peers: tuple[str, ...], *, as_json: bool) -> int:
+    """Make the checks; return 0 if nothing keeps machines apart, 1 if something does, else 2."""
+    findings = diagnose(Looks(home, peers).checks())
+    if as_json:
         found = tuple(findings)
         code = exit_code(found)
         say_json(msgspec.json.encode(Diagnosis(exit_code=code, findings=found)))

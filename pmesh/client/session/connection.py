@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from pmesh import errors
-from pmesh.client.session.arenas import Mapped, map_arena
 from pmesh.client.session.interrupts import wait
 from pmesh.core.values import Verdict
 from pmesh.core.wire.framing import FrameReader, frame
 from pmesh.core.wire.session import (
     MAX_SESSION_MESSAGE_BYTES,
-    ArenaGranted,
     SessionDecoder,
     SessionMessage,
     encode,
@@ -172,10 +170,6 @@ class AgentConnection(Generic[_Reply_co]):
         if not self._descriptors:
             raise ProtocolError("a reply came without its descriptor")
         return self._descriptors.popleft()
-
-    def map_arena(self, granted: ArenaGranted) -> Mapped:
-        """Map the arena that a reply has granted; raise ProtocolError if that is impossible."""
-        return map_arena(granted, self.take_descriptor())
 
     def nonsense(self, what: str) -> AgentStopped:
         """Return the error for a reply that makes no sense here."""

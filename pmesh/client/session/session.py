@@ -23,6 +23,7 @@ from pmesh.client.session.arenas import (
     Mapped,
     Residuals,
     UsersArrays,
+    map_arena,
     values_in,
 )
 from pmesh.client.session.connection import (
@@ -421,7 +422,7 @@ class TrainerSession:
         if not isinstance(reply, ArenaGranted):
             raise self._answer_error(reply)
         with self._end_on_error():
-            return self._connection.map_arena(reply)
+            return map_arena(reply, self._connection.take_descriptor())
 
     def _begin_elsewhere(self, request: StartOp) -> StartOp:
         """Send a request again, and what has begun, with the values in another arena."""
@@ -513,7 +514,9 @@ class TrainerSession:
                 case RanksLost(losses):
                     _warn_of(losses)
                 case ArenaGranted(kind="output"):
-                    self._outputs[reply.arena] = self._connection.map_arena(reply)
+                    self._outputs[reply.arena] = map_arena(
+                        reply, self._connection.take_descriptor()
+                    )
                 case ArenaGone(arena) if isinstance(request, StartOp) and arena == request.arena:
                     # The agent took the arena back while the group was idle, and waits for
                     # another one before it begins the op.

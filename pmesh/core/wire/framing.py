@@ -17,7 +17,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from pmesh.core.wire.link import MAX_HELLO_BYTES, PROTOCOL_VERSION, Hello
-from pmesh.core.wire.records import PREAMBLE_BYTES, PREAMBLE_MAGIC
+from pmesh.core.wire.preamble import PREAMBLE_BYTES, PREAMBLE_MAGIC
 from pmesh.errors import ProtocolError
 from pmesh.ids import NodeId
 

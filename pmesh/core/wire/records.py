@@ -27,11 +27,6 @@ OVERHEAD_BYTES = HEADER_BYTES + aead.TAG_BYTES
 
 MAX_BODY_BYTES = 1024 * 1024  # sealing one takes 0.1 ms, which the event loop can spare
 
-PREAMBLE_MAGIC = b"PMLN\x03"  # no TLS record begins with it: the acceptor distinguishes lanes by it
-LANE_ID_BYTES = 16
-_INDEX = struct.Struct(">I")
-PREAMBLE_BYTES = len(PREAMBLE_MAGIC) + LANE_ID_BYTES + _INDEX.size
-
 
 class RecordHeader(NamedTuple):
     """The header of a record."""
@@ -66,29 +61,6 @@ def read_header_untrusted(
 def too_large(nbytes: int, max_body_bytes: int = MAX_BODY_BYTES) -> str:
     """Return the text of the error for a body that is too large."""
     return f"a record claims {nbytes} bytes, {max_body_bytes} are allowed"
-
-
-class Preamble(NamedTuple):
-    """The first bytes on a lane's connection, in clear."""
-
-    lane: bytes
-    """The lane's id."""
-    connection: int = 0
-    """Its index among those of the lane, where it has several (`subflows`)."""
-
-
-def encode_preamble(preamble: Preamble) -> bytes:
-    """Return the preamble as bytes; their length is always the same."""
-    return PREAMBLE_MAGIC + preamble.lane + _INDEX.pack(preamble.connection)
-
-
-def decode_preamble_untrusted(data: bytes) -> Preamble:
-    """Reverse `encode_preamble`; raise ProtocolError for anything else."""
-    if len(data) != PREAMBLE_BYTES or not data.startswith(PREAMBLE_MAGIC):
-        raise ProtocolError("not the beginning of a lane")
-    begin = len(PREAMBLE_MAGIC)
-    (index,) = _INDEX.unpack_from(data, begin + LANE_ID_BYTES)
-    return Preamble(data[begin : begin + LANE_ID_BYTES], index)
 
 
 @lru_cache(maxsize=256)  # every training step makes the same few calls

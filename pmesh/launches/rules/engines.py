@@ -12,7 +12,8 @@ from typing import Final, NamedTuple, assert_never
 from pmesh.core.values import MAX_TRAINERS
 from pmesh.errors import ProtocolError, UsageError
 from pmesh.ids import NodeId, PathName
-from pmesh.launches.wire.messages import BeginRanks, Engine, PrepareLaunch, RankGroup, Variable
+from pmesh.launches.wire.engines import Engine
+from pmesh.launches.wire.messages import BeginRanks, PrepareLaunch, RankGroup, Variable
 
 LOOPBACK: Final = "127.0.0.1"
 MAX_RDMA_RANKS: Final = 64  # the table of their devices grows with the square

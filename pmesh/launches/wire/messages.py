@@ -15,6 +15,7 @@ from pmesh.core.wire.channels import Channel, Message
 from pmesh.core.wire.session import Refused, SessionDecoder, SessionMessage
 from pmesh.core.wire.stream import PART_BYTES, Part
 from pmesh.ids import MAX_NAME, PRINTABLE, NodeId, PathName
+from pmesh.launches.wire.engines import Backend, Engine
 from pmesh.launches.wire.tree import MAX_ENTRIES, MAX_PATH, MAX_TREE_BYTES, Sha256
 
 MAX_COMMAND_TEXT = 32 * 1024
@@ -26,8 +27,6 @@ MAX_RESTARTS = 10**6
 MAX_TERM_S = 86400
 MAX_SHOWN_FILES = 5
 
-Engine: TypeAlias = Literal["pmesh", "gloo", "nccl", "mlx-ring", "jaccl"]
-Backend: TypeAlias = Literal["pmesh"]
 
 LaunchId: TypeAlias = Annotated[PathName, Meta(max_length=12, pattern=r"^[0-9a-f]{12}\Z")]
 Text: TypeAlias = Annotated[str, Meta(max_length=MAX_COMMAND_TEXT, pattern=r"^[^\x00]*\Z")]

@@ -26,11 +26,11 @@ from typing import NamedTuple, TypeAlias
 import trio
 
 from pmesh.core.wire.lanes import OfferLane
+from pmesh.core.wire.preamble import PREAMBLE_BYTES
 from pmesh.core.wire.records import (
     HEADER_BYTES,
     MAX_BODY_BYTES,
     OVERHEAD_BYTES,
-    PREAMBLE_BYTES,
     Opener,
     RecordHeader,
     Sealer,

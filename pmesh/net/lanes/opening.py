@@ -14,7 +14,8 @@ import msgspec
 import trio
 
 from pmesh.core.wire.lanes import OfferLane
-from pmesh.core.wire.records import Preamble, encode_preamble, subflow_key
+from pmesh.core.wire.preamble import Preamble, encode_preamble
+from pmesh.core.wire.records import subflow_key
 from pmesh.net.lanes.lane import WAKE_UP_BYTES, Lane
 
 _LOCAL_BUFFER_BYTES = 1024 * 1024  # macOS gives a socket pair 8 KiB: 64 switches a segment

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pmesh.client.session.arenas import Mapped
+from pmesh.client.session.arenas import Mapped, map_arena
 from pmesh.client.session.connection import AgentConnection, error_of, mesh_ended
 from pmesh.client.session.interrupts import Postponed, wait
 from pmesh.core.ops.reductions import Values
@@ -463,7 +463,7 @@ class P2PSession:
     def _sort(self, reply: AttachedReply) -> None:
         match reply:
             case ArenaGranted(kind=kind):
-                self._maps[reply.arena] = self._connection.map_arena(reply)
+                self._maps[reply.arena] = map_arena(reply, self._connection.take_descriptor())
                 if kind == "input":
                     self._answers[_ARENA] = reply
             case ArenaGone(arena):

@@ -9,7 +9,7 @@ import trio
 
 from pmesh.agent.lanes.rendezvous import LaneEnd, LaneKey, LaneRendezvous
 from pmesh.core.wire.lanes import OfferLane, Splice
-from pmesh.core.wire.records import PREAMBLE_BYTES
+from pmesh.core.wire.preamble import PREAMBLE_BYTES
 from pmesh.errors import NetworkError, PeerUnreachable
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, TrainerId
 from pmesh.net.lanes.lane import Lane

@@ -15,7 +15,7 @@ from trio.testing import MockClock
 from pmesh.agent.lanes.lane_paths import WIDEN_EVERY_S
 from pmesh.agent.lanes.rendezvous import LaneKey
 from pmesh.core.wire.lanes import OfferLane
-from pmesh.core.wire.records import PREAMBLE_BYTES, Preamble, encode_preamble
+from pmesh.core.wire.preamble import PREAMBLE_BYTES, Preamble, encode_preamble
 from pmesh.errors import LaneBroken, NetworkError, PeerUnreachable
 from pmesh.ids import Member
 from pmesh.net.lanes import lane as lane_module

@@ -11,7 +11,7 @@ from pmesh.agent.lanes import rendezvous as rendezvous_module
 from pmesh.agent.lanes.rendezvous import LaneEnd
 from pmesh.agent.lanes.splices import MAX_DIALS
 from pmesh.core.wire.lanes import OfferLane
-from pmesh.core.wire.records import Preamble, encode_preamble
+from pmesh.core.wire.preamble import Preamble, encode_preamble
 from pmesh.errors import LaneBroken, PeerUnreachable
 from pmesh.ids import Member
 from pmesh.net.lanes.lane import Lane, PathLost

@@ -16,7 +16,7 @@ from pmesh.agent.lanes.splices import ARRIVAL_S, IDLE_S, MAX_ALL_SPLICES, MAX_DI
 from pmesh.core.ops.moving import plan_broadcast
 from pmesh.core.ops.plan import RankPlan
 from pmesh.core.wire.lanes import OfferLane, Splice
-from pmesh.core.wire.records import PREAMBLE_BYTES, Preamble, encode_preamble
+from pmesh.core.wire.preamble import PREAMBLE_BYTES, Preamble, encode_preamble
 from pmesh.errors import LaneBroken, NetworkError, PeerUnreachable
 from pmesh.ids import Member
 from pmesh.net.lanes import native

@@ -23,7 +23,7 @@ from pmesh.core.wire.framing import (
     recognize,
 )
 from pmesh.core.wire.link import PROTOCOL_VERSION, Address, Hello, Leaving
-from pmesh.core.wire.records import Preamble, encode_preamble
+from pmesh.core.wire.preamble import Preamble, encode_preamble
 from pmesh.errors import ProtocolError
 from pmesh.ids import Incarnation, Member, NodeId
 from tests.worlds.builders import unsigned

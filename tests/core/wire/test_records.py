@@ -3,17 +3,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pmesh.core.wire.calls import Call
+from pmesh.core.wire.preamble import (
+    PREAMBLE_BYTES,
+    Preamble,
+    decode_preamble_untrusted,
+    encode_preamble,
+)
 from pmesh.core.wire.records import (
     HEADER_BYTES,
     MAX_BODY_BYTES,
     OVERHEAD_BYTES,
-    PREAMBLE_BYTES,
     Opener,
-    Preamble,
     RecordHeader,
     Sealer,
-    decode_preamble_untrusted,
-    encode_preamble,
     fingerprint,
     read_header_untrusted,
     subflow_key,

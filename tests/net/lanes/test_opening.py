@@ -9,13 +9,8 @@ import trio
 import trio.testing
 
 from pmesh.core.wire.lanes import OfferLane
-from pmesh.core.wire.records import (
-    OVERHEAD_BYTES,
-    PREAMBLE_BYTES,
-    Preamble,
-    Sealer,
-    decode_preamble_untrusted,
-)
+from pmesh.core.wire.preamble import PREAMBLE_BYTES, Preamble, decode_preamble_untrusted
+from pmesh.core.wire.records import OVERHEAD_BYTES, Sealer
 from pmesh.errors import LaneBroken
 from pmesh.net.lanes.lane import WAKE_UP_BYTES, Lane
 from pmesh.net.lanes.multipath import Facts, MultipathLane

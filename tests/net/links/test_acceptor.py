@@ -9,7 +9,7 @@ import trio
 import trio.testing
 
 from pmesh.core.wire.framing import GUEST_MAGIC
-from pmesh.core.wire.records import Preamble, encode_preamble
+from pmesh.core.wire.preamble import Preamble, encode_preamble
 from pmesh.errors import MeshKeyMismatch, PeerUnreachable, PmeshError
 from pmesh.net.links.acceptor import (
     HANDSHAKE_BURST,

@@ -17,7 +17,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from pmesh.core.wire.records import Preamble, encode_preamble
+from pmesh.core.wire.preamble import Preamble, encode_preamble
 from pmesh.net.links.acceptor import MAX_PENDING, DoorCounters
 from pmesh.net.links.tls import MAX_HANDSHAKE_BYTES
 from tests.worlds.nodes import naive_client

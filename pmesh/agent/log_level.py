@@ -1,0 +1,5 @@
+"""How much an agent logs."""
+
+from typing import Literal, TypeAlias
+
+LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
