@@ -207,6 +207,17 @@ def _of_jobs(jobs: Iterable[JobStatus]) -> Iterator[Metric]:
         [(labels, _ratio(rank.share_percent)) for labels, rank in ranks],
         *_RANK_LABELS,
     )
+    yield _gauge(
+        "rank_report",
+        "The last number that a rank has given to mesh.report; at most 8 names a rank.",
+        [
+            ((*labels, name), float(value))  # a text is nan, inf or -inf
+            for labels, rank in ranks
+            for name, value in rank.reports.items()
+        ],
+        *_RANK_LABELS,
+        "report",
+    )
 
 
 _JOB: Final = "job_name"  # "job" is Prometheus' own

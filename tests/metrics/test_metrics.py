@@ -1,6 +1,7 @@
 """`pmesh metrics`: what a status says as metrics; the alerts and the dashboard that go with it."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -36,6 +37,7 @@ RANK = RankStatus(
     completed=40,
     own_percent=96,
     share_percent=75,
+    reports={"loss": 0.5, "eval/loss": "nan", "lr": "-inf"},
 )
 JOB = JobStatus(
     name="digits",
@@ -105,6 +107,9 @@ def test_numbers_are_in_base_units_and_under_the_names_of_their_machines() -> No
     assert found["rank_ops_total", ("digits", "mac-1", "0")] == 41
     assert found["rank_own_ratio", ("digits", "mac-1", "0")] == 0.96
     assert found["rank_share_ratio", ("digits", "mac-1", "0")] == 0.75
+    reports = {labels[3]: value for (name, labels), value in found.items() if name == "rank_report"}
+    assert (reports["loss"], reports["lr"]) == (0.5, -math.inf)
+    assert math.isnan(reports["eval/loss"])
     assert found["job_state", ("digits", "no_quorum")] == 1
     assert found["job_state", ("digits", "running")] == 0
     assert found["edge_bytes_per_second", ("mac-2", "mac-1")] == 117.5e6
