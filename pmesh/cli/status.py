@@ -3,6 +3,7 @@
 Is all well? Do the jobs train, how fast, and whom do they wait for? Which way do the data take?
 """
 
+import contextlib
 import itertools
 import time
 from collections.abc import Iterator, Sequence
@@ -241,9 +242,16 @@ class Cropped:
 def show_status(home: Path | None, *, watch: bool, whole: bool, as_json: bool) -> int:
     """Print the agent's status: once, or every second until Ctrl-C or the agent's end."""
     directory = home_directory(home)
-    if as_json:
-        _print_json(directory, watch=watch)
-        return 0
+    # Ctrl-C is how one ends watching, as in `pmesh top`.
+    with contextlib.suppress(*[KeyboardInterrupt] * watch):
+        if as_json:
+            _print_json(directory, watch=watch)
+        else:
+            _print_screens(directory, watch=watch, whole=whole)
+    return 0
+
+
+def _print_screens(directory: Path, *, watch: bool, whole: bool) -> None:
     console = output()
     screens = _screens(directory, console, whole=whole, moves=watch)
     if not watch:
@@ -255,7 +263,6 @@ def show_status(home: Path | None, *, watch: bool, whole: bool, as_json: bool) -
         with Live(console=console, auto_refresh=False, screen=True) as live:
             for screen in screens:
                 live.update(Cropped(screen), refresh=True)
-    return 0
 
 
 def _screens(home: Path, console: Console, *, whole: bool, moves: bool) -> Iterator[RenderableType]:

@@ -437,15 +437,19 @@ def test_watching_on_a_terminal_draws_over_what_stands_there(
     assert "\x1b[?1049h" in shown, "on the alternate screen"
 
 
-def test_watching_ends_by_ctrl_c(
-    socket: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("form", [[], ["--json"], ["--all"]])
+def test_watching_ends_by_ctrl_c_which_is_no_failure(
+    form: list[str],
+    socket: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def press_ctrl_c(_seconds: float) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(time, "sleep", press_ctrl_c)
     with agent_at(socket, answer_well):
-        assert run(["status", "--watch"]) == 130
+        assert run(["status", "--watch", *form]) == 0
     assert not capsys.readouterr().err
 
 
