@@ -20,7 +20,7 @@ from pmesh.agent.jobs.together import Meetings, attempt_of
 from pmesh.agent.lanes.rendezvous import LaneKey, LaneRendezvous
 from pmesh.agent.mesh.membership import Follower, Membership
 from pmesh.core.jobs import jobs
-from pmesh.core.jobs.jobs import JobsState
+from pmesh.core.jobs.jobs import LEFT, JobsState
 from pmesh.core.jobs.op_times import DurationCounts, RankTimes
 from pmesh.core.jobs.speed import Speed
 from pmesh.core.links.health import WIRED
@@ -236,7 +236,8 @@ class Jobs(JobsState[WaitingRank, LocalRank]):
         ]
         for job, verdict in leaving:
             text = "" if verdict is None else verdict.message
-            self.event_log.note("loss noticed", f"job {job!r}: {text}", job=job)
+            if not text.endswith(LEFT):  # that is no loss: the view says "rank left"
+                self.event_log.note("loss noticed", f"job {job!r}: {text}", job=job)
         if leaving:
             self.reevaluate()
 

@@ -19,7 +19,7 @@ from pmesh.net.sessions import arena_pools
 from pmesh.net.sessions.arenas import Arena
 from tests.worlds.trainer import ANY, RefusedError, Trainer, together, until
 from tests.worlds.village import Village, training, village
-from tests.worlds.village_ops import RAISE, machine_of, ranks_of, turned_away
+from tests.worlds.village_ops import RAISE, kinds_of_events, machine_of, ranks_of, turned_away
 
 
 def connect_as(program: str, terms: Terms = ANY) -> Connect:
@@ -246,6 +246,19 @@ async def test_a_leave_is_told_as_a_leave(clock: MockClock) -> None:
         verdict = await a.verdict_of(a.barrier())
         assert verdict.error == "RankLost"
         assert verdict.message.endswith("has left the job")
+        kinds = [kind for machine in here.machines for kind in kinds_of_events(machine)]
+        assert "rank left" in kinds
+        assert "loss noticed" not in kinds
+
+
+async def test_a_trainer_that_dies_is_told_as_a_loss(clock: MockClock) -> None:
+    async with village(clock, 2) as here:
+        a, b = await here.job(*here.machines, terms=RAISE)
+        await b.die()
+        await a.verdict_of(a.barrier())
+        kinds = [kind for machine in here.machines for kind in kinds_of_events(machine)]
+        assert {"loss noticed", "rank lost"} <= set(kinds)
+        assert "rank left" not in kinds
 
 
 async def test_a_trainer_that_gives_up_waiting_is_forgotten(clock: MockClock) -> None:
