@@ -506,7 +506,9 @@ def run(arguments: Sequence[str]) -> int:
             result_action="return_value",
         )
     except CycloptsError as e:
-        complain(f"{type(e).__name__}: {e}; see 'pmesh --help'")
+        command = " ".join(("pmesh", *(e.command_chain or ())))
+        said = str(e) if str(e).endswith("...") else str(e).removesuffix(".")
+        complain(f"UsageError: {said}; see '{command} --help'")
         return MISUSED
     except KeyboardInterrupt:
         return INTERRUPTED

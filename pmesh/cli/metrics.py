@@ -5,6 +5,7 @@ goes wrong here can't reach it.
 """
 
 import errno
+import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -252,12 +253,14 @@ def serve_metrics(home: Path | None, listen: str) -> int:
         AgentCollector(lambda: decode_status(ask_status(directory)), Reader(directory).read)
     )
     try:
-        server, thread = start_http_server(port, host, registry)
+        # An empty host is every address of this machine; prometheus-client would look it up.
+        server, thread = start_http_server(port, host or "0.0.0.0", registry)  # noqa: S104
     except OSError as e:
         if e.errno == errno.EADDRINUSE:
             raise PortTaken(f"port {port} is taken: choose another one with --listen") from e
         raise ConfigError(f"can't listen at {host}: {e.strerror or e}") from e
-    say(f"Metrics of {directory}: http://{host_port_text(host, server.server_port)}/metrics")
+    where = host_port_text(host or socket.gethostname(), server.server_port)
+    say(f"Metrics of {directory}: http://{where}/metrics")
     try:
         thread.join()
     finally:

@@ -173,15 +173,21 @@ def install(home: Path | None) -> int:
             f"{wanted.home} holds no mesh key yet: first 'pmesh key new' on the first machine,"
             " or 'pmesh join' on another one"
         )
-    if not service.file.exists() and _answers(wanted.home):
+    begins = not service.file.exists()
+    if begins and _answers(wanted.home):
         raise AgentAlreadyRunning(f"an agent of {wanted.home} runs already: first 'pmesh down'")
     try:
         service.file.parent.mkdir(parents=True, exist_ok=True)
         service.file.write_bytes(service.content)
     except OSError as e:
         raise ConfigError(f"can't write {service.file}: {e.strerror}") from e
-    for command in service.begin:
-        _tell(command)
+    try:
+        for command in service.begin:
+            _tell(command)
+    except ConfigError:
+        if begins:  # else the next 'status' would speak of a service that there never was
+            service.file.unlink()
+        raise
     say(
         f"The agent runs, and starts at boot ({service.file}). Its log: {service.log}",
         "'pmesh down' stops it until the next boot, 'pmesh service remove' for good.",

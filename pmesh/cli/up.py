@@ -36,6 +36,7 @@ from pmesh.client.control import ask_status
 from pmesh.core.identity.keys import MeshKey, NodeKey
 from pmesh.errors import AgentNotRunning, AgentStopped, ConfigError
 from pmesh.home_paths import LOG_NAME, home_directory, socket_path
+from pmesh.launches.cli.launches import complain_of_root
 from pmesh.terminal.lines import announce, complain, dropping_lines, ending_signals, say
 from pmesh.texts import printable
 
@@ -102,6 +103,8 @@ def bring_up(home: Path | None, flags: Mapping[str, object], *, detach: bool) ->
     )
     _check_listen(settings.listen)
     _check_interfaces((*settings.interfaces, *settings.not_interfaces))
+    if settings.allow_run:
+        complain_of_root(directory)
     return _start_in_background(settings) if detach else _run_here(settings)
 
 

@@ -1,6 +1,7 @@
 """The command line itself: usage errors, versions, exit codes."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -84,8 +85,25 @@ def test_a_misused_command_is_one_line_and_exit_code_2(
     assert run(words) == 2
     shown = capsys.readouterr()
     assert shown.err.count("\n") == 1
-    assert "see 'pmesh --help'" in shown.err
+    assert re.fullmatch(r"UsageError: .*; see 'pmesh[a-z ]* --help'\n", shown.err)
     assert not shown.out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["ps", "--jsn"], "UsageError: Unknown option: --jsn; see 'pmesh ps --help'\n"),
+        (
+            ["allow", "run", "--x"],
+            "UsageError: Unknown option: --x; see 'pmesh allow run --help'\n",
+        ),
+    ],
+)
+def test_a_misused_command_names_its_own_help(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(words) == 2
+    assert capsys.readouterr().err == said
 
 
 def test_a_bad_value_of_an_option_is_exit_code_2(

@@ -224,6 +224,8 @@ def test_a_system_that_refuses_is_quoted(
     system.failing["daemon-reload"] = failing
     assert run(["service", "install"]) != 0
     assert said in capsys.readouterr().err
+    assert run(["service", "status"]) == 1
+    assert "pmesh is no service here" in capsys.readouterr().out
 
 
 def test_a_home_without_a_key_is_no_service(

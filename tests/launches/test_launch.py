@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pmesh.cli import up
 from pmesh.cli.app import run
 from pmesh.errors import ConfigError
 from pmesh.home_paths import home_directory, socket_path
@@ -211,6 +212,23 @@ def test_permission_is_not_said_to_be_given_where_an_agent_of_root_refuses_all_t
     assert run(["allow", "run", "--as-root", *home]) == 0
     assert run(["allow", "run", *home]) == 0, "that holds from then on"
     assert run(["allow", "run", "--no", *home]) == 0
+
+
+@pytest.mark.parametrize("root", [True, False])
+@pytest.mark.parametrize("allowed", [True, False])
+def test_up_says_that_an_agent_of_root_refuses_commands_though_allow_run_was_given(
+    *,
+    root: bool,
+    allowed: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(launches, "is_root", lambda: root)
+    monkeypatch.setattr(up, "_run_here", lambda _settings: 0)
+    assert up.bring_up(tmp_path / "home", {"allow_run": allowed}, detach=False) == 0
+    said = "type: pmesh allow run --as-root" in capsys.readouterr().err
+    assert said == (root and allowed)
 
 
 @pytest.mark.usefixtures("as_user")

@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shutil
+import socket
 import subprocess
 import threading
 import urllib.request
@@ -226,8 +227,12 @@ def test_promtool_finds_no_fault_with_the_metrics() -> None:
 # --- the command
 
 
+@pytest.mark.parametrize("listen", ["127.0.0.1:0", ":0"])
 def test_it_serves_until_ctrl_c(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    listen: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     answers: list[str] = []
     joined = threading.Thread.join
@@ -242,8 +247,9 @@ def test_it_serves_until_ctrl_c(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(threading.Thread, "join", ask_and_interrupt)
+    monkeypatch.setattr(socket, "gethostname", lambda: "127.0.0.1")
     home = str(tmp_path / "home")
-    assert run(["metrics", "--listen", "127.0.0.1:0", "--home", home]) == 130
+    assert run(["metrics", "--listen", listen, "--home", home]) == 130
     assert "pmesh_up 0.0" in answers[0]
 
 

@@ -169,6 +169,15 @@ def allow_run(home: Path | None, names: tuple[str, ...], *, as_root: bool, no: b
     return 0
 
 
+def complain_of_root(home: Path) -> None:
+    """Say that an agent of root runs nothing for others, though '--allow-run' was given."""
+    if is_root() and not load_permission(home).as_root:
+        complain(
+            "--allow-run: you are root, and an agent of root refuses the commands of others: run "
+            "'pmesh up' as another user, or type: pmesh allow run --as-root"
+        )
+
+
 def forget(home: Path | None, name: str) -> int:
     """Let another machine have a name."""
     (node,) = ask(home_directory(home), ForgetName(name), Machines).ids
