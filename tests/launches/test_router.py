@@ -377,6 +377,21 @@ async def test_a_name_means_the_latest_launch_that_runs(tmp_path: Path) -> None:
             here.launches.end(two, 15)
 
 
+async def test_a_name_means_the_launch_that_ran_rather_than_a_later_one_that_was_refused(
+    tmp_path: Path,
+) -> None:
+    async with launches_in(tmp_path) as here:
+        here.ids = itertools.cycle([PathName("00000000000a"), PathName("00000000000b")])
+        there = here.view.seats[1].name
+        request = Launch("night", Command(("true",), "/"), LaunchTerms(), on=(there,))
+        one, two = here.launches.start(request), here.launches.start(request)
+        two.refuse(two.state.seats[0].node, "it runs that job already")
+        here.launches.end(one, 15)
+        await one.over.wait()
+        await two.over.wait()
+        assert here.launches.find("night") == one
+
+
 async def test_a_new_rank_0_learns_that_the_input_has_ended(tmp_path: Path) -> None:
     async with launches_in(tmp_path) as here:
         terms = LaunchTerms(engine="gloo", restarts=1)

@@ -127,6 +127,11 @@ class PartHere:
         return self._stream.written
 
     @property
+    def refusal(self) -> str:
+        """Return "": its starter alone knows of a launch that was refused."""
+        return ""
+
+    @property
     def has_begun(self) -> bool:
         return bool(self.state.ranks)
 

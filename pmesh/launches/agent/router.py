@@ -488,6 +488,7 @@ class Launches:
             [one for one in known if text in self._full_names(one)]
             or [one for one in known if text == one.launch]
             or [one for one in known if text == one.job and not one.is_over]
+            or [one for one in known if text == one.job and not one.refusal]
             or [one for one in known if text == one.job]
         )
         if not named:
