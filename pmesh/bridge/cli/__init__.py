@@ -1,0 +1,1 @@
+"""The program `pmesh bridge entrenar`: its options, and the workers' connections."""
