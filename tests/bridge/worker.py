@@ -5,8 +5,8 @@ of a part are equal. As a program:
 
     python worker.py PORT STEPS [FAULT STEP PART]
 
-prints what each part of each step was averaged to. FAULT is `kill` (before this part is sent), `nan`
-(in it), or `short` (a value is missing).
+prints what each part of each step was averaged to. FAULT is `kill` (before this part is sent),
+`nan` (in it), or `short` (a value is missing).
 """
 
 import json
@@ -15,7 +15,7 @@ import signal
 import socket
 import struct
 import sys
-from typing import Final
+from typing import Final, Self
 
 PARTS: Final = ("block 1", "block 0", "head", "norm", "embedding")
 SIZES: Final = {"block 0": (2, 1), "block 1": (3, 1), "head": (5,), "norm": (1,), "embedding": (2,)}
@@ -34,7 +34,7 @@ class Worker:
         assert accepted[0] == 2
         self.id, self.total = struct.unpack("<II", accepted[1:])
 
-    def __enter__(self) -> "Worker":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
