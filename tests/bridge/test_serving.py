@@ -129,8 +129,8 @@ async def bridged(
     raise AssertionError("it has raised")
 
 
-@pytest.mark.usefixtures("autojump_clock")
 async def test_a_silent_worker_is_dropped_and_the_others_go_on(
+    autojump_clock: trio.testing.MockClock,  # noqa: ARG001 - it is the clock
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     async def work(listening: Listening) -> None:
@@ -213,8 +213,8 @@ async def test_workers_that_close_between_steps_have_ended_and_between_parts_are
     assert "worker 1 (lost) has closed its connection before component 0 (head) of" in said.err
 
 
-@pytest.mark.usefixtures("autojump_clock")
 async def test_strangers_and_workers_that_go_before_the_training_leave_their_place(
+    autojump_clock: trio.testing.MockClock,  # noqa: ARG001 - it is the clock
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     async def work(listening: Listening) -> None:
@@ -255,8 +255,9 @@ async def test_strangers_and_workers_that_go_before_the_training_leave_their_pla
     assert "a worker (late) comes too late" in said
 
 
-@pytest.mark.usefixtures("autojump_clock")
-async def test_too_few_workers_are_an_error() -> None:
+async def test_too_few_workers_are_an_error(
+    autojump_clock: trio.testing.MockClock,  # noqa: ARG001 - it is the clock
+) -> None:
     async def work(listening: Listening) -> None:
         peer = listening.connect()
         assert await peer.join() == 0

@@ -103,6 +103,7 @@ def test_ranks_go_on_alone_when_the_workers_have_ended() -> None:
         partial(train_by_blocks, steps=3), [partial(work_by_blocks, steps=1)]
     )
     assert one == other
+    assert isinstance(one, list)
     assert one[1:] == [
         [(rank_value(0, step, p) + rank_value(1, step, p)) / 2 for p in PARTS] for step in (1, 2)
     ]

@@ -61,7 +61,7 @@ class Worker:
 
     def value(self, step: int, part: str) -> float:
         """Its gradient of a part; means of two to six of these are exact."""
-        return 60.0 * (10 * self.id + step + PARTS.index(part))
+        return 60.0 * float(10 * self.id + step + PARTS.index(part))
 
     def send_part(self, step: int, part: str, fault: str = "") -> None:
         """Send its gradient of a part."""
