@@ -403,7 +403,7 @@ def entrenar(
         max_frame: The largest message of a worker, in bytes, KiB, MiB or GiB.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
-    from pmesh.bridge.cli.command import bridge_entrenar  # noqa: PLC0415 - numpy
+    from pmesh.bridge.cli.command import bridge_entrenar
 
     return bridge_entrenar(
         home,
