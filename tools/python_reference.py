@@ -33,6 +33,9 @@ THINGS: Final[tuple[tuple[str, Any], ...]] = (
     ("pmesh.mlx.FullySharded", pmesh.mlx.FullySharded),
     ("pmesh.mlx.Block", pmesh.mlx.Block),
     ("pmesh.mlx.language_model_blocks", pmesh.mlx.language_model_blocks),
+    ("pmesh.mlx.split_layers", pmesh.mlx.split_layers),
+    ("pmesh.mlx.Pipeline", pmesh.mlx.Pipeline),
+    ("pmesh.mlx.PipelineReport", pmesh.mlx.PipelineReport),
     ("pmesh.mlx.SyncBatchNorm", pmesh.mlx.SyncBatchNorm),
     ("pmesh.errors.PmeshError", pmesh.errors.PmeshError),
 )

@@ -7,7 +7,7 @@ the network; the system ends whatever takes more than some seconds there.
 docs/how-to/mlx-programs.md lists the differences from MLX and their reasons.
 
 `ShardedOptimizer` shards an optimizer's state across the ranks; `fully_shard` shards a whole model.
-`SyncBatchNorm` normalizes over the values of all ranks.
+`SyncBatchNorm` normalizes over the values of all ranks. `Pipeline` trains a model in stages.
 """
 
 from pmesh.mlx.batch_norm import SyncBatchNorm
@@ -25,13 +25,19 @@ from pmesh.mlx.ops import (
     send,
     sum_scatter,
 )
+from pmesh.mlx.pipeline.pipeline import Pipeline, PipelineReport, StageReport
+from pmesh.mlx.pipeline.stages import Stage, split_layers
 from pmesh.mlx.sharded_optimizer import ShardedOptimizer
 
 __all__ = [
     "Block",
     "FullySharded",
     "Group",
+    "Pipeline",
+    "PipelineReport",
     "ShardedOptimizer",
+    "Stage",
+    "StageReport",
     "SyncBatchNorm",
     "all_gather",
     "all_max",
@@ -45,5 +51,6 @@ __all__ = [
     "recv",
     "recv_like",
     "send",
+    "split_layers",
     "sum_scatter",
 ]

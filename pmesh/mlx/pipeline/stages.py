@@ -1,0 +1,155 @@
+"""A rank's part of a model that is trained in stages."""
+
+import importlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import psutil
+
+from pmesh.client.group import Collectives
+from pmesh.client.trees.mlx import evaluate
+from pmesh.errors import UsageError
+from pmesh.mlx.families import language_model_blocks
+from pmesh.mlx.flat import as_arrays
+from pmesh.mlx.fully_sharded import Block
+from pmesh.mlx.pipeline.rules.splitting import check_counts, plan_split
+
+nn: Any = importlib.import_module("mlx.nn")  # it has no types
+
+_TRAINED = 4  # a trained value has a gradient and two moments beside it
+_MEMORY_USED = 0.8  # the rest is for activations
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The blocks of a rank, and which of its modules others have too."""
+
+    stages: int
+    """Of the whole model."""
+    chunks: dict[int, tuple[Block, ...]]
+    """The blocks of each stage of this rank, by the stage's number."""
+    counts: tuple[int, ...]
+    """The number of blocks of each stage of the model."""
+    holders: tuple[tuple[int, ...], ...]
+    """The ranks that have each module of this rank: more than one if a module is tied."""
+
+
+class Stage(nn.Module):  # type: ignore[misc] # MLX's modules have no types
+    """A rank's part of a model, a module of `mlx.nn`. `split_layers` returns one.
+
+    `layers` has its modules, each once. They are those of the model, not copies.
+    """
+
+    def __init__(self, layout: Layout, modules: Sequence[Any]) -> None:
+        super().__init__()
+        self.layout = layout
+        self.layers = list(modules)
+
+    def indices_of(self, stage: int) -> list[int]:
+        """Return which of `layers` a stage of this rank has."""
+        order = [id(module) for module in self.layers]
+        blocks = self.layout.chunks[stage]
+        return list(dict.fromkeys(order.index(id(m)) for b in blocks for m in b.modules))
+
+
+def split_layers(
+    model: Any,  # noqa: ANN401 - MLX's modules have no types
+    mesh: Collectives,
+    *,
+    by: Sequence[int] | None = None,
+    stages_per_rank: int = 1,
+) -> Stage:
+    """Return this rank's part of a model. Every rank of the mesh must call this.
+
+    By default the ranks measure how fast they multiply matrices, and the slowest stage then takes
+    as little time as it can, within 80 % of each rank's memory. A trained weight counts four times,
+    as it has a gradient and two moments of its optimizer.
+
+    Load a large model with `lazy=True` of `mlx_lm.load`, and drop it afterwards: a rank then reads
+    its own layers alone.
+
+    Args:
+        model: one of mlx-lm's language models that `language_model_blocks` takes, also with
+            adapters; or a list of `mlx.nn` modules and `Block` objects, each of which takes one
+            array and returns one; or an `mlx.nn.Sequential`. All ranks pass the same model.
+        mesh: the mesh, or a group: with P ranks, rank r has the stages r, r + P and so on.
+        by: how many layers each stage has, in the order of the model. A language model's embedding
+            belongs to its first layer, its norm and head to its last one.
+        stages_per_rank: several stages on each rank are for the schedules interleaved and
+            zero_bubble.
+
+    Raises:
+        UsageError: there are too few layers, they do not fit, or `by` is not for them.
+        PmeshError: as for `all_gather`.
+    """
+    if stages_per_rank < 1:
+        raise UsageError(f"stages_per_rank is at least 1, not {stages_per_rank}")
+    layers = _layers_of(model)
+    stages = mesh.size * stages_per_rank
+    if by is not None:
+        check_counts(by, len(layers), stages)
+    counts = list(by) if by is not None else _measured(layers, mesh, stages_per_rank)
+    chunks, at = list[tuple[Block, ...]](), 0
+    for count in counts:
+        chunks.append(tuple(b for layer in layers[at : at + count] for b in layer))
+        at += count
+    ranks_of: dict[int, set[int]] = {}
+    for stage, chunk in enumerate(chunks):
+        for module in (m for block in chunk for m in block.modules):
+            ranks_of.setdefault(id(module), set()).add(stage % mesh.size)
+    own = {stage: chunks[stage] for stage in range(int(mesh.rank), stages, mesh.size)}
+    modules = {id(m): m for chunk in own.values() for block in chunk for m in block.modules}
+    order = [each for each in ranks_of if each in modules]  # of the model, as on all ranks
+    holders = tuple(tuple(sorted(ranks_of[each])) for each in order)
+    return Stage(Layout(stages, own, tuple(counts), holders), [modules[each] for each in order])
+
+
+def _layers_of(model: Any) -> list[list[Block]]:  # noqa: ANN401 - as above
+    """Return the blocks of each layer."""
+    if isinstance(model, nn.Sequential):
+        model = model.layers
+    if isinstance(model, Sequence):
+        return [[b if isinstance(b, Block) else Block((b,), b)] for b in model]
+    first, *middle, last = language_model_blocks(model)
+    layers = [[block] for block in middle]
+    layers[0].insert(0, first)
+    layers[-1].append(last)
+    return layers
+
+
+def _measured(layers: list[list[Block]], mesh: Collectives, stages_per_rank: int) -> list[int]:
+    work, needed = list[float](), list[int]()
+    for layer in layers:
+        modules = {id(m): m for block in layer for m in block.modules}.values()
+        whole = sum(x.nbytes for m in modules for x in as_arrays(m.parameters()).values())
+        trained = sum(
+            x.nbytes for m in modules for x in as_arrays(m.trainable_parameters()).values()
+        )
+        work.append(float(whole))
+        needed.append(whole + (_TRAINED - 1) * trained)
+    facts = mesh.all_gather_object([_speed(), _memory()])
+    speeds = [float(speed) for speed, _ in facts] * stages_per_rank
+    memory = [_MEMORY_USED * room / stages_per_rank for _, room in facts] * stages_per_rank
+    return plan_split(work, needed, speeds, memory)
+
+
+def _speed() -> float:
+    """Return the products of numbers a second in the best of five multiplications of matrices."""
+    size, best = 512, 0.0
+    a = mx.ones((size, size))
+    evaluate([a])
+    for _ in range(5):
+        began = time.perf_counter()
+        evaluate([a @ a])
+        best = max(best, size**3 / (time.perf_counter() - began))
+    return best
+
+
+def _memory() -> int:
+    """Return the bytes that a training may take here: the GPU's limit on a Mac."""
+    if not mx.metal.is_available():
+        return psutil.virtual_memory().available
+    return int(mx.device_info()["max_recommended_working_set_size"])
