@@ -9,7 +9,7 @@ from mlx import nn, optimizers
 from mlx.utils import tree_flatten
 
 import pmesh
-from pmesh.mlx import fully_shard, language_model_blocks
+from pmesh.mlx import Pipeline, fully_shard, language_model_blocks, split_layers
 from pmesh.mlx.families import FAMILIES
 from pmesh.testing import SimulatedMesh
 
@@ -73,6 +73,41 @@ def test_a_language_model_trains_fully_sharded_as_it_does_alone() -> None:
         )
         optimizer.update(model, gradients)
         expected.append(loss.item())
+    for found in SimulatedMesh(2).run(train):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_adapters_of_a_language_model_train_in_stages_as_they_do_alone() -> None:
+    def loss_of(logits: mx.array, y: mx.array) -> mx.array:
+        loss: mx.array = nn.losses.cross_entropy(logits, y, reduction="mean")
+        return loss
+
+    def with_adapters() -> Any:  # noqa: ANN401 - mlx-lm has no types
+        model = make_model("qwen3", tied=True)
+        model.freeze()
+        tuner: Any = importlib.import_module("mlx_lm.tuner.utils")
+        tuner.linear_to_lora_layers(model, 3, {"rank": 2, "scale": 4.0, "dropout": 0.0})
+        return model
+
+    def train(mesh: pmesh.Mesh) -> list[float]:
+        stage = split_layers(with_adapters(), mesh, by=[1, 2])
+        pipeline, optimizer = Pipeline(stage, mesh, loss_of), optimizers.SGD(1.0)
+        losses = list[float]()
+        for _ in range(3):
+            value, gradients = pipeline.step(tokens(9)[:, :-1], tokens(9)[:, 1:])
+            assert all("lora" in path for path, _ in tree_flatten(gradients))
+            optimizer.update(stage, gradients)
+            losses.append(value)
+        return losses
+
+    model, optimizer, expected = with_adapters(), optimizers.SGD(1.0), []
+    for _ in range(3):
+        loss, gradients = nn.value_and_grad(model, lambda m, x: loss_of(m(x[:, :-1]), x[:, 1:]))(
+            model, tokens(9)
+        )
+        optimizer.update(model, gradients)
+        expected.append(loss.item())
+    assert expected[-1] != expected[0]
     for found in SimulatedMesh(2).run(train):
         np.testing.assert_allclose(found, expected, rtol=1e-5)
 

@@ -70,9 +70,7 @@ class Passes:
             _write(kept.cotangent, cotangent)
         pulled = kept.pulled
         evaluate([pulled.before, pulled.output if kept.loss is not None else pulled.before])
-        return pulled.before, kept.share * float(
-            np.array(pulled.output)
-        ) if kept.loss is not None else 0.0
+        return pulled.before, kept.share * _number(pulled.output) if kept.loss is not None else 0.0
 
     def gradients(self, micro_batch: int) -> dict[Name, mx.array]:
         """Return the weights' gradients, not yet evaluated, and forget the micro-batch."""
@@ -135,6 +133,11 @@ class _Kept:
     dtype: mx.Dtype = mx.float32
     cotangent: mx.array | None = None
     pulled: _Pulled | None = None
+
+
+def _number(x: mx.array) -> float:
+    found: Any = x.item()
+    return float(found)
 
 
 def _write(into: mx.array | None, values: mx.array) -> None:

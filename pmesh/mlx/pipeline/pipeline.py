@@ -286,7 +286,10 @@ class _Step:
             self._add(passes.gradients(i))
 
     def _loss_of(self, begin: int, end: int) -> Callable[[mx.array], mx.array]:
-        y = utils.tree_map(lambda a: a[begin:end], self._y)
+        def cut(a: mx.array) -> mx.array:
+            return a[begin:end]
+
+        y = utils.tree_map(cut, self._y)
         return lambda output: self._of.loss(output, y)
 
     def _add(self, gradients: dict[Name, mx.array]) -> None:
@@ -356,8 +359,9 @@ class _Step:
         named = {f"layers.{i}.{path}": x for (i, path), x in self._tied().items()}
         found = {path: named[path].astype(whole[path].dtype) for path in whole}
         evaluate([found])
-        tree = utils.tree_unflatten(list(found.items())) if found else {}
-        return cast("dict[str, Any]", tree)
+        if not found:
+            return {}
+        return cast("dict[str, Any]", utils.tree_unflatten(list(found.items())))
 
     def _tied(self) -> dict[Name, mx.array]:
         """All ranks that have a module add in the order of ranks, so they get the same bits."""

@@ -44,7 +44,7 @@ class Stage(nn.Module):  # type: ignore[misc] # MLX's modules have no types
     """
 
     def __init__(self, layout: Layout, modules: Sequence[Any]) -> None:
-        super().__init__()
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self.layout = layout
         self.layers = list(modules)
 
@@ -112,7 +112,8 @@ def _layers_of(model: Any) -> list[list[Block]]:  # noqa: ANN401 - as above
     if isinstance(model, nn.Sequential):
         model = model.layers
     if isinstance(model, Sequence):
-        return [[b if isinstance(b, Block) else Block((b,), b)] for b in model]
+        blocks: Sequence[Any] = model
+        return [[b if isinstance(b, Block) else Block((b,), b)] for b in blocks]
     first, *middle, last = language_model_blocks(model)
     layers = [[block] for block in middle]
     layers[0].insert(0, first)

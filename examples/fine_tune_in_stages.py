@@ -1,0 +1,65 @@
+"""Fine-tune adapters of a language model in stages: each machine has some of its layers.
+
+Make a tiny model with `python -m tools run tiny --folder /some/folder`, on each machine, then type
+`pmesh run --on mac-1,mac-2 -- python fine_tune_in_stages.py /some/folder`.
+"""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn, optimizers
+
+import pmesh
+import pmesh.mlx
+
+STEPS, ROWS, LENGTH = 40, 8, 64
+
+
+def mean_loss(logits: mx.array, y: mx.array) -> mx.array:
+    """The mean cross-entropy over the tokens."""
+    loss: mx.array = nn.losses.cross_entropy(logits, y, reduction="mean")
+    return loss
+
+
+def main(folder: Path) -> None:
+    """Every rank reads all data, and computes only its own layers."""
+    lm: Any = importlib.import_module("mlx_lm")
+    tuner: Any = importlib.import_module("mlx_lm.tuner.utils")
+    model, tokenizer = lm.load(str(folder / "model"), lazy=True)
+    model.freeze()
+    mx.random.seed(0)
+    tuner.linear_to_lora_layers(model, len(model.layers), {"rank": 8, "scale": 20.0, "dropout": 0})
+    lines = (folder / "data" / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    text = "\n".join(json.loads(line)["text"] for line in lines)
+    tokens = mx.array(tokenizer.encode(text))
+    with pmesh.connect(job="stages") as mesh:
+        stage = pmesh.mlx.split_layers(model, mesh)
+        del model
+        pipeline = pmesh.mlx.Pipeline(stage, mesh, mean_loss, micro_batch_size=2)
+        optimizer = optimizers.Adam(1e-3)
+        for step in range(STEPS):
+            begins = mx.random.randint(
+                0, len(tokens) - LENGTH - 1, (ROWS, 1), key=mx.random.key(step)
+            )
+            rows = tokens[begins + mx.arange(LENGTH + 1)]
+            value, gradients = pipeline.step(rows[:, :-1], rows[:, 1:])
+            optimizer.update(stage, gradients)
+            mx.eval(stage.parameters(), optimizer.state)
+            if step % 10 == 0 or step == STEPS - 1:
+                print(f"rank {mesh.rank}: step {step}, loss {value:.4f}")
+        mx.save_safetensors(f"stage-{mesh.rank}.safetensors", adapters_of(stage))
+        print(f"rank {mesh.rank}: {pipeline.report()}")
+
+
+def adapters_of(stage: pmesh.mlx.Stage) -> dict[str, mx.array]:
+    """The trained arrays of a stage by path."""
+    utils: Any = importlib.import_module("mlx.utils")
+    return dict(utils.tree_flatten(stage.trainable_parameters()))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
