@@ -169,8 +169,12 @@ class Pipeline:
         """
         if self._failed or (self._mesh.rank, self._mesh.size) != self._place:
             self._refuse()
-        total = self._agree_on_rows(x, y)
         self._failed = True  # until the step has ended
+        try:
+            total = self._agree_on_rows(x, y)
+        except UsageError:  # on all ranks: nothing was sent
+            self._failed = False
+            raise
         step = _Step(self._settings, self._passes, self._step, (x, y, total))
         gradients = step.run()
         value, self._report = step.exchange()

@@ -269,16 +269,21 @@ def test_bad_input_is_named_on_all_ranks_before_anything_is_sent() -> None:
         with found(pmesh.UsageError, match="all must split one model"):
             Pipeline(other, mesh, loss_of)
 
-        def fail(*_: mx.array) -> mx.array:
-            raise OSError("a loss of the user's")
-
-        broken = Pipeline(stage, mesh, fail, timeout_s=0.5)
-        with found((OSError, pmesh.PmeshError)):
-            broken.step(x, y)
-        with found(pmesh.errors.RosterChanged, match="a step of this pipeline has failed"):
-            broken.step(x, y)
-
     SimulatedMesh(2).run(each)
+
+
+def test_a_step_that_failed_is_the_last_one() -> None:
+    def fail(*_: mx.array) -> mx.array:
+        raise OSError("a loss of the user's")
+
+    def each(mesh: pmesh.Mesh) -> None:
+        pipeline = Pipeline(split_layers(make_blocks(), mesh, by=[LAYERS]), mesh, fail)
+        with pytest.raises(OSError, match="of the user's"):
+            pipeline.step(*batch(0))
+        with pytest.raises(pmesh.errors.RosterChanged, match="a step of this pipeline has failed"):
+            pipeline.step(*batch(0))
+
+    SimulatedMesh(1).run(each)
 
 
 def test_two_tied_modules_may_come_in_another_order() -> None:
