@@ -112,7 +112,7 @@ def _layers_of(model: Any) -> list[list[Block]]:  # noqa: ANN401 - as above
     if isinstance(model, nn.Sequential):
         model = model.layers
     if isinstance(model, Sequence):
-        blocks: Sequence[Any] = model
+        blocks = list[Any](model)  # pyright: ignore[reportUnknownArgumentType]
         return [[b if isinstance(b, Block) else Block((b,), b)] for b in blocks]
     first, *middle, last = language_model_blocks(model)
     layers = [[block] for block in middle]
