@@ -4,7 +4,6 @@
 or a fetch of the result.
 """
 
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, assert_never
 
@@ -14,29 +13,29 @@ from msgspec import structs
 
 from pmesh.agent.jobs.driver import Jobs
 from pmesh.agent.jobs.ranks import LocalRank, Result
-from pmesh.agent.jobs.requests import Shape
+from pmesh.agent.jobs.regions import NOTHING, Op, lay_out, let_go
 from pmesh.agent.jobs.retained import fetch_result
-from pmesh.agent.jobs.together import Part, Taking, attempt_of, copy_result
+from pmesh.agent.jobs.together import SHARED_BYTES, Part, Taking, attempt_of, copy_result
 from pmesh.agent.lanes.edge_costs import agree_on_costs
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
 from pmesh.compression.blocks import Float32s
-from pmesh.compression.codecs import Codec, codec_of
+from pmesh.compression.codecs import Codec
 from pmesh.core.jobs import attempt as attempts
 from pmesh.core.jobs.attempt import (
     Fail,
     Failed,
     Fetch,
     NextStep,
-    OpState,
     ReportLate,
     RequestView,
     Run,
     Wait,
 )
-from pmesh.core.ops.kinds import KINDS, OpKind, Setting, ring_codec_name
+from pmesh.core.ops.kinds import KINDS, Setting
+from pmesh.core.ops.machines import BY_MACHINES, for_ranks, place_of
 from pmesh.core.ops.moving import plan_broadcast
 from pmesh.core.ops.plan import RankPlan
-from pmesh.core.ops.reductions import WIRE_DTYPES
+from pmesh.core.topology.ranks import edges_among
 from pmesh.core.values import OpOutcome, Verdict
 from pmesh.core.wire.records import RecordHeader
 from pmesh.core.wire.trainer import OpDone, OpFailed, StartOp
@@ -48,48 +47,13 @@ from pmesh.net.lanes.native import Runner
 from pmesh.net.lanes.ring import RingPosition, Tensors, all_reduce_coded
 from pmesh.net.sessions.arenas import Arena
 
-NOTHING = Result(arena=None, nbytes=0)
 BEAT_EVERY_OPS = 8  # unstable ops: after so many, a heartbeat with our progress goes early
 RANKS_POLL_S = 0.1  # while there are too few ranks: half a heartbeat
 
 _IN_STEPS = frozenset({"broadcast", "reduce"})  # they decide between two plans who holds the result
-_MOST_RANKS = 1024  # as many as a job can wait for; newcomers may make a sync's table longer
 
 OpReply: TypeAlias = tuple[OpDone | OpFailed, Arena | None]
 """The reply, and the output arena that it names, which stays until the next op has ended."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Op(OpState):
-    """An op with its request, and the regions of its values."""
-
-    request: StartOp
-    kind: OpKind
-    source: Result | None = None
-    result: Result
-    shared: Result | None = None
-    """The result of the last attempt, if another rank's memory has it."""
-    codec: Codec | None = None
-    """The codec of a compressed all-reduce."""
-    residual: Result | None = None
-    residual_out: Result | None = None
-    clipped: int = 0
-    """How many values the codec has clipped in the last attempt."""
-    attempts: int = 0
-    shape: Shape | None = None
-    """None if it is doomed."""
-    begun: Runner | Taking | None = None
-    """What is being done for the first attempt already."""
-
-    @property
-    def row_bytes(self) -> int:
-        """The bytes that each rank gives to a table."""
-        return self.request.count * WIRE_DTYPES[self.request.wire_dtype].itemsize
-
-    @property
-    def gets(self) -> bool:
-        """Whether the result is for this rank at all."""
-        return self.call.kind != "reduce" or bool(self.result.nbytes)
 
 
 async def run_op(rank: LocalRank, request: StartOp, jobs: Jobs) -> OpReply:
@@ -150,6 +114,8 @@ def _ends_at_once(rank: LocalRank, op: Op, jobs: Jobs) -> bool:
 def _begin_on_lanes(rank: LocalRank, op: Op) -> Runner | None:
     """Begin the op in the library; None if it needs more than one plan that is known already."""
     if op.kind.row or op.call.kind in _IN_STEPS or _leaves_the_choice(rank, op):
+        return None
+    if rank.machines and is_by_machines(rank, op):  # it waits for others here
         return None
     plan = _plan_of(rank, op)
     lanes = rank.lanes.if_open(plan.receives, plan.sends)
@@ -304,74 +270,6 @@ async def _fetch(rank: LocalRank, op: Op, outcome: OpOutcome, jobs: Jobs) -> Non
     await fetch_result(rank, op.request.call, op.result.memory, outcome, jobs)
 
 
-# --- the regions of its values
-
-
-async def lay_out(rank: LocalRank, request: StartOp, shape: Shape) -> Op:
-    """Find the input region, and a free output region if the op has one.
-
-    Raises:
-        ProtocolError: the request names no input where it should, or one where it should not.
-        UsageError: there is no room for the output.
-        OSError: the system has no memory or descriptor for it.
-    """
-    call, kind, extent, root = request.call, shape.kind, shape.extent, shape.root
-    itemsize = WIRE_DTYPES[request.wire_dtype].itemsize
-    if (extent.gives > 0) != (request.arena >= 0) or request.offset % itemsize:
-        raise ProtocolError(
-            f"op {request.op} comes with arena {request.arena}, from byte {request.offset}"
-        )
-    op = Op(
-        number=request.op,
-        call=call,
-        timeout_s=request.timeout_s,
-        request=request,
-        kind=kind,
-        result=NOTHING,
-        root=root,
-        receivers=shape.receivers,
-        shape=shape,
-    )
-    if extent.gives:
-        op.source = _hold(rank, request.arena, extent.gives * itemsize, request.offset)
-    if call.compression and (codec := ring_codec_name(call.compression)):
-        op.codec = codec_of(codec)
-        if request.residual >= 0:
-            op.residual = _hold(rank, request.residual, request.count * itemsize)
-        if request.residual_out >= 0:
-            op.residual_out = _hold(rank, request.residual_out, request.count * itemsize)
-    if call.kind == "broadcast" and root == rank.id:
-        op.result = op.source or NOTHING
-    elif extent.gets or kind.row:
-        table_bytes = 0
-        if kind.row:
-            rows = _MOST_RANKS if call.kind == "sync" else len(rank.world)
-            table_bytes = rows * op.row_bytes
-        try:
-            nbytes = max(table_bytes, extent.gets * itemsize)
-            arena = await rank.arenas.outputs.acquire(nbytes, follows=request.follows)
-        except (UsageError, OSError):
-            let_go(rank, op, keep=None)
-            raise
-        op.result = Result(arena=arena, nbytes=extent.gets * itemsize)
-    return op
-
-
-def _hold(rank: LocalRank, number: int, nbytes: int, offset: int = 0) -> Result:
-    arena = rank.arenas.inputs.hold(number, nbytes, offset=offset)
-    return Result(arena=arena, nbytes=nbytes, is_input=True, offset=offset)
-
-
-def let_go(rank: LocalRank, op: Op, *, keep: Result | None) -> None:
-    """Release the op's regions, except `keep`, which holds its result."""
-    regions = [op.result, op.residual, op.residual_out]
-    if op.source is not op.result:
-        regions.append(op.source)
-    for region in regions:
-        if region is not None and region is not keep:
-            rank.let_go(region)
-
-
 # --- the network's part: a plan, over the lanes that it needs
 
 
@@ -410,6 +308,14 @@ async def run_on_network(rank: LocalRank, op: Op, jobs: Jobs) -> None:
     if op.codec is not None:
         await _all_reduce_coded(rank, op, op.codec, await rank.ring(rendezvous))
         return
+    if is_by_machines(rank, op):
+        await _run_by_machines(rank, op, jobs)
+    else:
+        await _run_by_ranks(rank, op, rendezvous)
+
+
+async def _run_by_ranks(rank: LocalRank, op: Op, rendezvous: LaneRendezvous) -> None:
+    """Run the op over lanes between ranks."""
     here = _setting(rank, op)
     if op.call.kind == "broadcast":
         await rank.ring(rendezvous)  # both lanes, also where one is not needed
@@ -431,8 +337,20 @@ def _plan_of(rank: LocalRank, op: Op) -> RankPlan:
     shape, here = op.shape, (rank.roster, rank.costs.edges)
     assert shape is not None  # noqa: S101 - a doomed op does not run
     if shape.plan is None or shape.planned_for != here:
-        shape.planned_for, shape.plan = here, op.kind.plan(_setting(rank, op))
+        shape.planned_for, shape.plan = here, _new_plan(rank, op)
     return shape.plan
+
+
+def _new_plan(rank: LocalRank, op: Op) -> RankPlan:
+    setting = _setting(rank, op)
+    if not is_by_machines(rank, op):
+        return op.kind.plan(setting)
+    firsts = [ranks[0] for ranks in rank.machines]
+    edges = None if setting.edges is None else edges_among(setting.edges, firsts)
+    among = structs.replace(
+        setting, rank=place_of(rank.machines, setting.rank), size=len(firsts), edges=edges
+    )
+    return for_ranks(op.kind.plan(among), rank.size)
 
 
 def _setting(rank: LocalRank, op: Op) -> Setting:
@@ -449,6 +367,50 @@ def _setting(rank: LocalRank, op: Op) -> Setting:
 def is_in_memory(rank: LocalRank, op: Op, jobs: Jobs) -> bool:
     """Return whether all ranks are at this agent; the same at all of them."""
     return op.codec is None and rank.only_member == jobs.me and rank.size > 1
+
+
+def is_by_machines(rank: LocalRank, op: Op) -> bool:
+    """Return whether machines take part in the op, not ranks; the same at all ranks."""
+    return op.codec is None and bool(rank.machines) and op.call.kind in BY_MACHINES
+
+
+async def _run_by_machines(rank: LocalRank, op: Op, jobs: Jobs) -> None:
+    """Run the op among ranks of which several are at one agent, and others elsewhere."""
+    await trio.lowlevel.checkpoint_if_cancelled()
+    firsts = [ranks[0] for ranks in rank.machines]
+    mine = rank.machines[place_of(rank.machines, rank.rank or 0)]
+
+    async def run(source: memoryview) -> None:
+        plan = _plan_of(rank, op)
+        to, from_ = await rank.lanes.open(
+            [firsts[at] for at in plan.sends], [firsts[at] for at in plan.receives], jobs.rendezvous
+        )
+        await run_plan(
+            plan,
+            {at: to[firsts[at]] for at in plan.sends},
+            {at: from_[firsts[at]] for at in plan.receives},
+            _header(rank, op),
+            source=source,
+            result=op.result.memory,
+            dtype=op.request.wire_dtype,
+            reduction=op.request.call.reduction or "sum",
+        )
+
+    if len(mine) == 1:
+        await run(_source_of(op))
+        return
+    first = await jobs.meetings.relay(
+        attempt_of(rank.roster, op.number),
+        mine.index(rank.rank or 0),
+        len(mine),
+        _part_of(rank, op),
+        run=run,
+        traffic=lambda: sum(rank.lanes.traffic),
+    )
+    if first is not None and first.nbytes < SHARED_BYTES:
+        await copy_result(op.request, first, op.result)
+    else:
+        await _take_result(rank, op, first)
 
 
 async def _run_in_memory(rank: LocalRank, op: Op, jobs: Jobs) -> None:
@@ -550,7 +512,8 @@ def _leaves_the_choice(rank: LocalRank, op: Op) -> bool:
     """Return whether the ranks must measure their edges; for two, all strategies are alike."""
     chosen = op.request.call.strategy
     asks = op.call.kind in {"all_reduce", "barrier"} and chosen in {"", "hierarchical", "chain"}
-    may = rank.size > 2 and op.codec is None  # noqa: PLR2004 - as it says
+    places = len(rank.machines) or rank.size
+    may = places > 2 and op.codec is None  # noqa: PLR2004 - as it says
     return may and asks and rank.costs.is_due(op.number)
 
 

@@ -13,6 +13,7 @@ from pmesh.core.jobs.jobs import LEFT
 from pmesh.core.jobs.op_times import RankTimes
 from pmesh.core.jobs.rank import Fence, RankState
 from pmesh.core.jobs.speed import OwnTime
+from pmesh.core.ops.machines import Machines, machines_of
 from pmesh.core.values import Roster, Trainer, Verdict
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.views import KnownPrimary
@@ -79,6 +80,7 @@ class LocalRank(RankState[Result]):
         self.shapes = Shapes()
         self.only_member = _only_member_of(roster)
         """The member at which all ranks of the job are, if it is one."""
+        self.machines = _machines_of(roster)
         self._changed: trio.Event | None = None
         """For the tasks that wait for a change, if there are any."""
         self._attempt: trio.CancelScope | None = None
@@ -120,6 +122,7 @@ class LocalRank(RankState[Result]):
         """Also end the attempt if the number has changed; `lanes.begin` opens the next lanes."""
         renumbered = super().follow(roster)
         self.only_member = _only_member_of(roster)
+        self.machines = _machines_of(roster)
         if renumbered:
             self.costs = RingCosts()
             self._stop_attempt()
@@ -469,6 +472,10 @@ def _only_member_of(roster: Roster) -> Member | None:
     """Return the member at which all ranks of a roster are; None if they are at several."""
     members = {trainer.member for trainer in roster.trainers}
     return members.pop() if len(members) == 1 else None
+
+
+def _machines_of(roster: Roster) -> Machines:
+    return machines_of([trainer.member for trainer in roster.trainers])
 
 
 def _whole(lanes: Mapping[TrainerId, Lane]) -> dict[TrainerId, Lane]:

@@ -1,4 +1,7 @@
-"""Ops of jobs whose ranks are all at this agent: done once, for all ranks, in shared memory.
+"""Ops of ranks that are at this agent: done once, for all of them, in shared memory.
+
+If all ranks of the job are here, that is all. If others are elsewhere, `Relay` has the values of
+those here folded, and waits until the first of them has the result from the network.
 
 Each rank's task brings its part. The last one that comes begins the op, and all tasks then wait for
 its end. If one of them is cancelled meanwhile (its trainer died, a deadline passed, a view came),
@@ -13,13 +16,15 @@ alias of that arena as their result, once the op has ended; a copy, if they have
 Until then each has an arena of its own, for an attempt that must be made again, or a fetch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import trio
 
 from pmesh.agent.jobs.ranks import Result
+from pmesh.core.ops.machines import plan_fold
+from pmesh.core.ops.reductions import WIRE_DTYPES
 from pmesh.core.ops.together import SAME_FOR_ALL, Fold, Place, Together, plan_together
 from pmesh.core.values import Roster
 from pmesh.core.wire.trainer import StartOp
@@ -71,14 +76,17 @@ class _Work:
         request: StartOp,
         sources: Sequence[memoryview],
         results: Sequence[memoryview],
+        *,
+        reduction: str = "",
     ) -> None:
+        """For `reduction`, if it is not that of the request."""
         try:
             slices = slices_of(
                 plan,
                 sources,
                 results,
                 dtype=request.wire_dtype,
-                reduction=request.call.reduction or "sum",
+                reduction=reduction or request.call.reduction or "sum",
             )
         except ValueError as e:  # a trainer has lied: only its job suffers
             raise LaneBroken(f"op {request.op} does not fit its memory: {e}") from e
@@ -131,6 +139,8 @@ class _Meeting:
         """The rank into whose arena a result is written that the others take."""
         self.ended = 0
         """How many ranks have their results."""
+        self.traffic: Callable[[], int] = lambda: 0
+        """Returns the bytes that have moved at the sockets for the ranks here."""
         self._waiting = set[trio.lowlevel.Task]()
 
     def wake(self) -> None:
@@ -149,6 +159,23 @@ class _Meeting:
         self._waiting.add(task)
         await trio.lowlevel.wait_task_rescheduled(withdraw)
 
+    def fold(self) -> None:
+        """Begin to fold the values of the ranks here, as the last one has come."""
+        parts = [self.parts[rank] for rank in range(self.size)]
+        request, first = parts[0].request, parts[0].result.nbytes
+        if any(part.result.nbytes != first for part in parts):  # a trainer has lied
+            raise LaneBroken(f"op {request.op}: ranks of this agent differ in what they get")
+        of_all = request.call.reduction
+        nbytes = request.count * WIRE_DTYPES[request.wire_dtype].itemsize
+        self.work = _Work(
+            plan_fold(nbytes if parts[0].source else 0, self.size),
+            request,
+            [part.source for part in parts],
+            [part.result.memory for part in parts],
+            reduction="sum" if of_all == "mean" else of_all,  # the network's plan divides
+        )
+        self.wake()
+
     def begin(self) -> None:
         """Begin the op, as the last rank has come, and let the others wait for its end."""
         parts = [self.parts[rank] for rank in range(self.size)]
@@ -166,6 +193,44 @@ class _Meeting:
         self.wake()
 
 
+class _Relay(_Meeting):
+    """The ranks here of a job that has others elsewhere; rank 0 of these meets the network.
+
+    While it does so it reads the result region of another one. So who is cancelled stops it, and
+    waits until it has left the memory (V3). Then all wait for the view, as after each cancel.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self._scope = trio.CancelScope()
+        self._over = trio.Event()
+        """Rank 0 reads and writes no memory of this op any more."""
+        self._has_result = False
+
+    async def lead(self, run: Callable[[memoryview], Awaitable[None]]) -> None:
+        """Do the network's part. No await lies between the end of the fold and this."""
+        try:
+            with self._scope:
+                await run(self.parts[1].result.memory.toreadonly())
+                self._has_result = True
+        finally:
+            self._over.set()
+        if not self._has_result:
+            await trio.sleep_forever()
+
+    async def follow(self) -> None:
+        """Wait until rank 0 has the result."""
+        try:
+            await self._over.wait()
+        except trio.Cancelled:
+            self._scope.cancel()
+            with trio.CancelScope(shield=True):
+                await self._over.wait()
+            raise
+        if not self._has_result:
+            await trio.sleep_forever()
+
+
 class Meetings:
     """The ops for which ranks of this agent have met, or wait."""
 
@@ -175,7 +240,9 @@ class Meetings:
     def taken(self, attempt: Attempt) -> int:
         """Return how far an op has come: a number that grows while it moves."""
         meeting = self._open.get(attempt)
-        return 0 if meeting is None or meeting.work is None else meeting.work.run.taken
+        if meeting is None or meeting.work is None:
+            return 0
+        return meeting.work.run.taken + meeting.traffic()
 
     def forget(self, job: JobName, *, below: int) -> None:
         """Drop what ranks have left here under earlier rosters."""
@@ -219,10 +286,61 @@ class Meetings:
             meeting.begin()
         return await Taking(self, attempt, meeting, rank).finish()
 
-    def _join(self, attempt: Attempt, rank: int, size: int, part: Part) -> _Meeting:
+    async def relay(
+        self,
+        attempt: Attempt,
+        rank: int,
+        size: int,
+        part: Part,
+        *,
+        run: Callable[[memoryview], Awaitable[None]],
+        traffic: Callable[[], int],
+    ) -> Result | None:
+        """Do an op of a job that has ranks at other agents, too, with all others of this agent.
+
+        Args:
+            attempt: the op's.
+            rank: this rank's place among those of this agent, of which 0 meets the network.
+            size: how many ranks of the job are here, at least two.
+            part: what it brings.
+            run: does the network's part, with the values that the ranks here have folded, and
+                writes the result of rank 0. It is called at rank 0 only.
+            traffic: returns the bytes that have moved at the sockets of this rank.
+
+        Returns the result of rank 0, at the others; they must take it at once.
+
+        Raises:
+            CallsDiffer: another rank has called something else.
+            LaneBroken: what the ranks ask for does not fit together; or what `run` raises.
+        """
+        meeting = self._join(attempt, rank, size, part, _Relay)
+        assert isinstance(meeting, _Relay)  # noqa: S101 - all ranks here decide alike
+        if rank == 0:
+            meeting.traffic = traffic
+        if len(meeting.parts) == size:
+            meeting.fold()
+        else:
+            await meeting.wait(rank)
+        assert meeting.work is not None  # noqa: S101 - else nobody wakes it
+        await meeting.work.finish()
+        if rank == 0:
+            await meeting.lead(run)
+        else:
+            await meeting.follow()
+        self.end_part(attempt, meeting)
+        return meeting.parts[0].result if rank else None
+
+    def _join(
+        self,
+        attempt: Attempt,
+        rank: int,
+        size: int,
+        part: Part,
+        kind: type[_Meeting] = _Meeting,
+    ) -> _Meeting:
         meeting = self._open.get(attempt)
         if meeting is None:
-            meeting = self._open[attempt] = _Meeting(size)
+            meeting = self._open[attempt] = kind(size)
         for other in meeting.parts.values():  # O8
             if other.request.call != part.request.call:
                 raise CallsDiffer(attempt.op, other.describe())

@@ -15,6 +15,11 @@ def join_ranks(costs: Costs) -> Edges:
     return Edges(costs, islands if 1 < len(islands) < len(times) else (), line)
 
 
+def edges_among(edges: Edges, ranks: Sequence[int]) -> Edges:
+    """Return the edges between some ranks, at least two, as if there were no others."""
+    return join_ranks(tuple(tuple(edges.costs[a][b] for b in ranks) for a in ranks))
+
+
 def _runs(joined: Sequence[bool]) -> Islands:
     """Return the ranks that are joined, each to the next one if `joined` says so; not all are."""
     import networkx as nx  # noqa: PLC0415 - 0.1 s; an agent's start need not wait for it

@@ -1,0 +1,177 @@
+"""Ranks of several agents, of which some have several: towards the network each agent is one."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+import trio.testing
+from trio.testing import MockClock
+
+from pmesh.agent.jobs import op_task
+from pmesh.agent.jobs.together import Meetings
+from pmesh.core.ops.reductions import Values
+from pmesh.errors import LaneBroken
+from tests.agent.jobs.test_together import ATTEMPT, part_of, result_of
+from tests.worlds.trainer import Trainer, together, until
+from tests.worlds.village import Village, village
+from tests.worlds.village_ops import ones, swallow
+
+KILLED = ("the first", "the second", "the third", "the agent")
+
+
+async def job_of(here: Village, *counts: int) -> list[Trainer]:
+    """So many trainers on each machine."""
+    at = [m for m, count in zip(here.machines, counts, strict=True) for _ in range(count)]
+    return await here.job(*at)
+
+
+async def sums_of(trainers: list[Trainer], count: int, op: str = "sum") -> list[Values]:
+    calls = [
+        partial(t.reduce, np.arange(count, dtype=np.float32) / 7 + i, op)
+        for i, t in enumerate(trainers)
+    ]
+    return await together(*calls)
+
+
+@pytest.mark.parametrize("counts", [(2, 2), (2, 1), (3, 2, 1)])
+async def test_all_ranks_get_the_same_bits(clock: MockClock, counts: tuple[int, ...]) -> None:
+    async with village(clock, len(counts)) as here:
+        trainers = await job_of(here, *counts)
+        size = len(trainers)
+        for count in (3, 200_000):
+            results = await sums_of(trainers, count, "mean")
+            assert len({result.tobytes() for result in results}) == 1
+            mean = np.arange(count, dtype=np.float32) / 7 + (size - 1) / 2
+            np.testing.assert_allclose(results[0], mean, rtol=1e-5)
+            (largest, *others) = await sums_of(trainers, count, "max")
+            highest = np.arange(count, dtype=np.float32) / 7 + (size - 1)
+            assert largest.tobytes() == highest.astype(np.float32).tobytes()
+            assert {other.tobytes() for other in others} == {largest.tobytes()}
+        await together(*[trainer.barrier for trainer in trainers])
+
+
+async def test_machines_send_as_many_bytes_as_one_rank_each(clock: MockClock) -> None:
+    count, sent = 1_000_000, list[list[int]]()
+    for counts in [(1, 1), (2, 2), (3, 1)]:
+        async with village(clock, 2) as here:
+            trainers = await job_of(here, *counts)
+            await sums_of(trainers, count)
+            sent.append([machine.agent.jobs.traffic[0] for machine in here.machines])
+    for some in sent[1:]:
+        assert np.all(np.array(some) <= 1.02 * np.array(sent[0])), sent
+    assert min(sent[0]) >= 4 * count
+
+
+@pytest.mark.parametrize("count", [9, 100_000])
+@pytest.mark.parametrize("dies", KILLED)
+async def test_who_dies_while_its_machine_is_at_the_network_leaves_the_others_one_result(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch, dies: str, count: int
+) -> None:
+    """V3, O3: what the first rank reads lies in the memory of the second."""
+    at_network, numbers, real = list[int](), set[int](), op_task.run_plan
+
+    async def hold(*args: Any, **settings: Any) -> None:  # noqa: ANN401 - as `run_plan`'s
+        header = args[3]
+        numbers.add(header.roster)
+        if header.roster == min(numbers):
+            at_network.append(header.op)
+            await trio.sleep_forever()
+        await real(*args, **settings)
+
+    monkeypatch.setattr(op_task, "run_plan", hold)
+    async with village(clock, 2) as here:
+        trainers = await job_of(here, 3, 2)
+        name = here.machines[0].settings.name
+        mine = [t for t in trainers if t.names[t.rank].partition(":")[0] == name]
+        assert len(mine) == 3
+        lost = (
+            mine
+            if dies == "the agent"
+            else [mine[["the first", "the second", "the third"].index(dies)]]
+        )
+        left = [trainer for trainer in trainers if trainer not in lost]
+
+        async def lose() -> None:
+            await until(lambda: len(at_network) == 2)
+            if dies == "the agent":
+                await here.machines[0].kill()
+            else:
+                await lost[0].die()
+
+        results = list[bytes]()
+
+        async def survive(trainer: Trainer) -> None:
+            results.append((await trainer.reduce(ones(count))).tobytes())
+
+        calls = [partial(swallow, trainer.reduce(ones(count))) for trainer in lost]
+        await together(lose, *calls, *[partial(survive, trainer) for trainer in left])
+        assert set(results) == {np.full(count, len(left), np.float32).tobytes()}
+        assert len(results) == len(left)
+
+
+async def test_calls_that_differ_are_noticed_at_one_machine_and_between_two(
+    clock: MockClock,
+) -> None:
+    """O8."""
+    for odd in range(4):
+        async with village(clock, 2) as here:
+            trainers = await job_of(here, 2, 2)
+            calls = [
+                partial(t.verdict_of, t.reduce(ones(9 + (i == odd))))
+                for i, t in enumerate(trainers)
+            ]
+            assert {verdict.error for verdict in await together(*calls)} == {"OpMismatch"}
+
+
+async def test_who_is_cancelled_waits_until_the_first_rank_has_left_its_memory() -> None:
+    """V3: and nobody has the result then, but all wait for the view."""
+    meetings, results = Meetings(), [result_of(36), result_of(36)]
+    reads, ended = trio.Event(), list[str]()
+
+    async def run(source: memoryview) -> None:
+        assert np.frombuffer(source[:36], np.float32).tolist() == [3.0] * 9
+        reads.set()
+        try:
+            await trio.sleep_forever()
+        finally:
+            with trio.CancelScope(shield=True):  # as threads take their time
+                await trio.testing.wait_all_tasks_blocked()
+            ended.append("reading")
+
+    async def take_part(place: int) -> None:
+        with scopes[place]:
+            try:
+                part = part_of(1 + place, results[place])
+                await meetings.relay(ATTEMPT, place, 2, part, run=run, traffic=lambda: 7)
+            finally:
+                ended.append(f"rank {place}")
+
+    scopes = [trio.CancelScope(), trio.CancelScope()]
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(take_part, 1)
+        nursery.start_soon(take_part, 0)
+        await reads.wait()
+        assert meetings.taken(ATTEMPT) > 7
+        scopes[1].cancel()
+        await trio.testing.wait_all_tasks_blocked()
+        assert ended == ["reading", "rank 1"]
+        scopes[0].cancel()
+    assert ended == ["reading", "rank 1", "rank 0"]
+
+
+async def test_ranks_that_differ_in_what_they_get_fail_only_their_job() -> None:
+    """A trainer has lied."""
+    meetings, parts = Meetings(), [part_of(1, result_of(36)), part_of(1, result_of(32))]
+
+    async def run(_: memoryview) -> None:
+        raise AssertionError("it has not been folded")
+
+    async with trio.open_nursery() as nursery:
+        first = partial(meetings.relay, ATTEMPT, 0, 2, parts[0], run=run, traffic=lambda: 0)
+        nursery.start_soon(first)
+        await trio.testing.wait_all_tasks_blocked()
+        with pytest.raises(LaneBroken, match="differ in what they get"):
+            await meetings.relay(ATTEMPT, 1, 2, parts[1], run=run, traffic=lambda: 0)
+        nursery.cancel_scope.cancel()
