@@ -13,6 +13,7 @@ from pmesh.agent.jobs import op_task
 from pmesh.agent.jobs.together import Meetings
 from pmesh.core.ops.reductions import Values
 from pmesh.errors import LaneBroken
+from pmesh.net.lanes import executor
 from tests.agent.jobs.test_together import ATTEMPT, part_of, result_of
 from tests.worlds.trainer import Trainer, together, until
 from tests.worlds.village import Village, village
@@ -70,7 +71,7 @@ async def test_who_dies_while_its_machine_is_at_the_network_leaves_the_others_on
     clock: MockClock, monkeypatch: pytest.MonkeyPatch, dies: str, count: int
 ) -> None:
     """V3, O3: what the first rank reads lies in the memory of the second."""
-    at_network, numbers, real = list[int](), set[int](), op_task.run_plan
+    at_network, numbers, real = list[int](), set[int](), executor.run_plan
 
     async def hold(*args: Any, **settings: Any) -> None:  # noqa: ANN401 - as `run_plan`'s
         header = args[3]
@@ -128,7 +129,7 @@ async def test_calls_that_differ_are_noticed_at_one_machine_and_between_two(
 async def test_who_is_cancelled_waits_until_the_first_rank_has_left_its_memory() -> None:
     """V3: and nobody has the result then, but all wait for the view."""
     meetings, results = Meetings(), [result_of(36), result_of(36)]
-    reads, ended = trio.Event(), list[str]()
+    reads, leaves, ended = trio.Event(), trio.Event(), list[str]()
 
     async def run(source: memoryview) -> None:
         assert np.frombuffer(source[:36], np.float32).tolist() == [3.0] * 9
@@ -137,7 +138,7 @@ async def test_who_is_cancelled_waits_until_the_first_rank_has_left_its_memory()
             await trio.sleep_forever()
         finally:
             with trio.CancelScope(shield=True):  # as threads take their time
-                await trio.testing.wait_all_tasks_blocked()
+                await leaves.wait()
             ended.append("reading")
 
     async def take_part(place: int) -> None:
@@ -155,6 +156,9 @@ async def test_who_is_cancelled_waits_until_the_first_rank_has_left_its_memory()
         await reads.wait()
         assert meetings.taken(ATTEMPT) > 7
         scopes[1].cancel()
+        await trio.testing.wait_all_tasks_blocked()
+        assert not ended
+        leaves.set()
         await trio.testing.wait_all_tasks_blocked()
         assert ended == ["reading", "rank 1"]
         scopes[0].cancel()
