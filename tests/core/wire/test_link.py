@@ -151,7 +151,7 @@ def payload(message: Message) -> bytes:
     return encode(message)[CHANNEL_BYTES:]
 
 
-def test_the_bytes_of_version_nineteen_do_not_change_unnoticed() -> None:
+def test_the_bytes_of_version_twenty_do_not_change_unnoticed() -> None:
     nobody = Member(NodeId(b"n"), Incarnation(7))
     assert link.PROTOCOL_VERSION == 20
     assert encode_hello(Hello(1, nobody, unsigned("mac"), (Address("h", 9),))).hex() == (
