@@ -32,8 +32,8 @@ jobs        rank (its fences, failures and results), progress (how far all are),
             that are ahead of the training)
 ops         kinds, plan (sends and receives), shard (which values a rank owns), reducing,
             reduce_scatter, moving, coded (who makes plans), cost (which is the fastest), reductions
-            (the arithmetic), together (ranks that are all at one agent), moments (means and
-            variances of several ranks as one)
+            (the arithmetic), together (ranks that are all at one agent), machines (several ranks
+            at some agents), moments (means and variances of several ranks as one)
 
 There are two shapes: byte protocols are objects that take bytes and return events; decisions are
 frozen states and functions, with time and entropy as arguments. V1, O1, I1 and so on are the rules

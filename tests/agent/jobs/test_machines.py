@@ -14,7 +14,7 @@ from pmesh.agent.jobs.together import Meetings
 from pmesh.core.ops.reductions import Values
 from pmesh.errors import LaneBroken
 from pmesh.net.lanes import executor
-from tests.agent.jobs.test_together import ATTEMPT, part_of, result_of
+from tests.agent.jobs.parts import ATTEMPT, part_of, result_of
 from tests.worlds.trainer import Trainer, together, until
 from tests.worlds.village import Village, village
 from tests.worlds.village_ops import ones, swallow

@@ -11,43 +11,25 @@ import trio.testing
 from msgspec import structs
 from trio.testing import MockClock
 
-from pmesh.agent.jobs.ranks import LocalRank, Result
-from pmesh.agent.jobs.together import SHARED_BYTES, Attempt, Meetings, Part
+from pmesh.agent.jobs.ranks import LocalRank
+from pmesh.agent.jobs.together import SHARED_BYTES, Meetings
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.session import DropArena
 from pmesh.core.wire.trainer import OpFailed, StartOp
 from pmesh.errors import LaneBroken
-from pmesh.ids import Epoch, Incarnation, JobName, NodeId, OpNumber
+from pmesh.ids import OpNumber
 from pmesh.net.lanes.lane import CallsDiffer
 from pmesh.net.sessions import combining
 from pmesh.net.sessions.arena_pools import OutputArenas
-from pmesh.net.sessions.arenas import Arena, create_arena
+from pmesh.net.sessions.arenas import Arena
 from pmesh.net.sessions.combining import CombiningRun
+from tests.agent.jobs.parts import ATTEMPT, part_of, result_of
 from tests.worlds.trainer import OpError, Trainer, together, until
 from tests.worlds.village import Village, village
 from tests.worlds.village_ops import ones, ranks_of, reduce_all, run, swallow, verdicts_of_all
 
-
-def result_of(nbytes: int) -> Result:
-    return Result(arena=create_arena("output", 0, nbytes), nbytes=nbytes)
-
-
-def part_of(value: float, result: Result) -> Part:
-    source = np.full(9, value, np.float32)
-    call = Call("all_reduce", "float32", (9,), "sum")
-    return Part(
-        request=StartOp(OpNumber(0), call, "float32", 9, 0, 1.0),
-        source=source.view(np.uint8).data,
-        result=result,
-        root=0,
-        reach=0,
-        describe=lambda: "a rank",
-    )
-
-
 LARGE = SHARED_BYTES // 4  # values
-ATTEMPT = Attempt(JobName("digits"), Epoch(1, NodeId(b"n" * 32), Incarnation(1)), 0, OpNumber(0))
 
 
 async def test_who_is_cancelled_takes_its_part_away_at_once() -> None:
