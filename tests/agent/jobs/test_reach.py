@@ -10,7 +10,7 @@ from trio.testing import MockClock
 
 from pmesh.agent.jobs import op_task, retained
 from pmesh.agent.jobs.driver import Jobs
-from pmesh.agent.jobs.op_task import Op
+from pmesh.agent.jobs.regions import Op
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
 from pmesh.core.ops.plan import RankPlan
