@@ -11,8 +11,8 @@ import trio
 
 from pmesh.agent.events import Event
 from pmesh.agent.jobs import op_task
-from pmesh.agent.jobs.regions import Op
 from pmesh.agent.jobs.ranks import LocalRank
+from pmesh.agent.jobs.regions import Op
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
 from pmesh.agent.schema import Status
 from pmesh.core.ops.kinds import extent_of

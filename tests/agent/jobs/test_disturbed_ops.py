@@ -9,8 +9,8 @@ import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from pmesh.agent.jobs import op_task
-from pmesh.agent.jobs.regions import Op
 from pmesh.agent.jobs.ranks import LocalRank
+from pmesh.agent.jobs.regions import Op
 from pmesh.agent.jobs.retained import MAX_EARLY
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
 from pmesh.core.jobs.attempt import LANE_GRACE_S

@@ -10,8 +10,8 @@ from trio.testing import MockClock
 
 from pmesh.agent.jobs import op_task, retained
 from pmesh.agent.jobs.driver import Jobs
-from pmesh.agent.jobs.regions import Op
 from pmesh.agent.jobs.ranks import LocalRank
+from pmesh.agent.jobs.regions import Op
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
 from pmesh.core.ops.plan import RankPlan
 from pmesh.core.ops.reductions import Values
