@@ -504,12 +504,15 @@ def test_what_torch_asks_of_a_group() -> None:
 
 
 def test_works_between_start_and_end_of_coalescing_are_one() -> None:
+    both_have_called = threading.Barrier(2)
+
     def program(group: ProcessGroup) -> Any:
         x, came = torch.ones(1), torch.zeros(1)
         group._start_coalescing(torch.device("cpu"))
         group.allreduce([x])
         group.send([torch.ones(1)], 1 - group.rank())
         group.recv([came], 1 - group.rank())
+        both_have_called.wait()  # else the other rank's calls begin threads that stay
         before = set(threading.enumerate())
         group._end_coalescing(torch.device("cpu")).wait()
         for thread in set(threading.enumerate()) - before:
