@@ -30,6 +30,7 @@ from pmesh.net.links.interfaces import AddressWatch
 from pmesh.net.links.packet_filter import DiscoveryCounters, FilteringLoop, PacketFilter
 
 RESOLVE_MS: Final = 3000
+_TXT, _IN = 16, 1  # the type and the class of a TXT record
 MAX_RESOLVING: Final = 32  # names without a TXT record; announcements normally include it
 NUMBER_TELLS: Final = 3
 """How often a number is announced, `look_s` apart. zeroconf puts off some answers for over a
@@ -221,6 +222,8 @@ class _Conversation:
         self._began = -math.inf
         self._known: dict[str, AgentFound] = {}
         self._confirmed: set[str] = set()
+        self._texts: dict[str, bytes] = {}
+        """The TXT record of each known name that was judged last."""
         self._resolving: dict[str, asyncio.Task[None]] = {}
         self._new_at = deque[float](maxlen=settings.max_found)
 
@@ -295,6 +298,7 @@ class _Conversation:
             again_at = loop.time() + self._settings.browse_again_s
             while not self._moved.is_set() and loop.time() < again_at:
                 await self._wait_for_move(min(self._settings.look_s, self._settings.browse_again_s))
+                self._look_again(zeroconf.zeroconf)
                 if announced != self._own.invitation:
                     announced, tells = self._own.invitation, NUMBER_TELLS
                 if tells:
@@ -357,14 +361,24 @@ class _Conversation:
 
     def _look_up(self, zeroconf: Zeroconf, name: str) -> None:
         """Read the TXT record, which is normally included; otherwise ask for it."""
-        info = AsyncServiceInfo(SERVICE_TYPE, name)
-        info.load_from_cache(zeroconf)
-        if info.text:
-            self._judge(name, info)
+        text = _latest_text(zeroconf, name)
+        if text:
+            self._judge(name, text)
         elif len(self._resolving) < MAX_RESOLVING:
             # Not in a task group: if a packet makes zeroconf raise, asyncio logs it and only that
             # name is not resolved; a stranger's packet must not end the discovery.
             self._resolving[name] = asyncio.ensure_future(self._resolve(zeroconf, name))
+
+    def _look_again(self, zeroconf: Zeroconf) -> None:
+        """Judge records that have changed without a word of zeroconf.
+
+        An old record and a new one may be kept beside each other for a second. Of one that comes
+        again, zeroconf says nothing.
+        """
+        for name in tuple(self._known):
+            text = _latest_text(zeroconf, name)
+            if text and text != self._texts.get(name):
+                self._judge(name, text)
 
     async def _resolve(self, zeroconf: Zeroconf, name: str) -> None:
         info = AsyncServiceInfo(SERVICE_TYPE, name)
@@ -373,11 +387,14 @@ class _Conversation:
         finally:
             if self._resolving.get(name) is asyncio.current_task():
                 del self._resolving[name]
-        self._judge(name, info)
+        self._judge(name, _latest_text(zeroconf, name))
 
-    def _judge(self, name: str, info: AsyncServiceInfo) -> None:
+    def _judge(self, name: str, text: bytes) -> None:
+        if name in self._known:
+            self._texts[name] = text
+        properties = AsyncServiceInfo(SERVICE_TYPE, name, properties=text).properties
         try:
-            theirs = adverts.decode_untrusted(info.properties, instance=name, key=self._key)
+            theirs = adverts.decode_untrusted(properties, instance=name, key=self._key)
         except adverts.ForgedAdvertisement:
             self._counters.forged += 1
             return
@@ -389,7 +406,7 @@ class _Conversation:
         self._confirmed.add(name)
         if found == self._known.get(name) or not self._has_room_for(name, theirs):
             return
-        self._known[name] = found
+        self._known[name], self._texts[name] = found, text
         self._report(name, found)
 
     def _has_room_for(self, name: str, theirs: Advertisement) -> bool:
@@ -421,10 +438,11 @@ class _Conversation:
         return True
 
     def _drop(self, name: str) -> bool:
-        del self._known[name]
+        del self._known[name], self._texts[name]
         return True
 
     def _forget(self, name: str) -> None:
+        self._texts.pop(name, None)
         known = self._known.pop(name, None)
         if known is not None:
             self._report(name, Gone(node=known.advertisement.node))
@@ -451,6 +469,14 @@ class _Conversation:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _latest_text(zeroconf: Zeroconf, name: str) -> bytes:
+    """Return the TXT record that came last; empty if there is none."""
+    records = zeroconf.cache.get_all_by_details(name, _TXT, _IN)
+    latest = max(records, key=lambda record: (record.created, record.ttl), default=None)
+    text: bytes = getattr(latest, "text", b"")
+    return text
 
 
 def _hosts(addresses: tuple[LocalAddress, ...]) -> list[tuple[str, str]]:

@@ -22,7 +22,7 @@ from pmesh.core.identity.keys import AdvertisementKey, MeshKey, NodeKey
 from pmesh.core.links.addresses import LocalAddress
 from pmesh.core.wire.link import PROTOCOL_VERSION
 from pmesh.ids import Incarnation
-from pmesh.net.links import discovery
+from pmesh.net.links import discovery, packet_filter
 from pmesh.net.links.discovery import (
     AgentFound,
     Deaf,
@@ -471,6 +471,46 @@ async def test_a_number_is_announced_again_after_answers_that_were_put_off() -> 
             with trio.fail_after(TIMEOUT_S):
                 for _ in range(3):
                     await updated.receive()
+
+
+async def test_of_records_that_come_within_a_second_the_last_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As when zeroconf brings an answer that it had put off between two announcements."""
+    monkeypatch.setattr(packet_filter, "REPEATS_PER_S", 99.0)  # each comes at several sockets
+    ada = advertisement(101)
+    sent = list[AsyncZeroconf]()
+
+    def announce() -> None:
+        for invitation, ttl in ((7, 4500), (0, 4500), (7, 4400)):  # zeroconf drops equal packets
+            of_now = replace(ada, invitation=invitation)
+            info = ServiceInfo(
+                adverts.SERVICE_TYPE,
+                instance_name(ada.node),
+                port=ada.port,
+                properties=encode(of_now, key(101), MESH),
+                server=host_name(ada.node),
+                parsed_addresses=["127.0.0.1"],
+            )
+            zeroconf = sent[0].zeroconf
+            zeroconf.async_send(zeroconf.generate_service_broadcast(info, ttl))
+
+    class Says(AsyncZeroconf):
+        def __init__(self, **options: Any) -> None:  # noqa: ANN401 - as above
+            super().__init__(**options)
+            sent.append(self)
+
+    own, settings = replace(advertisement(102), port=0), replace(SETTINGS, open_zeroconf=Says)
+    listening = advertisement(103)
+    async with (
+        running(own, 102, settings=settings) as speaker,
+        running(listening, 103, settings=replace(SETTINGS, look_s=0.01)) as here,
+    ):
+        await speaker.hears(found(listening))  # so its zeroconf runs
+        loop = sent[0].zeroconf.loop
+        assert loop is not None
+        loop.call_soon_threadsafe(announce)
+        await here.hears(found(replace(ada, invitation=7)))
 
 
 async def test_with_port_0_it_only_listens() -> None:
