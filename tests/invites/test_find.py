@@ -4,6 +4,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 import trio
@@ -35,6 +36,9 @@ def agent(
         hosts=hosts,
         invitation=invitation,
     )
+
+
+Finds: TypeAlias = trio.MemorySendChannel[Discovered]
 
 
 def found(advertisement: Advertisement) -> AgentFound:
@@ -84,6 +88,24 @@ async def test_the_one_that_announces_the_number_is_dialled(
         hear(monkeypatch, *map(found, (*others, inviter)))
         async with await finds() as stream:
             assert stream.socket.getpeername()[:2] == ("127.0.0.1", port)
+
+
+@pytest.mark.usefixtures("autojump_clock")
+async def test_after_an_answer_of_before_the_code_the_next_one_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inviter = agent(1, invitation=7, hosts=())  # so that it is not dialled
+
+    async def discover(_: Advertisement, *, found: Finds, **options: object) -> None:
+        del options
+        for invitation in (7, 0):
+            await found.send(AgentFound(advertisement=replace(inviter, invitation=invitation)))
+        await trio.sleep(2 * find.OTHERS_S)
+        await found.send(AgentFound(advertisement=inviter))
+
+    monkeypatch.setattr(find, "discover", discover)
+    with pytest.raises(PeerUnreachable, match="mac-1 runs another version"):
+        await find_inviter(7, SETTINGS, KEY)
 
 
 async def test_an_address_that_refuses_does_not_keep_it_from_another(

@@ -4,6 +4,7 @@ Whoever answers gets one guess at the code. So `pmesh join` talks to one machine
 several announce the number.
 """
 
+import math
 import secrets
 from collections.abc import Iterable, Sequence
 from typing import Final
@@ -45,10 +46,12 @@ async def find_inviter(
         send, receive = trio.open_memory_channel[Discovered](16)
         with trio.move_on_after(look_s) as scope:
             nursery.start_soon(_discover, settings, key, watch, send)
+            last, ends = scope.deadline, math.inf
             async for event in receive:
                 finder.note(event)
-                if finder.inviters:
-                    scope.deadline = min(scope.deadline, trio.current_time() + OTHERS_S)
+                # An answer from before the code may come after it: then the next one is waited for.
+                ends = min(ends, trio.current_time() + OTHERS_S) if finder.inviters else math.inf
+                scope.deadline = min(last, ends)
         local = watch.announced
         nursery.cancel_scope.cancel()
     inviter = finder.only(look_s)
