@@ -251,7 +251,7 @@ def types_in(info: inspect.Type, found: set[type]) -> set[type]:
     return found
 
 
-BETWEEN_TRAINERS = ("pmesh.client.", "pmesh.rpc.")  # they read these of each other
+BETWEEN_TRAINERS = ("pmesh.bridge.", "pmesh.client.", "pmesh.rpc.")  # they read these of each other
 NOT_DRAWN: dict[str, set[type]] = {
     "an agent's own answers to its programs": set(get_args(AnyReply)) | {MemberRow},
     "is obeyed": {StopAgent},

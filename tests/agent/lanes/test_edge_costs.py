@@ -52,17 +52,17 @@ async def test_the_first_sum_measures_each_edge_once_and_all_ranks_have_one_tabl
 async def test_edges_within_one_machine_are_alike_and_are_not_measured(
     clock: MockClock, probes: list[bool]
 ) -> None:
-    async with village(clock, 2) as here:
-        first, second = here.machines
-        trainers = await here.job(first, first, second, second)
+    async with village(clock, 3) as here:
+        first, second, third = here.machines
+        trainers = await here.job(first, first, second, second, third)
         await reduce_all(trainers)
-        assert sorted(probes) == [False, False, True, True]
-        check_alike(here, 4)
+        assert sorted(probes) == [False, False, True, True, True]
+        check_alike(here, 5)
         for rank in ranks_of(here):
             members = [trainer.member for trainer in rank.roster.trainers]
             edges = rank.costs.edges
             assert edges is not None
-            for one, other in itertools.permutations(range(4), 2):
+            for one, other in itertools.permutations(range(5), 2):
                 if members[one] == members[other]:
                     assert edges.costs[one][other] == EdgeCost(0, edge_costs.LOCAL_PS)
 
