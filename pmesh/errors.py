@@ -132,8 +132,8 @@ class PeerError(PmeshError):
 class MeshKeyMismatch(PeerError):
     """The other side holds another mesh key.
 
-    `pmesh key show` on one, `pmesh key set` on the other, then `pmesh down` and `pmesh up`
-    there.
+    `pmesh invite` on one; on the other `pmesh down`, then `pmesh join --replace --up` with
+    the code.
     See docs/how-to/troubleshooting.md#another-machines-peererror.
     """
 

@@ -19,8 +19,8 @@ T = TypeVar("T", bound=Struct)
 SCHEMA_VERSION: Literal[2] = 2
 _JSON_SCHEMA = "https://json-schema.org/draft/2020-12/schema"
 OTHER_MESH: Final = (
-    "it holds another mesh key; if it should be in this mesh, type there: pmesh key set, and paste "
-    "what 'pmesh key show' prints here; then pmesh down, and pmesh up"
+    "it holds another mesh key; if it should be in this mesh, type here: pmesh invite; and there: "
+    "pmesh down, then pmesh join --replace --up with the code"
 )
 
 MemberHealth: TypeAlias = Literal["self", "healthy", "degraded", "suspect", "gone"]
@@ -391,8 +391,8 @@ def describe_other_mesh(peer: PeerStatus, *, own_name: str) -> str:
     whom = name_peer(peer, own_name)
     return (
         f"{whom} is here, but holds another mesh key, so this machine is in a mesh of its own; to "
-        f"join {whom}, type here: pmesh key set, and paste what 'pmesh key show' prints there; "
-        "then pmesh down, and pmesh up"
+        f"join {whom}, type there: pmesh invite; and here: pmesh down, then pmesh join --replace "
+        "--up with the code"
     )
 
 

@@ -18,6 +18,7 @@ def join(
     *code: Annotated[str, Parameter(show_default=False)],
     peer: str | None = None,
     up: Flag = False,
+    replace: Flag = False,
     home: Home = None,
 ) -> int:
     """Get the mesh key from the machine that shows this code: 'pmesh join 7-guitar-lemon'.
@@ -26,12 +27,14 @@ def join(
         code: What 'pmesh invite' shows; default it asks for it.
         peer: HOST:PORT of that machine, for networks without multicast.
         up: Then start the agent in the background, as 'pmesh up --detach' does.
+        replace: Leave the mesh whose key this machine holds; the key is kept beside. The agent must
+            not run.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
     from pmesh.cli.up import bring_up
     from pmesh.invites.cli.join import join_mesh
 
-    join_mesh(home, code, peer=peer, then_up=up)
+    join_mesh(home, code, peer=peer, then_up=up, replace=replace)
     peers = None if peer is None else (peer,)
     return bring_up(home, {"peers": peers}, detach=True) if up else 0
 

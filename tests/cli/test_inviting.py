@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from pmesh.agent.home import load_mesh_key, store_mesh_key
+from pmesh.agent.home import hold_home, load_mesh_key, store_mesh_key
 from pmesh.cli.app import run
 from pmesh.core.identity.keys import MeshKey, mesh_key_text
 from pmesh.core.values import Verdict
@@ -19,7 +19,7 @@ from pmesh.core.wire.control import Stopping
 from pmesh.core.wire.framing import frame
 from pmesh.core.wire.link import PROTOCOL_VERSION, Address
 from pmesh.core.wire.session import Refused, SessionMessage, encode
-from pmesh.errors import PeerUnreachable
+from pmesh.errors import KeyFileError, PeerUnreachable
 from pmesh.home_paths import home_directory, socket_path
 from pmesh.ids import NodeId
 from pmesh.invites.cli import join
@@ -127,6 +127,8 @@ def inviter(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Address | None]]
     async def give(code: Code, newcomer: join.Newcomer, address: Address | None) -> Party:
         await trio.lowlevel.checkpoint()
         asked.append((code.text, address))
+        if newcomer.mesh_key not in {None, KEY}:
+            raise KeyFileError("this machine holds the key of another mesh")
         if newcomer.mesh_key is None:
             store_mesh_key(newcomer.settings.home, KEY)
         return ADA
@@ -193,6 +195,40 @@ def test_a_member_is_told_that_it_is_one(home: Path, capsys: pytest.CaptureFixtu
         "this machine is already a member of the mesh of mac-1",
         "Type next: pmesh up",
     ]
+
+
+@pytest.mark.usefixtures("inviter")
+def test_a_machine_of_another_mesh_leaves_it_only_if_told_and_keeps_its_key(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    former = MeshKey(bytes(range(32)))
+    store_mesh_key(home, former)
+    assert run(["join", "7-guitar-lemon"]) == 1
+    assert load_mesh_key(home) == former
+
+    assert run(["join", "7-guitar-lemon", "--replace"]) == 0
+    assert load_mesh_key(home) == KEY
+    kept = home / "mesh_key.replaced"
+    assert kept.read_text() == f"{mesh_key_text(former)}\n"
+    assert kept.stat().st_mode & 0o077 == 0
+    assert f"The key of the mesh that it has left is in {kept}." in capsys.readouterr().out
+
+
+def test_an_agent_that_runs_keeps_its_key(
+    home: Path, inviter: list[tuple[str, Address | None]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    store_mesh_key(home, MeshKey(bytes(range(32))))
+    with hold_home(home):
+        assert run(["join", "7-guitar-lemon", "--replace"]) == 1
+    assert "stop it with 'pmesh down'" in capsys.readouterr().err
+    assert inviter == []
+
+
+@pytest.mark.usefixtures("inviter")
+def test_a_member_has_nothing_to_replace(home: Path) -> None:
+    store_mesh_key(home, KEY)
+    assert run(["join", "7-guitar-lemon", "--replace"]) == 0
+    assert not (home / "mesh_key.replaced").exists()
 
 
 def test_the_code_may_be_typed_when_it_asks(

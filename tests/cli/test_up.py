@@ -272,7 +272,7 @@ def test_who_begins_a_new_mesh_beside_another_is_told_what_to_type(
     assert mesh_key_text(key) not in said.out  # it is on no screen that nobody has asked for
     expected = "is here, but holds another mesh key, so this machine is in a mesh of its own"
     assert (expected in said.err) == makes_key
-    assert ("type here: pmesh key set" in said.err) == makes_key
+    assert ("pmesh join --replace --up" in said.err) == makes_key
 
 
 AGENT_THAT_LEAVES = """

@@ -141,13 +141,15 @@ def test_a_machine_of_another_mesh_is_refused_and_told_what_to_type(
 
     refused = join(fleet, two, code, name="mac-2")
     told = refused.await_line(
-        "KeyFileError: this machine holds the key of another mesh .*; (mv [^;]*);"
+        "KeyFileError: this machine holds the key of another mesh .* 'pmesh (join --replace)'"
     )
     refused.await_end(code=1)
     assert (fleet.home("mac-2") / MESH_KEY_NAME).read_bytes() == before
-    two.run(["sh", "-c", told[1]])
-    join(fleet, two, code, name="mac-2").await_end()  # the code was not used up
+    option = told[1].split()[1]
+    join(fleet, two, code, option, name="mac-2").await_end()  # the code was not used up
     showing.await_end()
+    assert (fleet.home("mac-2") / f"{MESH_KEY_NAME}.replaced").read_bytes() == before
+    assert (fleet.home("mac-2") / MESH_KEY_NAME).read_bytes() != before
 
 
 @pytest.mark.slow  # it looks for 10 s

@@ -46,10 +46,10 @@ def test_another_mesh_key_is_named_on_both_sides_and_its_tag_in_status(
 
     for side in (stranger, agent):
         side.process.await_line(r"no link.*MeshKeyMismatch.*127\.0\.0\.1.*another mesh key")
-        await_peer(side, "other_mesh_key", "another mesh key", "pmesh key show")
+        await_peer(side, "other_mesh_key", "another mesh key")
     # And by mDNS, for who does not dial: by its name, with what to do, and once.
     for side, other in ((agent, stranger), (stranger, agent)):
-        seen = await_peer(side, "other_mesh_key", "pmesh key set", name=other.name)
+        seen = await_peer(side, "other_mesh_key", "pmesh join --replace", name=other.name)
         assert seen.id == other.status().node.id
         assert [peer.state for peer in side.status().peers] == ["other_mesh_key"]
     assert "other mesh key" in fleet.pmesh("status", home=agent.home).stdout

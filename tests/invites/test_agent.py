@@ -395,7 +395,7 @@ async def test_a_member_learns_that_it_is_one_and_uses_nothing_up() -> None:
 async def test_a_machine_of_another_mesh_is_told_how_to_leave_it_and_uses_nothing_up() -> None:
     async with housed() as house:
         session = await house.invite()
-        with pytest.raises(KeyFileError, match=r"another mesh than mac-1.*mv x/mesh_key"):
+        with pytest.raises(KeyFileError, match=r"another mesh than mac-1.*join --replace"):
             await joins(house, session.code, newcomer(OTHER_KEY))
         assert await joins(house, session.code) == [KEY]
 

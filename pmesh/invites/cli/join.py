@@ -1,6 +1,7 @@
 """`pmesh join`: gets the mesh key from the machine that has shown a code."""
 
 import contextlib
+import dataclasses
 import functools
 import getpass
 import os
@@ -18,13 +19,14 @@ import trio
 from pmesh.agent.config import AgentSettings, load_settings, parse_host_port
 from pmesh.agent.home import (
     NODE_KEY_BYTES,
+    hold_home,
     load_mesh_key,
     load_node_key,
-    move_away,
     open_home,
     store_mesh_key,
+    write_private,
 )
-from pmesh.core.identity.keys import MeshKey, NodeKey, namespace_tag
+from pmesh.core.identity.keys import MeshKey, NodeKey, mesh_key_text, namespace_tag
 from pmesh.core.wire.framing import GUEST_MAGIC
 from pmesh.core.wire.link import PROTOCOL_VERSION, Address
 from pmesh.errors import (
@@ -65,7 +67,9 @@ class Newcomer:
         return Party(self.node_key.node, self.settings.name, PROTOCOL_VERSION)
 
 
-def join_mesh(home: Path | None, typed: Sequence[str], *, peer: str | None, then_up: bool) -> None:
+def join_mesh(
+    home: Path | None, typed: Sequence[str], *, peer: str | None, then_up: bool, replace: bool
+) -> None:
     """Get the mesh key, and store it as `pmesh key set` does.
 
     Args:
@@ -73,10 +77,12 @@ def join_mesh(home: Path | None, typed: Sequence[str], *, peer: str | None, then
         typed: The code, in one or several words; none to ask for it.
         peer: HOST:PORT of the machine that invites; None to look for it by mDNS.
         then_up: False to say what to type next.
+        replace: Take the key also if this machine holds that of another mesh.
 
     Raises:
         ConfigError: This is no code, or no address.
         KeyFileError: This machine holds the key of another mesh, or the key can't be written.
+        AgentAlreadyRunning: It would go on with the key that is to be replaced.
         UsageError: The code is wrong, or was used, or is over.
         PeerUnreachable: No machine invites by this number, or it can't be reached.
     """
@@ -87,12 +93,25 @@ def join_mesh(home: Path | None, typed: Sequence[str], *, peer: str | None, then
     newcomer = _load(open_home(directory))
     if address is None:
         complain(f"looking for the machine that invites by the number {code.number} …")
-    inviter = trio.run(functools.partial(_join, code, newcomer, address))
-    path = directory / MESH_KEY_NAME
-    if newcomer.mesh_key is not None:
+
+    def join(newcomer: Newcomer) -> Party:
+        return trio.run(_join, code, newcomer, address)
+
+    former = None
+    with hold_home(directory) if replace else contextlib.nullcontext():
+        try:
+            inviter = join(newcomer)
+        except KeyFileError:
+            if not replace or newcomer.mesh_key is None:
+                raise
+            former = _keep_beside(newcomer.settings.home, newcomer.mesh_key)
+            inviter = join(dataclasses.replace(newcomer, mesh_key=None))
+    if newcomer.mesh_key is not None and former is None:
         say(f"this machine is already a member of the mesh of {inviter.name}")
     else:
-        say(f"This machine has the mesh key of {inviter.name}, in {path}.")
+        say(f"This machine has the mesh key of {inviter.name}, in {directory / MESH_KEY_NAME}.")
+    if former is not None:
+        say(f"The key of the mesh that it has left is in {former}.")
     if not then_up:
         words = ["pmesh", "up"]
         words += [] if home is None else ["--home", str(home)]
@@ -104,6 +123,13 @@ def _load(home: Path) -> Newcomer:
     settings = load_settings(home, flags={}, environment=os.environ, host_name=socket.gethostname())
     node_key = load_node_key(home, entropy=secrets.token_bytes(NODE_KEY_BYTES))
     return Newcomer(settings=settings, node_key=node_key, mesh_key=load_mesh_key(home))
+
+
+def _keep_beside(home: Path, key: MeshKey) -> Path:
+    """Write the key of the mesh that is left where `pmesh key set` can read it."""
+    path = home / f"{MESH_KEY_NAME}.replaced"
+    write_private(path, f"{mesh_key_text(key)}\n".encode())
+    return path
 
 
 def _parse_code(text: str) -> Code:
@@ -229,8 +255,7 @@ def _why_declined(reply: object, newcomer: Newcomer) -> PmeshError:  # noqa: PLR
             path = newcomer.settings.home / MESH_KEY_NAME
             return KeyFileError(
                 f"this machine holds the key of another mesh than {name}, in {path}; to leave that "
-                f"mesh, type: pmesh down; {move_away(path)}; then 'pmesh join' again, with the "
-                "same code"
+                "mesh, type: pmesh down; then 'pmesh join --replace', with the same code"
             )
         case "wrong code":
             return _wrong_code(reply.party)

@@ -67,7 +67,7 @@ async def test_another_mesh_is_shown_and_never_dialled(clock: MockClock) -> None
         discovered(one, found(b"another!"))
         (peer,) = shown(one)
         assert (peer.state, peer.name, peer.id) == ("other_mesh_key", "air", node_text(NODE))
-        assert "pmesh key set" in (peer.reason or "")
+        assert "pmesh join --replace" in (peer.reason or "")
         assert not one.agent.peers.targets.wanted
         discovered(one, Gone(node=NODE))
         assert not shown(one)
@@ -103,8 +103,8 @@ async def test_who_begins_a_mesh_of_its_own_beside_another_is_told_at_once_and_o
         (line,) = [line for line in one.lines if "another mesh key" in line]
         assert line == (
             "air is here, but holds another mesh key, so this machine is in a mesh of its own; to "
-            "join air, type here: pmesh key set, and paste what 'pmesh key show' prints there; "
-            "then pmesh down, and pmesh up"
+            "join air, type there: pmesh invite; and here: pmesh down, then pmesh join --replace "
+            "--up with the code"
         )
 
 

@@ -218,8 +218,8 @@ def judge_mesh(facts: MeshFacts) -> Iterator[Finding]:
             f"{other} is here, and holds another mesh key",
             stops=facts.alone,
             means="Machines with different keys are different meshes.",
-            todo=f"to join {other}: pmesh key set, and paste what 'pmesh key show' prints there; "
-            "then pmesh down, and pmesh up",
+            todo=f"to join {other}, type there: pmesh invite; and here: pmesh down, then "
+            "pmesh join --replace --up with the code",
         )
     if not facts.others and not facts.key_changed:
         yield well("no other mesh is here")
