@@ -27,17 +27,20 @@ def system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return name
 
 
-def open_descriptors() -> int:
-    """How many of the first descriptors are open; what is garbage has none."""
+def open_descriptors() -> set[int]:
+    """Which of the first descriptors are open; what is garbage has none.
+
+    Other tests' threads may still close some of theirs.
+    """
     gc.collect()
-    count = 0
+    found = set[int]()
     for descriptor in range(256):
         try:
             os.fstat(descriptor)
         except OSError:
             continue
-        count += 1
-    return count
+        found.add(descriptor)
+    return found
 
 
 @pytest.mark.parametrize("kind", ["input", "output"])
@@ -87,10 +90,10 @@ def test_nobody_changes_the_size_of_an_arena(kind: ArenaKind, size: int) -> None
 def test_closing_gives_back_every_descriptor() -> None:
     before = open_descriptors()
     made: list[Arena] = [create_arena("output", i, MIB) for i in range(3)]
-    assert open_descriptors() > before
+    assert open_descriptors() - before
     for arena in made:
         arena.close()
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 def test_closing_while_a_view_is_held_leaves_the_memory_until_the_view_ends() -> None:
@@ -112,7 +115,7 @@ def test_a_failure_while_making_one_leaks_nothing(monkeypatch: pytest.MonkeyPatc
     for kind in ("input", "output"):
         with pytest.raises(OSError, match="no memory"):
             create_arena(kind, 0, MIB)
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 @pytest.mark.parametrize("kind", ["input", "output"])
