@@ -143,7 +143,7 @@ def test_top_shows_in_a_terminal_what_a_training_reports_until_q_is_pressed(flee
     os.close(theirs)
     with top, os.fdopen(ours, "rb", buffering=0) as screen:
         try:
-            await_text(screen, "Job digits", ": step 3, ", "; loss ", "0.5")
+            await_text(screen, "Job digits", ": step 3", "; loss ", "0.5")
             os.write(ours, b"q")
             await_text(screen, "\x1b[?1049l")  # the screen from before is back
             assert top.wait(TIMEOUT_S) == 0
