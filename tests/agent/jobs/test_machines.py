@@ -1,6 +1,7 @@
 """Ranks of several agents, of which some have several: towards the network each agent is one."""
 
 from functools import partial
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -110,6 +111,47 @@ async def test_who_dies_while_its_machine_is_at_the_network_leaves_the_others_on
         await together(lose, *calls, *[partial(survive, trainer) for trainer in left])
         assert set(results) == {np.full(count, len(left), np.float32).tobytes()}
         assert len(results) == len(left)
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_whoever_is_killed_at_any_moment_leaves_the_others_the_same_results(
+    clock: MockClock, seed: int
+) -> None:
+    """O2, O3: of each op, all have the sum with the lost ranks, or all have it without."""
+    random = Random(seed)  # noqa: S311 - no secret
+    counts = random.choice([(2, 2), (3, 1), (4, 1), (1, 2, 2), (2, 1, 3)])
+    count, moments = random.choice([9, 70_000]), random.randrange(random.choice([60, 1500]))
+    async with village(clock, len(counts)) as here:
+        trainers = await job_of(here, *counts)
+        at = [place for place, ranks in enumerate(counts) for _ in range(ranks)]
+        victim, alone = random.randrange(len(trainers)), random.random() < 0.75
+        lost = [
+            trainer
+            for i, trainer in enumerate(trainers)
+            if i == victim or (not alone and at[i] == at[victim])
+        ]
+        left = [trainer for trainer in trainers if trainer not in lost]
+        results: dict[Trainer, list[bytes]] = {trainer: [] for trainer in trainers}
+
+        async def train(trainer: Trainer) -> None:
+            own = np.full(count, 2.0 ** trainers.index(trainer), np.float32)
+            for _ in range(4):
+                results[trainer].append((await trainer.reduce(own)).tobytes())
+
+        async def lose() -> None:
+            for _ in range(moments):
+                await trio.lowlevel.checkpoint()
+            await (trainers[victim].die() if alone else here.machines[at[victim]].kill())
+
+        calls = [partial(swallow, train(trainer)) for trainer in lost]
+        await together(lose, *calls, *[partial(train, trainer) for trainer in left])
+        sums = [
+            np.full(count, sum(2.0 ** trainers.index(t) for t in some), np.float32).tobytes()
+            for some in (trainers, left)
+        ]
+        for op, result in enumerate(results[left[0]]):
+            assert result in sums
+            assert {of[op] for of in results.values() if len(of) > op} == {result}
 
 
 async def test_calls_that_differ_are_noticed_at_one_machine_and_between_two(
