@@ -90,7 +90,7 @@ async def test_a_machine_with_another_key_is_shown_once_however_many_ways_it_com
         discovered(one, found(b"another!", where=where))
         names = [(peer.name, peer.addresses[0]) for peer in shown(one)]
         assert names == [("air", str(where)), (None, "192.0.2.10:51234")]
-        assert all("pmesh down, and pmesh up" in (peer.reason or "") for peer in shown(one))
+        assert all("pmesh join --replace --up" in (peer.reason or "") for peer in shown(one))
 
 
 async def test_who_begins_a_mesh_of_its_own_beside_another_is_told_at_once_and_once(
