@@ -1,6 +1,6 @@
 """Ops of ranks that are at this agent: done once, for all of them, in shared memory.
 
-If all ranks of the job are here, that is all. If others are elsewhere, `Relay` has the values of
+If all ranks of the job are here, that is all. If others are elsewhere, `_Relay` has the values of
 those here folded, and waits until the first of them has the result from the network.
 
 Each rank's task brings its part. The last one that comes begins the op, and all tasks then wait for
