@@ -28,6 +28,7 @@ from pmesh.terminal.lines import complain, say
 Stream: TypeAlias = trio.abc.HalfCloseableStream
 
 MOST_STRANGERS = 16  # connections that have not joined; each may hold a frame of 64 KiB
+JOIN_S = 10.0  # a worker joins as soon as it has connected
 
 
 class Job(Protocol):
@@ -94,19 +95,20 @@ class Bridge:
             return
         frames = Frames(stream, silence_s=self._options.silence_s)
         self._strangers += 1
+        join = None
         try:
-            with trio.fail_after(self._options.silence_s):
+            with trio.fail_after(JOIN_S):
                 join = await receive_join(frames)
         except trio.TooSlowError:
-            complain(f"{address} has not joined within {self._options.silence_s:g} s")
+            complain(f"{address} has not joined within {JOIN_S:g} s")
         except ProtocolError as e:
             complain(f"{address} is no worker of entrenar: it {e}")
         except WorkerGone as e:
             complain(f"{address} {e} before it has joined")
-        else:
-            await self._serve(join, frames)
         finally:
             self._strangers -= 1
+        if join is not None:
+            await self._serve(join, frames)
 
     async def _serve(self, join: JoinRequest, frames: Frames) -> None:
         """Give a worker a number, and serve it until it has gone or all ends."""
