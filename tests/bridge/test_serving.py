@@ -295,3 +295,19 @@ async def test_whole_gradients_need_rows_and_rows_are_dealt_to_workers_with_bloc
 
     options = Options(workers=1, rows=7, silence_s=10, most_frame=4096, wait_s=100)
     assert await bridged(work, AloneJob(1), options) == 1
+
+
+async def test_more_workers_join_than_strangers_have_room() -> None:
+    count = MOST_STRANGERS + 1
+    options = Options(workers=count, rows=None, silence_s=10, most_frame=4096, wait_s=100)
+
+    async def work(listening: Listening) -> None:
+        peers = list[Peer]()
+        for number in range(count):
+            peers.append(listening.connect())
+            assert await peers[-1].join() == number
+        for peer in peers:
+            await peer.stream.send_eof()
+            await peer.receive()
+
+    assert await bridged(work, AloneJob(1), options) == 0
