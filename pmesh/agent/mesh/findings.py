@@ -10,7 +10,7 @@ from pmesh.agent.mesh.keyring import Keyring
 from pmesh.agent.mesh.peers import Peers
 from pmesh.core.identity.advertisement import Advertisement
 from pmesh.core.identity.keys import NodeKey
-from pmesh.core.wire.link import PROTOCOL_VERSION, Address
+from pmesh.core.wire.link import PROTOCOL_VERSION
 from pmesh.ids import NodeId
 from pmesh.net.links.discovery import AgentFound, Deaf, Discovered, Gone, Nameplate, discover
 from pmesh.net.links.interfaces import AddressWatch
@@ -83,11 +83,15 @@ class Findings:
     def is_of_other_mesh(self, found: AgentFound) -> bool:
         return found.advertisement.tag != self.tag
 
-    def elsewhere(self) -> Iterator[tuple[NodeId, tuple[Address, ...]]]:
-        """Yield the agents of another mesh: members that have missed a change of the key, too."""
-        for node, found in self.foreign.items():
-            if self.is_of_other_mesh(found) and found.advertisement.addresses:
-                yield node, found.advertisement.addresses
+    def elsewhere(self) -> Iterator[tuple[Advertisement, bool]]:
+        """Yield the agents of another mesh: members that have missed a change of the key, too.
+
+        The flag tells whether an advertisement is fresh; if not, it may be replayed.
+        """
+        for found in self.foreign.values():
+            theirs = found.advertisement
+            if self.is_of_other_mesh(found) and theirs.addresses:
+                yield theirs, theirs.is_fresh(minute=self._minute())
 
     def _sort_one(self, finding: Discovered, peers: Peers) -> None:
         match finding:

@@ -1,5 +1,6 @@
 """Takes the latest mesh key from members that have it, and gives it to those that were away."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 import structlog
@@ -8,6 +9,7 @@ import trio
 from pmesh.agent.events import News
 from pmesh.agent.mesh.keyring import Keyring
 from pmesh.agent.mesh.register import Register
+from pmesh.core.identity.advertisement import Advertisement
 from pmesh.core.identity.rotations import Rotation
 from pmesh.core.links.addresses import BoundAddress
 from pmesh.core.wire.link import Address
@@ -30,7 +32,7 @@ class Renewals:
         me: This machine.
         keyring: Its keys.
         register: Who has a place in the mesh.
-        elsewhere: Returns the machines that mDNS shows with another key, and their addresses.
+        elsewhere: Returns what mDNS shows of machines with another key, and whether each is fresh.
         in_order: Returns how to dial addresses, the best first.
         found: Called with a machine that has the key in use, so that it is dialled at once.
         noticed: Takes what is news to the owner of this machine.
@@ -42,7 +44,7 @@ class Renewals:
         keyring: Keyring,
         register: Register,
         *,
-        elsewhere: Callable[[], Iterable[tuple[NodeId, tuple[Address, ...]]]],
+        elsewhere: Callable[[], Iterable[tuple[Advertisement, bool]]],
         in_order: Callable[[Iterable[Address]], Sequence[BoundAddress]],
         found: Callable[[NodeId, tuple[Address, ...]], None],
         noticed: Callable[[News], None],
@@ -54,7 +56,8 @@ class Renewals:
         self._in_order = in_order
         self._found = found
         self._noticed = noticed
-        self._due: dict[NodeId, tuple[float, float]] = {}  # when to ask whom, and the last wait
+        self._due: dict[tuple[NodeId, int], tuple[float, float]] = {}
+        """When to ask for an advertisement, of which node and minute, and the last wait."""
         self._met: dict[str, None] = {}
         self._given_by: Rotation | None = None
         self._given: set[NodeId] = set()
@@ -64,16 +67,17 @@ class Renewals:
         """Ask members that mDNS shows with another key, until cancelled."""
         while True:
             now, before, self._due = trio.current_time(), self._due, {}
-            for node, addresses in list(self._elsewhere()):
-                if not self._is_member(node):
+            for theirs, fresh in list(self._elsewhere()):
+                if not self._is_member(theirs.node):
                     continue
-                due, waited_s = before.get(node, (now, LOOK_S / 2))
+                key = theirs.node, theirs.minute
+                due, waited_s = before.get(key, (now, LOOK_S / 2))
                 if due <= now:
                     waited_s = min(2 * waited_s, LONGEST_WAIT_S)
-                    due = now + waited_s
-                    if await self.ask(addresses):
-                        self._found(node, addresses)
-                self._due[node] = due, waited_s
+                    due = now + waited_s if fresh else math.inf  # it may be replayed
+                    if await self.ask(theirs.addresses):
+                        self._found(theirs.node, theirs.addresses)
+                self._due[key] = due, waited_s
             met, self._met = self._met, {}
             for host in met:
                 for addresses in self._register.known_at(host):
