@@ -67,7 +67,9 @@ class _LaneSlot:
     """The place in which one end's lane appears."""
 
     lane: Lane | None = None
-    failure: LaneBroken | None = None
+    failure: str = ""
+    """Why there is none, as text. A raised exception refers to frames, and one of them to this
+    slot, so that the arenas in them would stay until the garbage collector runs."""
     filled: trio.Event = field(default_factory=trio.Event)
 
 
@@ -283,7 +285,7 @@ class LaneRendezvous:
         lane, place.lane = place.lane, None
         self._stop_opening(end)
         if lane is None:
-            raise place.failure or LaneBroken("somebody else has taken the lane")
+            raise LaneBroken(place.failure or "somebody else has taken the lane")
         return lane
 
     def holds(self, end: LaneEnd) -> bool:
@@ -320,7 +322,7 @@ class LaneRendezvous:
     def _drop(self, end: LaneEnd) -> None:
         self._stop_opening(end)
         if end in self._places:
-            _give_up(self._places.pop(end), LaneBroken("its roster is over"))
+            _give_up(self._places.pop(end), "its roster is over")
 
     def _stop_opening(self, end: LaneEnd) -> None:
         scope = self._openings.pop(end, None)
@@ -356,7 +358,7 @@ class LaneRendezvous:
     def close(self) -> None:
         """Close the lanes that nobody has taken."""
         for place in self._places.values():
-            _give_up(place, LaneBroken("the agent ends"))
+            _give_up(place, "the agent ends")
 
     def _is_over(self, end: LaneEnd) -> bool:
         return self._is_outdated(end) or self._given_up.get(_pair_of(end), 0) <= end.edge.op < RING
@@ -392,7 +394,7 @@ class LaneRendezvous:
         try:
             sending, receiving = local_lanes(self._make_offer(edge, dial=False), peers=names)
         except OSError as e:  # no descriptor is left: the op must fail, and not this agent
-            failure = LaneBroken(f"no data connection within {me}: {e.strerror}")
+            failure = f"no data connection within {me}: {e.strerror}"
             _give_up(self._place(LaneEnd(edge, sending=True)), failure)
             return
         self._fill(LaneEnd(edge, sending=True), sending)
@@ -422,7 +424,7 @@ class LaneRendezvous:
                 return
             await trio.sleep(RETRY_S)
         name = self._reach.name_of(to)
-        _give_up(place, LaneBroken(f"no data connection to {name} can be made"))
+        _give_up(place, f"no data connection to {name} can be made")
 
     async def _await_dial(
         self, end: LaneEnd, offer: OfferLane, to: Member, place: _LaneSlot
@@ -478,7 +480,7 @@ def _pair_of(end: LaneEnd) -> LaneEnd:
     return LaneEnd(end.edge._replace(op=0), end.sending)
 
 
-def _give_up(place: _LaneSlot, failure: LaneBroken) -> None:
+def _give_up(place: _LaneSlot, failure: str) -> None:
     """Close the lane in this place; a task that waits for it gets the failure."""
     if place.lane is not None:
         place.lane.close()

@@ -1,7 +1,10 @@
 """How lanes come about between two agents, and what becomes of those that nobody takes."""
 
+import contextlib
 import errno
+import gc
 import socket
+import weakref
 
 import pytest
 import trio
@@ -189,6 +192,32 @@ async def test_lanes_of_a_roster_that_is_over_are_closed_and_who_waits_is_told(
                 await trio.sleep(0.1)
                 bob.rendezvous.forget(JOB, below=number + 1)
         assert autojump_clock.current_time() < 1
+
+
+class Memory:
+    pass
+
+
+async def test_whoever_waited_in_vain_frees_its_memory_at_once(autojump_clock: MockClock) -> None:
+    held = list[weakref.ref[Memory]]()
+
+    async def bring(side: Side) -> None:
+        memory = Memory()
+        held.append(weakref.ref(memory))
+        with contextlib.suppress(LaneBroken):
+            await take(side, sending=False)
+
+    gc.disable()
+    try:
+        async with two_sides() as (_, bob), trio.open_nursery() as nursery:
+            nursery.start_soon(bring, bob)
+            await trio.sleep(0.1)
+            bob.rendezvous.forget(JOB, below=6)
+            await trio.sleep(0.1)
+            assert held[0]() is None
+    finally:
+        gc.enable()
+    assert autojump_clock.current_time() < 1
 
 
 async def test_a_lane_is_only_taken_from_its_senders_own_agent(autojump_clock: MockClock) -> None:
