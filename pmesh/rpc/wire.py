@@ -89,7 +89,7 @@ class Failure(Frame, frozen=True, tag=3):
 
     call: Number
     kind: Text
-    """The class of the exception; `full` or `refused` if the function was not called."""
+    """The class of the exception; `full`, `refused` or `gone` if the function was not called."""
     message: Text
     traceback: Annotated[str, Meta(max_length=MAX_TRACEBACK)] = ""
 
@@ -110,6 +110,7 @@ AnyFrame: TypeAlias = Request | Result | Kept | Failure | Cancel | Release
 
 FULL = "full"
 REFUSED = "refused"
+GONE = "gone"
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[list[AnyFrame]] = msgspec.msgpack.Decoder(list[AnyFrame])

@@ -2,7 +2,9 @@
 """Calls as a script makes them, among ranks in threads."""
 
 import contextlib
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -258,6 +260,21 @@ def test_closing_the_mesh_ends_its_calls_and_threads() -> None:
         assert not each.is_alive()
 
 
+def test_any_threads_may_call_at_the_same_time() -> None:
+    def program(mesh: pmesh.Mesh) -> None:
+        mesh.rpc.register(abs)
+        with ThreadPoolExecutor(8) as pool:
+            calls = pool.map(lambda n: [mesh.rpc.call(0, "abs", -n) for _ in range(50)], range(8))
+            assert list(calls) == [[n] * 50 for n in range(8)]
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # s: threads take turns between any two instructions
+    try:
+        SimulatedMesh(1).run(program)
+    finally:
+        sys.setswitchinterval(before)
+
+
 # --- lost ranks
 
 
@@ -301,12 +318,16 @@ def test_a_lost_rank_fails_its_calls_at_once_and_frees_what_it_held() -> None:
 
 def test_a_rank_that_was_cut_off_serves_again_once_it_is_back(agent: WatchedAgent) -> None:
     gate = Gate()
+    freed = threading.Event()
 
     def program(mesh: pmesh.Mesh) -> Any:
         rank = int(mesh.rank)
         gate.register(mesh)
+        mesh.rpc.register(lambda: Counter(threading.Event()), name="make")
+        mesh.rpc.register(lambda: Counter(freed), name="own")
         mesh.sync(0)
         assert mesh.last_op is not None
+        counter = mesh.rpc.remote(1 - rank, "make")
         left, cut_off = mesh.last_op.op + 1, None
         if rank == 0:
             agent.left_behind = {left: 1}
@@ -323,9 +344,14 @@ def test_a_rank_that_was_cut_off_serves_again_once_it_is_back(agent: WatchedAgen
             with pytest.raises(HistorySuperseded) as caught:
                 call.wait(PATIENCE_S)
             cut_off = str(caught.value)
+            endpoint = mesh.rpc._endpoint  # noqa: SLF001 - the mesh itself calls nobody now
+            endpoint.begin(endpoint.me(), "own", (), {}, 60.0, keeps=True).reference()
         while mesh.sync(0) == 0 and mesh.size < 2:
             pass
         answer = mesh.rpc.call(1 - mesh.rank, "wait", "after")
+        with pytest.raises(RankLost):
+            counter.call("add")
+        assert rank == 0 or freed.wait(PATIENCE_S)  # whom it belonged to is another trainer now
         mesh.barrier()
         return answer, cut_off
 
@@ -379,6 +405,30 @@ def test_an_object_stays_and_its_named_methods_can_be_called_until_it_is_let_go(
         assert freed.wait(PATIENCE_S)
         with pytest.raises(UsageError, match="it returns a list, whose class has no remote_m"):
             mesh.rpc.remote(1, "list")
+
+    pair(caller, callee)
+
+
+def test_an_object_that_was_let_go_stays_until_the_calls_that_have_begun_have_ended() -> None:
+    freed = threading.Event()
+    gate = Gate()
+
+    def callee(mesh: pmesh.Mesh) -> None:
+        gate.register(mesh)
+        mesh.rpc.register(lambda: Counter(freed), name="make")
+        mesh.rpc.serve(threads=1, waiting=1)
+
+    def caller(mesh: pmesh.Mesh) -> None:
+        counter = mesh.rpc.remote(1, "make")
+        waits = mesh.rpc.call_async(1, "wait")
+        added = counter.call_async("add", 3)
+        counter.close()
+        with pytest.raises(TooManyCalls):  # the release has arrived before this call
+            mesh.rpc.call(1, "wait")
+        gate.may_go.set()
+        assert waits.wait() is None
+        assert added.wait() == 3
+        assert freed.wait(PATIENCE_S)
 
     pair(caller, callee)
 

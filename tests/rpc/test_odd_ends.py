@@ -10,6 +10,7 @@ import pmesh
 from pmesh.errors import (
     MeshClosed,
     ProtocolError,
+    RankLost,
     RemoteCallFailed,
     UsageError,
 )
@@ -40,7 +41,7 @@ def test_answers_to_other_questions_or_of_other_ranks_are_not_taken() -> None:
         assert endpoint.describe(TrainerId(10**6)) == "a lost rank"
         gate.may_go.set()
         assert calls[1].wait() == 1
-        with pytest.raises(UsageError, match="the object is not there any more"):
+        with pytest.raises(RankLost, match=r"make another one by mesh.rpc.remote"):
             endpoint.begin(peer, "add", (), {}, 60.0, reference=77).result()
         with pytest.raises(ProtocolError, match="arguments that are no dict"):
             unpack_arguments_untrusted(Arriving(pack([1], None).value))

@@ -38,7 +38,8 @@ class RemoteCall(Handle[Any]):
 class RemoteObject:
     """An object that another rank keeps for this one. `mesh.rpc.remote` makes it.
 
-    Its owner frees it when nothing refers to this any more, in `close`, and when this rank is lost.
+    Its owner frees it when nothing refers to this any more, in `close`, and when this rank is lost;
+    not before the calls that have begun have ended.
     """
 
     def __init__(self, endpoint: Endpoint, owner: TrainerId, reference: int, made_by: str) -> None:
@@ -67,6 +68,7 @@ class RemoteObject:
 
         Raises:
             UsageError: the class does not name the method, or the object was let go.
+            RankLost: the owner is lost, or was meanwhile; then the object is lost, too.
             PmeshError: as for `mesh.rpc.call`.
         """
         return self._begin(method, args, named, timeout_s).result()

@@ -104,10 +104,14 @@ class Endpoint:
         self._calls = Calls()
         self._pending: dict[int, Call] = {}
         self._lock = threading.Lock()
+        self._posting = threading.Lock()
+        """Held from a call's number until its frame is posted: callees take ascending numbers."""
         self.dropped = deque[tuple[TrainerId, int]]()
         """Objects that nobody refers to: their owner and number. The garbage collector appends, in
         any thread."""
         self._carrier = Carrier(self._open_session, self._peers, self)
+        self._was = self.me()
+        """This trainer at the last tick."""
         self.serving = Serving(self.me, self._answer, self._carrier.next_tag)
         self._process = os.getpid()
 
@@ -153,26 +157,26 @@ class Endpoint:
             raise UsageError(f"a function's name has 1 to {MAX_TEXT} characters")
         is_own = callee == self.me()
         packed = pack_arguments(args, named, None if is_own else self._carrier.next_tag)
-        with self._lock:
-            number = self._calls.begin(callee, deadline=time.monotonic() + timeout_s)
-            call = self._pending[number] = Call(self, number, callee, function, timeout_s)
-        request = Request(number, function, packed.value, timeout_s, reference, keeps)
-        try:
-            if is_own:
-                self._place.check_open()
-                self.received(callee, request)
-            else:
-                self._carrier.post(
-                    callee,
-                    request,
-                    packed.arrays,
-                    timeout_s=timeout_s,
-                    failed=partial(self.give_up, call),
-                )
-        except BaseException as e:
-            self.give_up(call, e if isinstance(e, PmeshError) else MeshClosed(str(e)))
-            raise
+        with self._posting:
+            with self._lock:
+                number = self._calls.begin(callee, deadline=time.monotonic() + timeout_s)
+                call = self._pending[number] = Call(self, number, callee, function, timeout_s)
+            request = Request(number, function, packed.value, timeout_s, reference, keeps)
+            try:
+                self._post(call, request, packed.arrays)
+            except BaseException as e:
+                error = e if isinstance(e, PmeshError) else MeshClosed(str(e))
+                self.give_up(call, error)
+                raise
         return call
+
+    def _post(self, call: Call, request: Request, arrays: list[tuple[int, Values]]) -> None:
+        if call.callee == self.me():
+            self._place.check_open()
+            self.received(call.callee, request)
+            return
+        failed = partial(self.give_up, call)
+        self._carrier.post(call.callee, request, arrays, timeout_s=call.timeout_s, failed=failed)
 
     def give_up(self, call: Call, error: PmeshError) -> None:
         """End a call by an error, unless it has ended."""
@@ -277,6 +281,9 @@ class Endpoint:
 
     def tick(self) -> None:
         """Let go of what nobody refers to, and give up what is overdue."""
+        if self._was != self.me():  # it was cut off, and is back as another trainer
+            self.lost(self._was, RankLost("this rank was cut off from its job"))
+            self._was = self.me()
         while self.dropped:
             self.release(*self.dropped.popleft())
         with self._lock:

@@ -13,7 +13,7 @@ from pmesh.errors import UsageError
 from pmesh.ids import TrainerId
 from pmesh.rpc.client.values import Arriving, Came, failure_of, pack, unpack_arguments_untrusted
 from pmesh.rpc.rules.calls import Answer, Call, Service
-from pmesh.rpc.wire import FULL, MAX_TEXT, REFUSED, AnyFrame, Failure, Kept, Request, Result
+from pmesh.rpc.wire import FULL, GONE, MAX_TEXT, REFUSED, AnyFrame, Failure, Kept, Request, Result
 
 THREADS = 4
 WAITING = 1024
@@ -33,11 +33,21 @@ class Post(Protocol):
 class _Refused(Exception):  # noqa: N818 - no error of this rank
     """The function is not called."""
 
+    kind = REFUSED
+
+
+class _Gone(_Refused):
+    """The object was freed, as its holder was lost to this rank."""
+
+    kind = GONE
+
 
 @dataclass(slots=True)
 class _Incoming:
     request: Request
     arguments: Arriving
+    kept: object
+    """The object whose method it is: it stays until the call has ended. None for a function."""
 
 
 class Serving:
@@ -86,7 +96,8 @@ class Serving:
         with self._lock:
             answer = self._service.request(call, nbytes=request.arguments.nbytes, arrays=len(apart))
             if answer is Answer.TAKEN:
-                self._incoming[call] = _Incoming(request, arriving)
+                kept = self._kept(caller, request.reference)
+                self._incoming[call] = _Incoming(request, arriving, kept)
             running, waiting = self._service.running, len(self._service)
         if answer is Answer.FULL:
             text = (
@@ -167,7 +178,7 @@ class Serving:
         arrays: list[tuple[int, Values]] = []
         self._current.call = call
         try:
-            function = self._function(call.caller, request)
+            function = self._function(request, incoming.kept)
             args, named = unpack_arguments_untrusted(incoming.arguments)
             result = function(*args, **named)
             if request.keeps:
@@ -177,7 +188,7 @@ class Serving:
                 value, arrays = pack(result, None if own else self._next_tag)
                 frame = Result(call.number, value)
         except _Refused as e:
-            frame = Failure(call.number, REFUSED, str(e)[:MAX_TEXT])
+            frame = Failure(call.number, e.kind, str(e)[:MAX_TEXT])
         except BaseException as e:  # noqa: BLE001 - the caller raises it
             frame = failure_of(call.number, e)
         finally:
@@ -202,20 +213,23 @@ class Serving:
             self._objects[reference] = result
             return reference
 
-    def _function(self, caller: TrainerId, request: Request) -> Callable[..., object]:
-        with self._lock:
-            if request.reference < 0:
+    def _kept(self, caller: TrainerId, reference: int) -> object:
+        """Return an object that the caller holds, else None; the lock is held."""
+        return self._objects[reference] if self._service.holds(caller, reference) else None
+
+    def _function(self, request: Request, kept: object) -> Callable[..., object]:
+        if request.reference < 0:
+            with self._lock:
                 function = self._functions.get(request.name)
-                if function is None:
-                    names = ", ".join(sorted(self._functions)) or "none"
-                    raise _Refused(
-                        f"it has registered no such function (registered are: {names}); put "
-                        "@mesh.rpc.register before it"
-                    )
-                return function
-            if not self._service.holds(caller, request.reference):
-                raise _Refused("the object is not there any more")
-            kept = self._objects[request.reference]
+                names = ", ".join(sorted(self._functions)) or "none"
+            if function is None:
+                raise _Refused(
+                    f"it has registered no such function (registered are: {names}); put "
+                    "@mesh.rpc.register before it"
+                )
+            return function
+        if kept is None:
+            raise _Gone("the object is not there any more")
         methods = _methods_of(kept)
         if request.name not in methods:
             raise _Refused(

@@ -8,9 +8,17 @@ import numpy as np
 
 from pmesh.client.trees.state import describe, rebuild_untrusted
 from pmesh.core.ops.reductions import Values
-from pmesh.errors import PmeshError, ProtocolError, RemoteCallFailed, TooManyCalls, UsageError
+from pmesh.errors import (
+    PmeshError,
+    ProtocolError,
+    RankLost,
+    RemoteCallFailed,
+    TooManyCalls,
+    UsageError,
+)
 from pmesh.rpc.wire import (
     FULL,
+    GONE,
     INLINE_BYTES,
     MAX_ARRAYS,
     MAX_FRAME_BYTES,
@@ -131,6 +139,11 @@ def error_of(failure: Failure, rank: str, function: str) -> PmeshError:
     """
     if failure.kind == FULL:
         return TooManyCalls(f"{rank} does not take {function}: {failure.message}")
+    if failure.kind == GONE:
+        return RankLost(
+            f"{rank} has freed the object whose {function} was called, as one of the two ranks was "
+            "lost to the other meanwhile; make another one by mesh.rpc.remote"
+        )
     if failure.kind == REFUSED:
         return UsageError(f"{rank} does not call {function}: {failure.message}")
     text = f"{function} on {rank} has raised {failure.kind}: {failure.message}"
