@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.tools.running import run_tool
+from tools.kills.calling import DONE, ENDED, GIVEN_UP, LOST, RAN
+from tools.kills.calls import judge_calls
 from tools.kills.campaign import Killed, judge_losses, judge_steps
 from tools.kills.workloads import judge_errors
 from tools.lab.measured import Results
@@ -67,3 +70,24 @@ def test_another_loss_is_a_violation(losses: list[float]) -> None:
     judge_losses(tally, "training 1", losses)
 
     assert len(tally.violations) == 1
+
+
+@pytest.mark.parametrize(
+    ("ran", "ended", "violation"),
+    [
+        ({1: [7], 2: [8]}, [(7, DONE), (8, DONE), (9, GIVEN_UP)], ""),
+        ({1: [7], 2: [7]}, [(7, DONE)], "call 7 has run twice"),
+        ({1: [7], 2: []}, [(7, DONE), (8, DONE)], "call 8 has a result, and has not run"),
+        ({1: [7], 2: [8]}, [(7, LOST), (8, LOST), (9, LOST)], "call 7 is lost, and 1 is not"),
+    ],
+)
+def test_calls_that_run_twice_or_are_lost_without_a_loss_are_violations(
+    ran: dict[int, list[int]], ended: list[tuple[int, int]], violation: str
+) -> None:
+    tally, lost = Killed(), {0: {2}}
+    records = {number: np.array([(call,) for call in calls], RAN) for number, calls in ran.items()}
+
+    judge_calls(tally, records, np.array(ended, ENDED), lost)
+
+    assert tally.violations == [violation] * bool(violation)
+    assert tally.ops_checked == len(ended)

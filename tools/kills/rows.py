@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from tools.kills.calls import run_calls
 from tools.kills.launched import run_launched
 from tools.kills.workloads import run_elastic, run_fixed, run_lora
 from tools.lab.campaign import Campaign, nothing_violated
@@ -23,5 +24,9 @@ CAMPAIGNS = (
              "Lightning's and torch's own DDP", run_launched,
              "the same bits at all ranks, weights within 1e-5, loss within 1 %", nothing_violated,
              50, 1, one_size=True),
+    Campaign("call-kills", "kill -9 of ranks and agents, with 1,000 calls and objects of mesh.rpc "
+             "under way among eight ranks", run_calls,
+             "every call ends, runs at most once; no object, thread or arena left",
+             nothing_violated, 100, one_size=True),
 )
 # fmt: on
