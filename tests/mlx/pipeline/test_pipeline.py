@@ -16,7 +16,7 @@ import pmesh
 from pmesh.mlx import Block, Pipeline, Stage, split_layers
 from pmesh.testing import SimulatedMesh
 
-WIDTH, HEADS, LENGTH, ROWS, STEPS, LAYERS = 16, 2, 12, 10, 20, 8
+WIDTH, HEADS, LENGTH, ROWS, STEPS, LAYERS = 16, 2, 12, 10, 6, 8
 Weights = dict[str, np.ndarray[Any, Any]]
 
 

@@ -24,8 +24,10 @@ from pmesh.mlx.pipeline.rules.schedules import (
 )
 from pmesh.mlx.pipeline.rules.timeline import bubble, ends, needs
 
-MOST_RANKS, MOST_MICRO_BATCHES = 8, 32
-SIZES = [(p, m) for p in range(1, MOST_RANKS + 1) for m in range(1, MOST_MICRO_BATCHES + 1)]
+MOST_RANKS = 8
+MICRO_BATCHES = [*range(1, 2 * MOST_RANKS + 2), 24, 31, 32]
+"""Fewer than ranks, as many, twice as many, with each remainder; and some more."""
+SIZES = [(p, m) for p in range(1, MOST_RANKS + 1) for m in MICRO_BATCHES]
 FAMILIES: dict[str, Callable[[int, int], Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
