@@ -6,6 +6,7 @@ same rule.
 """
 
 import functools
+import gc
 import math
 import os
 import signal
@@ -53,7 +54,10 @@ def _scope_of(file: str) -> str:
     """What one worker runs: a file, or one of the two lanes of those that need the machine.
 
     Labs are counted and cleaned up for the whole machine, so those who make some share a lane.
+    Those of torch share the processes that have imported it, Lightning and transformers.
     """
+    if file.startswith("tests/torch/"):
+        return "torch"
     if not file.startswith(NEEDS_THE_MACHINE):
         return file
     makes_labs = "mark.netns" in (TESTS.parent / file).read_text(encoding="utf-8")
@@ -96,6 +100,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return -slow_ones[scope], -tests[scope], scope
 
     items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported for all tests is no garbage: who collects some need not look at it.
+
+    Of torch, transformers and 10,000 tests there are millions of objects, half a second each time.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
