@@ -328,9 +328,9 @@ class Membership:
 
         A peer need not know: what it thinks of silence stays the same.
         """
-        state, facts = self.state, self._follower.facts()
+        state = self.state
         return (
-            not (state.view.rosters or facts.waiting or self._stall_guard.unconfirmed)
+            not (state.view.rosters or self._stall_guard.unconfirmed)
             and state.flushed_at is None
             and len(state.peers) == len(self._contacts)
             and all(
@@ -338,6 +338,7 @@ class Membership:
                 for peer in state.peers.values()
             )
             and all(c.health.condition is Condition.HEALTHY for c in self._contacts.values())
+            and not self._follower.facts().waiting  # last, as it costs most
         )
 
     def beat(self) -> None:
