@@ -81,6 +81,7 @@ TREES: st.SearchStrategy[object] = st.recursive(
 )
 
 
+@pytest.mark.unmeasured
 @given(TREES, TREES)
 def test_a_state_comes_out_as_it_went_in_whatever_the_receiver_has(
     state: object, own: object

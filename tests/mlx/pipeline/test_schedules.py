@@ -125,6 +125,7 @@ def test_each_channel_has_its_messages_in_the_order_in_which_they_are_received(n
                     assert own == sorted(own)
 
 
+@pytest.mark.unmeasured
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_size_deadlocks_with_sends_and_receives_as_they_are(name: str) -> None:
     for ranks, micro_batches in SIZES:

@@ -291,6 +291,7 @@ async def test_so_it_does_among_as_many_as_a_home_has(make: Make, size: int) -> 
             assert lanes.bytes_sent(rank) == bytes_on_the_wire(plan)
 
 
+@pytest.mark.unmeasured
 @disturbed
 @each
 @pytest.mark.parametrize("count", [SMALL_BYTES // 8, LARGE])
@@ -311,6 +312,7 @@ async def test_collectives_of_all_kinds_and_sizes_follow_each_other_on_the_same_
             check(make, asked, await asked.everywhere(lanes))
 
 
+@pytest.mark.unmeasured
 @disturbed
 @each
 @pytest.mark.parametrize("count", [10, LARGE])

@@ -60,6 +60,7 @@ async def test_all_ranks_get_the_same_bits_and_the_right_ones(
     await check_all_reduce(size, count, *kind)
 
 
+@pytest.mark.unmeasured
 @pytest.mark.parametrize("size", range(1, 9))
 @pytest.mark.parametrize(
     ("reduction", "dtype"),
