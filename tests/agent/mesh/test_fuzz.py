@@ -53,9 +53,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("threads_run_at_once")]
 FIRST, _, LAST = os.environ.get("PMESH_FUZZ_SEEDS", "0-3").partition("-")
 FIRST_SEED = int(FIRST)
 SEEDS = range(FIRST_SEED, int(LAST or FIRST) + 1)
-LIES_FOR_S = 20.0
+LIES_FOR_S = 12.0
 STORE_CALLS = 5
-LIVES = 4  # of the member that is somebody else each time
+LIVES = 2  # of the member that is somebody else each time
 OP_EVERY_S = 0.1
 TERMS = (Terms(), Terms(quorum="majority"))
 REST_S = 5.0
