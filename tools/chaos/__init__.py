@@ -3,6 +3,7 @@
 In the order in which a measurement passes through them:
 
     calls      what trainers call: every result can be checked exactly
+    ranks      what they call where machines have several trainers each
     trainer    the training scripts, which report each op as a line
     episodes   the ways to lose somebody; fault after fault, each in the middle of an op
     campaigns  what is no episode: churn, partitions, a newcomer with 500 MB, cold starts

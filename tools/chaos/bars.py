@@ -16,7 +16,16 @@ from tools.chaos.campaigns import (
     run_partitions,
     run_restarts,
 )
-from tools.chaos.episodes import WIFI_PATCH, AnyKill, Cut, Fault, FreezeAgent, Kill, run_faults
+from tools.chaos.episodes import (
+    WIFI_PATCH,
+    AnyKill,
+    Cut,
+    Fault,
+    FreezeAgent,
+    Kill,
+    run_faults,
+    run_ranks,
+)
 from tools.chaos.goodput import GOODPUT, run_goodput
 from tools.chaos.steady import (
     run_computing_trainers,
@@ -118,6 +127,9 @@ CAMPAIGNS = (
              "kills of any kind in the middle of compressed ops, all schemes in turn",
              _of(AnyKill(), "compressed"),
              "each right at all survivors, with the same bits", nothing_violated, 100, 3),
+    Campaign("kill-ranks",
+             "kills of any kind among agents that have 1, 2 and 3 trainers, in ops of any size",
+             run_ranks, *KILLED, 300, 2),
     Campaign("restarts", "a node killed and restarted 20 times in one training run", run_restarts,
              "equal weights, loss within 2 %, nothing leaked",
              fact_within("difference of the losses, %", 2.0), 20, one_size=True),

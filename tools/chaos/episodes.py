@@ -3,15 +3,16 @@
 import signal
 import statistics
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Literal
 
 from tools.lab.campaign import CLEAN_OPS, CampaignRun, Tally
-from tools.lab.cluster import LabCluster, ops_of
+from tools.lab.cluster import LabCluster, ops_of, trainers_of
 from tools.lab.commands import LabError
-from tools.lab.mesh import BOTH, Node, Part
-from tools.lab.oplog import SeenOp, find_violations, next_step
+from tools.lab.mesh import BOTH, LabTrainer, Node, Part
+from tools.lab.oplog import Life, SeenOp, find_violations, next_step
 
 ANY_PARTS: tuple[tuple[Part, ...], ...] = (("agent",), ("trainer",), BOTH)
 WIFI_PATCH = """
@@ -30,6 +31,27 @@ class Struck:
     victims: tuple[Node, ...]
     parts: tuple[Part, ...] = ()
     """What of each victim was killed."""
+    trainers: tuple[LabTrainer, ...] = ()
+    """The killed ones, if the others of their nodes live."""
+    what: str = ""
+    """Which kind of its fault this was, if the tally counts them."""
+
+    @property
+    def keeps_results(self) -> bool:
+        """Whether what the victims had completed binds the survivors: their agents live (O2)."""
+        return self.parts == ("trainer",)
+
+    @property
+    def lost(self) -> list[LabTrainer]:
+        """The trainers that are not there any more, or have lost their agent."""
+        return list(self.trainers) or trainers_of(self.victims)
+
+    @property
+    def names(self) -> str:
+        """The names of what was struck."""
+        return ", ".join(x.life.name for x in self.trainers) or ", ".join(
+            victim.name for victim in self.victims
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,17 +63,12 @@ class Fault:
     patience_s: float = 15.0
     """After which the survivors count as hanging."""
 
-    @property
-    def keeps_results(self) -> bool:
-        """Whether what the victim had completed binds the survivors: its agent lives (O2)."""
-        return False
-
     def strike(self, cluster: LabCluster, random: Random) -> Struck:
         raise NotImplementedError
 
     def mend(self, cluster: LabCluster, struck: Struck) -> None:
         """Bring the victims back; how long that takes does not count."""
-        cluster.restart(struck.victims, struck.parts)
+        cluster.restart(struck.victims, struck.parts, struck.trainers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +81,6 @@ class Kill(Fault):
     apart_s: float = 0.0
     """The second follows the first after a random time of at most this."""
     patience_s: float = 10.0
-
-    @property
-    def keeps_results(self) -> bool:
-        return self.parts == ("trainer",)
 
     def strike(self, cluster: LabCluster, random: Random) -> Struck:
         victims = random.sample(cluster.nodes, self.count)
@@ -90,6 +103,47 @@ class AnyKill(Fault):
 
     def strike(self, cluster: LabCluster, random: Random) -> Struck:
         return Kill(parts=random.choice(ANY_PARTS)).strike(cluster, random)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KillRanks(Fault):
+    """SIGKILL of one trainer or two, of an agent below its trainers, or of a whole node."""
+
+    patience_s: float = 15.0
+
+    def strike(self, cluster: LabCluster, random: Random) -> Struck:
+        match random.choice(("trainer", "trainer", "trainer", "two", "agent", "node")):
+            case "trainer":
+                node = random.choice(cluster.nodes)
+                trainer = random.choice(node.trainers)
+                return _kill([trainer], cluster.nodes, f"kills of {_place_of(trainer, node)}")
+            case "two":
+                trainers = random.sample(trainers_of(cluster.nodes), 2)
+                return _kill(trainers, cluster.nodes, "kills of two trainers at once")
+            case "agent":
+                struck = Kill(parts=("agent",)).strike(cluster, random)
+                return replace(struck, what="kills of an agent")
+            case _:
+                struck = Kill(parts=BOTH).strike(cluster, random)
+                return replace(struck, what="kills of a node")
+
+
+def _kill(trainers: Sequence[LabTrainer], nodes: Sequence[Node], what: str) -> Struck:
+    victims = tuple(node for node in nodes if set(trainers) & set(node.trainers))
+    at = time.monotonic()
+    for trainer in trainers:
+        trainer.send_signal(signal.SIGKILL)
+    return Struck(at, victims, ("trainer",), tuple(trainers), what)
+
+
+def _place_of(trainer: LabTrainer, node: Node) -> str:
+    """Return which rank of its agent it is: they are ranks in the order in which they have come."""
+    if len(node.trainers) == 1:
+        return "an agent's only trainer"
+    ages = sorted(node.trainers, key=lambda each: each.started)
+    return {ages[0]: "an agent's first trainer", ages[-1]: "an agent's last trainer"}.get(
+        trainer, "one between"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,9 +182,36 @@ def run_faults(run: CampaignRun, fault: Fault, *, nodes: int = 4, calls: str = "
         return run_episodes(cluster, fault, run.episodes, run.random())
 
 
-def run_episodes(cluster: LabCluster, fault: Fault, count: int, random: Random) -> Tally:
-    """So many faults, one after the other; every op of every trainer is checked."""
-    tally = Tally()
+PLACEMENTS = ((2, 3, 1), (1, 2, 1, 3))
+"""How many trainers each host has; a campaign has half of its episodes with each."""
+
+
+def run_ranks(run: CampaignRun) -> Tally:
+    """Kills among hosts that have unequal numbers of trainers."""
+    tally, random = Tally(), run.random()
+    for number, placement in enumerate(PLACEMENTS):
+        count = (run.episodes + len(PLACEMENTS) - 1 - number) // len(PLACEMENTS)
+        if not count:
+            continue
+        options = run.options(sum(placement), calls="ranks")
+        with LabCluster(placement, options, logs=run.logs) as cluster:
+            run_episodes(cluster, KillRanks(), count, random, tally)
+    return tally
+
+
+def run_episodes(
+    cluster: LabCluster, fault: Fault, count: int, random: Random, tally: Tally | None = None
+) -> Tally:
+    """So many faults, one after the other; every op of every trainer is checked.
+
+    Args:
+        cluster: Where; nothing runs there yet.
+        fault: What is done.
+        count: How often.
+        random: The dice.
+        tally: What there is already, to which this is added.
+    """
+    tally = tally or Tally()
     cluster.start()
     cluster.await_ops(CLEAN_OPS)
     for number in range(count):
@@ -151,19 +232,22 @@ def run_episodes(cluster: LabCluster, fault: Fault, count: int, random: Random) 
 def _run_episode(cluster: LabCluster, fault: Fault, random: Random, tally: Tally) -> list[str]:
     """Count what was measured; return what was violated."""
     began = tally.await_clean(cluster)
-    before = {node.name: node.life for node in cluster.nodes}
+    before = trainers_of(cluster.nodes)
     cluster.await_called(cluster.nodes)
     time.sleep(random.uniform(0.0, statistics.median(tally.clean_s or [0.0])))
     struck = fault.strike(cluster, random)
-    survivors = [node for node in cluster.nodes if node not in struck.victims]
-    lives = [node.life for node in survivors]
+    lost = struck.lost
+    survivors = [trainer for trainer in before if trainer not in lost]
+    lives = [trainer.life for trainer in survivors]
     took = cluster.await_recovery(
         lives,
         struck.at,
-        f"after {type(fault).__name__} of {', '.join(v.name for v in struck.victims)} at "
-        f"{struck.at:.3f}: the next op on {', '.join(node.name for node in survivors)}",
+        f"after {type(fault).__name__} of {struck.names} at {struck.at:.3f}: the next op on "
+        f"{', '.join(life.name for life in lives)}",
         timeout_s=fault.patience_s,
     )
+    if struck.what:
+        tally.count(struck.what)
     step = next_step(lives, struck.at)
     if all(life.calls.get(step, struck.at) < struck.at for life in lives):
         tally.in_flight += 1
@@ -171,33 +255,33 @@ def _run_episode(cluster: LabCluster, fault: Fault, random: Random, tally: Tally
     fault.mend(cluster, struck)
     cluster.await_ops(1)
     tally.recovery_s.append(took)
-    ops = _ops_to_compare(cluster, struck, began, mended)
+    ops = _ops_to_compare(cluster, lives, began, mended)
     ops |= {
-        f"{v.name} before": _ops_of_the_lost(before[v.name].ops, fault, struck, began)
-        for v in struck.victims
+        f"{each.life.name} before": _ops_of_the_lost(each.life.ops, struck, began) for each in lost
     }
     tally.ops_checked += sum(map(len, ops.values()))
-    found = find_violations(ops, survivors=[node.name for node in survivors])
+    found = find_violations(ops, survivors=[life.name for life in lives])
     found += [f"{life.name}: {error.says}" for life in lives for error in life.errors(began)]
     cluster.forget_ops(before=time.monotonic())  # a victim's own history may have been far ahead
-    what = f"{', '.join(v.name for v in struck.victims)} at {struck.at:.3f}"
-    return [f"{what}: {violation}" for violation in found]
+    return [f"{struck.names} at {struck.at:.3f}: {violation}" for violation in found]
 
 
 def _ops_to_compare(
-    cluster: LabCluster, struck: Struck, began: float, mended: float
+    cluster: LabCluster, survivors: Sequence[Life], began: float, mended: float
 ) -> dict[str, list[SeenOp]]:
-    """Of this episode; of a victim, those that it did with the others once it was back."""
-    survivors = [node for node in cluster.nodes if node not in struck.victims]
-    names = {node.name for node in survivors}
-    return ops_of(survivors, lambda op: op.called >= began) | ops_of(
-        struck.victims, lambda op: op.called >= mended and names <= set(op.names)
-    )
+    """Of this episode; of a victim, those that it did with all others once it was back."""
+    everybody = sorted(node.name for node in cluster.nodes for _ in node.trainers)
+    stayed = {life.name for life in survivors}
+    ops = ops_of(cluster.nodes, lambda op: op.called >= began)
+    return {
+        name: seen
+        if name in stayed
+        else [op for op in seen if op.called >= mended and sorted(op.names) == everybody]
+        for name, seen in ops.items()
+    }
 
 
-def _ops_of_the_lost(
-    ops: dict[int, SeenOp], fault: Fault, struck: Struck, began: float
-) -> list[SeenOp]:
+def _ops_of_the_lost(ops: dict[int, SeenOp], struck: Struck, began: float) -> list[SeenOp]:
     """What a victim had completed before: but for the last one, whose result may be lost with it.
 
     It may have had the last one alone, and then no survivor has seen it (I4).
@@ -206,4 +290,4 @@ def _ops_of_the_lost(
         (op for op in ops.values() if began <= op.called and op.done <= struck.at),
         key=lambda op: op.done,
     )
-    return known if fault.keeps_results else known[:-1]
+    return known if struck.keeps_results else known[:-1]

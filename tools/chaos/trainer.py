@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 import pmesh
 from tools.chaos.calls import LOST, At, Pattern, failed, prepare
+from tools.chaos.ranks import prepare_call
 from tools.lab.oplog import TrainerOptions, TrainerReport, encode_report
 
 
@@ -59,7 +60,7 @@ def train(mesh: pmesh.Mesh, options: TrainerOptions) -> None:
             say("superseded", says=str(e))
             continue  # the next sync brings the other history
         except LOST as e:
-            if options.calls == "sum":
+            if options.calls in {"sum", "ranks"}:
                 raise
             # I5: the call before has failed, though it had returned here.
             late = failed(e)
@@ -69,7 +70,8 @@ def train(mesh: pmesh.Mesh, options: TrainerOptions) -> None:
         if step != expected:  # its first, or another history's
             say("entered", step=step, names=mesh.names, value=time.monotonic() - began)
         work(options.compute_s if step == options.compute_at_step else options.pause_s)
-        trial = prepare(options.calls, At(mesh, pattern, options.number, step))
+        at = At(mesh, pattern, options.number, step)
+        trial = prepare_call(at) if options.calls == "ranks" else prepare(options.calls, at)
         say("called", step=step)
         try:
             result = trial.call()

@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, TypeAlias
 
-from tools.lab.cluster import LabCluster
+from tools.lab.cluster import LabCluster, lives_of
 from tools.lab.measured import Measured, figures_of
 from tools.lab.mesh import Node
 from tools.lab.oplog import SeenOp, TrainerOptions, clean_ops_s, find_violations
@@ -37,8 +37,8 @@ class Tally:
 
     def note_errors(self, nodes: Sequence[Node], since: float) -> None:
         """What the calls of these nodes' trainers have raised is a violation."""
-        for node in nodes:
-            self.violations += [f"{node.name}: {e.says}" for e in node.life.errors(since)]
+        for life in lives_of(nodes):
+            self.violations += [f"{life.name}: {e.says}" for e in life.errors(since)]
 
     def count(self, fact: str, more: float = 1) -> None:
         self.facts[fact] = self.facts.get(fact, 0) + more
@@ -46,7 +46,7 @@ class Tally:
     def await_clean(self, cluster: LabCluster, nodes: Sequence[Node] | None = None) -> float:
         """Until some undisturbed ops are done, which are measured; when that began."""
         began = cluster.await_ops(CLEAN_OPS, nodes)
-        lives = [node.life for node in (cluster.nodes if nodes is None else nodes)]
+        lives = lives_of(cluster.nodes if nodes is None else nodes)
         self.clean_s += clean_ops_s(lives, since=began, until=time.monotonic())
         return began
 

@@ -1,5 +1,6 @@
-"""Hosts of a lab with an agent and a trainer each, which campaigns kill and restart."""
+"""Hosts of a lab with an agent and trainers each, which campaigns kill and restart."""
 
+import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,13 +21,23 @@ TRAINER = "tools.chaos.trainer"
 IMPORTED = ("pmesh.agent.run", "pmesh.cli.app", TRAINER)
 
 
+def trainers_of(nodes: Iterable[Node]) -> list[LabTrainer]:
+    """Return the present trainers of these nodes."""
+    return [trainer for node in nodes for trainer in node.trainers]
+
+
+def lives_of(nodes: Iterable[Node]) -> list[Life]:
+    """Return the lives of the present trainers of these nodes."""
+    return [trainer.life for trainer in trainers_of(nodes)]
+
+
 def ops_of(
     nodes: Iterable[Node], counts: Callable[[SeenOp], bool] = lambda _: True
 ) -> dict[str, list[SeenOp]]:
     """What the nodes' present trainers have completed, by name, in the order of completion."""
     return {
-        node.name: sorted(filter(counts, list(node.life.ops.values())), key=lambda op: op.done)
-        for node in nodes
+        life.name: sorted(filter(counts, list(life.ops.values())), key=lambda op: op.done)
+        for life in lives_of(nodes)
     }
 
 
@@ -52,10 +63,10 @@ def settled_ops(
 
 
 class LabCluster(LabMesh):
-    """`count` nodes whose agents and trainers start warm, from `with` to its end.
+    """Nodes whose agents and trainers start warm, from `with` to its end.
 
     Args:
-        count: How many nodes.
+        count: How many nodes, with a trainer each; or how many trainers each node has.
         options: Of their trainers; each gets its own number.
         patch: Source that runs in each agent first.
         environment: Further variables of the programs of a node, by its number.
@@ -65,7 +76,7 @@ class LabCluster(LabMesh):
 
     def __init__(
         self,
-        count: int,
+        count: int | Sequence[int],
         options: TrainerOptions,
         *,
         patch: str = "",
@@ -73,7 +84,8 @@ class LabCluster(LabMesh):
         logs: Path | None = None,
         lab: NetLab | None = None,
     ) -> None:
-        self.lab = lab or NetLab(count)
+        self._counts = (1,) * count if isinstance(count, int) else tuple(count)
+        self.lab = lab or NetLab(len(self._counts))
         super().__init__(self.lab, patch=patch, environment=environment, logs=logs)
         self.options = options
         self.trainers: list[LabTrainer] = []
@@ -104,8 +116,14 @@ class LabCluster(LabMesh):
         """`pmesh up` as a user starts it, imports and all."""
         super().start_agent(node)
 
-    def start_trainer(self, node: Node, **changed: Any) -> None:  # noqa: ANN401 - of Options
-        """The training script; `changed` are options that differ for this one."""
+    def start_trainer(self, node: Node, place: int = 0, **changed: Any) -> None:  # noqa: ANN401 - of Options
+        """The training script; `changed` are options that differ for this one.
+
+        Args:
+            node: At which agent.
+            place: Which of the node's trainers; the first, unless it has several.
+            **changed: Of TrainerOptions.
+        """
         options = msgspec.structs.replace(self.options, number=node.host.number, **changed)
         order = ForkOrder(
             program=f"{TRAINER}:main",
@@ -113,26 +131,28 @@ class LabCluster(LabMesh):
             environment=node.environment,
         )
         pid, output = self._warm[node.name].start(order)
-        node.trainer = LabTrainer(
+        trainer = LabTrainer(
             f"trainer of {node.name} ({pid})",
             pid,
             output,
-            life=Life(node.name),
+            life=Life(f"{node.name} trainer {place}" if place else node.name),
             keeps_all=self._logs is not None,
         )
-        self.programs.append(node.trainer)
-        self.trainers.append(node.trainer)
+        node.trainers[place : place + 1] = [trainer]
+        self.programs.append(trainer)
+        self.trainers.append(trainer)
 
     def start(self, nodes: Iterable[Node] | None = None) -> None:
-        """The agents and trainers that don't run; a trainer as soon as its agent answers."""
+        """The agents and trainers that don't run; trainers as soon as their agent answers."""
         nodes = list(self.nodes if nodes is None else nodes)
         for node in nodes:
             if not runs(node.agent):
                 self.start_agent(node)
         for node in nodes:
             self.await_agent(node)
-            if not runs(node.trainer):
-                self.start_trainer(node)
+            for place in range(self._counts[self.nodes.index(node)]):
+                if not any(map(runs, node.trainers[place : place + 1])):
+                    self.start_trainer(node, place)
 
     def await_agent(self, node: Node) -> None:
         """Until the node's agent says that it is up."""
@@ -149,19 +169,29 @@ class LabCluster(LabMesh):
             self.lab.mend(node.host)
         self.restart(self.nodes)
 
-    def restart(self, nodes: Sequence[Node], parts: Sequence[Part] = BOTH) -> None:
-        """End these parts and start what is missing.
+    def restart(
+        self,
+        nodes: Sequence[Node],
+        parts: Sequence[Part] = BOTH,
+        trainers: Sequence[LabTrainer] = (),
+    ) -> None:
+        """End these parts, or only these trainers, and start what is missing.
 
         A trainer that has outlived its agent comes back by itself.
         """
-        self.end(nodes, parts)
+        self.end(nodes, parts, trainers)
         self.start(nodes)
 
-    def end(self, nodes: Sequence[Node], parts: Sequence[Part] = BOTH) -> None:
-        """Kill these parts of the nodes, and wait until they have ended."""
-        for node in nodes:
-            node.kill(*parts)
-        ends = [program for node in nodes for program in node.programs(parts)]
+    def end(
+        self,
+        nodes: Sequence[Node],
+        parts: Sequence[Part] = BOTH,
+        trainers: Sequence[LabTrainer] = (),
+    ) -> None:
+        """Kill these parts of the nodes, or only these trainers; wait until they have ended."""
+        ends = trainers or [program for node in nodes for program in node.programs(parts)]
+        for program in ends:
+            program.send_signal(signal.SIGKILL)
         names = ", ".join(node.name for node in nodes)
         self.wait_for(lambda: all(end.ended for end in ends), f"the end of {names}'s processes")
 
@@ -180,18 +210,18 @@ class LabCluster(LabMesh):
     ) -> float:
         """Until each of these trainers has done so many ops with all of them; when that began."""
         nodes = self.nodes if nodes is None else nodes
-        everybody = {node.name for node in nodes}
+        lives = lives_of(nodes)
+        everybody = sorted(node.name for node in nodes for _ in node.trainers)
         began = time.monotonic()
 
         def steady() -> bool:
-            for node in nodes:
-                ops = node.life.ops.values()
-                all_there = [op for op in ops if op.called >= began and set(op.names) == everybody]
-                if len(all_there) < count:
+            for life in lives:
+                since = [op for op in life.ops.values() if op.called >= began]
+                if sum(sorted(op.names) == everybody for op in since) < count:
                     return False
             return True
 
-        self.wait_for(steady, f"{count} ops of {', '.join(sorted(everybody))}", timeout_s=timeout_s)
+        self.wait_for(steady, f"{count} ops of {', '.join(everybody)}", timeout_s=timeout_s)
         return began
 
     def await_recovery(
@@ -203,10 +233,10 @@ class LabCluster(LabMesh):
 
     def await_called(self, nodes: Sequence[Node]) -> None:
         """Until all of them are in the middle of the same op, which has just begun."""
-        began = time.monotonic()
+        lives, began = lives_of(nodes), time.monotonic()
 
         def together() -> bool:
-            called = [{s for s, at in node.life.calls.items() if at >= began} for node in nodes]
+            called = [{s for s, at in each.calls.items() if at >= began} for each in lives]
             return bool(set[int].intersection(*called))
 
         self.wait_for(together, "an op that all have called")

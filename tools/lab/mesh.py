@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Self
@@ -63,7 +63,7 @@ BOTH: tuple[Part, ...] = ("agent", "trainer")
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One machine: its agent, and its trainer if a campaign has started one."""
+    """One machine: its agent, and its trainers if a campaign has started any."""
 
     name: str
     host: LabHost
@@ -71,7 +71,8 @@ class Node:
     environment: dict[str, str]
     """Of the programs that reach its agent."""
     agent: LabProgram | None = None
-    trainer: LabTrainer | None = None
+    trainers: list[LabTrainer] = field(default_factory=list[LabTrainer])
+    """The last one started in each of its places; most campaigns have one place on each machine."""
 
     @property
     def pid(self) -> int:
@@ -81,18 +82,27 @@ class Node:
         return self.agent.pid
 
     @property
+    def trainer(self) -> LabTrainer | None:
+        """The first of its trainers."""
+        return self.trainers[0] if self.trainers else None
+
+    @property
     def life(self) -> Life:
+        """Of the first of its trainers."""
         if self.trainer is None:
             raise LabError(f"{self.name} has no trainer")
         return self.trainer.life
 
     def programs(self, parts: Sequence[Part] = BOTH) -> list[LabProgram]:
-        """Its agent and its trainer, or one of them, as far as they were started."""
-        chosen = [self.agent if part == "agent" else self.trainer for part in parts]
-        return [program for program in chosen if program is not None]
+        """Its agent and its trainers, or one kind of them, as far as they were started."""
+        found: dict[Part, Sequence[LabProgram | None]] = {
+            "agent": [self.agent],
+            "trainer": self.trainers,
+        }
+        return [program for part in parts for program in found[part] if program is not None]
 
     def send(self, number: signal.Signals, parts: Sequence[Part] = BOTH) -> None:
-        """A signal to its agent and its trainer, or to one of them."""
+        """A signal to its agent and its trainers, or to one kind of them."""
         for program in self.programs(parts):
             program.send_signal(number)
 

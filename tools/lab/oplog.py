@@ -20,7 +20,7 @@ class TrainerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Of its machine, from 1: what it gives to each op depends on it."""
     wait_for: int
     op_bytes: int
-    calls: Literal["sum", "collectives", "compressed"] = "sum"
+    calls: Literal["sum", "collectives", "compressed", "ranks"] = "sum"
     job: str = "chaos"
     state_bytes: int = 0
     """Of weights that `sync` hands to newcomers."""
@@ -91,7 +91,7 @@ class Life:
     """One trainer process from its start to its end."""
 
     name: str
-    """Of its machine."""
+    """Of its machine, and its place there if that is not the first."""
     ops: dict[int, SeenOp] = field(default_factory=dict[int, SeenOp])
     """Completed, by step; if a step came twice (after another history won), the last."""
     calls: dict[int, float] = field(default_factory=dict[int, float])
