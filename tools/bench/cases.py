@@ -54,9 +54,9 @@ class Case:
     turns: tuple[str, ...]
     """Who has its turn: systems, schemes, or programs that train."""
     in_lab: bool = True
-    """In network namespaces, else on loopback."""
-    one_agent: bool = False
-    """All of pmesh's trainers are at one agent, else each has its own."""
+    """In network namespaces, a host for each agent; else on loopback."""
+    per_agent: int = 1
+    """How many of pmesh's trainers each agent has."""
     link_bits_per_s: int | None = None
     """Of each host of the lab; None: as fast as the kernel is."""
     network: Network = "plain"
@@ -75,6 +75,11 @@ class Case:
     """How many times faster than uncompressed."""
     wire_bars: Bars = ()
     """How many times fewer bytes than uncompressed."""
+
+    @property
+    def machines(self) -> int:
+        """How many agents there are; of a lab, hosts."""
+        return self.ranks // self.per_agent
 
     @property
     def cables_bits_per_s(self) -> tuple[int, ...]:
@@ -101,7 +106,7 @@ def _peers(name: str, what: str, ranks: int, *sizes: int, bits_per_s: int | None
 def _one_agent(ranks: int) -> Case:
     return replace(
         _peers("one-agent", f"{ranks} trainers of one agent", ranks, *_LOOPBACK_SIZES),
-        one_agent=True,
+        per_agent=ranks,
         turns=(PMESH, GLOO),
     )
 
@@ -134,6 +139,8 @@ CASES: tuple[Case, ...] = (
         )
         for ranks in (2, 4, 8)
     ),
+    Case("gigabit-2x2", "2 hosts with 2 trainers each, 1 Gbit/s", 4, "peers", (PMESH,),
+         per_agent=2, sizes=(64 * MIB,), link_bits_per_s=1000 * MEGABIT),
     _network("unequal-2", "2 hosts, 100 Mbit/s and 1 Gbit/s", "cables", 64 * MIB, 100, 1000),
     _network("twice-2", "2 hosts, 1 Gbit/s twice", "cables", 64 * MIB, 1000, 1000),
     _network("chain-3", "3 hosts in a chain, 1 Gbit/s", "chain", 16 * MIB, 1000),
@@ -175,7 +182,7 @@ def judge(measured: CaseResult, ours: str = PMESH) -> list[BarVerdict]:
     """
     case = find_case(measured.case)
     match case.kind:
-        case "peers" if case.one_agent:
+        case "peers" if case.machines == 1:
             verdicts = _judge_one_agent(measured, ours)
         case "peers" if case.link_bits_per_s is not None:
             verdicts = _judge_lan(case, measured, ours)
@@ -196,7 +203,7 @@ def judge_flatness(measured: Sequence[CaseResult], ours: str = PMESH) -> Iterato
     for m in measured:
         case = find_case(m.case)
         link = case.link_bits_per_s
-        if link is not None and case.network == "plain":
+        if link is not None and case.network == "plain" and case.per_agent == 1:
             kinds.setdefault((link, m.op_bytes), []).append(m)
     for (link, op_bytes), group in sorted(kinds.items(), reverse=True):
         if len(group) > 1:

@@ -97,6 +97,8 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     case: str
     ranks: int
+    machines: int = 0
+    """How many machines they are on; 0: each on one of its own, or all on one."""
     op_bytes: int
     """Of each rank's arrays, or of the model."""
     runs: tuple[CaseRun, ...] = ()
@@ -139,7 +141,7 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return statistics.median(ratios) if ratios else None
 
     def bus_bytes_per_s(self, name: str) -> float:
-        """As nccl-tests has it: 2(n-1)/n of the bytes, over the time."""
+        """As nccl-tests has it: 2(n-1)/n of the bytes, over the time; n counts machines."""
         return self._bus_bytes / self.median(name, seconds_of)
 
     def share_of_ceiling(self, name: str) -> float:
@@ -149,7 +151,8 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def _bus_bytes(self) -> float:
-        return self.op_bytes * 2 * (self.ranks - 1) / self.ranks
+        count = self.machines or self.ranks
+        return self.op_bytes * 2 * (count - 1) / count
 
     def judge_results(self) -> Iterable[BarVerdict]:
         """Says something only where a result was wrong."""

@@ -126,7 +126,12 @@ def _describe(case: Case, taken: Taken, ops: int) -> CaseResult:
         ceiling=taken.ceiling,
     )
     return CaseResult(
-        case=case.name, ranks=case.ranks, op_bytes=taken.op_bytes, runs=(made,), facts=taken.facts
+        case=case.name,
+        ranks=case.ranks,
+        machines=case.machines if 1 < case.machines < case.ranks else 0,
+        op_bytes=taken.op_bytes,
+        runs=(made,),
+        facts=taken.facts,
     )
 
 

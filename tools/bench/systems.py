@@ -48,16 +48,22 @@ class RankHosts:
     """So many ranks, each with an address of its own or all with one."""
 
     hosts: tuple[LabHost, ...]
+    """Of each rank; those of one agent are side by side."""
     lines: tuple[tuple[int, str], ...] = ()
     """What iperf3 measures: the rank of a host, and the address of the other end."""
     patch: str = ""
     """Source that each agent runs first."""
-    one_agent: bool = False
-    """The first host's agent has all of pmesh's trainers."""
+    per_agent: int = 1
+    """How many of pmesh's trainers each agent has."""
 
     @property
     def ranks(self) -> int:
         return len(self.hosts)
+
+    @property
+    def machines(self) -> tuple[LabHost, ...]:
+        """The hosts, each once."""
+        return self.hosts[:: self.per_agent]
 
     @property
     def in_lab(self) -> bool:
@@ -83,7 +89,7 @@ class RankHosts:
         of up to 64 KiB with one header, as it does for a network card that cuts them.
         """
         counter = "/sys/class/net/eth0/statistics/tx_bytes"
-        return sum(int(host.run(["cat", counter])) for host in self.hosts if self.in_lab)
+        return sum(int(host.run(["cat", counter])) for host in self.machines if self.in_lab)
 
 
 SPEEDS_PATCH = """
@@ -97,17 +103,17 @@ psutil.net_if_stats = shaped
 
 @contextlib.contextmanager
 def place_of(case: Case, *, draw: int = 0) -> Iterator[RankHosts]:
-    """This machine's loopback, or a host for each rank in the network of the case.
+    """This machine's loopback, or a host for each agent in the network of the case.
 
     Args:
         case: Which.
         draw: Of a mixed network, which of many.
     """
-    ranks, cables = case.ranks, case.cables_bits_per_s
+    cables = case.cables_bits_per_s
     if not case.in_lab:
-        yield RankHosts(hosts=loopbacks(ranks), one_agent=case.one_agent)
+        yield RankHosts(hosts=loopbacks(case.ranks), per_agent=case.per_agent)
         return
-    with NetLab(ranks, networks=max(1, len(cables))) as lab:
+    with NetLab(case.machines, networks=max(1, len(cables))) as lab:
         ends = (0, 1)
         if case.network == "mixed":
             ends = _shape_at_random(lab, Random(draw))  # noqa: S311 - repeats a draw
@@ -120,7 +126,8 @@ def place_of(case: Case, *, draw: int = 0) -> Iterator[RankHosts]:
                     lab.shape(host, bits_per_s=bits_per_s, network=network)
         speeds = {f"eth{network}": bits // MEGABIT for network, bits in enumerate(cables)}
         yield RankHosts(
-            hosts=lab.hosts,
+            hosts=tuple(host for host in lab.hosts for _ in range(case.per_agent)),
+            per_agent=case.per_agent,
             lines=tuple(
                 (ends[0], lab.hosts[ends[1]].ipv4_in(network))
                 for network in range(len(cables) or 1)
@@ -156,7 +163,7 @@ def ceiling_of(place: RankHosts) -> Iterator[Ceiling]:
     if shutil.which("iperf3") is None:
         raise LabError("the line is measured by iperf3, which is missing: apt install iperf3")
     with contextlib.ExitStack() as stack:
-        for host in place.hosts:
+        for host in place.machines:
             server = host.popen(["iperf3", "-s"], stdout=subprocess.DEVNULL)
             stack.callback(server.wait)
             stack.callback(server.kill)
@@ -229,18 +236,20 @@ Start = Callable[[RankHosts, Path, contextlib.ExitStack], Running]
 def start_pmesh(
     place: RankHosts, folder: Path, stack: contextlib.ExitStack, *, patch: str = ""
 ) -> Running:
-    """An agent and a trainer for each rank; for the arguments see `start_agents`."""
+    """A trainer for each rank, and their agents; for the arguments see `start_agents`."""
     nodes = start_agents(place, folder, stack, patch=patch)
-    if place.one_agent:
-        nodes *= place.ranks
-    environments = [node.environment | {AGENT_PID: str(node.pid)} for node in nodes]
+    environments = [
+        node.environment | {AGENT_PID: str(node.pid)}
+        for node in nodes
+        for _ in range(place.per_agent)
+    ]
     return Running(_start_workers(place, "pmesh", folder, stack, environments), nodes)
 
 
 def start_agents(
     place: RankHosts, folder: Path, stack: contextlib.ExitStack, *, patch: str = ""
 ) -> list[Node]:
-    """An agent for each rank, or for all; returns them once they have met.
+    """An agent on each machine; returns them once they have met.
 
     Args:
         place: where they run.
@@ -249,7 +258,7 @@ def start_agents(
         patch: source that each agent runs first.
     """
     mesh = LabMesh(
-        place.hosts[:1] if place.one_agent else place.hosts,
+        place.machines,
         folder=folder,
         patch=f"{patch}\n{place.patch}",
         environment=lambda _: {"PMESH_LOG_LEVEL": "error"},

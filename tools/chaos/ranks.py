@@ -42,7 +42,8 @@ def total_of(
     trainers: Sequence[int], step: int, count: int, dtype: type[Any] = np.float32
 ) -> NDArray[Any]:
     """Return the sum of what they give, exactly."""
-    return np.sum([given(each, step, count, np.float64) for each in trainers], 0).astype(dtype)
+    total: NDArray[Any] = sum(given(each, step, count, np.float64) for each in trainers)  # type: ignore[assignment]
+    return total.astype(dtype)
 
 
 def bytes_in(step: int, most: int) -> int:

@@ -189,7 +189,8 @@ class LabCluster(LabMesh):
         trainers: Sequence[LabTrainer] = (),
     ) -> None:
         """Kill these parts of the nodes, or only these trainers; wait until they have ended."""
-        ends = trainers or [program for node in nodes for program in node.programs(parts)]
+        ends: Sequence[LabProgram] = trainers
+        ends = ends or [program for node in nodes for program in node.programs(parts)]
         for program in ends:
             program.send_signal(signal.SIGKILL)
         names = ", ".join(node.name for node in nodes)
