@@ -2,12 +2,14 @@
 // result is made in the first place that gets it, and copied to the others from the cache.
 #include "combine.h"
 
+#include <sched.h>
 #include <string.h>
 
 enum {
     SLICE_BYTES = 64 * 1024, // a thread's turn; both are multiples of all sizes of values
     PIECE_BYTES = 4 * 1024,  // which stays in the fastest cache until all ranks' values are added
 };
+enum { UNTOUCHED, BEGUN, FOLDED };
 
 static bool lies_in(const struct pmesh_place *place, uint64_t nbytes, const uint8_t *const *memory,
                     const uint64_t *memory_bytes, const struct pmesh_combining *op,
@@ -108,6 +110,31 @@ bool pmesh_combine(struct pmesh_combining *op) {
     }
 }
 
+bool pmesh_makes_source(const struct pmesh_combining *op, const struct pmesh_op *of) {
+    if (op->fold_count != 1 || !op->folded || !pmesh_combining_fits(op)) {
+        return false;
+    }
+    const struct pmesh_fold *fold = op->folds;
+    return fold->nbytes == of->region_bytes[PMESH_SOURCE] &&
+           result_at(op, fold->give_begin, 0) == of->regions[PMESH_SOURCE];
+}
+
+void pmesh_fold(struct pmesh_combining *op, uint64_t offset, uint64_t nbytes) {
+    const uint64_t end = offset + nbytes;
+    for (uint64_t slice = offset / SLICE_BYTES; slice * SLICE_BYTES < end; slice++) {
+        uint8_t state = UNTOUCHED;
+        if (atomic_compare_exchange_strong(&op->folded[slice], &state, BEGUN)) {
+            atomic_fetch_add_explicit(&op->taken, 1, memory_order_relaxed);
+            do_slice(op, op->folds, slice * SLICE_BYTES);
+            atomic_store(&op->folded[slice], FOLDED);
+            continue;
+        }
+        while (atomic_load(&op->folded[slice]) != FOLDED) { // another thread is at it: 10 us
+            sched_yield();
+        }
+    }
+}
+
 void pmesh_combining_stop(struct pmesh_combining *op) {
     atomic_store_explicit(&op->stopped, true, memory_order_relaxed);
 }
@@ -117,6 +144,7 @@ const uint32_t *pmesh_combining_layout(void) {
         sizeof(struct pmesh_place),
         sizeof(struct pmesh_fold),
         sizeof(struct pmesh_combining),
+        offsetof(struct pmesh_combining, folded),
         offsetof(struct pmesh_combining, stopped),
     };
     return layout;

@@ -28,6 +28,7 @@ struct pmesh_combining {
     int32_t dtype, reduction; // as in `struct pmesh_op`
     uint32_t makes_nan_equal;
     _Atomic uint64_t taken; // slices that a thread has begun
+    _Atomic uint8_t *folded; // of each slice, for `pmesh_fold`; zeros at first
     _Atomic bool stopped;
 };
 
@@ -36,6 +37,11 @@ PMESH_API bool pmesh_combining_fits(const struct pmesh_combining *op);
 // Do slices until none is left; several threads may call it at once. Returns false if it was
 // stopped before.
 PMESH_API bool pmesh_combine(struct pmesh_combining *op);
+// Whether its only fold makes the source of an op, whose parts `pmesh_fold` may then make.
+bool pmesh_makes_source(const struct pmesh_combining *op, const struct pmesh_op *of);
+// Make these bytes of the result of the only fold, if they are not there yet; several threads may
+// call it at once. Not beside `pmesh_combine`.
+void pmesh_fold(struct pmesh_combining *op, uint64_t offset, uint64_t nbytes);
 // Make `pmesh_combine` return after the slice that it is at; any thread may call it.
 PMESH_API void pmesh_combining_stop(struct pmesh_combining *op);
 // Sizes and an offset, for the test that compares them with Python's.

@@ -4,7 +4,7 @@
 // cores and both directions are used. Of a small op, one does both; what can be done at once is
 // done by the caller, without a thread. A thread that can do nothing waits in `poll`, for its
 // sockets and for a pipe by which the other thread, or `pmesh_stop`, wakes it.
-#include "pmesh.h"
+#include "combine.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -98,6 +98,13 @@ static const struct pmesh_record *next_record(const struct pmesh_runner *runner,
     return has_next(runner, track) ? &plan->records[i] : NULL;
 }
 
+// Have these bytes of the source made, if they are made as they are read.
+static void need_source(const struct pmesh_op *op, uint64_t offset, uint64_t nbytes) {
+    if (op->fold && nbytes) {
+        pmesh_fold(op->fold, offset, nbytes);
+    }
+}
+
 static void add(const struct pmesh_op *op, const struct pmesh_record *record) {
     if (record->then == PMESH_KEEP || !record->nbytes) {
         return;
@@ -108,6 +115,8 @@ static void add(const struct pmesh_op *op, const struct pmesh_record *record) {
     if (record->then == PMESH_ADD_TO_RESULT) {
         into = op->regions[PMESH_RESULT] + record->other;
         other = arrived;
+    } else {
+        need_source(op, record->other, record->nbytes);
     }
     pmesh_accumulate(op->dtype, op->reduction, into, other, values);
     if (record->finishes) {
@@ -154,6 +163,9 @@ static bool send_some(struct pmesh_runner *runner, struct side *side, uint32_t t
             waiting->progress = true;
             return false;
         }
+        if (record->region == PMESH_SOURCE) {
+            need_source(runner->op, record->offset, record->nbytes);
+        }
         pmesh_seal_record(runner->op, lane, record, atomic_load(&runner->done[track]));
         count(runner, side, track);
     }
@@ -186,6 +198,7 @@ static bool copy_some(struct pmesh_runner *runner) {
     const struct pmesh_copy *copy = &op->plan->copies[runner->copy];
     const uint64_t left = copy->nbytes - runner->copied;
     const uint64_t nbytes = left < COPY_BYTES ? left : COPY_BYTES;
+    need_source(op, copy->source + runner->copied, nbytes);
     if (nbytes) {
         memcpy(op->regions[PMESH_RESULT] + copy->result + runner->copied,
                op->regions[PMESH_SOURCE] + copy->source + runner->copied, (size_t)nbytes);
@@ -542,6 +555,7 @@ const uint32_t *pmesh_layout(void) {
         sizeof(struct pmesh_op),
         offsetof(struct pmesh_lane, seal_key),
         offsetof(struct pmesh_coding, codec),
+        offsetof(struct pmesh_op, fold),
         offsetof(struct pmesh_op, has_failed),
     };
     return layout;

@@ -1,5 +1,5 @@
 // A plan that does not fit its memory is refused before anything is read or written.
-#include "pmesh.h"
+#include "combine.h"
 
 enum { MOST_TRACKS = 1 << 16 };
 
@@ -51,7 +51,8 @@ bool pmesh_plan_fits(const struct pmesh_op *op) {
     const uint64_t itemsize = pmesh_itemsize(op->dtype, op->reduction);
     const uint64_t lanes = (uint64_t)plan->receiving + plan->sending;
     const uint64_t tracks = lanes + plan->computing;
-    if (!is_aligned(op, itemsize) || !plan->size || tracks > MOST_TRACKS || !pmesh_works_fit(op)) {
+    if (!is_aligned(op, itemsize) || !plan->size || tracks > MOST_TRACKS || !pmesh_works_fit(op) ||
+        (op->fold && (plan->work_count || !pmesh_makes_source(op->fold, op)))) {
         return false;
     }
     for (uint32_t t = 0; t < lanes; t++) {

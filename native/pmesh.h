@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 // One higher with each change that Python must know of; pmesh/native/__init__.py has the same.
-#define PMESH_ABI 4
+#define PMESH_ABI 5
 
 #define PMESH_API __attribute__((visibility("default")))
 
@@ -149,6 +149,8 @@ enum pmesh_status {
     PMESH_FORGED,
 };
 
+struct pmesh_combining;
+
 // One run of a plan.
 struct pmesh_op {
     const struct pmesh_plan *plan;
@@ -156,6 +158,7 @@ struct pmesh_op {
     uint8_t *regions[PMESH_REGIONS];
     uint64_t region_bytes[PMESH_REGIONS];
     struct pmesh_coding *coding; // NULL for a plan without works
+    struct pmesh_combining *fold; // makes the source, part by part as it is read; or NULL
     pmesh_function seal, open;   // of the library that `aead` names
     uint64_t roster, number, fingerprint;
     int64_t completed;

@@ -9,7 +9,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-ABI = 4  # PMESH_ABI in native/pmesh.h
+ABI = 5  # PMESH_ABI in native/pmesh.h
 PATH = Path(__file__).with_name("libpmesh.dylib" if sys.platform == "darwin" else "libpmesh.so")
 
 _PROTOTYPES = {

@@ -180,6 +180,7 @@ class OpStruct(ctypes.Structure):
         ("regions", ctypes.c_void_p * REGIONS),
         ("region_bytes", ctypes.c_uint64 * REGIONS),
         ("coding", ctypes.c_void_p),
+        ("fold", ctypes.c_void_p),
         ("seal", ctypes.c_void_p),
         ("open", ctypes.c_void_p),
         ("roster", ctypes.c_uint64),
@@ -197,6 +198,7 @@ class OpStruct(ctypes.Structure):
     plan: int
     lanes: int
     coding: int | None
+    fold: int | None
     roster: int
     number: int
     fingerprint: int

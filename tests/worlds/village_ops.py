@@ -58,7 +58,7 @@ async def run(
 
 
 def machine_of(here: Village, trainer: Trainer) -> Machine:
-    """Where it runs, in a village whose machines have one trainer each."""
+    """Where it runs."""
     name = trainer.names[trainer.rank]
     return next(m for m in here.machines if m.settings.name == name)
 

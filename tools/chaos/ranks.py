@@ -104,7 +104,7 @@ def _average(at: At, dtype: type[Any]) -> CheckedCall:
     """Of two arrays, the mean: the number of ranks divides, not that of machines."""
     kind = np.float64 if dtype is np.float64 else np.float32  # gradients are no integers
     own = _own(at, kind)
-    grads = {"w": own, "b": own[:7].astype(np.float32)}
+    grads = {"w": own, "b": own[:7]}  # of one dtype: each bucket has contributors of its own
 
     def judge(result: Mapping[str, NDArray[Any]]) -> CallOutcome:
         mean = total_of(at.mesh.trainers, at.step, own.size, np.float64) / at.mesh.size

@@ -41,7 +41,7 @@ from pmesh.core.wire.records import RecordHeader
 from pmesh.core.wire.trainer import OpDone, OpFailed, StartOp
 from pmesh.errors import LaneBroken, ProtocolError, UsageError
 from pmesh.ids import OpNumber, Rank
-from pmesh.net.lanes.executor import begin_plan, run_plan
+from pmesh.net.lanes.executor import SourceFold, begin_plan, run_plan
 from pmesh.net.lanes.lane import CallsDiffer, PathLost
 from pmesh.net.lanes.native import Runner
 from pmesh.net.lanes.ring import RingPosition, Tensors, all_reduce_coded
@@ -380,7 +380,7 @@ async def _run_by_machines(rank: LocalRank, op: Op, jobs: Jobs) -> None:
     firsts = [ranks[0] for ranks in rank.machines]
     mine = rank.machines[place_of(rank.machines, rank.rank or 0)]
 
-    async def run(source: memoryview) -> None:
+    async def run(source: memoryview, fold: SourceFold | None = None) -> None:
         plan = _plan_of(rank, op)
         to, from_ = await rank.lanes.open(
             [firsts[at] for at in plan.sends], [firsts[at] for at in plan.receives], jobs.rendezvous
@@ -394,6 +394,7 @@ async def _run_by_machines(rank: LocalRank, op: Op, jobs: Jobs) -> None:
             result=op.result.memory,
             dtype=op.request.wire_dtype,
             reduction=op.request.call.reduction or "sum",
+            fold=fold,
         )
 
     if len(mine) == 1:

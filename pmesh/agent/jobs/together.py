@@ -30,6 +30,7 @@ from pmesh.core.values import Roster
 from pmesh.core.wire.trainer import StartOp
 from pmesh.errors import LaneBroken
 from pmesh.ids import Epoch, JobName, OpNumber
+from pmesh.net.lanes.executor import SourceFold
 from pmesh.net.lanes.lane import CallsDiffer
 from pmesh.net.sessions.combining import CombiningRun, slices_of
 
@@ -79,9 +80,20 @@ class _Work:
         *,
         reduction: str = "",
     ) -> None:
-        """For `reduction`, if it is not that of the request."""
+        """Values of one op. `start` makes them move, or the first `finish`.
+
+        Args:
+            plan: what to do.
+            request: says the dtype, and the reduction if `reduction` is empty.
+            sources: the values of each rank.
+            results: where they go, of each rank.
+            reduction: another one than that of the request.
+
+        Raises:
+            LaneBroken: the plan does not fit this memory.
+        """
         try:
-            slices = slices_of(
+            self._slices = slices_of(
                 plan,
                 sources,
                 results,
@@ -90,9 +102,18 @@ class _Work:
             )
         except ValueError as e:  # a trainer has lied: only its job suffers
             raise LaneBroken(f"op {request.op} does not fit its memory: {e}") from e
-        self.run = CombiningRun(slices, plan.moving_bytes)
+        self.run = CombiningRun(self._slices, plan.moving_bytes)
         self._waiting = set[trio.lowlevel.Task]()
+        self._has_begun = self._is_over = False
+
+    def start(self) -> None:
+        """Do a small one at once; else begin."""
+        self._has_begun = True
         self._is_over = self.run.start(self._end)
+
+    def by_parts(self) -> int:
+        """Leave the slices to the library, in place of `finish`: see `Slices.by_parts`."""
+        return 0 if self._has_begun else self._slices.by_parts()
 
     def _end(self) -> None:
         self._is_over = True
@@ -114,6 +135,8 @@ class _Work:
             self.run.stop()
             return trio.lowlevel.Abort.FAILED
 
+        if not self._has_begun:
+            self.start()
         if not self._is_over:
             self._waiting.add(trio.lowlevel.current_task())
             await trio.lowlevel.wait_task_rescheduled(stop)
@@ -160,7 +183,7 @@ class _Meeting:
         await trio.lowlevel.wait_task_rescheduled(withdraw)
 
     def fold(self) -> None:
-        """Begin to fold the values of the ranks here, as the last one has come."""
+        """Lay out the fold of the values of the ranks here, as the last one has come."""
         parts = [self.parts[rank] for rank in range(self.size)]
         request, first = parts[0].request, parts[0].result.nbytes
         if any(part.result.nbytes != first for part in parts):  # a trainer has lied
@@ -189,6 +212,7 @@ class _Meeting:
             raise LaneBroken(f"op {first.request.op}: {e}") from e
         results = [part.result.memory for part in parts]
         self.work = _Work(plan, first.request, [part.source for part in parts], results)
+        self.work.start()
         self.writes = 0 if once else None
         self.wake()
 
@@ -207,11 +231,12 @@ class _Relay(_Meeting):
         """Rank 0 reads and writes no memory of this op any more."""
         self._has_result = False
 
-    async def lead(self, run: Callable[[memoryview], Awaitable[None]]) -> None:
-        """Do the network's part. No await lies between the end of the fold and this."""
+    async def lead(self, run: Callable[[memoryview, SourceFold], Awaitable[None]]) -> None:
+        """Do the network's part. No await lies between the coming of all and this."""
+        assert self.work is not None  # noqa: S101 - all have come
         try:
             with self._scope:
-                await run(self.parts[1].result.memory.toreadonly())
+                await run(self.parts[1].result.memory.toreadonly(), self.work)
                 self._has_result = True
         finally:
             self._over.set()
@@ -293,7 +318,7 @@ class Meetings:
         size: int,
         part: Part,
         *,
-        run: Callable[[memoryview], Awaitable[None]],
+        run: Callable[[memoryview, SourceFold], Awaitable[None]],
         traffic: Callable[[], int],
     ) -> Result | None:
         """Do an op of a job that has ranks at other agents, too, with all others of this agent.
@@ -303,8 +328,8 @@ class Meetings:
             rank: this rank's place among those of this agent, of which 0 meets the network.
             size: how many ranks of the job are here, at least two.
             part: what it brings.
-            run: does the network's part, with the values that the ranks here have folded, and
-                writes the result of rank 0. It is called at rank 0 only.
+            run: does the network's part, and writes the result of rank 0. It is called at rank 0
+                only, with the place of the folded values and with what folds them there.
             traffic: returns the bytes that have moved at the sockets of this rank.
 
         Returns the result of rank 0, at the others; they must take it at once.
@@ -321,8 +346,6 @@ class Meetings:
             meeting.fold()
         else:
             await meeting.wait(rank)
-        assert meeting.work is not None  # noqa: S101 - else nobody wakes it
-        await meeting.work.finish()
         if rank == 0:
             await meeting.lead(run)
         else:

@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import trio
@@ -45,6 +45,8 @@ from pmesh.net.lanes.lane import CallsDiffer, Lane, Steps, Wait
 
 THREADS_FROM_BYTES = 16 * 1024 * 1024  # below, to start them costs more than they save
 COMPUTING_THREADS_FROM_BYTES = 128 * 1024
+FOLDS_BY_PARTS_FROM_BYTES = native.TWO_THREADS_FROM_BYTES
+"""Below, a plan is run by the event loop's thread as far as that can, which must not take long."""
 LOOK_MS = 2  # between two checks for progress; a socket with data left to send takes longer
 _NOTHING = memoryview(bytearray())
 
@@ -59,6 +61,7 @@ def run_plan(
     result: memoryview,
     dtype: str = "",
     reduction: str = "",
+    fold: "SourceFold | None" = None,
 ) -> Coroutine[Any, Any, None]:
     """Return what does one rank's part of a collective.
 
@@ -73,6 +76,9 @@ def run_plan(
         result: writable bytes, which don't overlap `source`; as many as the plan's maker says.
         dtype: one of WIRE_DTYPES if the plan reduces, else empty.
         reduction: as `check_reduction` allows; only for plans that reduce.
+        fold: what makes the source, if it is not there yet. The library makes the parts of a large
+            one as it comes to them, so that the first record leaves early; else the whole comes
+            first.
 
     Raises:
         CallsDiffer: a rank that sends to this one called something else.
@@ -82,11 +88,32 @@ def run_plan(
     regions = _regions_of(plan, source, result)
     lanes = lanes_of(plan, lanes_to, lanes_from)
     library = native.library_for(plan, lanes, dtype, reduction)
-    if library is not None:
-        return native.run(library, plan, lanes, header, regions, dtype=dtype, reduction=reduction)
-    return run_in_python(
-        plan, lanes_to, lanes_from, header, regions, dtype=dtype, reduction=reduction
-    )
+    by_parts = 0
+    if library is None:
+        run = partial(run_in_python, plan, lanes_to, lanes_from, header, regions)
+    else:
+        if fold is not None and plan.moving_bytes >= FOLDS_BY_PARTS_FROM_BYTES:
+            by_parts = fold.by_parts()
+        run = partial(native.run, library, plan, lanes, header, regions, fold=by_parts)
+    running = partial(run, dtype=dtype, reduction=reduction)
+    return running() if fold is None or by_parts else _folded_first(fold, running)
+
+
+class SourceFold(Protocol):
+    """The source of a plan, as what it is made of."""
+
+    def by_parts(self) -> int:
+        """Return what `native.begin` takes as `fold`; 0 if only `finish` can make the source."""
+        ...
+
+    async def finish(self) -> None:
+        """Make the whole; no thread is at work any more when this ends, however (V3)."""
+        ...
+
+
+async def _folded_first(fold: SourceFold, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    await fold.finish()
+    await run()
 
 
 def begin_plan(

@@ -117,6 +117,7 @@ def begin(
     dtype: str = "",
     reduction: str = "",
     coding: Coding | None = None,
+    fold: int = 0,
 ) -> "Runner":
     """Begin a plan, and do what can be done at once.
 
@@ -130,6 +131,8 @@ def begin(
         reduction: one of REDUCTIONS; only for plans that reduce.
         coding: how a codec does the works; only for plans that have any. It must live as long as
             the op.
+        fold: the address of the `struct pmesh_combining` that makes the source, part by part as the
+            plan reads it; 0 if the source is there. It must live as long as the op.
 
     Raises:
         LaneBroken: one of the lanes is closed.
@@ -138,7 +141,7 @@ def begin(
     _busy.add(runner)
     try:
         values = (_DTYPES[dtype], _REDUCTIONS[reduction]) if dtype else (-1, -1)
-        runner.begin(plan, lanes, header, regions, values=values, coding=coding)
+        runner.begin(plan, lanes, header, regions, values=values, coding=coding, fold=fold)
     except BaseException:
         runner.rest()
         raise
@@ -155,6 +158,7 @@ async def run(
     dtype: str = "",
     reduction: str = "",
     coding: Coding | None = None,
+    fold: int = 0,
 ) -> None:
     """Run a plan to its end, as `pmesh.net.lanes.executor.run_plan` does.
 
@@ -162,7 +166,11 @@ async def run(
     """
     await trio.lowlevel.checkpoint_if_cancelled()
     runner = begin(
-        library, plan, lanes, header, regions, dtype=dtype, reduction=reduction, coding=coding
+        *(library, plan, lanes, header, regions),
+        dtype=dtype,
+        reduction=reduction,
+        coding=coding,
+        fold=fold,
     )
     await runner.finish()
 
@@ -206,11 +214,13 @@ class Runner:
         *,
         values: tuple[int, int],
         coding: Coding | None,
+        fold: int,
     ) -> None:
         """Begin an op; for the arguments see the function `begin`."""
         op, flat = self._op, _laid_out(plan)
         op.plan, (op.dtype, op.reduction) = flat.address, values
         op.coding = None if coding is None else ctypes.addressof(coding)
+        op.fold = fold or None
         _, op.roster, op.number, _, op.fingerprint, op.completed = header
         for place, region in enumerate(regions):
             op.regions[place], op.region_bytes[place] = address_of(region), len(region)

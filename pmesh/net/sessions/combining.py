@@ -57,9 +57,11 @@ class Combining(ctypes.Structure):
         ("reduction", ctypes.c_int32),
         ("makes_nan_equal", ctypes.c_uint32),
         ("taken", ctypes.c_uint64),
+        ("folded", ctypes.c_void_p),
         ("stopped", ctypes.c_bool),
     )
     taken: int
+    folded: int
 
 
 class Slices(Protocol):
@@ -68,6 +70,14 @@ class Slices(Protocol):
     @property
     def taken(self) -> int:
         """How many slices have been begun."""
+        ...
+
+    def by_parts(self) -> int:
+        """Let the native library do the slices of the only fold in any order, in place of `work`.
+
+        Returns the address of their `struct pmesh_combining`; 0 if the library can't do them, or
+        if there is no fold, or several.
+        """
         ...
 
     def work(self) -> bool:
@@ -146,12 +156,21 @@ class InLibrary:
             makes_nan_equal=plan.makes_nan_equal,
         )
         self._op = ctypes.byref(self._state)
+        self._folded = memoryview(b"")
         if not library.pmesh_combining_fits(self._op):
             raise ValueError(_NO_FIT)
 
     @property
     def taken(self) -> int:
         return self._state.taken
+
+    def by_parts(self) -> int:
+        if len(self._flat.folds) != 1:
+            return 0
+        nbytes = int(self._flat.folds["nbytes"][0])
+        self._folded = memoryview(bytearray(-(-nbytes // SLICE_BYTES)))
+        self._state.folded = address_of(self._folded)
+        return ctypes.addressof(self._state)
 
     def work(self) -> bool:
         done: bool = self._library.pmesh_combine(self._op)
@@ -183,6 +202,9 @@ class InNumpy:
         self._worked_on = threading.Lock()
         self._stopped = False
         self.taken = 0
+
+    def by_parts(self) -> int:
+        return 0
 
     def work(self) -> bool:
         if not self._worked_on.acquire(blocking=False):
