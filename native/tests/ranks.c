@@ -1,7 +1,7 @@
 // Many ranks in one process, each with its own runner: all-reduces over a ring, and random records
 // from any rank to any and works of codecs, which need each other as they do in plans. Some ops are
 // stopped, at any point; the next one, of a higher roster, then uses the same lanes. A plain loop
-// does what the ranks do, and the memory must be equal.
+// does what the ranks do, and the memory must be equal. Some ranks have their sources folded.
 //
 // Run: ranks [FIRST_SEED [COUNT]]
 #include "toy.h"
@@ -48,7 +48,17 @@ enum {
     MOST_RECORDS = 80, // of a track
     MOST_NEEDS = 4096,
     LARGEST_PIECE = 64 * 1024, // values: kernels take long under TSan
+    SLICE = 64 * 1024,         // bytes that are folded at once
     HANGS_MS = 60 * 1000,      // a wake-up was lost
+};
+
+// A source that is the sum of the values of two.
+struct halves {
+    struct pmesh_place places[3];
+    struct pmesh_fold fold;
+    uint8_t *sources[2], *results[1];
+    uint64_t nbytes[2];
+    struct pmesh_combining op;
 };
 
 // What the records of one rank have done to a piece of its memory.
@@ -72,6 +82,7 @@ struct rank {
     struct pmesh_lane *lanes[TRACKS];
     struct pmesh_plan plan;
     struct pmesh_op op;
+    struct halves halves; // of its source, if `op` has a fold
     uint8_t *model[PMESH_REGIONS]; // what the plain loop does
     uint8_t *residual, *model_residual;
     int64_t model_clipped;
@@ -582,6 +593,71 @@ static void free_plan(const struct pmesh_plan *plan) {
     free((void *)plan->tracks);
 }
 
+// A plan whose source is made elsewhere, or not as a whole, is refused.
+static void check_who_makes_source(struct rank *rank) {
+    struct pmesh_combining *op = rank->op.fold, right = *op;
+    assert(pmesh_makes_source(op, &rank->op));
+    op->fold_count = 0;
+    assert(!pmesh_makes_source(op, &rank->op));
+    *op = right;
+    op->folded = NULL;
+    assert(!pmesh_makes_source(op, &rank->op));
+    *op = right;
+    rank->op.region_bytes[PMESH_SOURCE]++;
+    assert(!pmesh_makes_source(op, &rank->op) && !pmesh_plan_fits(&rank->op));
+    rank->op.region_bytes[PMESH_SOURCE]--;
+    rank->halves.results[0] = rank->op.regions[PMESH_RESULT];
+    assert(!pmesh_makes_source(op, &rank->op));
+    rank->halves.results[0] = rank->op.regions[PMESH_SOURCE];
+    rank->halves.places[0].rank = 2;
+    assert(!pmesh_makes_source(op, &rank->op));
+    rank->halves.places[0].rank = 0;
+}
+
+// Take the source apart: whoever runs the plan has to fold it.
+static void halve_source(struct world *world, struct rank *rank) {
+    struct halves *halves = &rank->halves;
+    const uint64_t nbytes = rank->op.region_bytes[PMESH_SOURCE];
+    *halves = (struct halves){.fold = {nbytes, 0, 2, 2, 3}, .nbytes = {nbytes, nbytes}};
+    halves->places[1].rank = 1;
+    halves->results[0] = rank->op.regions[PMESH_SOURCE];
+    for (int i = 0; i < 2; i++) {
+        halves->sources[i] = exactly(nbytes);
+    }
+    for (uint64_t i = 0; i < nbytes; i++) {
+        halves->sources[0][i] = (uint8_t)(mixed(world->number + i) & 0xff);
+        halves->sources[1][i] = (uint8_t)(halves->results[0][i] - halves->sources[0][i]);
+    }
+    memset(halves->results[0], 0xee, nbytes);
+    halves->op = (struct pmesh_combining){
+        .folds = &halves->fold,
+        .places = halves->places,
+        .sources = (const uint8_t *const *)halves->sources,
+        .source_bytes = halves->nbytes,
+        .results = halves->results,
+        .result_bytes = halves->nbytes,
+        .fold_count = 1,
+        .place_count = 3,
+        .ranks = 2,
+        .dtype = PMESH_UINT8,
+        .reduction = PMESH_SUM,
+        .folded = calloc(nbytes / SLICE + 1, 1),
+    };
+    assert(halves->op.folded);
+    rank->op.fold = &halves->op;
+    check_who_makes_source(rank);
+}
+
+// What no record has read is folded now, so that the whole source can be checked.
+static void end_fold(struct rank *rank) {
+    if (rank->op.fold) {
+        pmesh_fold(rank->op.fold, 0, rank->op.region_bytes[PMESH_SOURCE]);
+        free(rank->halves.sources[0]);
+        free(rank->halves.sources[1]);
+        free(rank->halves.op.folded);
+    }
+}
+
 // --- running them
 
 static void set_op(struct world *world, struct rank *rank) {
@@ -598,6 +674,10 @@ static void set_op(struct world *world, struct rank *rank) {
     op->completed = (int64_t)world->number - 1;
     op->dtype = !world->reduces ? -1 : world->means ? PMESH_FLOAT32 : PMESH_INT32;
     op->reduction = world->means ? PMESH_MEAN : PMESH_SUM;
+    op->fold = NULL;
+    if (!world->codes && below(&world->random, 2)) {
+        halve_source(world, rank);
+    }
 }
 
 // Another thread stops all ranks, while they begin, run and end.
@@ -681,6 +761,7 @@ static void run_op(struct world *world, bool stopped) {
     }
     for (uint32_t r = 0; r < world->size; r++) {
         end_op(&world->ranks[r], stopped);
+        end_fold(&world->ranks[r]);
     }
 }
 

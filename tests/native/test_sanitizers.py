@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not build.find_compiler(), reason="needs a C com
 TESTS = build.SOURCES / "tests"
 MEMORY: Final = "address,undefined"
 THREADS: Final = "thread"
-COMPUTING = ("fits.c", "reduce.c", "coding.c", "kernels.c")
+COMPUTING = ("combine.c", "fits.c", "reduce.c", "coding.c", "kernels.c")
 SOURCES = {
     "ranks": ("tests/ranks.c", "lane.c", *COMPUTING),  # it includes executor.c
     "faults": ("tests/faults.c", "lane.c", *COMPUTING),  # likewise

@@ -16,7 +16,7 @@ from pmesh.agent.jobs.together import Meetings, _Work
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.calls import Call
 from pmesh.errors import LaneBroken
-from pmesh.net.lanes import executor
+from pmesh.net.lanes import executor, native
 from pmesh.net.lanes.executor import SourceFold
 from tests.agent.jobs.parts import ATTEMPT, part_of, result_of
 from tests.worlds.trainer import Trainer, together, until
@@ -61,7 +61,12 @@ async def test_values_that_are_folded_as_they_are_sent_have_the_same_bits(
     clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folds, by_parts, count = list[int](), _Work.by_parts, 99_999
-    monkeypatch.setattr(_Work, "by_parts", lambda work: folds.append(by_parts(work)) or folds[-1])
+
+    def noted(work: _Work) -> int:
+        folds.append(by_parts(work))
+        return folds[-1]
+
+    monkeypatch.setattr(_Work, "by_parts", noted)
     async with village(clock, 3) as here:
         trainers = await job_of(here, 2, 3, 1)
         for strategy in ("ring", "tree", "centralized", "hierarchical", "chain", "direct"):
@@ -73,7 +78,10 @@ async def test_values_that_are_folded_as_they_are_sent_have_the_same_bits(
                     partial(t.run, call, np.arange(count, dtype=np.float32) / 7 + t.rank)
                     for t in trainers
                 ]
-                results |= {result.tobytes() for result in await together(*calls)}
+                results |= {np.array(result).tobytes() for result in await together(*calls)}
+            with monkeypatch.context() as without:
+                without.setattr(native, "library_for", lambda *_: None)
+                results |= {np.array(x).tobytes() for x in await together(*calls)}
             assert len(results) == 1
     assert len(folds) == 12
     assert all(folds)

@@ -35,6 +35,15 @@ def a_sum(ranks: int, nbytes: int, *, makes_nan_equal: bool = False) -> Together
     )
 
 
+def test_only_the_library_makes_parts_and_only_those_of_one_fold() -> None:
+    one, none = a_sum(2, 36), Together(2, (), reduces=True, makes_nan_equal=False)
+    two = [np.zeros(36, np.uint8).data for _ in range(2)]
+    as_float = {"dtype": "float32", "reduction": "sum"}
+    assert slices_of(one, two, two, **as_float).by_parts() > 0
+    assert slices_of(none, two, two, **as_float).by_parts() == 0
+    assert combining.InNumpy(one, two, two, **as_float).by_parts() == 0
+
+
 def draw_values(nbytes: int, dtype: str, seed: int) -> Values:
     """Any numbers, with infinities, but no NaN: its sign depends on the processor."""
     drawn = np.random.default_rng(seed)
