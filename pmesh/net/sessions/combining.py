@@ -61,7 +61,6 @@ class Combining(ctypes.Structure):
         ("stopped", ctypes.c_bool),
     )
     taken: int
-    folded: int
 
 
 class Slices(Protocol):
@@ -70,14 +69,6 @@ class Slices(Protocol):
     @property
     def taken(self) -> int:
         """How many slices have been begun."""
-        ...
-
-    def by_parts(self) -> int:
-        """Let the native library do the slices of the only fold in any order, in place of `work`.
-
-        Returns the address of their `struct pmesh_combining`; 0 if the library can't do them, or
-        if there is no fold, or several.
-        """
         ...
 
     def work(self) -> bool:
@@ -96,7 +87,7 @@ def slices_of(
     *,
     dtype: str,
     reduction: str,
-) -> Slices:
+) -> "InLibrary | InNumpy":
     """Return what carries out the plan.
 
     Args:
@@ -165,6 +156,10 @@ class InLibrary:
         return self._state.taken
 
     def by_parts(self) -> int:
+        """Let a plan have the slices of the only fold done in any order, in place of `work`.
+
+        Returns the address of their `struct pmesh_combining`; 0 if there is no fold, or several.
+        """
         if len(self._flat.folds) != 1:
             return 0
         nbytes = int(self._flat.folds["nbytes"][0])
@@ -204,6 +199,7 @@ class InNumpy:
         self.taken = 0
 
     def by_parts(self) -> int:
+        """Return 0: the library, which runs plans, can't do these."""
         return 0
 
     def work(self) -> bool:

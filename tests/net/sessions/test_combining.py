@@ -198,5 +198,6 @@ def test_what_was_stopped_before_does_nothing(
 def test_the_structs_are_those_of_the_library() -> None:
     library = native.library()
     assert library is not None
-    sizes = [PLACE.itemsize, FOLD.itemsize, ctypes.sizeof(Combining), Combining.stopped.offset]
+    offsets = [Combining.folded.offset, Combining.stopped.offset]
+    sizes = [PLACE.itemsize, FOLD.itemsize, ctypes.sizeof(Combining), *offsets]
     assert library.pmesh_combining_layout()[: len(sizes)] == sizes
