@@ -1,13 +1,15 @@
 """The calls of the campaigns: right among ranks that are all there, and wrong values are seen."""
 
+from collections.abc import Callable
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pytest
 
 import pmesh
 from pmesh.testing import SimulatedMesh
-from tools.chaos import calls
+from tools.chaos import calls, ranks
 from tools.chaos.calls import (
     CALLS,
     MOST_TRAINERS,
@@ -108,6 +110,50 @@ def test_a_call_that_is_bound_to_its_ranks_may_end_with_an_error_and_a_sum_may_n
         return bound.judge(bound.call())
 
     assert SimulatedMesh(2).run(train) == [CallOutcome("RosterChanged", right=True)] * 2
+
+
+@pytest.mark.parametrize("dtype", sorted({dtype.__name__ for dtype in ranks.DTYPES}))
+@pytest.mark.parametrize("make", dict.fromkeys(ranks.CALLS))
+def test_calls_of_several_trainers_on_a_machine_are_right_and_a_wrong_value_is_seen(
+    make: Callable[[At, type[Any]], CheckedCall], dtype: str
+) -> None:
+    def train(mesh: pmesh.Mesh) -> tuple[CallOutcome, bool]:
+        trial = make(At(mesh, Pattern(NBYTES), 0, 5), getattr(np, dtype))
+        result = trial.call()
+        outcome = trial.judge(result)
+        match result:
+            case np.ndarray():
+                wrong: Any = result + 1
+            case {"w": w, **more}:
+                wrong = {"w": w + 1000, **more}
+            case (first, before, second):
+                wrong = first, before, second + 1
+            case _:  # a barrier brings no values
+                return outcome, False
+        return outcome, trial.judge(wrong).right
+
+    outcomes = SimulatedMesh(SIZE).run(train)
+    assert {(outcome.right, wrong) for outcome, wrong in outcomes} == {(True, False)}
+    assert len({outcome.digest for outcome, _ in outcomes}) == 1
+
+
+def test_ops_of_several_trainers_have_any_size_and_any_call() -> None:
+    most = 16 << 20
+    sizes = [ranks.bytes_in(step, most) for step in range(400)]
+    assert min(sizes) < 100 < most // 4 < max(sizes) <= most
+
+    def train(mesh: pmesh.Mesh) -> None:
+        made = [ranks.prepare_call(At(mesh, Pattern(NBYTES), 0, step)) for step in range(30)]
+        assert all(trial.judge(trial.call()).right for trial in made)
+
+    SimulatedMesh(2).run(train)
+
+
+def test_no_two_trainers_of_a_job_give_the_same_and_their_sum_is_exact() -> None:
+    units = {ranks.unit_of(trainer) for trainer in range(1021)}
+    assert len(units) == 1021
+    most = sorted(range(1021), key=ranks.unit_of)[-7:]
+    assert ranks.total_of(most, 96, PATTERN_BYTES // 4).max() < 2**24
 
 
 PATTERN_BYTES = 1 << 20

@@ -189,10 +189,9 @@ PLACEMENTS = ((2, 3, 1), (1, 2, 1, 3))
 def run_ranks(run: CampaignRun) -> Tally:
     """Kills among hosts that have unequal numbers of trainers."""
     tally, random = Tally(), run.random()
-    for number, placement in enumerate(PLACEMENTS):
-        count = (run.episodes + len(PLACEMENTS) - 1 - number) // len(PLACEMENTS)
-        if not count:
-            continue
+    placements = PLACEMENTS[:1] if run.short else PLACEMENTS
+    for number, placement in enumerate(placements):
+        count = (run.episodes + len(placements) - 1 - number) // len(placements)
         options = run.options(sum(placement), calls="ranks")
         with LabCluster(placement, options, logs=run.logs) as cluster:
             run_episodes(cluster, KillRanks(), count, random, tally)

@@ -54,8 +54,7 @@ def bytes_in(step: int, most: int) -> int:
 def prepare_call(at: At) -> CheckedCall:
     """Return the call of this step."""
     random = Random(-1 - at.step)  # noqa: S311 - the same on all ranks
-    make = random.choice([_sum, _sum, _shared, _shared, _average, _extreme, _barrier])
-    return make(at, random.choice(DTYPES))
+    return random.choice(CALLS)(at, random.choice(DTYPES))
 
 
 def _own(at: At, dtype: type[Any]) -> NDArray[Any]:
@@ -130,3 +129,7 @@ def _barrier(at: At, _: type[Any]) -> CheckedCall:
     return CheckedCall(
         at.mesh.barrier, lambda _: CallOutcome(f"passed by {at.mesh.trainers}", right=True)
     )
+
+
+CALLS: Final = (_sum, _sum, _shared, _shared, _average, _extreme, _barrier)
+"""What trainers call; twice what matters most."""
