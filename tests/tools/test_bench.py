@@ -166,6 +166,20 @@ def test_bus_bandwidth_is_held_against_the_line_of_the_same_turn() -> None:
     assert outcomes(m) == ["met", "MISSED"]
 
 
+def test_hosts_with_several_trainers_each_carry_what_as_many_ranks_as_hosts_would() -> None:
+    m = measured(
+        "gigabit-2x2",
+        {"pmesh": turn(0.103)},
+        op_bytes=10_000_000,
+        ranks=4,
+        machines=2,
+        ceiling=(100e6,),
+    )
+
+    assert outcomes(m) == ["met"]
+    assert list(judge_flatness([m, measured("gigabit-4", {"pmesh": turn(1.0)}, ranks=4)])) == []
+
+
 @pytest.mark.parametrize(
     ("case", "ranks", "seconds", "expected"),
     [
