@@ -65,7 +65,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def _both(self, name: str, other: "Measured") -> float:
         values = [facts[name] for facts in (self.facts, other.facts) if name in facts]
-        return sum(values) if name in _COUNTED else max(values)
+        is_count = name in _COUNTED or name.startswith("kills of ")
+        return sum(values) if is_count else max(values)
 
 
 class PageTable(msgspec.Struct, frozen=True, kw_only=True):

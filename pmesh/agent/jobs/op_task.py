@@ -41,7 +41,8 @@ from pmesh.core.wire.records import RecordHeader
 from pmesh.core.wire.trainer import OpDone, OpFailed, StartOp
 from pmesh.errors import LaneBroken, ProtocolError, UsageError
 from pmesh.ids import OpNumber, Rank
-from pmesh.net.lanes.executor import SourceFold, begin_plan, run_plan
+from pmesh.net.lanes.executor import begin_plan, run_plan
+from pmesh.net.lanes.folding import SourceFold
 from pmesh.net.lanes.lane import CallsDiffer, PathLost
 from pmesh.net.lanes.native import Runner
 from pmesh.net.lanes.ring import RingPosition, Tensors, all_reduce_coded

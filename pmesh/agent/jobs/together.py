@@ -30,7 +30,7 @@ from pmesh.core.values import Roster
 from pmesh.core.wire.trainer import StartOp
 from pmesh.errors import LaneBroken
 from pmesh.ids import Epoch, JobName, OpNumber
-from pmesh.net.lanes.executor import SourceFold
+from pmesh.net.lanes.folding import SourceFold
 from pmesh.net.lanes.lane import CallsDiffer
 from pmesh.net.sessions.combining import CombiningRun, slices_of
 

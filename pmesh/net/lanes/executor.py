@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import trio
@@ -41,6 +41,7 @@ from pmesh.core.ops.reductions import WIRE_DTYPES, accumulate, finish, make_nan_
 from pmesh.core.wire.records import RecordHeader
 from pmesh.errors import LaneBroken
 from pmesh.net.lanes import native
+from pmesh.net.lanes.folding import SourceFold, folded_first
 from pmesh.net.lanes.lane import CallsDiffer, Lane, Steps, Wait
 
 THREADS_FROM_BYTES = 16 * 1024 * 1024  # below, to start them costs more than they save
@@ -61,7 +62,7 @@ def run_plan(
     result: memoryview,
     dtype: str = "",
     reduction: str = "",
-    fold: "SourceFold | None" = None,
+    fold: SourceFold | None = None,
 ) -> Coroutine[Any, Any, None]:
     """Return what does one rank's part of a collective.
 
@@ -96,24 +97,7 @@ def run_plan(
             by_parts = fold.by_parts()
         run = partial(native.run, library, plan, lanes, header, regions, fold=by_parts)
     running = partial(run, dtype=dtype, reduction=reduction)
-    return running() if fold is None or by_parts else _folded_first(fold, running)
-
-
-class SourceFold(Protocol):
-    """The source of a plan, as what it is made of."""
-
-    def by_parts(self) -> int:
-        """Return what `native.begin` takes as `fold`; 0 if only `finish` can make the source."""
-        ...
-
-    async def finish(self) -> None:
-        """Make the whole; no thread is at work any more when this ends, however (V3)."""
-        ...
-
-
-async def _folded_first(fold: SourceFold, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    await fold.finish()
-    await run()
+    return running() if fold is None or by_parts else folded_first(fold, running)
 
 
 def begin_plan(

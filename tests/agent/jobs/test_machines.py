@@ -17,7 +17,7 @@ from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.calls import Call
 from pmesh.errors import LaneBroken
 from pmesh.net.lanes import executor, native
-from pmesh.net.lanes.executor import SourceFold
+from pmesh.net.lanes.folding import SourceFold
 from tests.agent.jobs.parts import ATTEMPT, part_of, result_of
 from tests.worlds.trainer import Trainer, together, until
 from tests.worlds.village import Village, village
