@@ -1,7 +1,8 @@
 """Fine-tune adapters of a language model in stages: each machine has some of its layers.
 
 Make a tiny model with `python -m tools run tiny --folder /some/folder`, on each machine, then type
-`pmesh run --on mac-1,mac-2 -- python fine_tune_in_stages.py /some/folder`.
+`pmesh run --on mac-1,mac-2 -- python fine_tune_in_stages.py /some/folder`. A number after the folder
+is how many steps to train.
 """
 
 import importlib
@@ -25,7 +26,7 @@ def mean_loss(logits: mx.array, y: mx.array) -> mx.array:
     return loss
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, steps: int = STEPS) -> None:
     """Every rank reads all data, and computes only its own layers."""
     lm: Any = importlib.import_module("mlx_lm")
     tuner: Any = importlib.import_module("mlx_lm.tuner.utils")
@@ -41,7 +42,7 @@ def main(folder: Path) -> None:
         del model
         pipeline = pmesh.mlx.Pipeline(stage, mesh, mean_loss, micro_batch_size=2)
         optimizer = optimizers.Adam(1e-3)
-        for step in range(STEPS):
+        for step in range(steps):
             begins = mx.random.randint(
                 0, len(tokens) - LENGTH - 1, (ROWS, 1), key=mx.random.key(step)
             )
@@ -49,7 +50,7 @@ def main(folder: Path) -> None:
             value, gradients = pipeline.step(rows[:, :-1], rows[:, 1:])
             optimizer.update(stage, gradients)
             mx.eval(stage.parameters(), optimizer.state)
-            if step % 10 == 0 or step == STEPS - 1:
+            if step % 10 == 0 or step == steps - 1:
                 print(f"rank {mesh.rank}: step {step}, loss {value:.4f}")
         mx.save_safetensors(f"stage-{mesh.rank}.safetensors", adapters_of(stage))
         print(f"rank {mesh.rank}: {pipeline.report()}")
@@ -62,4 +63,4 @@ def adapters_of(stage: pmesh.mlx.Stage) -> dict[str, mx.array]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
