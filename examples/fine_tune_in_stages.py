@@ -1,8 +1,8 @@
 """Fine-tune adapters of a language model in stages: each machine has some of its layers.
 
 Make a tiny model with `python -m tools run tiny --folder /some/folder`, on each machine, then type
-`pmesh run --on mac-1,mac-2 -- python fine_tune_in_stages.py /some/folder`. A number after the folder
-is how many steps to train.
+`pmesh run --on mac-1,mac-2 -- python fine_tune_in_stages.py /some/folder`. A number after the
+folder is how many steps to train.
 """
 
 import importlib
