@@ -7,7 +7,8 @@ the network; the system ends whatever takes more than some seconds there.
 docs/how-to/mlx-programs.md lists the differences from MLX and their reasons.
 
 `ShardedOptimizer` shards an optimizer's state across the ranks; `fully_shard` shards a whole model.
-`SyncBatchNorm` normalizes over the values of all ranks. `Pipeline` trains a model in stages.
+`SyncBatchNorm` normalizes over the values of all ranks. `Pipeline` trains a model in stages,
+and `ElasticPipeline` goes on when a lost machine is back.
 """
 
 from pmesh.mlx.batch_norm import SyncBatchNorm
@@ -25,12 +26,14 @@ from pmesh.mlx.ops import (
     send,
     sum_scatter,
 )
+from pmesh.mlx.pipeline.elastic import ElasticPipeline
 from pmesh.mlx.pipeline.pipeline import Pipeline, PipelineReport, StageReport
 from pmesh.mlx.pipeline.stages import Stage, split_layers
 from pmesh.mlx.sharded_optimizer import ShardedOptimizer
 
 __all__ = [
     "Block",
+    "ElasticPipeline",
     "FullySharded",
     "Group",
     "Pipeline",

@@ -16,7 +16,6 @@ from pmesh.client.checkpoints.layout import (
     Manifest,
     SaveKey,
     SaveReport,
-    Wish,
     decode_manifest_untrusted,
     holding_of,
     layout_digest,
@@ -30,7 +29,7 @@ from pmesh.errors import NotEnoughRanks, PeerError, RankLost, RosterChanged, Usa
 
 CHUNK_BYTES = 16 * 1024 * 1024  # sent to each rank in one op; each op costs a round trip
 
-_Said = TypeVar("_Said", Wish, SaveReport)
+_Said = TypeVar("_Said", bound=msgspec.Struct)
 _logger = logging.getLogger("pmesh")
 
 
@@ -208,8 +207,10 @@ class _ByteSequence:
         return pieces
 
 
-def read_untrusted(told: Sequence[object], kind: type[_Said], names: Sequence[str]) -> list[_Said]:
-    """Return what each rank has sent about its saves.
+def read_untrusted(
+    told: Sequence[object], kind: type[_Said], names: Sequence[str], about: str = "its saves"
+) -> list[_Said]:
+    """Return what each rank has sent about its saves, or about something else.
 
     Raises:
         PeerError: A rank has sent something that no pmesh sends.
@@ -220,8 +221,8 @@ def read_untrusted(told: Sequence[object], kind: type[_Said], names: Sequence[st
             said.append(msgspec.convert(each, kind))
         except msgspec.ValidationError as e:
             raise PeerError(
-                f"rank {rank} ({names[rank]}) says of its saves what no pmesh says: {e}; install "
-                "the same version of pmesh there"
+                f"rank {rank} ({names[rank]}) says of {about} what no pmesh says: {e}; "
+                "install the same version of pmesh there"
             ) from e
     return said
 

@@ -31,6 +31,7 @@ from pmesh.mlx.pipeline.stages import Stage
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
 _TAGS_PER_STEP = 2**11  # two for each stage, and some for tied weights
+STATE_TAG = _TAGS_PER_STEP - 2  # of the messages of `ElasticPipeline`
 _STEPS = 2**20  # tags go up to 2**31
 
 
@@ -177,6 +178,7 @@ class Pipeline:
             raise
         step = _Step(self._settings, self._passes, self._step, (x, y, total))
         gradients = step.run()
+        self._before_exchange()
         value, self._report = step.exchange()
         if self._mesh.size != self._place[1]:
             self._refuse()
@@ -185,6 +187,9 @@ class Pipeline:
         return value, gradients
 
     # --- inside
+
+    def _before_exchange(self) -> None:
+        """Do what must have ended on all ranks when the step ends; for subclasses."""
 
     def _refuse(self) -> NoReturn:
         raise RosterChanged(

@@ -1,0 +1,357 @@
+"""`ElasticPipeline`: a training in stages that goes on when a machine is lost and comes back."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Literal, cast
+
+import mlx.core as mx
+import msgspec
+import numpy as np
+
+from pmesh.client.calls.queue import Handle, check_timeout
+from pmesh.client.checkpoints.loading import read_untrusted
+from pmesh.client.collective.differences import state_differences
+from pmesh.client.group import Group
+from pmesh.client.mesh import Mesh
+from pmesh.client.trees.mlx import evaluate
+from pmesh.client.trees.state import pack, unpack_untrusted
+from pmesh.core.ops.reductions import Values
+from pmesh.errors import GroupBroken, NotEnoughRanks, RankLost, RosterChanged, UsageError
+from pmesh.mlx.flat import utils
+from pmesh.mlx.pipeline.pipeline import STATE_TAG, Pipeline, PipelineReport, ScheduleName
+from pmesh.mlx.pipeline.rules.meeting import (
+    Agreement,
+    Holding,
+    agree,
+    is_settled,
+    is_superfluous,
+    neighbour,
+    stages_of,
+)
+from pmesh.mlx.pipeline.stages import Stage, split_layers
+
+_LOSSES = (RankLost, RosterChanged, GroupBroken)
+_LOOK_EVERY_S = 0.2  # a program takes seconds to start again
+_logger = logging.getLogger("pmesh")
+
+
+class ElasticPipeline:
+    """Trains a model in stages as `Pipeline` does, and goes on when a lost machine is back.
+
+    Each rank keeps a copy of its neighbour's stage: its trained weights and its optimizer's state.
+    A copy is updated after each step, while the next one computes. If a rank is lost, the others
+    wait until its program, or the same one on another machine, is started again. It gets its stage
+    from the neighbour, and all go on from the last step that has ended everywhere. The weights are
+    then those of a training without a loss::
+
+        with pmesh.connect(job="stages", wait_for=3) as mesh:
+            training = pmesh.mlx.ElasticPipeline(model, mesh, loss, optimizer)
+            for step, value in training.train(batch, steps=1000):
+                print(step, value)
+
+    Every rank makes the same calls with the same model: a rank that comes back takes from it what
+    is not trained. Two ranks may be lost at a time if they are not neighbours. A rank has its
+    trained weights and optimizer's state twice, and those of its neighbour once, for a moment
+    twice.
+
+    Args:
+        model: as for `split_layers`. Drop your own reference to a model that is loaded lazily.
+        mesh: from `pmesh.connect`; all of its ranks take part.
+        loss: as for `Pipeline`.
+        optimizer: an optimizer of `mlx.optimizers`, which has not made a step yet.
+        by: how many layers each stage has, as for `split_layers`.
+        stages_per_rank: as for `split_layers`.
+        micro_batch_size: as for `Pipeline`, and so are the next three.
+        schedule: see there.
+        recompute: see there.
+        send_as: see there.
+        timeout_s: for each message and op.
+        wait_s: how long to wait for a rank in place of a lost one.
+
+    Raises:
+        UsageError: as for `split_layers` and `Pipeline`; or all stages have a rank already.
+        PmeshError: as for `all_gather`.
+    """
+
+    def __init__(
+        self,
+        model: Any,  # noqa: ANN401 - MLX's modules have no types
+        mesh: Mesh,
+        loss: Callable[[Any, Any], mx.array],
+        optimizer: Any,  # noqa: ANN401 - nor have its optimizers
+        *,
+        by: Sequence[int] | None = None,
+        stages_per_rank: int = 1,
+        micro_batch_size: int = 4,
+        schedule: ScheduleName = "1f1b",
+        recompute: bool = True,
+        send_as: Literal["bfloat16"] | None = None,
+        timeout_s: float = 600.0,
+        wait_s: float = 3600.0,
+    ) -> None:
+        self._mesh, self._optimizer = mesh, optimizer
+        self._timeout_s, self._wait_s = check_timeout(timeout_s), check_timeout(wait_s, "wait_s")
+        self._model: Any = model
+        self._split = partial(split_layers, stages_per_rank=stages_per_rank)
+        self._make_pipeline = partial(
+            _SettledPipeline,
+            loss=loss,
+            settle=self._settle,
+            micro_batch_size=micro_batch_size,
+            schedule=schedule,
+            recompute=recompute,
+            send_as=send_as,
+            timeout_s=self._timeout_s,
+        )
+        self._holding = Holding(own=(0,), layers=() if by is None else tuple(by))
+        self._own: dict[int, Any] = {}
+        """The states of this rank's stage by their step."""
+        self._copies: dict[int, Values] = {}
+        """Those of the stage before it, as bytes."""
+        self._copying: tuple[Handle[None], Handle[Values]] | None = None
+        """This rank's state on its way to the next one, and that of the rank before."""
+        self._step = 0
+        self._stage: Stage | None = None
+        self._group: Group | None = None
+        self._pipeline: _SettledPipeline | None = None
+        self._take_places(self._meet())
+
+    @property
+    def step(self) -> int:
+        """How many steps are in the weights; smaller again after a loss."""
+        return self._step
+
+    @property
+    def stage(self) -> Stage:
+        """This rank's layers, a module of `mlx.nn`."""
+        assert self._stage is not None  # noqa: S101 - from the first meeting on
+        return self._stage
+
+    @property
+    def number(self) -> int:
+        """Which stage this rank has, from 0; its rank in the mesh may be another one."""
+        return self._holding.stage
+
+    def report(self) -> PipelineReport:
+        """Return where the time of the last step went, as `Pipeline.report` does."""
+        assert self._pipeline is not None  # noqa: S101 - as above
+        return self._pipeline.report()
+
+    def train(
+        self, batch: Callable[[int], tuple[Any, Any]], steps: int
+    ) -> Iterator[tuple[int, float]]:
+        """Train until so many steps are in the weights.
+
+        Args:
+            batch: takes the number of a step, from 0, and returns x and y as for `Pipeline.step`.
+                The same number may come again after a loss, on each rank.
+            steps: as many as all training so far is to have.
+
+        Yields:
+            The number of each step that this rank has made, and its loss.
+
+        Raises:
+            RosterChanged: a stage is lost with its copy.
+            NotEnoughRanks: nobody has come in place of a lost rank within `wait_s`.
+            PmeshError: as for `Pipeline.step`.
+        """
+        while True:
+            while self._step < steps:
+                number = self._step
+                try:
+                    value = self._advance(*batch(number))
+                except _LOSSES as e:
+                    self._part(e)
+                    self._take_places(self._meet())
+                else:
+                    yield number, value
+            holdings = self._meet()  # a rank that was lost after its last step has not ended it
+            if is_settled(holdings, steps):
+                return
+            self._part(None)
+            self._take_places(holdings)
+
+    # --- one step
+
+    def _advance(self, x: Any, y: Any) -> float:  # noqa: ANN401 - trees of arrays
+        assert self._pipeline is not None  # noqa: S101 - as above
+        self._begin_copy()
+        value, gradients = self._pipeline.step(x, y)
+        self._forget_before()  # all ranks have settled, so all have the copies of this step
+        self._optimizer.update(self.stage, gradients)
+        self._step += 1
+        self._keep()
+        return value
+
+    def _begin_copy(self) -> None:
+        """Send the state to the next stage's rank, and receive that of the stage before."""
+        group, timeout_s = self._group, self._timeout_s
+        assert group is not None  # noqa: S101 - as above
+        self._copying = None
+        if group.size == 1:
+            return
+        packed = pack(self._own[self._step])
+        values = np.empty(packed.nbytes, np.uint8)
+        packed.copy_to(values, 0)
+        before, after = (self.number - 1) % group.size, neighbour(self.number, group.size)
+        receiving = group.recv(before, STATE_TAG, timeout_s, async_op=True)
+        sending = group.send(values, after, STATE_TAG, timeout_s, async_op=True)
+        self._copying = sending, receiving
+
+    def _settle(self) -> None:
+        if self._copying is not None:
+            sending, receiving = self._copying
+            self._copies[self._step] = receiving.wait()
+            sending.wait()
+
+    def _forget_before(self) -> None:
+        """Keep the states after this step alone."""
+        step = self._step
+        self._own = {step: self._own[step]}
+        self._copies = {step: self._copies[step]} if step in self._copies else {}
+
+    def _keep(self) -> None:
+        """Keep the arrays that the stage has now; MLX does not write to arrays that others have."""
+        state = {
+            "weights": self.stage.trainable_parameters(),
+            "optimizer": self._optimizer.state,
+        }
+        self._own[self._step] = kept = _in_new_containers(state)
+        evaluate([kept])
+
+    # --- after a loss
+
+    def _meet(self) -> list[Holding]:
+        """Return what each rank has, as soon as there is one for each stage."""
+        give_up = time.monotonic() + self._wait_s
+        while True:
+            try:
+                self._mesh.sync(None, self._timeout_s)
+                self._holding = msgspec.structs.replace(
+                    self._holding, own=tuple(self._own) or (0,), copies=tuple(self._copies)
+                )
+                own = msgspec.to_builtins(self._holding)
+                told = self._mesh.all_gather_object(own, self._timeout_s)
+            except _LOSSES as e:
+                _logger.warning("pipeline: %s while the ranks meet; they begin again", e)
+                continue
+            holdings = read_untrusted(told, Holding, self._mesh.names, "its stage")
+            if len(holdings) == (stages := stages_of(holdings)):
+                return holdings
+            if is_superfluous(self._mesh.rank, holdings):
+                raise UsageError(
+                    f"all {stages} stages of this pipeline have a rank: start this program when "
+                    "one is lost"
+                )
+            if time.monotonic() >= give_up:
+                raise NotEnoughRanks(
+                    f"{len(holdings)} of the {stages} ranks of this pipeline are here, and nobody "
+                    f"has come within {self._wait_s:g} s (wait_s): start all ranks again from a "
+                    "checkpoint"
+                )
+            time.sleep(_LOOK_EVERY_S)
+
+    def _take_places(self, holdings: list[Holding]) -> None:
+        """Take the stage on which all agree, and go on from the same step as the others."""
+        while True:
+            agreement = agree(holdings, self._mesh.names)
+            machines = tuple(self._mesh.names[rank] for rank in agreement.ranks)
+            self._holding = msgspec.structs.replace(  # on all ranks, or on none
+                self._holding,
+                meetings=max(each.meetings for each in holdings) + 1,
+                stage=agreement.ranks.index(self._mesh.rank),
+                layers=agreement.layers,
+                machines=machines,
+            )
+            try:
+                self._go_on(agreement)
+            except _LOSSES as e:
+                self._part(e)
+                holdings = self._meet()
+            else:
+                return
+
+    def _go_on(self, agreement: Agreement) -> None:
+        group = self._mesh.group(agreement.ranks, self._timeout_s)
+        assert group is not None  # noqa: S101 - each rank has a stage
+        self._group = group
+        if self._stage is None:
+            self._stage = self._split(self._model, group, by=agreement.layers or None)
+            self._model = None
+            self._optimizer.init(self._stage.trainable_parameters())
+            self._keep()
+        layers = self.stage.layout.counts
+        self._holding = msgspec.structs.replace(self._holding, layers=layers)
+        self._pipeline = self._make_pipeline(self.stage, group)
+        step, number, size = agreement.step, self._holding.stage, group.size
+        for receiver in agreement.receivers:
+            giver = neighbour(receiver, size)
+            if number == giver:
+                group.send(self._copies[step], receiver, STATE_TAG, self._timeout_s)
+            if number == receiver:
+                found = group.recv(giver, STATE_TAG, self._timeout_s)
+                self._own = {step: self._read_untrusted(found, giver)}
+        self._restore(step)
+        if self._holding.meetings > 1:
+            _logger.warning("pipeline: all %d ranks go on from step %d", size, step)
+
+    def _read_untrusted(self, found: Values, giver: int) -> Any:  # noqa: ANN401 - a tree
+        own = next(iter(self._own.values()))
+        state = unpack_untrusted(found.reshape(-1).view(np.uint8), own)
+        source = f"rank {self._mesh.rank} ({self._mesh.names[self._mesh.rank]})"
+        differs = state_differences(own, state, source=f"the rank of stage {giver}")
+        if differs or not isinstance(state, dict):
+            raise UsageError(
+                f"{source} has another model or optimizer than the pipeline: {differs}; start the "
+                "same program there"
+            )
+        return cast("Any", state)
+
+    def _restore(self, step: int) -> None:
+        """Make the stage what it was after this step."""
+        state = _in_new_containers(self._own[step])
+        self.stage.update(state["weights"])
+        self._optimizer.state = state["optimizer"]
+        self._step = step
+        self._forget_before()
+
+    def _part(self, why: Exception | None) -> None:
+        """Leave the group, so that no rank waits for a message of this one."""
+        if self._group is not None:
+            self._group.close()
+        self._group = None
+        if why is not None:
+            _logger.warning(
+                "pipeline: %s; the others wait for a rank in its place: start the same program "
+                "there, or on another machine",
+                why,
+            )
+
+
+def _in_new_containers(tree: Any) -> Any:  # noqa: ANN401 - a tree of arrays
+    """Return the same arrays in new containers."""
+
+    def same(x: object) -> object:
+        return x
+
+    return utils.tree_map(same, tree)
+
+
+class _SettledPipeline(Pipeline):
+    """A pipeline whose step ends only once all ranks have called `settle`."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        group: Group,
+        loss: Callable[[Any, Any], mx.array],
+        settle: Callable[[], None],
+        **options: Any,  # noqa: ANN401 - those of `Pipeline`
+    ) -> None:
+        super().__init__(stage, group, loss, **options)
+        self._settle = settle
+
+    def _before_exchange(self) -> None:
+        self._settle()
