@@ -1,5 +1,7 @@
 """Fine-tune adapters of a language model in stages: each machine has some of its layers.
 
+When a machine is lost, the others wait until it is back, and go on from the last whole step.
+
 Make a tiny model with `python -m tools run tiny --folder /some/folder`, on each machine, then type
 `pmesh run --on mac-1,mac-2 -- python fine_tune_in_stages.py /some/folder`. A number after the
 folder is how many steps to train.
@@ -37,23 +39,23 @@ def main(folder: Path, steps: int = STEPS) -> None:
     lines = (folder / "data" / "train.jsonl").read_text(encoding="utf-8").splitlines()
     text = "\n".join(json.loads(line)["text"] for line in lines)
     tokens = mx.array(tokenizer.encode(text))
+
+    def batch(step: int) -> tuple[mx.array, mx.array]:
+        begins = mx.random.randint(0, len(tokens) - LENGTH - 1, (ROWS, 1), key=mx.random.key(step))
+        rows = tokens[begins + mx.arange(LENGTH + 1)]
+        return rows[:, :-1], rows[:, 1:]
+
     with pmesh.connect(job="stages") as mesh:
-        stage = pmesh.mlx.split_layers(model, mesh)
+        training = pmesh.mlx.ElasticPipeline(
+            model, mesh, mean_loss, optimizers.Adam(1e-3), micro_batch_size=2
+        )
         del model
-        pipeline = pmesh.mlx.Pipeline(stage, mesh, mean_loss, micro_batch_size=2)
-        optimizer = optimizers.Adam(1e-3)
-        for step in range(steps):
-            begins = mx.random.randint(
-                0, len(tokens) - LENGTH - 1, (ROWS, 1), key=mx.random.key(step)
-            )
-            rows = tokens[begins + mx.arange(LENGTH + 1)]
-            value, gradients = pipeline.step(rows[:, :-1], rows[:, 1:])
-            optimizer.update(stage, gradients)
-            mx.eval(stage.parameters(), optimizer.state)
+        for step, value in training.train(batch, steps):
             if step % 10 == 0 or step == steps - 1:
-                print(f"rank {mesh.rank}: step {step}, loss {value:.4f}")
-        mx.save_safetensors(f"stage-{mesh.rank}.safetensors", adapters_of(stage))
-        print(f"rank {mesh.rank}: {pipeline.report()}")
+                print(f"stage {training.number}: step {step}, loss {value:.4f}")
+        adapters = adapters_of(training.stage)
+        mx.save_safetensors(f"stage-{training.number}.safetensors", adapters)
+        print(f"stage {training.number}: {training.report()}")
 
 
 def adapters_of(stage: pmesh.mlx.Stage) -> dict[str, mx.array]:

@@ -25,7 +25,7 @@ def test_the_example_fine_tunes_adapters_on_two_machines_each_of_its_own_layers(
     tiny(tmp_path)
     words = ("run", "--on", "mac-1,mac-2", "--", sys.executable, str(EXAMPLE), str(tmp_path), "4")
     said = fleet.start_command(*words, home=ring[0].home).await_end(timeout_s=120)
-    losses = re.findall(r"rank (\d): step \d+, loss ([\d.]+)", said)
-    of_first, of_last = ([float(loss) for rank, loss in losses if rank == r] for r in "01")
+    losses = re.findall(r"stage (\d): step \d+, loss ([\d.]+)", said)
+    of_first, of_last = ([float(loss) for stage, loss in losses if stage == s] for s in "01")
     assert of_first == of_last
     assert of_first[-1] < of_first[0]

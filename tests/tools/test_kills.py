@@ -21,10 +21,11 @@ from tools.lab.results import read_results
     [
         *((kind, 2, 300) for kind in ("elastic", "ddp", "fsdp")),
         ("lora", 1, 60),
+        ("stages", 1, 60),
     ],
 )
 def test_a_short_campaign_finds_nothing(tmp_path: Path, kind: str, kills: int, steps: int) -> None:
-    pytest.importorskip("mlx_lm" if kind == "lora" else "torch")
+    pytest.importorskip({"lora": "mlx_lm", "stages": "mlx"}.get(kind, "torch"))
     results = tmp_path / "kills.json"
     options = [kind, "--episodes", str(kills), "--steps", str(steps), "--json", str(results)]
 
@@ -36,7 +37,7 @@ def test_a_short_campaign_finds_nothing(tmp_path: Path, kind: str, kills: int, s
     assert measured.facts["kills"] == kills
     assert measured.facts["trainings"] >= 1
     back = measured.facts.get("s until the killed rank took part again, median")
-    assert back if kind == "lora" else measured.recovery_s
+    assert back if kind in {"lora", "stages"} else measured.recovery_s
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from functools import partial
 
 from tools.kills.calls import run_calls
 from tools.kills.launched import run_launched
+from tools.kills.stages import run_stages
 from tools.kills.workloads import run_elastic, run_fixed, run_lora
 from tools.lab.campaign import Campaign, nothing_violated
 
@@ -20,6 +21,9 @@ CAMPAIGNS = (
              partial(run_fixed, kind="fsdp"), *SAME_ERROR, 50, 2, one_size=True),
     Campaign("lora", "kill -9 of ranks of pmesh mlx -- mlx_lm.lora --train, which come back",
              run_lora, *COME_BACK, 50, 1, one_size=True),
+    Campaign("stages", "kill -9 of ranks of pmesh.mlx's ElasticPipeline, which come back",
+             run_stages, "losses and weights bit for bit those of a training without kills",
+             nothing_violated, 100, 2, one_size=True),
     Campaign("trainer-kills", "kill -9 of ranks, agents and machines under Transformers' Trainer, "
              "Lightning's and torch's own DDP", run_launched,
              "the same bits at all ranks, weights within 1e-5, loss within 1 %", nothing_violated,

@@ -314,6 +314,8 @@ class ElasticPipeline:
         state = _in_new_containers(self._own[step])
         self.stage.update(state["weights"])
         self._optimizer.state = state["optimizer"]
+        self._optimizer.init(self.stage.trainable_parameters())  # else it inits with gradients,
+        # which lack the layers at the end of a list that have no weights
         self._step = step
         self._forget_before()
 

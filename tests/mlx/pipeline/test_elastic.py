@@ -30,7 +30,7 @@ class Layer(nn.Module):  # type: ignore[misc] # MLX's modules have no types
 
     def __call__(self, x: mx.array) -> mx.array:
         self._heed()
-        found: mx.array = mx.tanh(self.linear(x))
+        found: mx.array = self.linear(x)
         return found
 
 
@@ -73,7 +73,10 @@ class Trial:
 
     def train(self, mesh: pmesh.Mesh) -> tuple[int, list[tuple[int, float]], Weights]:
         mx.random.seed(1)
-        layers = [Layer(partial(self.comes, f"layer {i}")) for i in range(LAYERS)]
+        layers = [
+            nn.Sequential(Layer(partial(self.comes, f"layer {i}")), nn.Tanh())
+            for i in range(LAYERS)
+        ]
         optimizer = optimizers.Adam(0.01)
         training = ElasticPipeline(
             layers, mesh, loss_of, optimizer, by=[2, 2, 2], wait_s=self._wait_s

@@ -1,0 +1,72 @@
+"""A training in stages by `pmesh.mlx.ElasticPipeline`, whose ranks are killed and come back."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tools.kills.campaign import RANKS, Killed, KilledTraining, Workload, judge_steps, run_kills
+from tools.lab.campaign import CampaignRun
+from tools.lab.commands import LabError
+from tools.lab.mesh import LabMesh, Node
+from tools.lab.program import LabProgram
+
+SCRIPT = Path(__file__).parent / "scripts" / "stages.py"
+STEPS = 800
+PAUSE_S = 1.0
+LOADS_S = 1.5  # imports take most of it
+
+
+@dataclass(slots=True)
+class Stages(Workload):
+    """Three stages of a small model."""
+
+    mesh: LabMesh
+    losses: dict[int, set[str]] = field(default_factory=dict[int, set[str]])
+    """Of each step of the first training."""
+    weights: dict[int, str] = field(default_factory=dict[int, str])
+    """The hash of each stage's weights at its end."""
+
+    def start(self, node: Node, job: str) -> LabProgram:
+        return self.mesh.start_program(node, str(SCRIPT), job, str(self.steps), str(RANKS))
+
+    def rank_of(self, rank: LabProgram) -> int:
+        return -1 if (number := rank.last("rank")) is None else int(number)
+
+    def step_of(self, rank: LabProgram) -> int:
+        return rank.last("step") or 0
+
+    def takes_part(self, rank: LabProgram) -> bool:
+        return rank.last("step") is not None
+
+    def await_progress(self, *_: object) -> None:
+        """None goes on until the killed one is back."""
+
+    def judge(self, training: KilledTraining, tally: Killed) -> None:
+        """Each step has the loss, and each stage the weights, of the training without a kill."""
+        if any(rank.last("digest") is None for rank in training.ranks):
+            raise LabError("\n".join(rank.shown for rank in training.ranks))
+        losses = losses_of(training.everyone)
+        weights = {rank.last("stage"): rank.last("digest") for rank in training.ranks}
+        self.losses, self.weights = self.losses or losses, self.weights or weights
+        both = {step: losses.get(step, set()) | self.losses[step] for step in self.losses}
+        judge_steps(tally, training.name, both)
+        if len(losses) != self.steps or weights != self.weights:
+            tally.violations.append(f"{training.name}: {len(losses)} steps, weights {weights}")
+        tally.losses.append(float(max(losses[self.steps - 1])))
+
+
+def losses_of(ranks: Iterable[LabProgram]) -> dict[int, set[str]]:
+    """What all have said of each step."""
+    found: dict[int, set[str]] = defaultdict(set)
+    for each in (report for rank in ranks for report in rank.reports if "loss" in report):
+        found[each["step"]].add(repr(each["loss"]))
+    return found
+
+
+def run_stages(run: CampaignRun) -> Killed:
+    with LabMesh(RANKS) as mesh:
+        mesh.start_agents()
+        mesh.await_view()
+        workload = Stages(steps=run.steps or STEPS, pause_s=PAUSE_S, loads_s=LOADS_S, mesh=mesh)
+        return run_kills(workload, mesh, run.episodes, run.seed)
