@@ -30,9 +30,8 @@ def train(job: str, steps: int, ranks: int) -> None:
         layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(count)]
         by = [LAYERS_EACH] * ranks
         training = ElasticPipeline(layers, mesh, nn.losses.mse_loss, optimizers.AdamW(1e-3), by=by)
-        print(json.dumps({"rank": mesh.rank}), flush=True)
         for step, value in training.train(batch, steps):
-            print(json.dumps({"step": step, "loss": value}), flush=True)
+            print(json.dumps({"step": step, "loss": value, "rank": mesh.rank}), flush=True)
         hasher = hashlib.sha256()
         for _, x in tree_flatten(training.stage.parameters()):
             hasher.update(np.array(x).tobytes())

@@ -1,0 +1,170 @@
+"""A step of `pmesh.mlx.Pipeline` beside one of torch's `Schedule1F1B`, over a slow line.
+
+Two hosts have a stage each. The same two processes train the same model with both, in turns, so
+that other programs on this machine disturb both alike. MLX multiplies matrices on a CPU 14 times
+slower than torch, so the computation is imitated: a forward pass sleeps, and little is computed.
+Each keeps its activations. Torch's messages go by gloo.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import torch
+import torch.distributed as dist
+from mlx import nn
+from torch.distributed import pipelining
+
+import pmesh
+from pmesh.mlx import Pipeline, split_layers
+from tools.lab.call import words_for
+from tools.lab.commands import LabError
+from tools.lab.mesh import LabMesh
+from tools.lab.net import NetLab
+from tools.lab.program import LabProgram
+
+RANKS = 2
+WIDTH, LAYERS = 512, 4
+ROWS, MICRO_BATCHES = 256, 8
+"""Of a micro-batch, and how many there are: each message has half a MB."""
+SLEEPS_S = 0.02
+"""The forward pass of each layer."""
+PORT = 29_511
+PATIENCE_S = 600.0
+STEP_BAR, BUBBLE_BAR = 1.0, 0.1
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
+TORCH, PMESH = "Schedule1F1B on gloo", "pmesh"
+
+
+class TorchLayer(torch.nn.Module):
+    """Little computation, and a sleep."""
+
+    def __init__(self, weight: np.ndarray[Any, Any]) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor(weight))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(SLEEPS_S)
+        return x * self.weight
+
+
+class Layer(nn.Module):  # type: ignore[misc] # MLX's modules have no types
+    """The same in MLX."""
+
+    def __init__(self, weight: np.ndarray[Any, Any]) -> None:
+        super().__init__()
+        self.weight = mx.array(weight)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        time.sleep(SLEEPS_S)
+        found: mx.array = x * self.weight
+        return found
+
+
+def work(rank: int, address: str, rounds: int) -> None:
+    """Be one rank; print the seconds of each step, its loss, and what our pipeline reports."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"tcp://{address}:{PORT}", rank=rank, world_size=RANKS)
+    random = np.random.default_rng(0)
+    weights = [random.normal(1, 0.05, WIDTH).astype(np.float32) for _ in range(LAYERS)]
+    x = random.normal(size=(ROWS * MICRO_BATCHES, WIDTH)).astype(np.float32)
+    y = np.sin(x)
+    with pmesh.connect(job="pipeline-speed", wait_for=RANKS) as mesh:
+        pipeline = _pipeline(mesh, weights)
+        batch = mx.array(x), mx.array(y)
+        ways: dict[str, Callable[[], float]] = {
+            TORCH: _torch_step(rank, weights, torch.tensor(x), torch.tensor(y)),
+            PMESH: lambda: pipeline.step(*batch)[0],
+        }
+        for step in ways.values():
+            step()
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        losses: dict[str, float] = {}
+        reports = list[list[float]]()
+        for _ in range(rounds):
+            for name, step in ways.items():
+                dist.barrier()
+                began = time.perf_counter()
+                losses[name] = step()
+                dist.barrier()
+                seconds[name].append(time.perf_counter() - began)
+            of = pipeline.report()
+            reports.append([of.bubble, of.schedule_bubble, of.stages[mesh.rank].compute_s])
+    print(json.dumps({"seconds": seconds, "losses": losses, "reports": reports}), flush=True)
+    dist.destroy_process_group()
+
+
+def _torch_step(
+    rank: int, weights: list[np.ndarray[Any, Any]], x: torch.Tensor, y: torch.Tensor
+) -> Callable[[], float]:
+    """Return a function that makes a step; it returns the loss on the last rank, 0 on the first."""
+    part = weights[rank * LAYERS // RANKS : (rank + 1) * LAYERS // RANKS]
+    module = torch.nn.Sequential(*map(TorchLayer, part))
+    stage = pipelining.PipelineStage(module, rank, RANKS, torch.device("cpu"))
+    schedule = pipelining.Schedule1F1B(stage, MICRO_BATCHES, torch.nn.functional.mse_loss)
+
+    def step() -> float:
+        module.zero_grad()
+        losses = list[torch.Tensor]()
+        if rank == 0:
+            schedule.step(x)
+        else:
+            schedule.step(target=y, losses=losses)
+        return float(sum(losses)) / MICRO_BATCHES
+
+    return step
+
+
+def _pipeline(mesh: pmesh.Mesh, weights: list[np.ndarray[Any, Any]]) -> Pipeline:
+    each = [LAYERS // RANKS] * RANKS
+    stage = split_layers([Layer(weight) for weight in weights], mesh, by=each)
+    return Pipeline(
+        stage, mesh, nn.losses.mse_loss, micro_batch_size=ROWS, schedule="1f1b", recompute=False
+    )
+
+
+def measure(*, rounds: int = 20, mbit: int = 200) -> int:
+    """Compare the medians of a step; exits with 1 if a bar is missed.
+
+    Args:
+        rounds: how many steps each makes.
+        mbit: the speed of each host's line.
+    """
+    lab = NetLab(RANKS)
+    with LabMesh(lab) as mesh:
+        for host in lab.hosts:
+            lab.shape(host, bits_per_s=mbit * 1_000_000)
+        mesh.start_agents()
+        mesh.await_view()
+        address = lab.hosts[0].ipv4
+        ranks = [
+            mesh.start_program(node, *words_for(work, i, address, rounds), variables=ONE_THREAD)
+            for i, node in enumerate(mesh.nodes)
+        ]
+        first, last = (_result_of(rank) for rank in ranks)
+    medians = {name: statistics.median(first["seconds"][name]) for name in (TORCH, PMESH)}
+    for name, median_s in medians.items():
+        times = first["seconds"][name]
+        print(f"{name}: {median_s:.3f} s a step, {min(times):.3f} to {max(times):.3f}")
+    bubble, by_schedule, _ = (
+        statistics.median(each) for each in zip(*first["reports"], strict=True)
+    )
+    compute_s = [statistics.median(r[2] for r in each["reports"]) for each in (first, last)]
+    ratio = medians[PMESH] / medians[TORCH]
+    print(f"of which pmesh computes {' and '.join(f'{s:.3f}' for s in compute_s)} s")
+    print(f"a step over torch's: {ratio:.2f} (bar {STEP_BAR})")
+    print(f"bubble {bubble:.2f}, by the schedule {by_schedule:.2f} (bar {BUBBLE_BAR} more)")
+    torchs, own = (last["losses"][name] for name in (TORCH, PMESH))
+    if abs(own / torchs - 1) > 1e-3:  # noqa: PLR2004 - of float32
+        raise LabError(f"they train other models: loss {torchs} by torch, {own} by pmesh")
+    return int(ratio > STEP_BAR or bubble > by_schedule + BUBBLE_BAR)
+
+
+def _result_of(rank: LabProgram) -> dict[str, Any]:
+    if rank.join(within_s=PATIENCE_S) or not rank.reports:
+        raise LabError(rank.shown)
+    return rank.reports[-1]
