@@ -21,6 +21,7 @@ from torch.distributed import pipelining
 
 import pmesh
 from pmesh.mlx import Pipeline, split_layers
+from pmesh.mlx.pipeline.pipeline import SendAs
 from tools.lab.call import words_for
 from tools.lab.commands import LabError
 from tools.lab.mesh import LabMesh
@@ -31,41 +32,43 @@ RANKS = 2
 WIDTH, LAYERS = 512, 4
 ROWS, MICRO_BATCHES = 256, 8
 """Of a micro-batch, and how many there are: each message has half a MB."""
-SLEEPS_S = 0.02
-"""The forward pass of each layer."""
 PORT = 29_511
 PATIENCE_S = 600.0
+Weights = list[np.ndarray[Any, Any]]
 STEP_BAR, BUBBLE_BAR = 1.0, 0.1
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
-TORCH, PMESH = "Schedule1F1B on gloo", "pmesh"
+TORCH, PMESH, INT8 = "Schedule1F1B on gloo", "pmesh", "pmesh, int8"
+WAYS = (TORCH, PMESH, INT8)
 
 
 class TorchLayer(torch.nn.Module):
     """Little computation, and a sleep."""
 
-    def __init__(self, weight: np.ndarray[Any, Any]) -> None:
+    def __init__(self, weight: np.ndarray[Any, Any], sleeps_s: float) -> None:
         super().__init__()
+        self.sleeps_s = sleeps_s
         self.weight = torch.nn.Parameter(torch.tensor(weight))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(SLEEPS_S)
+        time.sleep(self.sleeps_s)
         return x * self.weight
 
 
 class Layer(nn.Module):  # type: ignore[misc] # MLX's modules have no types
     """The same in MLX."""
 
-    def __init__(self, weight: np.ndarray[Any, Any]) -> None:
+    def __init__(self, weight: np.ndarray[Any, Any], sleeps_s: float) -> None:
         super().__init__()
+        self.sleeps_s = sleeps_s
         self.weight = mx.array(weight)
 
     def __call__(self, x: mx.array) -> mx.array:
-        time.sleep(SLEEPS_S)
+        time.sleep(self.sleeps_s)
         found: mx.array = x * self.weight
         return found
 
 
-def work(rank: int, address: str, rounds: int) -> None:
+def work(rank: int, address: str, rounds: int, sleeps_s: float) -> None:
     """Be one rank; print the seconds of each step, its loss, and what our pipeline reports."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://{address}:{PORT}", rank=rank, world_size=RANKS)
@@ -74,11 +77,15 @@ def work(rank: int, address: str, rounds: int) -> None:
     x = random.normal(size=(ROWS * MICRO_BATCHES, WIDTH)).astype(np.float32)
     y = np.sin(x)
     with pmesh.connect(job="pipeline-speed", wait_for=RANKS) as mesh:
-        pipeline = _pipeline(mesh, weights)
+        pipeline, narrow = (
+            _pipeline(mesh, weights, sleeps_s),
+            _pipeline(mesh, weights, sleeps_s, send_as="int8"),
+        )
         batch = mx.array(x), mx.array(y)
         ways: dict[str, Callable[[], float]] = {
-            TORCH: _torch_step(rank, weights, torch.tensor(x), torch.tensor(y)),
+            TORCH: _torch_step(rank, weights, sleeps_s, torch.tensor(x), torch.tensor(y)),
             PMESH: lambda: pipeline.step(*batch)[0],
+            INT8: lambda: narrow.step(*batch)[0],
         }
         for step in ways.values():
             step()
@@ -99,11 +106,11 @@ def work(rank: int, address: str, rounds: int) -> None:
 
 
 def _torch_step(
-    rank: int, weights: list[np.ndarray[Any, Any]], x: torch.Tensor, y: torch.Tensor
+    rank: int, weights: Weights, sleeps_s: float, x: torch.Tensor, y: torch.Tensor
 ) -> Callable[[], float]:
     """Return a function that makes a step; it returns the loss on the last rank, 0 on the first."""
     part = weights[rank * LAYERS // RANKS : (rank + 1) * LAYERS // RANKS]
-    module = torch.nn.Sequential(*map(TorchLayer, part))
+    module = torch.nn.Sequential(*(TorchLayer(weight, sleeps_s) for weight in part))
     stage = pipelining.PipelineStage(module, rank, RANKS, torch.device("cpu"))
     schedule = pipelining.Schedule1F1B(stage, MICRO_BATCHES, torch.nn.functional.mse_loss)
 
@@ -119,20 +126,23 @@ def _torch_step(
     return step
 
 
-def _pipeline(mesh: pmesh.Mesh, weights: list[np.ndarray[Any, Any]]) -> Pipeline:
+def _pipeline(
+    mesh: pmesh.Mesh, weights: Weights, sleeps_s: float, *, send_as: SendAs | None = None
+) -> Pipeline:
     each = [LAYERS // RANKS] * RANKS
-    stage = split_layers([Layer(weight) for weight in weights], mesh, by=each)
+    stage = split_layers([Layer(weight, sleeps_s) for weight in weights], mesh, by=each)
     return Pipeline(
-        stage, mesh, nn.losses.mse_loss, micro_batch_size=ROWS, schedule="1f1b", recompute=False
+        stage, mesh, nn.losses.mse_loss, micro_batch_size=ROWS, recompute=False, send_as=send_as
     )
 
 
-def measure(*, rounds: int = 20, mbit: int = 200) -> int:
+def measure(*, rounds: int = 20, mbit: int = 200, sleeps_ms: float = 20.0) -> int:
     """Compare the medians of a step; exits with 1 if a bar is missed.
 
     Args:
         rounds: how many steps each makes.
         mbit: the speed of each host's line.
+        sleeps_ms: what the forward pass of a layer takes.
     """
     lab = NetLab(RANKS)
     with LabMesh(lab) as mesh:
@@ -142,11 +152,13 @@ def measure(*, rounds: int = 20, mbit: int = 200) -> int:
         mesh.await_view()
         address = lab.hosts[0].ipv4
         ranks = [
-            mesh.start_program(node, *words_for(work, i, address, rounds), variables=ONE_THREAD)
+            mesh.start_program(
+                node, *words_for(work, i, address, rounds, sleeps_ms / 1e3), variables=ONE_THREAD
+            )
             for i, node in enumerate(mesh.nodes)
         ]
         first, last = (_result_of(rank) for rank in ranks)
-    medians = {name: statistics.median(first["seconds"][name]) for name in (TORCH, PMESH)}
+    medians = {name: statistics.median(first["seconds"][name]) for name in WAYS}
     for name, median_s in medians.items():
         times = first["seconds"][name]
         print(f"{name}: {median_s:.3f} s a step, {min(times):.3f} to {max(times):.3f}")
@@ -158,6 +170,7 @@ def measure(*, rounds: int = 20, mbit: int = 200) -> int:
     print(f"of which pmesh computes {' and '.join(f'{s:.3f}' for s in compute_s)} s")
     print(f"a step over torch's: {ratio:.2f} (bar {STEP_BAR})")
     print(f"bubble {bubble:.2f}, by the schedule {by_schedule:.2f} (bar {BUBBLE_BAR} more)")
+    print(f"int8 over float32: {medians[INT8] / medians[PMESH]:.2f}")
     torchs, own = (last["losses"][name] for name in (TORCH, PMESH))
     if abs(own / torchs - 1) > 1e-3:  # noqa: PLR2004 - of float32
         raise LabError(f"they train other models: loss {torchs} by torch, {own} by pmesh")

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import mlx.core as mx
 import msgspec
@@ -20,7 +20,7 @@ from pmesh.client.trees.state import pack, unpack_untrusted
 from pmesh.core.ops.reductions import Values
 from pmesh.errors import GroupBroken, NotEnoughRanks, RankLost, RosterChanged, UsageError
 from pmesh.mlx.flat import utils
-from pmesh.mlx.pipeline.pipeline import STATE_TAG, Pipeline, PipelineReport, ScheduleName
+from pmesh.mlx.pipeline.pipeline import STATE_TAG, Pipeline, PipelineReport, ScheduleName, SendAs
 from pmesh.mlx.pipeline.rules.meeting import (
     Agreement,
     Holding,
@@ -87,7 +87,7 @@ class ElasticPipeline:
         micro_batch_size: int = 4,
         schedule: ScheduleName = "1f1b",
         recompute: bool = True,
-        send_as: Literal["bfloat16"] | None = None,
+        send_as: SendAs | None = None,
         timeout_s: float = 600.0,
         wait_s: float = 3600.0,
     ) -> None:

@@ -174,6 +174,13 @@ def test_activations_cross_as_bfloat16_where_asked_and_where_a_stage_is_so(
     assert [each[2] for each in found] == [{mx.float32, mx.bfloat16}, {mx.float32}]
 
 
+def test_activations_cross_as_int8_where_asked_and_the_loss_is_within_one_percent() -> None:
+    losses = alone()[0]
+    for own, *_ in SimulatedMesh(3).run(lambda mesh: train(mesh, STEPS, send_as="int8")):
+        assert own != losses
+        np.testing.assert_allclose(own, losses, rtol=0.01)
+
+
 def test_a_grid_trains_in_stages_and_on_parts_of_the_batch() -> None:
     def each(mesh: pmesh.Mesh) -> Weights:
         grid = pmesh.DeviceMesh(mesh, (2, 2), ("data", "stage"))
@@ -259,7 +266,7 @@ def test_bad_input_is_named_on_all_ranks_before_anything_is_sent() -> None:
                 pipeline.step(x, wrong)
         for options, why in (
             ({"micro_batch_size": 0}, "at least 1, not 0"),
-            ({"send_as": "int3"}, "'bfloat16' or None"),
+            ({"send_as": "int3"}, "'bfloat16', 'int8' or None"),
             ({"schedule": "interleaved"}, "stages_per_rank=2"),
             ({"micro_batch_size": 2 + mesh.rank}, "pass the same ones"),
         ):
