@@ -15,6 +15,7 @@ from pmesh.client.calls.queue import Handle, check_timeout
 from pmesh.client.group import Collectives
 from pmesh.client.mesh import Mesh
 from pmesh.client.trees.mlx import evaluate
+from pmesh.core.ops.reductions import Values
 from pmesh.errors import RosterChanged, UsageError
 from pmesh.mlx.flat import as_arrays, utils
 from pmesh.mlx.pipeline.passes import Name, Passes
@@ -340,7 +341,7 @@ class _Step:
         self._wait_s += time.perf_counter() - began
         self._ask()
         if self._of.send_as == "int8" and found.dtype == mx.uint8:
-            return mx.array(from_int8_untrusted(np.array(found)))
+            return mx.array(from_int8_untrusted(cast("Values", np.array(found))))
         return found
 
     def _give(self, message: Action, x: mx.array) -> None:
@@ -354,7 +355,7 @@ class _Step:
         evaluate([x])
         sent: object = x
         if self._of.send_as == "int8" and is_wide:
-            sent = to_int8(np.array(x, copy=False))
+            sent = to_int8(cast("Values", np.array(x, copy=False)))
         began = time.perf_counter()
         self._settle(MOST_SENDING - 1)
         handle = self._mesh.send(sent, to, self._tag(message), self._of.timeout_s, async_op=True)

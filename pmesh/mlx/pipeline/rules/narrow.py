@@ -4,15 +4,16 @@ import math
 
 import numpy as np
 
-from pmesh.compression.blocks import Bytes, Float32s
+from pmesh.compression.blocks import Bytes
 from pmesh.compression.codecs import codec_of
+from pmesh.core.ops.reductions import Values
 from pmesh.errors import ProtocolError
 
 _CODEC = codec_of("int8")
 _MOST_DIMENSIONS = 32  # numpy has no more, MLX neither
 
 
-def to_int8(x: Float32s) -> Bytes:
+def to_int8(x: Values) -> Bytes:
     """Return float32 of any shape as bytes: each value is off by at most 1/254 of its block's most.
 
     The bytes are the number of dimensions and the dimensions, as little-endian int64, then what
@@ -26,7 +27,7 @@ def to_int8(x: Float32s) -> Bytes:
     return found
 
 
-def from_int8_untrusted(data: Bytes) -> Float32s:
+def from_int8_untrusted(data: Bytes) -> Values:
     """Return the float32 values that these bytes of `to_int8` stand for, in their shape.
 
     Raises:
