@@ -27,7 +27,7 @@ def to_int8(x: Values) -> Bytes:
     return found
 
 
-def from_int8_untrusted(data: Bytes) -> Values:
+def from_int8_untrusted(data: Values) -> Values:
     """Return the float32 values that these bytes of `to_int8` stand for, in their shape.
 
     Raises:
