@@ -34,7 +34,13 @@ def make_features(kernel: Kernel) -> Sequence[AnyFeature]:
     )
     stores = Stores(me, jobs.ranks, peers.send)
     p2p = P2PRouter(
-        me, jobs.ranks, jobs.rendezvous, peers.send, stores=stores, admission=kernel.admission
+        me,
+        jobs.ranks,
+        jobs.rendezvous,
+        peers.send,
+        stores=stores,
+        admission=kernel.admission,
+        note=jobs.ended_ops.append,
     )
     invites = Invites(
         Party(me.node, kernel.settings.name, PROTOCOL_VERSION),

@@ -43,6 +43,13 @@ def op(
     return OpTime(number, began_us, nbytes, took_us, 0, kind, completed=True)
 
 
+def message(
+    kind: str, began_us: int, ended_us: int, *, peer: int, number: int = 0, tag: int = 3
+) -> OpTime:
+    took_us = ended_us - began_us
+    return OpTime(number, began_us, 4096, took_us, 0, kind, completed=True, peer=peer, tag=tag)
+
+
 @st.composite
 def histories(draw: st.DrawFn) -> History:
     """Up to four ranks, each on a machine of its own, that make the same calls.

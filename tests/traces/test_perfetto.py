@@ -11,7 +11,7 @@ from pmesh.ids import JobName
 from pmesh.traces.rules.perfetto import MESH, entries_of
 from pmesh.traces.rules.timeline import find_waits, place_ops
 from pmesh.traces.wire import Change, Machine, TracedOps
-from tests.traces.histories import BEGAN_US, JOB, History, histories, machine, op, told
+from tests.traces.histories import BEGAN_US, JOB, History, histories, machine, message, op, told
 
 END_US = BEGAN_US + 60 * 10**6
 
@@ -113,6 +113,47 @@ def test_the_calls_of_a_group_are_a_row_of_the_same_process() -> None:
     }
     assert names(found, "process_name")[2] == "a rank on mac-1"
     assert names(found, "process_name")[3] == "rank 0 on mac-0"
+
+
+def test_messages_that_overlap_have_rows_of_their_own_and_an_arrow_to_the_receiver() -> None:
+    sends = (
+        message("send", BEGAN_US + 5, BEGAN_US + 40, peer=1),
+        message("send", BEGAN_US + 10, BEGAN_US + 50, peer=1, number=1, tag=-1),
+        message("send", BEGAN_US + 45, BEGAN_US + 60, peer=7),
+    )
+    got = (message("recv", BEGAN_US + 5, BEGAN_US + 40, peer=0),)
+    call = op(0, BEGAN_US + 70, BEGAN_US + 90, "barrier")
+
+    found = entries((told(0, (*sends, call)), told(1, got)), (machine(0, me=True), machine(1)))
+
+    rows = {
+        (each["pid"], each["tid"]): each["args"]["name"]
+        for each in found
+        if each["name"] == "thread_name"
+    }
+    shown = {
+        (each["name"], rows[each["pid"], each["tid"]])
+        for each in found
+        if each["ph"] == "X" and each["name"] != "moves values"
+    }
+    assert shown == {
+        ("barrier", "calls of digits"),
+        ("send to rank 1", "messages"),
+        ("rpc to rank 1", "messages, row 2"),
+        ("send to another rank", "messages"),
+        ("recv from rank 0", "messages"),
+    }
+    assert list(rows.values())[1:4] == ["calls of digits", "messages", "messages, row 2"]
+    arrow = [(each["ph"], each["pid"], each["ts"]) for each in found if each["ph"] in "sf"]
+    assert arrow == [("s", 2, 5), ("f", 3, 39.999)]
+    (first, *_) = (each for each in found if each["name"] == "send to rank 1")
+    assert first["args"] == {
+        "message": 0,
+        "tag": 3,
+        "size": "4.0 KiB",
+        "bytes": 4096,
+        "clock_error_us": 0.0,
+    }
 
 
 def test_calls_that_the_drift_of_clocks_makes_overlap_are_cut() -> None:

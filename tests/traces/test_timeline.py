@@ -16,7 +16,7 @@ from pmesh.traces.rules.timeline import (
     share_out,
 )
 from pmesh.traces.wire import TracedOps
-from tests.traces.histories import BEGAN_US, JOB, History, histories, machine, op, told
+from tests.traces.histories import BEGAN_US, JOB, History, histories, machine, message, op, told
 from tests.worlds.strategies import values_of
 
 ALONE = (machine(0, me=True),)
@@ -100,6 +100,32 @@ def test_nobody_waits_in_ops_that_a_rank_may_end_before_others_begin() -> None:
     new = told(2, (op(0, BEGAN_US, BEGAN_US + 10, "of_tomorrow"),))
 
     assert find_waits(place(root, later, new)) == {}
+
+
+def test_who_sends_early_waits_for_the_receiver_and_who_receives_early_for_the_sender() -> None:
+    late, early = BEGAN_US + 6_000, BEGAN_US
+    sends = (message("send", early, late + 9, peer=1), message("send", late, late + 9, peer=2))
+    one = told(1, (message("recv", late, late + 9, peer=0),))
+    two = told(2, (message("recv", early, late + 9, peer=0),))
+
+    placed = place(told(0, sends), one, two)
+
+    waits = find_waits(placed)
+    found = {
+        (placed[number].rank, placed[number].op.kind): (wait.last.rank, wait.until_us)
+        for number, wait in waits.items()
+    }
+    assert found == {(0, "send"): (1, late), (2, "recv"): (0, late)}
+    shares = {process.machine: share for process, share in share_out(placed, waits).items()}
+    assert (shares[2].calls, shares[2].waited_us, shares[2].moved_us) == (1, 6_000, 9)
+
+
+def test_messages_with_one_end_or_of_other_numbers_wait_for_nobody() -> None:
+    sent = told(0, (message("send", BEGAN_US, BEGAN_US + 9, peer=1),))
+    later = message("recv", BEGAN_US + 5, BEGAN_US + 9, peer=0, number=1)
+    failed = message("recv", BEGAN_US + 5, BEGAN_US + 9, peer=-1)
+
+    assert find_waits(place(sent, told(1, (later, failed)))) == {}
 
 
 def test_ops_of_one_number_in_two_runs_of_a_job_do_not_wait_for_each_other() -> None:

@@ -3,6 +3,7 @@
 from functools import partial
 
 import msgspec
+import numpy as np
 import pytest
 import trio
 from trio.testing import MockClock
@@ -10,10 +11,12 @@ from trio.testing import MockClock
 from pmesh.core.wire.channels import Message
 from pmesh.core.wire.session import Refused
 from pmesh.ids import JobName
+from pmesh.p2p.wire import MAX_TAG
 from pmesh.traces import agent as traces
 from pmesh.traces.agent import ANSWERS_BEFORE_POLL, Traces
 from pmesh.traces.rules.timeline import find_waits, place_ops
 from pmesh.traces.wire import AskOps, AskTrace, TellOps, Traced, TracedOps
+from tests.p2p.p2p import some
 from tests.worlds.trainer import Trainer, together, until
 from tests.worlds.village import Machine, Village, training, village
 from tests.worlds.village_ops import ones
@@ -69,6 +72,45 @@ async def test_all_ranks_calls_come_on_one_clock_and_show_who_was_late(clock: Mo
         assert waited_s == pytest.approx([5.0] * 4, abs=0.1)
         kinds = {change.kind for change in traced.changes}
         assert {"job began", "peer joined"} <= kinds
+
+
+async def test_messages_come_with_who_waited_for_whom_and_those_that_failed(
+    clock: MockClock,
+) -> None:
+    async with some(clock, 2) as two:
+        one, other = two.envelopes
+        sent = await one.begin_send(other.id, np.arange(5.0), tag=3)
+        await trio.sleep(4.0)
+        await other.receive(one.id, tag=3)
+        await one.end(sent)
+        service = await other.begin_receive(one.id, tag=MAX_TAG + 1)
+        await trio.sleep(4.0)
+        await one.send(other.id, np.arange(2.0), tag=MAX_TAG + 1)
+        await other.end(service)
+        await other.verdict_of(await other.begin_receive(one.id, tag=3, timeout_s=1.0))
+
+        found, traced = await trace(two.here, two.here.machines[0])
+
+        since_us = traced.until_us - 60_000_000
+        ops = place_ops(found, traced.machines, since_us=since_us, until_us=traced.until_us)
+        ranks = {trainer.id: trainer.rank for trainer in two.trainers}
+        shown = sorted(
+            (each.rank, each.op.kind, each.op.nbytes, each.op.tag, ranks.get(each.op.peer, -1))
+            for each in ops
+        )
+        assert shown == [
+            (0, "send", 16, -1, 1),
+            (0, "send", 40, 3, 1),
+            (1, "recv", 0, 3, -1),
+            (1, "recv", 16, -1, 0),
+            (1, "recv", 40, 3, 0),
+        ]
+        assert [each.op.nbytes for each in ops if not each.op.completed] == [0]
+        ((place, wait),) = find_waits(ops).items()
+        assert (ops[place].op.kind, wait.last.op.kind) == ("send", "recv")
+        assert (wait.until_us - ops[place].began_us) / 1e6 == pytest.approx(4.0, abs=0.1)
+        durations = [machine.agent.jobs.durations.by_kind for machine in two.here.machines]
+        assert durations == [{}, {}]
 
 
 async def test_the_calls_of_a_job_that_has_ended_are_still_there(clock: MockClock) -> None:

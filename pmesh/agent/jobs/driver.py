@@ -21,7 +21,7 @@ from pmesh.agent.lanes.rendezvous import LaneKey, LaneRendezvous
 from pmesh.agent.mesh.membership import Follower, Membership
 from pmesh.core.jobs import jobs
 from pmesh.core.jobs.jobs import LEFT, JobsState
-from pmesh.core.jobs.op_times import DurationCounts, RankTimes
+from pmesh.core.jobs.op_times import DurationCounts, EndedMessage, RankTimes
 from pmesh.core.jobs.speed import Speed
 from pmesh.core.links.health import WIRED
 from pmesh.core.ops.kinds import KINDS, nbytes_of
@@ -34,7 +34,7 @@ from pmesh.ids import Epoch, JobName, Member, OpNumber, TrainerId
 from pmesh.net.sessions.arena_pools import SessionArenas
 from pmesh.net.sessions.processes import ProcessExits
 
-ENDED_RANKS: Final = 16  # whose latest ops are kept, at most 9 MB
+ENDED_RANKS: Final = 16  # whose latest ops are kept, at most 12 MB
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,9 +46,9 @@ class WaitingRank(jobs.WaitingTrainer[LocalRank]):
     joined: trio.Event = field(default_factory=trio.Event)
 
 
-EndedOp: TypeAlias = tuple[LocalRank, StartOp, float, float, float, bool]
-"""An op that has ended: when it began and ended, how long its rank waited in the middle of records,
-all in seconds of the event loop's clock; and whether it has failed."""
+EndedOp: TypeAlias = tuple[LocalRank, StartOp | EndedMessage, float, float, float, bool]
+"""An op or a message that has ended: when it began and ended, how long its rank waited in the
+middle of records, all in seconds of the event loop's clock; and whether it has failed."""
 
 
 class JobSpeed:
@@ -96,7 +96,7 @@ class Jobs(JobsState[WaitingRank, LocalRank]):
         self.speeds: dict[tuple[JobName, Epoch], JobSpeed] = {}
         """The speed of each job of the view, whether it has ranks here or not."""
         self.ended_ops: list[EndedOp] = []
-        """Those that are not noted yet."""
+        """Those that are not noted yet; always the same list."""
         self._durations = DurationCounts()
         self._ended_traffic = (0, 0)
         self._ended_times: deque[RankTimes] = deque(maxlen=ENDED_RANKS)
@@ -357,24 +357,31 @@ class Jobs(JobsState[WaitingRank, LocalRank]):
         Some hundred at once, with all of this in the processor's caches: right after each op it
         took several times as long.
         """
-        ended, self.ended_ops = self.ended_ops, []
-        for rank, request, began, end, received_s, failed in ended:
-            kind = request.call.kind
-            if kind not in KINDS:
-                continue  # nobody has looked at the call: an earlier failure has answered it (I5)
-            nbytes, took_s, place = nbytes_of(request), end - began, rank.rank
+        for rank, what, began, end, received_s, failed in self.ended_ops:
+            peer = tag = -1
+            if isinstance(what, EndedMessage):
+                kind, nbytes, op, peer, tag = what
+            else:
+                kind, op = what.call.kind, what.op
+                if kind not in KINDS:
+                    continue  # nobody has looked at the call: an earlier failure answered it (I5)
+                nbytes = nbytes_of(what)
+                if not failed:
+                    self._durations.note(kind, nbytes, end - began)
+            place = rank.rank
             rank.times.rank, rank.times.pid = -1 if place is None else place, rank.pid
             rank.times.note(
-                request.op,
+                op,
                 kind,
                 nbytes,
                 began_s=began,
-                took_s=took_s,
+                took_s=end - began,
                 receiving_s=received_s,
                 completed=not failed,
+                peer=peer,
+                tag=tag,
             )
-            if not failed:
-                self._durations.note(kind, nbytes, took_s)
+        self.ended_ops.clear()
 
     @property
     def traffic(self) -> tuple[int, int]:

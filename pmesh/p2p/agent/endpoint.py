@@ -299,6 +299,8 @@ class Receiving:
     call: int
     failure: Verdict | None = None
     news: trio.Event = field(default_factory=trio.Event)
+    known_at: float = 0.0
+    """When its message was announced, or this receive was called, whatever was later."""
     bringing: tuple[Transfer, trio.CancelScope] | None = None
 
 
@@ -307,7 +309,9 @@ class Received:
     """A message that has arrived."""
 
     source: TrainerId
+    sequence: int
     envelope: Envelope
+    known_at: float
     arena: Arena | None
     """The caller of `end_receive` must release it; None if the message has no values."""
 
@@ -321,7 +325,7 @@ class P2PEndpoint:
         rendezvous: LaneRendezvous,
         send: Callable[[TrainerId, P2PMessage], None],
     ) -> None:
-        self._rank = rank
+        self.rank = rank
         self._send_to = send
         self._roster: Roster = rank.roster
         self._outboxes: dict[TrainerId, Outbox] = {}
@@ -359,7 +363,7 @@ class P2PEndpoint:
             (name,) = self.describe((to,))
             raise MessageLost(Verdict("UsageError", f"{e} for {name} to receive them")) from e
         sending = self._sends[to, sequence] = Sending(to, sequence, envelope)
-        eager = p2p.is_eager(self._outboxes[to], sequence) and not self._rank.fences  # V3
+        eager = p2p.is_eager(self._outboxes[to], sequence) and not self.rank.fences  # V3
         self._announce(sending, bytes(values) if eager else b"")
         return sending
 
@@ -380,11 +384,11 @@ class P2PEndpoint:
                 tag = sending.envelope.tag
                 must_tell = must_tell or p2p.must_tell(outbox, sending.sequence, tag)
             if must_tell:
-                address = self._address(self._rank.id, sending.to, sending.sequence)
+                address = self._address(self.rank.id, sending.to, sending.sequence)
                 self._send_to(sending.to, MessageWithdrawn(address))
-        await self._rank.unfenced()  # V3: report the delivery only without a fence
-        if self._rank.superseded is not None:
-            raise MessageLost(self._rank.superseded)
+        await self.rank.unfenced()  # V3: report the delivery only without a fence
+        if self.rank.superseded is not None:
+            raise MessageLost(self.rank.superseded)
 
     async def _send(self, sending: Sending, values: memoryview) -> None:
         pause_s = AGAIN_S
@@ -394,7 +398,7 @@ class P2PEndpoint:
             if sending.asked is not None:
                 asked, sending.asked = sending.asked, None
                 with contextlib.suppress(LaneBroken):  # the receiver will request it again
-                    await self._rank.unfenced()  # V3: nothing is sent behind a fence
+                    await self.rank.unfenced()  # V3: nothing is sent behind a fence
                     await self._lanes_out.transmit(sending.to, asked, sending.envelope, values)
                 continue
             sending.news = trio.Event()
@@ -406,7 +410,7 @@ class P2PEndpoint:
 
     def _announce(self, sending: Sending, values: bytes = b"") -> None:
         first, before = p2p.standing(self._outboxes[sending.to], sending.sequence)
-        address = self._address(self._rank.id, sending.to, sending.sequence)
+        address = self._address(self.rank.id, sending.to, sending.sequence)
         self._send_to(sending.to, AnnounceMessage(address, sending.envelope, first, before, values))
 
     # --- receives
@@ -442,6 +446,7 @@ class P2PEndpoint:
                     receiving.news = trio.Event()
                     await receiving.news.wait()
                     continue
+                receiving.known_at = receiving.known_at or trio.current_time()
                 received = await self._bring(receiving, transfer, outputs)
                 if received is not None:
                     return received
@@ -462,7 +467,7 @@ class P2PEndpoint:
         target = memoryview(b"") if arena is None else arena.memory[:nbytes]
         delivered = False
         try:
-            address = self._address(transfer.sender, self._rank.id, transfer.sequence)
+            address = self._address(transfer.sender, self.rank.id, transfer.sequence)
             with trio.CancelScope() as scope:
                 receiving.bringing = transfer, scope
                 if self._inbox.under_way.get(receiving.call) != transfer:
@@ -471,8 +476,8 @@ class P2PEndpoint:
                     await self._lanes_in.bring(transfer, address, target)
                 elif transfer.values:
                     target[:] = transfer.values
-                await self._rank.quorum()
-                await self._rank.unfenced()  # V3: there is no await between here and the delivery
+                await self.rank.quorum()
+                await self.rank.unfenced()  # V3: there is no await between here and the delivery
                 receiving.bringing = None
                 self._update(p2p.deliver(self._inbox, receiving.call))
                 self._send_to(transfer.sender, MessageDelivered(address))
@@ -483,7 +488,8 @@ class P2PEndpoint:
             receiving.bringing = None
             if arena is not None and not delivered:
                 outputs.release(arena)
-        return Received(transfer.sender, transfer.envelope, arena) if delivered else None
+        message = transfer.sender, transfer.sequence, transfer.envelope
+        return Received(*message, receiving.known_at, arena) if delivered else None
 
     # --- messages from other agents, and views
 
@@ -520,7 +526,7 @@ class P2PEndpoint:
                     sending.news.set()
 
     def follow(self) -> None:
-        roster, over = self._rank.roster, self._rank.superseded
+        roster, over = self.rank.roster, self.rank.superseded
         if over is not None:
             self._fail_all(over)
         elif roster.number != self._roster.number:
@@ -530,7 +536,7 @@ class P2PEndpoint:
             self._fail_lost_peers()
             self._stop_bringing()
             # O5: the trainer may name lost ranks until its next call returns.
-            known = {*roster.ids, *self._rank.world}
+            known = {*roster.ids, *self.rank.world}
             self._names = {t: name for t, name in self._names.items() if t in known}
 
     def close(self) -> None:
@@ -568,8 +574,8 @@ class P2PEndpoint:
 
     def _failure_among(self, peers: tuple[TrainerId, ...]) -> Verdict | None:
         """Return why a call with these ranks must fail; None while one of them is left."""
-        if self._rank.superseded is not None:
-            return self._rank.superseded
+        if self.rank.superseded is not None:
+            return self.rank.superseded
         if any(peer in self._roster.ids for peer in peers):
             return None
         reasons = {trainer: v.message for v in self._roster.losses for trainer in v.trainers}

@@ -4,7 +4,6 @@ A trainer has a second connection for its messages, on which several sends and r
 time.
 """
 
-import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
@@ -12,10 +11,12 @@ import trio
 
 from pmesh.agent.features import Feature
 from pmesh.agent.grants import SAY_EVERY_S, Grants
+from pmesh.agent.jobs.driver import EndedOp
 from pmesh.agent.jobs.ranks import LocalRank, sum_of
 from pmesh.agent.jobs.session import other_version
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
 from pmesh.agent.limits import Admission
+from pmesh.core.jobs.op_times import EndedMessage
 from pmesh.core.jobs.rank import COME_BACK
 from pmesh.core.values import Verdict
 from pmesh.core.wire.session import SESSION_VERSION, DropArena, MessageFailed, WantArena
@@ -60,14 +61,19 @@ class P2PRouter(Feature[P2PMessage, Attach]):
         *,
         stores: Stores,
         admission: Callable[[], Admission],
+        note: Callable[[EndedOp], None],
     ) -> None:
-        """`ranks` are the local ranks, a list that its owner changes; `send` uses the links."""
+        """`ranks` are the local ranks, a list that its owner changes; `send` uses the links.
+
+        `note` gets each message that has ended.
+        """
         self._me = me
         self._ranks = ranks
         self._rendezvous = rendezvous
         self._send = send
         self._stores = stores
         self._admission = admission
+        self._note = note
         self._endpoints: dict[LocalRank, P2PEndpoint] = {}
         self._ended_traffic = (0, 0)
 
@@ -83,7 +89,21 @@ class P2PRouter(Feature[P2PMessage, Attach]):
                 text = f"this trainer is not in job {request.job!r}; {COME_BACK}"
                 await refuse(session, "HistorySuperseded", text)
             else:
-                await _serve_rank(session, rank, self.endpoint_of(rank), self._stores, share)
+                await self._serve_rank(session, rank, share)
+
+    async def _serve_rank(self, session: Session, rank: LocalRank, share: ArenaShare) -> None:
+        await session.send(Attached())
+        arenas, endpoint = SessionArenas(share), self.endpoint_of(rank)
+        try:
+            async with trio.open_nursery() as nursery:
+                calls = StoreCalls(session, self._stores, rank, nursery)
+                serving = _Connection(session, endpoint, arenas, calls, nursery, note=self._note)
+                nursery.start_soon(serving.report_waits)
+                nursery.start_soon(calls.report_waits)
+                await serving.run()
+        finally:
+            with trio.CancelScope(shield=True):
+                await arenas.aclose()
 
     def rank_of(self, job: JobName, trainer: TrainerId, *, pid: int) -> LocalRank | None:
         """Return the rank of a local trainer; None unless `pid` is its process."""
@@ -144,30 +164,15 @@ class P2PRouter(Feature[P2PMessage, Attach]):
 _CHECK_S = 1.0
 
 
-async def _serve_rank(
-    session: Session, rank: LocalRank, endpoint: P2PEndpoint, stores: Stores, share: ArenaShare
-) -> None:
-    await session.send(Attached())
-    arenas = SessionArenas(share)
-    try:
-        async with trio.open_nursery() as nursery:
-            calls = StoreCalls(session, stores, rank, nursery)
-            serving = _Connection(session, endpoint, arenas, calls, nursery)
-            nursery.start_soon(serving.report_waits)
-            nursery.start_soon(calls.report_waits)
-            await serving.run()
-    finally:
-        with trio.CancelScope(shield=True):
-            await arenas.aclose()
-
-
 @dataclass(slots=True)
 class _Pending:
     """A send or receive that has not ended."""
 
     since: float
-    said: int
     on: tuple[str, ...]
+    message: EndedMessage
+    """What is known of the message so far."""
+    said: int = 1
 
 
 class _Connection:
@@ -180,12 +185,15 @@ class _Connection:
         arenas: SessionArenas,
         store_calls: StoreCalls,
         nursery: trio.Nursery,
+        *,
+        note: Callable[[EndedOp], None],
     ) -> None:
         self._session = session
         self._store_calls = store_calls
         self._endpoint = endpoint
         self._arenas = arenas
         self._nursery = nursery
+        self._note = note
         self._grants = Grants(session, arenas)
         self._waiting: dict[int, _Pending] = {}
 
@@ -213,6 +221,7 @@ class _Connection:
                 (call, waiting)
                 for call, waiting in self._waiting.items()
                 if now - waiting.since >= waiting.said * SAY_EVERY_S
+                and not _is_service(waiting.message)
             ]
             longest: dict[tuple[str, ...], tuple[int, _Pending]] = {}
             for call, waiting in due:
@@ -231,16 +240,14 @@ class _Connection:
         try:
             self._check_room()
             if isinstance(request, SendMessage):
-                ending, on = self._begin_send(request), (request.to,)
+                (ending, message), on = self._begin_send(request), (request.to,)
             else:
                 ending, on = self._begin_receive(request), request.sources
+                message = EndedMessage("recv", 0, tag=_users_tag(request.tag))
         except MessageLost as e:
             await self._session.send(MessageFailed(request.call, e.verdict))
             return
-        since = trio.current_time()
-        if isinstance(request, ReceiveMessage) and request.tag > MAX_TAG:
-            since = math.inf  # a service waits for whatever comes, which is no news
-        waiting = _Pending(since, 1, self._endpoint.describe(on))
+        waiting = _Pending(trio.current_time(), self._endpoint.describe(on), message)
         self._waiting[request.call] = waiting
         self._nursery.start_soon(self._end, request, ending, waiting)
 
@@ -255,17 +262,34 @@ class _Connection:
         del self._waiting[call]
         if reply is None:
             reply = MessageFailed(call, _timed_out(request, waiting.on))
+        self._note_end(waiting, reply)
         if isinstance(reply, Received):
             await self._report_received(call, reply)
         else:
             await self._session.send(reply)
+
+    def _note_end(self, waiting: _Pending, reply: MessageSent | MessageFailed | Received) -> None:
+        """Note the message, unless nothing has come for a service that waits for anything."""
+        began, message = waiting.since, waiting.message
+        known_at = now = trio.current_time()
+        if isinstance(reply, Received):
+            known_at = reply.known_at
+            message = message._replace(
+                nbytes=reply.envelope.nbytes, op=reply.sequence, peer=reply.source
+            )
+            if _is_service(message):
+                began = known_at
+        elif _is_service(message):
+            return
+        failed = isinstance(reply, MessageFailed)
+        self._note((self._endpoint.rank, message, began, now, now - known_at, failed))
 
     def _check_room(self) -> None:
         if len(self._waiting) >= MAX_MESSAGES:
             text = f"at most {MAX_MESSAGES} sends and receives at a time: wait for some of them"
             raise MessageLost(Verdict("UsageError", text))
 
-    def _begin_send(self, request: SendMessage) -> "_Ending":
+    def _begin_send(self, request: SendMessage) -> tuple["_Ending", EndedMessage]:
         nbytes = request.envelope.nbytes
         if (nbytes > 0) != (request.arena >= 0):
             raise ProtocolError(f"a message of {nbytes} bytes with arena {request.arena}")
@@ -287,7 +311,8 @@ class _Connection:
                     inputs.release(arena)
             return MessageSent(request.call)
 
-        return end
+        tag = _users_tag(request.envelope.tag)
+        return end, EndedMessage("send", nbytes, sending.sequence, request.to, tag)
 
     def _begin_receive(self, request: ReceiveMessage) -> "_Ending":
         receiving = self._endpoint.begin_receive(request.sources, request.tag)
@@ -306,6 +331,15 @@ class _Connection:
             await self._grants.grant_output(arena)
         number = -1 if arena is None else arena.number
         await self._session.send(MessageReceived(call, received.source, received.envelope, number))
+
+
+def _users_tag(tag: int) -> int:
+    return tag if tag <= MAX_TAG else -1
+
+
+def _is_service(message: EndedMessage) -> bool:
+    """Return whether this is a receive of a service, which waits for whatever comes."""
+    return message.kind == "recv" and message.tag < 0
 
 
 _MessageCall = SendMessage | ReceiveMessage

@@ -1,14 +1,19 @@
 """A timeline in the JSON that ui.perfetto.dev and chrome://tracing read.
 
 The format: "Trace Event Format" of Chromium's Catapult project. A process there is one of ours; the
-calls of a job, or of a group, are a thread of it. Slices of one thread lie within each other.
+calls of a job, or of a group, are a thread of it. Slices of one thread lie within each other, so
+messages that overlap are on threads of their own. An arrow leads from each send to its receive.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from heapq import heappop, heappush
 from typing import Any, Final, TypeAlias
 
+from pmesh.core.jobs.op_times import MESSAGES
+from pmesh.ids import TrainerId
 from pmesh.terminal.sizes import rounded
-from pmesh.traces.rules.timeline import PlacedOp, Process, Wait
+from pmesh.traces.rules.timeline import PlacedOp, Process, Wait, find_meetings
 from pmesh.traces.wire import Change, Machine
 
 Entry: TypeAlias = dict[str, Any]
@@ -46,16 +51,17 @@ def entries_of(
         rank, machine = rows.ranks[process], machines[process.machine].name
         name = f"a rank on {machine}" if rank < 0 else f"rank {rank} on {machine}"
         yield from _names(number, name, rows.threads(process), order=rank)
-    ended: dict[tuple[Process, str], float] = {}
+    ended: dict[tuple[int, int], float] = {}
     for place, each in enumerate(ops):
-        row, end_us, wait = (each.process, each.job), each.ended_us, waits.get(place)
-        at = {"pid": rows.numbers[each.process], "tid": rows.thread(each)}
+        row, end_us, wait = rows.row(place), each.ended_us, waits.get(place)
+        at = {"pid": row[0], "tid": row[1]}
         before_us = ended.get(row, each.began_us)
         began_us = max(before_us, each.began_us)  # by how much clocks drift, they seem to overlap
         ended[row] = end_us
-        if began_us > before_us:
+        if began_us > before_us and not each.is_message:
             yield _at(before_us, began_us, zero_us, {"name": "outside calls", **at})
-        yield _at(began_us, end_us, zero_us, {"name": each.op.kind, **at, "args": _about(each)})
+        about = {"name": rows.name(each), **at, "args": _about(each)}
+        yield _at(began_us, end_us, zero_us, about)
         if wait is not None and wait.until_us > began_us:
             who = f"rank {wait.last.rank} on {machines[wait.last.process.machine].name}"
             yield _at(began_us, wait.until_us, zero_us, {"name": f"waits for {who}", **at})
@@ -63,28 +69,79 @@ def entries_of(
         if each.op.nbytes and end_us > began_us:
             about = {"receiving_us": each.op.receiving_us}
             yield _at(began_us, end_us, zero_us, {"name": "moves values", **at, "args": about})
+    yield from _arrows(ops, rows, zero_us)
 
 
 class _Rows:
     """Which process and thread of the file stands for what."""
 
     def __init__(self, ops: Sequence[PlacedOp], job: str) -> None:
-        self._threads: dict[Process, dict[str, int]] = {}
+        self._names = _names_of_rows(ops)
+        self._threads: dict[Process, dict[str, int]] = defaultdict(dict)
+        self._processes = [each.process for each in ops]
+        self._trainers = {(each.job, each.run, each.trainer): each.rank for each in ops}
         self.ranks: dict[Process, int] = {}
-        for each in ops:
-            threads = self._threads.setdefault(each.process, {})
-            threads.setdefault(each.job, len(threads) + 1)
+        for name, each in sorted(zip(self._names, ops, strict=True), key=_order_of_row):
+            threads = self._threads[each.process]
+            threads.setdefault(name, len(threads) + 1)
             if each.job == job:
                 self.ranks[each.process] = each.rank
             self.ranks.setdefault(each.process, -1)
         order = sorted(self._threads, key=lambda process: (self.ranks[process], process))
         self.numbers = {process: number for number, process in enumerate(order, MESH + 1)}
 
-    def thread(self, op: PlacedOp) -> int:
-        return self._threads[op.process][op.job]
+    def row(self, place: int) -> tuple[int, int]:
+        """Return the process and the thread of an op."""
+        process = self._processes[place]
+        return self.numbers[process], self._threads[process][self._names[place]]
 
     def threads(self, process: Process) -> dict[int, str]:
-        return {thread: f"calls of {job}" for job, thread in self._threads[process].items()}
+        return {thread: name for name, thread in self._threads[process].items()}
+
+    def name(self, each: PlacedOp) -> str:
+        """Return what is written on an op's slice."""
+        if not each.is_message:
+            return each.op.kind
+        rank = self._trainers.get((each.job, each.run, TrainerId(each.op.peer)), -1)
+        peer = "another rank" if rank < 0 else f"rank {rank}"
+        what = each.op.kind if each.op.tag >= 0 else "rpc"
+        return f"{what} {'to' if each.op.kind == 'send' else 'from'} {peer}"
+
+
+def _order_of_row(row: tuple[str, PlacedOp]) -> tuple[bool, float]:
+    """Put the calls above the messages, whose first row is the one that was taken first."""
+    _, each = row
+    return each.is_message, each.began_us if each.is_message else 0.0
+
+
+def _names_of_rows(ops: Sequence[PlacedOp]) -> list[str]:
+    """Return the row of each op in its process; of messages the first one that is free."""
+    names = [f"calls of {each.job}" for each in ops]
+    free: dict[Process, list[tuple[float, int]]] = defaultdict(list)
+    messages = [(place, each) for place, each in enumerate(ops) if each.is_message]
+    for place, each in sorted(messages, key=lambda message: message[1].began_us):
+        rows = free[each.process]  # a heap of when each ends, and its number
+        is_free = bool(rows) and rows[0][0] <= each.began_us
+        number = heappop(rows)[1] if is_free else len(rows) + 1
+        heappush(rows, (each.ended_us, number))
+        names[place] = "messages" if number == 1 else f"messages, row {number}"
+    return names
+
+
+def _arrows(ops: Sequence[PlacedOp], rows: _Rows, zero_us: float) -> Iterator[Entry]:
+    """Yield an arrow for each message whose send and receive are both known."""
+    for number, places in enumerate(find_meetings(ops)):
+        kinds = {ops[place].op.kind: place for place in places}
+        if kinds.keys() != MESSAGES:
+            continue
+        about = {"name": "message", "cat": "message", "id": number}
+        for kind, phase in (("send", "s"), ("recv", "f")):
+            each, (process, thread) = ops[kinds[kind]], rows.row(kinds[kind])
+            at_us = each.began_us
+            if kind == "recv":  # within its slice
+                at_us = max(at_us, each.ended_us - 1e-3)
+            at = {"pid": process, "tid": thread, "ts": round(1e3 * (at_us - zero_us)) / 1e3}
+            yield {"ph": phase, "bp": "e", **about, **at}
 
 
 def _names(process: int, name: str, threads: Mapping[int, str], *, order: int) -> Iterator[Entry]:
@@ -108,5 +165,7 @@ def _at(began_us: float, ended_us: float, zero_us: float, about: Entry) -> Entry
 
 def _about(each: PlacedOp) -> Entry:
     about: Entry = {"op": each.op.op, "size": rounded(each.op.nbytes)}
+    if each.is_message:
+        about = {"message": each.op.op, "tag": each.op.tag, "size": about["size"]}
     about |= {"bytes": each.op.nbytes, "clock_error_us": round(each.error_us, 1)}
     return about if each.op.completed else {**about, "failed": True}

@@ -1,12 +1,12 @@
 """The ops of all ranks on one clock, and what each rank did meanwhile."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
-from pmesh.core.jobs.op_times import OpTime
+from pmesh.core.jobs.op_times import MESSAGES, OpTime
 from pmesh.core.links.clocks import by_our_clock
 from pmesh.core.ops.kinds import KINDS
 from pmesh.traces.wire import Machine, RankOps, TracedOps
@@ -35,6 +35,24 @@ class PlacedOp:
     ended_us: float
     error_us: float
     """How far both times may be from the truth, to either side."""
+
+    @property
+    def is_message(self) -> bool:
+        """Whether it is a send or a receive."""
+        return self.op.kind in MESSAGES
+
+    @property
+    def meeting(self) -> Hashable:
+        """What the ops of several ranks share in which none ends before all have begun, or None.
+
+        A send ends when the message has been received.
+        """
+        run, op = (self.job, self.run), self.op
+        if self.is_message and op.peer >= 0:
+            ends = (self.trainer, op.peer) if op.kind == "send" else (op.peer, self.trainer)
+            return *run, op.op, ends
+        kind = KINDS.get(op.kind)
+        return (*run, op.op) if kind is not None and kind.barrier else None
 
 
 def place_ops(
@@ -73,27 +91,30 @@ def _placed(place: int, ops: RankOps, op: OpTime, machine: Machine) -> PlacedOp:
 
 
 class Wait(NamedTuple):
-    """How long a rank waited in an op until the last rank had called it."""
+    """How long a rank waited in an op or a message until the last rank had called it."""
 
     until_us: float
     last: PlacedOp
     """The op of the rank that came last."""
 
 
+def find_meetings(ops: Iterable[PlacedOp]) -> list[list[int]]:
+    """Return the places of the ops of each call that ranks make together, and of each message."""
+    found: dict[Hashable, list[int]] = defaultdict(list)
+    for place, each in enumerate(ops):
+        if (meeting := each.meeting) is not None:
+            found[meeting].append(place)
+    return list(found.values())
+
+
 def find_waits(ops: Iterable[PlacedOp]) -> dict[int, Wait]:
     """Return the waits by the places of their ops in `ops`.
 
-    Of the kinds that no rank ends before all have started them. A wait that is shorter than the
-    error of the two clocks is none.
+    A wait that is shorter than the error of the two clocks is none.
     """
     ordered = list(ops)
-    calls: dict[tuple[str, int, int], list[int]] = defaultdict(list)
-    for place, each in enumerate(ordered):
-        kind = KINDS.get(each.op.kind)
-        if kind is not None and kind.barrier:
-            calls[each.job, each.run, each.op.op].append(place)
     waits: dict[int, Wait] = {}
-    for places in calls.values():
+    for places in find_meetings(ordered):
         last = max((ordered[place] for place in places), key=attrgetter("began_us"))
         for place in places:
             each = ordered[place]

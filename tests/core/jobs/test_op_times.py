@@ -5,7 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pmesh.core.jobs import op_times
-from pmesh.core.jobs.op_times import DURATIONS_S, KEPT, SIZES, DurationCounts, OpTime, RankTimes
+from pmesh.core.jobs.op_times import (
+    DURATIONS_S,
+    KEPT,
+    MESSAGES,
+    SIZES,
+    DurationCounts,
+    OpTime,
+    RankTimes,
+)
 from pmesh.core.ops.kinds import KINDS
 from pmesh.ids import JobName, TrainerId
 
@@ -16,8 +24,10 @@ OPS = st.builds(
     nbytes=st.integers(0, 2**62),
     took_us=st.integers(0, 10**6),  # within 32 bits of a float, like 0.1 µs in a second
     receiving_us=st.integers(0, 10**6),
-    kind=st.sampled_from(sorted(KINDS)),
+    kind=st.sampled_from(sorted({*KINDS, *MESSAGES})),
     completed=st.booleans(),
+    peer=st.integers(-1, 2**32 - 1),
+    tag=st.integers(-1, 2**31 - 1),
 )
 
 
@@ -34,6 +44,8 @@ def note(times: RankTimes, op: OpTime) -> None:
         took_s=(op.took_us + 0.5) / 1e6,
         receiving_s=(op.receiving_us + 0.5) / 1e6,
         completed=op.completed,
+        peer=op.peer,
+        tag=op.tag,
     )
 
 
