@@ -4,6 +4,7 @@ import secrets
 from collections.abc import Sequence
 
 from pmesh.agent.features import AnyFeature, Kernel
+from pmesh.charts.agent import Charts
 from pmesh.core.wire.link import PROTOCOL_VERSION
 from pmesh.ids import path_name
 from pmesh.invites.agent import Invites
@@ -51,4 +52,4 @@ def make_features(kernel: Kernel) -> Sequence[AnyFeature]:
         noticed=kernel.noticed,
     )
     launching = LaunchFeature(launches, kernel.admission)
-    return p2p, stores, launching, invites, Members(kernel), Traces(kernel)
+    return p2p, stores, launching, invites, Members(kernel), Traces(kernel), Charts(kernel)

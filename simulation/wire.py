@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from pmesh.charts.wire import AskCharts, ChartReply
 from pmesh.core.wire.channels import Channel, Message
 from pmesh.core.wire.control import ControlReply, ControlRequest
 from pmesh.core.wire.lanes import LANES, LaneMessage
@@ -79,6 +80,7 @@ AnyRequest: TypeAlias = (
     | Invite
     | MembersQuestion
     | AskTrace
+    | AskCharts
 )
 AnyReply: TypeAlias = (
     TrainerReply
@@ -88,6 +90,7 @@ AnyReply: TypeAlias = (
     | InvitationReply
     | MembersReply
     | TraceReply
+    | ChartReply
 )
 
 ANY_REQUESTS: SessionDecoder[AnyRequest] = SessionDecoder("request", AnyRequest)

@@ -70,6 +70,10 @@ KNOWN = {
         "cwd / script",
         "cwd.joinpath(*parts[:depth])",
     },
+    "pmesh/cli/plot.py": {
+        "Path(f\"pmesh-plot-{_UNUSUAL.sub('_', name)}.png\")",
+        "Path(what)",
+    },
     "pmesh/cli/trace.py": {
         "100 * part / whole_us",
         "Path(f\"pmesh-trace-{_UNUSUAL.sub('_', job)}.json.gz\")",

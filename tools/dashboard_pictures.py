@@ -20,8 +20,8 @@ from PIL import Image
 
 from pmesh.agent.events import Event, EventKind, EventPage
 from pmesh.agent.schema import Status
+from pmesh.charts.rules.history import KEPT_SLOTS, SLOT_S
 from pmesh.cli.dashboard.board import Board
-from pmesh.cli.dashboard.history import KEPT_SLOTS, SLOT_S
 from pmesh.cli.dashboard.server import DashboardServer
 from tools.lab.chromium import Chromium
 

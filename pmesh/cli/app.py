@@ -305,6 +305,20 @@ def trace(
 
 
 @app.command
+def plot(what: str, /, *, output: Path | None = None, home: Home = None) -> int:
+    """Draw the last hour of a job: its loss and its speed; or what 'pmesh bench --json' printed.
+
+    Args:
+        what: A job as 'pmesh status' shows it, or a file whose name ends in .json.
+        output: The picture, .png, .svg or .pdf; default pmesh-plot-WHAT.png in this directory.
+        home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
+    """
+    from pmesh.cli.plot import write_plot
+
+    return write_plot(home, what, output)
+
+
+@app.command
 def metrics(*, listen: str = "127.0.0.1:9477", home: Home = None) -> int:
     """Serve what 'pmesh status' shows to Prometheus, until Ctrl-C.
 
@@ -346,7 +360,6 @@ def bench(
     seconds: float = 1.0,
     wait_for: int | None = None,
     json: Flag = False,
-    plot: Path | None = None,
     home: Home = None,
 ) -> int:
     """Measure the collectives on this mesh; run it on each machine, and rank 0 shows the table.
@@ -359,7 +372,6 @@ def bench(
         seconds: How long to measure each row, in at least three calls.
         wait_for: How many trainers to wait for; default one on each machine of the mesh.
         json: Print JSON on this machine.
-        plot: A file for a plot of time and bandwidth over size, .png or .svg.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
     from pmesh.cli.bench import BenchOptions, run_bench
@@ -372,7 +384,6 @@ def bench(
         seconds=seconds,
         wait_for=wait_for,
         as_json=json,
-        plot=plot,
     )
     return run_bench(home, options)
 
@@ -483,6 +494,7 @@ IN_ORDER_OF_USE = (
         "remove",
         "events",
         "trace",
+        "plot",
         "ping",
         "dashboard",
         "metrics",

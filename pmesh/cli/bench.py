@@ -8,9 +8,7 @@ import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -238,14 +236,11 @@ class BenchOptions:
     seconds: float
     wait_for: int | None
     as_json: bool
-    plot: Path | None
 
 
 def run_bench(home: Path | None, options: BenchOptions) -> int:
     """Measure together with the other machines, and return the exit code."""
     plan = plan_of(options)
-    if options.plot is not None:
-        check_plot_file(options.plot)
     directory = home_directory(home)
     status = decode_status(ask_status(directory))
     without_native = status.node.without_native or ""
@@ -266,8 +261,6 @@ def run_bench(home: Path | None, options: BenchOptions) -> int:
             rows=tuple(rows),
         )
         say_json(msgspec.json.encode(report))
-    if options.plot is not None:
-        draw(options.plot, names, rows)
     if wrong := [row for row in rows if not row.correct]:
         what = ", ".join(dict.fromkeys(row.collective for row in wrong))
         raise RunError(f"{len(wrong)} of {len(rows)} rows had wrong results: {what}; report this")
@@ -356,47 +349,3 @@ def _check_names(option: str, wanted: Sequence[str], known: Collection[str]) -> 
     for name in wanted:
         if name not in known:
             raise ConfigError(f"{option} must be one of {', '.join(known)}, not {name!r}")
-
-
-def check_plot_file(path: Path) -> None:
-    """Raise ConfigError before minutes of measuring if the plot can't be drawn or written."""
-    if find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib: pip install matplotlib")
-    from matplotlib.backend_bases import FigureCanvasBase  # noqa: PLC0415 - an extra, and 0.3 s
-
-    kinds = sorted(FigureCanvasBase.get_supported_filetypes())
-    if path.suffix.removeprefix(".").lower() not in kinds:
-        raise ConfigError(f"--plot {path}: the file name must end in one of .{', .'.join(kinds)}")
-    try:
-        path.open("ab").close()
-    except OSError as e:
-        raise ConfigError(
-            f"--plot {path} can't be written: {e.strerror}; name a file in a folder of your own"
-        ) from e
-
-
-def draw(path: Path, names: Sequence[str], rows: Sequence[BenchRow]) -> None:
-    """Write the plot, with a line for each collective and strategy."""
-    from matplotlib.figure import Figure  # noqa: PLC0415 - an extra, and 0.3 s
-
-    lines: dict[str, list[BenchRow]] = {}
-    for row in rows:
-        if row.bytes:
-            lines.setdefault(f"{row.collective} {row.strategy or ''}".strip(), []).append(row)
-    # Any: matplotlib's stubs leave the types of most arguments open.
-    figure: Any = Figure(figsize=(12, 5), layout="constrained")
-    latency, bandwidth = figure.subplots(1, 2)
-    for label, found in lines.items():
-        sizes = [row.bytes for row in found]
-        latency.plot(sizes, [row.median_s * 1e3 for row in found], marker=".", label=label)
-        speeds = [(row.bus_bytes_per_s or 0.0) / 1e6 for row in found]
-        bandwidth.plot(sizes, speeds, marker=".", label=label)
-    for axes, what in ((latency, "median time, ms"), (bandwidth, "bus bandwidth, MB/s")):
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xlabel("bytes")
-        axes.set_ylabel(what)
-        axes.grid(visible=True, alpha=0.3)
-    latency.legend(fontsize="small")
-    figure.suptitle(f"pmesh bench: {len(names)} ranks, {', '.join(names)}")
-    figure.savefig(path)

@@ -272,22 +272,23 @@ def test_rank_0_shows_the_table_and_the_others_say_who_does(
 
 
 @pytest.mark.usefixtures("meeting")
-def test_whoever_asks_for_json_or_a_plot_gets_it(
+def test_whoever_asks_for_json_gets_what_can_be_plotted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = ("--min-size", "4", "--max-size", "64", "--seconds", "1e-9")
-    plot = tmp_path / "plot.png"
 
-    codes = run_both(*small, "--json", other=(*small, "--json", "--plot", str(plot)))
-
-    assert codes == [0, 0]
+    assert run_both(*small, "--json") == [0, 0]
     one, other = map(json.loads, capsys.readouterr().out.splitlines())
     assert one == other
     assert (one["schema"], one["names"]) == (1, ["mac-1", "mac-2"])
     assert one["native"] == (native.library() is not None)
     assert {r["collective"] for r in one["rows"]} == {c.name for c in COLLECTIVES}
     assert [r["bytes"] for r in one["rows"]][:3] == [4, 16, 64]
+    report, plot = tmp_path / "bench.json", tmp_path / "bench.png"
+    report.write_text(json.dumps(one))
+    assert run(["plot", str(report), "--output", str(plot)]) == 0
     assert plot.read_bytes().startswith(PNG)
+    assert capsys.readouterr().out == f"{plot}: {len(one['rows'])} rows of {report}\n"
 
 
 @pytest.mark.usefixtures("meeting")
@@ -311,7 +312,6 @@ def test_equal_plans_are_alike_however_they_were_written() -> None:
                 seconds=1.0,
                 wait_for=None,
                 as_json=False,
-                plot=None,
             )
         )
 
@@ -408,8 +408,6 @@ def test_without_an_agent_the_socket_and_the_command_are_named(
         (["--collective", "sum"], "--collective must be one of all_reduce, all_reduce_shared, "),
         (["--strategy", "star"], "--strategy must be one of auto, ring, tree, "),
         (["--seconds", "0"], "--seconds must be over 0 and at most 3600, not 0"),
-        (["--plot", "/no/such/plot.png"], "--plot /no/such/plot.png can't be written: No such "),
-        (["--plot", "plot.doc"], "--plot plot.doc: the file name must end in one of "),
     ],
 )
 def test_what_it_can_not_do_is_said_before_anybody_waits(
@@ -419,17 +417,6 @@ def test_what_it_can_not_do_is_said_before_anybody_waits(
     error = capsys.readouterr().err
     assert error.startswith(f"ConfigError: {message}")
     assert error.count("\n") == 1
-
-
-def test_without_matplotlib_the_command_that_gets_it_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("pmesh.cli.bench.find_spec", lambda _: None)
-
-    assert run(["bench", "--plot", "plot.png"]) == 2
-    assert capsys.readouterr().err == (
-        "ConfigError: --plot needs matplotlib: pip install matplotlib\n"
-    )
 
 
 @pytest.mark.parametrize(

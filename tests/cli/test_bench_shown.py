@@ -1,12 +1,11 @@
-"""What `pmesh bench` has measured, as a table and as a plot."""
+"""What `pmesh bench` has measured, as a table."""
 
 import io
-from pathlib import Path
 from typing import cast
 
 from rich.console import Console
 
-from pmesh.cli.bench import BenchRow, bench_table, draw, time_text
+from pmesh.cli.bench import BenchRow, bench_table, time_text
 
 
 def row(**more: object) -> BenchRow:
@@ -65,15 +64,3 @@ def test_a_narrow_terminal_has_a_line_for_each_value() -> None:
 
 def test_times_never_show_a_thousand_of_a_unit() -> None:
     assert [time_text(s) for s in (0.0009996, 0.9996, 100.0)] == ["1 ms", "1 s", "100 s"]
-
-
-def test_a_plot_has_a_line_for_each_collective_and_strategy(tmp_path: Path) -> None:
-    path = tmp_path / "plot.svg"
-    barrier = row(collective="barrier", bytes=0, bus_bytes_per_s=None)
-    other = row(collective="broadcast", strategy=None)
-
-    draw(path, ["mac-1", "mac-2"], [row(), row(bytes=1 << 22), other, barrier])
-
-    drawn = path.read_text()
-    assert drawn.count("<!-- all_reduce ring -->") == drawn.count("<!-- broadcast -->") == 1
-    assert "barrier" not in drawn

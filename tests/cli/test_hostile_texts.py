@@ -13,6 +13,7 @@ import pytest
 
 from pmesh.agent.events import encode_events
 from pmesh.agent.schema import encode_status
+from pmesh.charts.wire import AskCharts, JobCharts
 from pmesh.cli.app import run
 from pmesh.core.values import Verdict
 from pmesh.core.wire.control import (
@@ -103,6 +104,8 @@ def replies_to(request: object) -> list[AnyReply]:  # noqa: C901, PLR0911 - one 
             began = LaunchBegan("l", "j", (EVIL, "mac"), (1, 1), (EVIL, EVIL))
             sends = [LaunchSends((FilesSent(EVIL, 1, 2),))] * isinstance(request, Launch)
             return [*sends, began, LaunchLines(lines.encode()), LaunchOver(0)]
+        case AskCharts():
+            return [JobCharts(7, 5.0, {EVIL: ([7], [0.5])})]
         case AskTrace():
             there = Machine(name=EVIL, me=True, clock=(), why_not=EVIL)
             ops = told(0, (op(0, BEGAN_US, BEGAN_US + 1),))
@@ -145,6 +148,7 @@ COMMANDS: dict[str, tuple[int, str]] = {
     "ping mac-2 --json": (1, "\\u001b"),
     "members": (1, f"removed by {SHOWN}"),
     "trace digits": (1, f"{SHOWN}: {SHOWN}"),
+    "plot digits": (1, f"pmesh-plot-digits.png: {SHOWN}"),
     "members --json": (1, "\\u001b"),
     "remove mac-2": (1, f"told when they are back: {SHOWN}"),
     "ps": (1, SHOWN),

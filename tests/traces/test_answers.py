@@ -72,9 +72,17 @@ def test_who_names_a_rank_that_has_gone_is_told_of_the_next_one() -> None:
 def test_the_largest_answer_is_within_its_bound(kind: str, about: dict[str, int]) -> None:
     times = RankTimes(JobName("\U0001d541" * 64), 2**62, TrainerId(2**32 - 1))
     times.rank, times.pid = 2**31 - 1, 2**62
-    long = {"began_s": 4e12, "took_s": 1e9, "receiving_s": 1e9}
     for op in (2**63 - 1,) * MOST_TIMES:
-        times.note(op, kind, 2**62, **long, completed=False, **about)
+        times.note(
+            op,
+            kind,
+            2**62,
+            began_s=4e12,
+            took_s=1e9,
+            receiving_s=1e9,
+            completed=False,
+            **about,
+        )
     ops = next_ops([times], AskOps(0, times.job, 60.0), since_us=0)
     assert ops is not None
     assert len(ops.times) == MOST_TIMES

@@ -93,7 +93,7 @@ async def test_messages_come_with_who_waited_for_whom_and_those_that_failed(
 
         since_us = traced.until_us - 60_000_000
         ops = place_ops(found, traced.machines, since_us=since_us, until_us=traced.until_us)
-        ranks = {trainer.id: trainer.rank for trainer in two.trainers}
+        ranks: dict[int, int] = {trainer.id: trainer.rank for trainer in two.trainers}
         shown = sorted(
             (each.rank, each.op.kind, each.op.nbytes, each.op.tag, ranks.get(each.op.peer, -1))
             for each in ops

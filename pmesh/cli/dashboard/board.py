@@ -9,7 +9,7 @@ import msgspec
 
 from pmesh.agent.events import EventPage
 from pmesh.agent.schema import Status
-from pmesh.cli.dashboard.history import SLOT_S, Chart, ChartHistory, Reading
+from pmesh.charts.rules.history import SLOT_S, Chart, ChartHistory, Reading
 from pmesh.cli.dashboard.picture import (
     ShownEvent,
     Update,

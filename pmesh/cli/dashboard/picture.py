@@ -3,22 +3,19 @@
 All texts of other machines pass through `printable`: none changes the direction of what follows.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
 from pmesh.agent.events import Event
 from pmesh.agent.schema import JobStatus, MemberHealth, RankStatus, Status, name_peer
-from pmesh.cli.dashboard.history import Chart, Reading
+from pmesh.charts.rules.history import Chart, Reading
+from pmesh.charts.rules.readings import readings_of_job
 from pmesh.cli.events import Mood, mood_of
 from pmesh.cli.status import find_slowest, headline, job_line, remarks_on, report_text
 from pmesh.cli.top.screen import Split, explain_pace, split_of
 from pmesh.cli.troubles import describe_troubles
 from pmesh.texts import printable
-
-STEPS = "steps a second"
-OPS = "ops a second"
 
 
 class ShownMachine(Struct, frozen=True, kw_only=True):
@@ -175,20 +172,12 @@ def _rank(rank: RankStatus, split: Split | None, *, is_slowest: bool) -> ShownRa
 def readings_of(status: Status) -> Iterator[Reading]:
     """Yield the numbers that are charted: speed, and the means of what the ranks report."""
     for job in status.jobs:
-        name = printable(job.name)
-        speeds = ((STEPS, job.steps_per_s), (OPS, None if job.step else job.ops_per_s))
-        for what, speed in speeds:
-            if speed is not None and math.isfinite(speed):
-                yield Reading(name, what, speed)
-        reported: dict[str, list[float]] = {}
-        for rank in job.ranks:
-            for what, value in rank.reports.items():
-                if not isinstance(value, str):
-                    reported.setdefault(printable(what), []).append(value)
-        for what, values in reported.items():
-            mean = sum(value / len(values) for value in values)
-            if math.isfinite(mean):  # of three times the largest number it is not
-                yield Reading(name, what, mean)
+        reports = (
+            {printable(n): v for n, v in rank.reports.items() if not isinstance(v, str)}
+            for rank in job.ranks
+        )
+        ops_per_s = None if job.step else job.ops_per_s
+        yield from readings_of_job(printable(job.name), job.steps_per_s, ops_per_s, reports)
 
 
 def line_of(event: Event) -> ShownEvent:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from pmesh.charts.rules.history import SLOT_S
 from pmesh.cli.dashboard import board as module
 from pmesh.cli.dashboard.board import MOST_LINES
-from pmesh.cli.dashboard.history import SLOT_S
 from tests.cli.dashboard.boards import GONE, Script
 
 

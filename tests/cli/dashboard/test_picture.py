@@ -8,10 +8,9 @@ import pytest
 
 from pmesh.agent.events import Event, EventKind
 from pmesh.agent.schema import EdgeStatus, JobStatus, RankStatus, Status
-from pmesh.cli.dashboard.history import Reading
+from pmesh.charts.rules.history import Reading
+from pmesh.charts.rules.readings import OPS, STEPS
 from pmesh.cli.dashboard.picture import (
-    OPS,
-    STEPS,
     line_of,
     picture_of,
     readings_of,

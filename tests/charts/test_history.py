@@ -6,7 +6,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pmesh.cli.dashboard.history import KEPT_SLOTS, MOST_CHARTS, Chart, ChartHistory, Reading
+from pmesh.charts.rules.history import KEPT_SLOTS, MOST_CHARTS, Chart, ChartHistory, Reading
 
 NOTES = st.lists(st.tuples(st.integers(0, 500), st.sampled_from("abc"), st.floats(-9, 9)))
 
@@ -59,7 +59,7 @@ def size_of(value: object) -> int:
     return sum(map(sys.getsizeof, seen.values()))
 
 
-def test_a_day_of_as_many_numbers_as_there_may_be_takes_less_than_15_mb() -> None:
+def test_a_day_of_as_many_numbers_as_there_may_be_takes_less_than_2_mb() -> None:
     """Every four hours another job begins, with more numbers than are kept."""
     history, sizes = ChartHistory(), list[int]()
     for slot in range(24 * KEPT_SLOTS):
@@ -70,4 +70,4 @@ def test_a_day_of_as_many_numbers_as_there_may_be_takes_less_than_15_mb() -> Non
             sizes.append(size_of(history))
     assert len(history.charts()) == MOST_CHARTS
     assert all(len(chart.slots) == KEPT_SLOTS for chart in history.charts())
-    assert max(sizes) < 15e6
+    assert max(sizes) < 2e6
