@@ -11,8 +11,13 @@ class NativeHook(BuildHookInterface[Any]):
     """Adds the library to the wheel; without a compiler, the wheel is pure Python."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile, for an editable installation as for a wheel."""
-        del version
+        """Compile, for an editable installation as for a wheel, which also has the examples.
+
+        `pmesh init` writes one of them; where pmesh is editable, it finds them in the clone.
+        """
+        if version == "standard":
+            for example in sorted(Path(self.root, "examples").glob("train_*.py")):
+                build_data["force_include"][str(example)] = f"pmesh/cli/examples/{example.name}"
         native = runpy.run_path(str(Path(self.root, "native", "build.py")))
         try:
             library = native["build"]()

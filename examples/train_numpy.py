@@ -1,7 +1,8 @@
 """Train a classifier of handwritten digits on all your machines, with nothing but numpy.
 
-On each machine: `pmesh up`, then `python train_numpy.py 3` where 3 trainers shall take part. Stop
-one and the others go on; start it again and it takes part again.
+On each machine: `pmesh up`, then `python train_numpy.py 3` where 3 trainers shall take part, or
+once `pmesh run --on all --sync -- python train_numpy.py`. Stop one and the others go on; start it
+again and it takes part again.
 """
 
 import sys
@@ -31,7 +32,7 @@ def loss_and_gradients(p: Parameters, x: Array, y: Array) -> tuple[float, Parame
     return float(loss), gradients
 
 
-def main(ranks: int) -> None:
+def main(ranks: int | None) -> None:
     """Every rank takes its share of each batch; the averaged gradient is that of the whole."""
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32)
@@ -55,6 +56,7 @@ def main(ranks: int) -> None:
             position += BATCH
             if position + BATCH > len(x):
                 epoch, position = epoch + 1, 0
+            mesh.report(loss=loss)  # for `pmesh top` and `pmesh plot digits`
             if mesh.step % 100 == 0:
                 print(f"rank {mesh.rank} of {mesh.size}: step {mesh.step}, loss {loss:.3f}")
         scores = np.maximum(images[1500:] @ p["w1"] + p["b1"], 0) @ p["w2"] + p["b2"]
@@ -62,4 +64,4 @@ def main(ranks: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 1)
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else None)

@@ -70,6 +70,11 @@ KNOWN = {
         "cwd / script",
         "cwd.joinpath(*parts[:depth])",
     },
+    "pmesh/cli/init.py": {
+        "Path(__file__)",
+        "_PACKAGE / 'cli' / 'examples' / name",
+        "_PACKAGE.parent / 'examples' / name",
+    },
     "pmesh/cli/plot.py": {
         "Path(f\"pmesh-plot-{_UNUSUAL.sub('_', name)}.png\")",
         "Path(what)",

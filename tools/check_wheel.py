@@ -19,6 +19,7 @@ def faults_of(wheel: Path) -> list[str]:
     package = {name for name in names if name.startswith("pmesh/")}
     files = [*ROOT.glob("pmesh/**/*.py"), *ROOT.glob("pmesh/cli/dashboard/page.*")]
     ours = {file.relative_to(ROOT).as_posix() for file in files}
+    ours |= {f"pmesh/cli/examples/{file.name}" for file in ROOT.glob("examples/train_*.py")}
     ours.add("pmesh/py.typed")
     metadata = {name for name in names if name.partition("/")[0].endswith(".dist-info")}
     platform = wheel.stem.rpartition("-")[2]

@@ -305,6 +305,24 @@ def trace(
 
 
 @app.command
+def init(
+    file: Path = Path("train.py"),
+    /,
+    *,
+    library: Annotated[Literal["mlx", "torch", "numpy"] | None, Parameter(name="--with")] = None,
+) -> int:
+    """Write a training script to start from: it reads handwritten digits, and runs at once.
+
+    Args:
+        file: Where; a file that is there is never overwritten.
+        library: What it trains with; default the first of these that is installed.
+    """
+    from pmesh.cli.init import write_script
+
+    return write_script(file, library)
+
+
+@app.command
 def plot(what: str, /, *, output: Path | None = None, home: Home = None) -> int:
     """Draw the last hour of a job: its loss and its speed; or what 'pmesh bench --json' printed.
 
@@ -487,24 +505,9 @@ def version() -> int:
 
 IN_ORDER_OF_USE = (
     *("key", "up", "invite", "join", "status", "top"),
-    *("run", "ps", "logs", "fetch", "stop", "allow", "mlx", "checkpoint"),
-    *(
-        "doctor",
-        "members",
-        "remove",
-        "events",
-        "trace",
-        "plot",
-        "ping",
-        "dashboard",
-        "metrics",
-        "bench",
-        "demo",
-        "bridge",
-        "forget",
-        "service",
-        "down",
-    ),
+    *("init", "run", "ps", "logs", "fetch", "stop", "allow", "mlx", "checkpoint"),
+    *("doctor", "members", "remove", "events", "trace", "plot", "ping"),
+    *("dashboard", "metrics", "bench", "demo", "bridge", "forget", "service", "down"),
     *("bugreport", "completion", "man", "version"),
 )
 for _place, _name in enumerate(IN_ORDER_OF_USE):

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 SLOT_S: Final = 5.0  # an hour is 720 points, more than a chart has pixels on a phone
 KEPT_SLOTS: Final = 720
-MOST_CHARTS: Final = 64  # with 720 points each they take 0.9 MB
+MOST_CHARTS: Final = 64  # with 720 points each they take 0.8 MB
 
 
 class Reading(NamedTuple):
