@@ -30,6 +30,9 @@ SYSTEM_TEMPORARY = Path("/tmp")  # noqa: S108 - the directory made in it is 0700
 COPY_VARIABLE = "PMESH_COPY"
 """For a command of `pmesh run --sync`: the copy of the directory in which it runs."""
 
+CONNECTS_VARIABLE = "PMESH_CONNECTS"
+"""For a command of `pmesh run`: the file that a program makes before it connects to its agent."""
+
 A_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 """Flags of `os.open` for a directory that is no link to one."""
 

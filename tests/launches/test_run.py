@@ -2,8 +2,10 @@
 
 import errno
 import signal
+import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 import trio
@@ -15,6 +17,7 @@ from pmesh.cli.app import run
 from pmesh.errors import UsageError
 from pmesh.launches.agent.groups import Child
 from pmesh.launches.cli.run import keep_running
+from pmesh.launches.rules import restarts
 from pmesh.launches.rules.restarts import LONGEST_WAIT_S, STEADY_S, wait_before_start
 
 TERM = signal.SIGTERM
@@ -267,3 +270,40 @@ def test_no_command_is_a_misuse(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == (
         "ConfigError: there is no command; type for example: pmesh run python train.py\n"
     )
+
+
+async def test_a_command_that_fails_at_once_before_it_connects_is_not_started_again(
+    autojump_clock: MockClock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = FakeCommand(autojump_clock, FakeRun(0.5, KILLED), FakeRun(0.5, 1))
+    assert await keep_running(command.start, "bad.py", 10, lambda: False) == 1
+    assert command.ended == 2  # it may have been killed for lack of memory: that passes
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "bad.py ended with exit code 1 in its first 20 s, before it called pmesh.connect: it is "
+        "not started again; mend what the lines above say"
+    )
+
+
+async def test_a_command_that_fails_late_or_for_lack_of_memory_is_started_again(
+    autojump_clock: MockClock,
+) -> None:
+    runs = FakeRun(20, 1), OSError(errno.ENOMEM, "no memory"), FakeRun(1, 0)
+    command = FakeCommand(autojump_clock, *runs)
+    assert await keep_running(command.start, "train.py", 10, lambda: False) == 0
+
+
+def test_what_fails_before_it_connects_runs_once_and_what_finds_no_agent_is_run_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.0)
+    connect = f"import pmesh; pmesh.connect('line', home={str(tmp_path)!r})"
+    for script, starts in (
+        ("1 +", 0),
+        ("print('starts'); x", 1),
+        (f"print('starts'); {connect}", 2),
+    ):
+        words = [sys.executable, "-c", script]
+        assert run(["run", "--restarts", "1", "--", *words]) == 1
+        out, err = capfd.readouterr()
+        assert out.splitlines() == ["starts"] * starts
+        assert ("before it called pmesh.connect" in err) == (starts < 2)

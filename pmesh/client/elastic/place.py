@@ -1,6 +1,8 @@
 """A trainer's place in its job: in it, about to enter it, or cut off from it until a sync."""
 
+import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +19,7 @@ from pmesh.client.session.connection import AgentConnection, mesh_ended
 from pmesh.client.session.in_step import in_step
 from pmesh.client.session.session import TrainerSession
 from pmesh.client.trees.state import Packed
+from pmesh.core.jobs.rank import COME_BACK
 from pmesh.core.jobs.reports import merge_reports
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.trainer import TRAINER_REPLIES, Connect, GroupOf, World
@@ -27,6 +30,7 @@ from pmesh.errors import (
     OpMismatch,
     UsageError,
 )
+from pmesh.home_paths import CONNECTS_VARIABLE
 from pmesh.ids import JobName, TrainerId
 
 
@@ -111,6 +115,7 @@ class Place:
         self._on_superseded = on_superseded
         self._closing = threading.Event()
         self._other: OtherSession | None = None
+        tell_that_it_connects()
         self._session = TrainerSession(AgentConnection(home, TRAINER_REPLIES))
         try:
             joined = self._session.join(request)
@@ -337,7 +342,8 @@ class Place:
         self._lost_agent = self._lost_agent or isinstance(why, AgentStopped)
         if syncs and not was_cut_off:
             then = "waits for one" if isinstance(why, AgentStopped) else "brings it back"
-            _logger.warning("%s; this call of mesh.sync %s", why, then)
+            what = str(why).removesuffix(f"; {COME_BACK}")
+            _logger.warning("%s; this call of mesh.sync %s", what, then)
         elif self.is_alone and not was_cut_off:
             _logger.warning("%s; until then this rank trains alone", why)
 
@@ -385,3 +391,10 @@ class Place:
         if self._closing.wait(max(0.0, min(_TRY_AGAIN_S, deadline - time.monotonic()))):
             raise mesh_ended("it was closed")
         return time.monotonic() >= deadline
+
+
+def tell_that_it_connects() -> None:
+    """Tell `pmesh run`, if it runs this program, that it has come so far: it may be run again."""
+    if mark := os.environ.get(CONNECTS_VARIABLE):
+        with contextlib.suppress(OSError):  # its directory ends with `pmesh run`
+            Path(mark).touch()

@@ -43,17 +43,26 @@ class Child(Protocol):
 
 
 @asynccontextmanager
-async def start_group(command: Sequence[str]) -> AsyncGenerator[Child]:
+async def start_group(
+    command: Sequence[str], *, environment: Mapping[str, str] | None = None
+) -> AsyncGenerator[Child]:
     """Start the command in its own process group, and kill the group if the command fails.
 
     It has its own session too: otherwise Ctrl-C would reach it twice, from the terminal and us.
+
+    Args:
+        command: The program and its arguments.
+        environment: All of its variables; None for those of this process.
 
     Raises:
         OSError: The command can't be started.
     """
     with _Guard(patience_s=10) as guard:
         process = await trio.lowlevel.open_process(
-            command, start_new_session=True, preexec_fn=guard.watch_this_process
+            command,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=guard.watch_this_process,
         )
         try:
             yield _Group(process)
