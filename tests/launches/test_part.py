@@ -37,7 +37,8 @@ def test_a_rank_that_ends_well_is_reported_and_not_started_again() -> None:
 
 def test_a_rank_that_fails_is_started_again_after_a_wait() -> None:
     step = rank_ended(begun(0), 0, 3, now=101.0)
-    assert step.actions[0] == Say(0, "ended with exit code 3; it is started again in 1 s")
+    text = "ended with exit code 3; it is started again in 1 s, unless all ranks have failed"
+    assert step.actions[0] == Say(0, text)
     assert next_deadline(step.part) == 102.0
     assert pass_time(step.part, now=101.9) == PartStep(step.part)
     again = pass_time(step.part, now=102.0)

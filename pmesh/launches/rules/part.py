@@ -136,12 +136,14 @@ def rank_ended(part: Part, rank: int, code: int, *, now: float) -> PartStep:
     wait_s = wait_before_start(before.wait_s, ran_s=ran_s)
     waits = replace(before, failures=failures, wait_s=wait_s, due=now + wait_s, failed_with=code)
     text = f"{describe_end(code)}; it is started again in {wait_s:g} s"
-    actions: list[PartAction] = [Say(rank, text)]
+    warning: tuple[Warn, ...] = ()
     if before.job == "fixed":
-        actions.append(Warn(rank, "in a fixed job"))
+        text += ", unless another rank has finished"
+        warning = (Warn(rank, "in a fixed job"),)
     elif not (before.job or before.failures) and ran_s < AT_ONCE_S and fails_by_itself(code):
-        actions.append(Warn(rank, "at once"))
-    return PartStep(_with(part, rank, waits), tuple(actions))
+        text += ", unless all ranks have failed"
+        warning = (Warn(rank, "at once"),)
+    return PartStep(_with(part, rank, waits), (Say(rank, text), *warning))
 
 
 def op_completed(part: Part, rank: int, *, syncs: bool) -> PartStep:
