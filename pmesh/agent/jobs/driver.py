@@ -103,8 +103,10 @@ class Jobs(JobsState[WaitingRank, LocalRank]):
 
     # --- trainers come and go (`pmesh.agent.jobs.session`)
 
-    def enlist(self, request: Connect, arenas: SessionArenas) -> WaitingRank:
-        """Add a trainer that waits for its job to begin, or to enter it."""
+    def enlist(
+        self, request: Connect, arenas: SessionArenas, *, begins: bool = False
+    ) -> WaitingRank:
+        """Add a trainer that waits for its job to begin, as `begins` says, or to enter it."""
         waiter = WaitingRank(
             job=JobName(request.job),
             wait_for=request.wait_for,
@@ -112,6 +114,7 @@ class Jobs(JobsState[WaitingRank, LocalRank]):
             arenas=arenas,
             terms=request.terms,
             place=request.place,
+            begins=begins,
         )
         self.add(waiter)
         self.reevaluate()

@@ -217,7 +217,7 @@ class _TrainerSession:
         A trainer that wants to begin the job gets no rank either if the job turns out to run, on
         machines that this one has met only now.
         """
-        waiter = self._jobs.enlist(self._request, self._arenas)
+        waiter = self._jobs.enlist(self._request, self._arenas, begins=begins)
         try:
             refusal = await self._wait_for_job(waiter, timeout_s, begins=begins)
         except BaseException:  # the trainer is gone, or the agent ends

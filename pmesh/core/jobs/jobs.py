@@ -42,6 +42,8 @@ class WaitingTrainer(Generic[AnyRank]):
     terms: Terms
     place: int = -1
     """The rank that `pmesh run` has given to the trainer; -1 for none."""
+    begins: bool = False
+    """It waits for its job to begin: if that runs, the trainer enters it later, by a `sync`."""
     slot: Slot = NO_SLOT
     rank: AnyRank | None = None
 
@@ -184,8 +186,12 @@ class JobsState(Generic[AnyWaiting, AnyRank]):
         )
 
     def _waiting(self, state: MemberState, now: float) -> tuple[Waiting, ...]:
-        waits = self._may_begin(state, now)
-        waiters = [c for c in self.waiters.values() if waits and c.rank is None]
+        waits, runs = self._may_begin(state, now), {roster.job for roster in state.view.rosters}
+        waiters = [
+            c
+            for c in self.waiters.values()
+            if waits and c.rank is None and not (c.begins and c.job in runs)
+        ]
         return tuple(
             Waiting(c.job, c.slot, c.wait_for, c.terms, c.place) for c in waiters[:MAX_WAITING]
         )

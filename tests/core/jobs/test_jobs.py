@@ -91,6 +91,15 @@ def test_who_waits_is_told_and_has_a_rank_once_the_job_begins() -> None:
     assert not here.follow(state, view_of(APART), 0.0).begun
 
 
+def test_who_waits_for_a_job_to_begin_is_not_let_in_before_its_sync_if_it_has_begun() -> None:
+    here, view = jobs_here(), view_of(make_roster(BERT))
+    here.add(WaitingTrainer(job=DIGITS, wait_for=2, terms=Terms(), begins=True))
+    assert here.known(make_state(A, view_of()), 0.0).waiting == (make_waiting(2),)
+    assert not here.known(make_state(A, view), 0.0).waiting
+    here.add(make_waiter())
+    assert here.known(make_state(A, view), 0.0).waiting == (make_waiting(2, 1),)
+
+
 @pytest.mark.parametrize(
     ("min_peers", "alone_from", "member_count", "waits"),
     [(0, 0.0, 1, True), (0, 9.0, 1, False), (0, 9.0, 2, True), (2, 0.0, 2, False)],
