@@ -24,6 +24,7 @@ from pmesh.traces.rules.timeline import (
     Process,
     Shares,
     find_waits,
+    only_latest_run,
     place_ops,
     share_out,
 )
@@ -49,11 +50,15 @@ def write_trace(home: Path | None, job: str, seconds: float, to: Path | None) ->
     path = to or Path(f"pmesh-trace-{_UNUSUAL.sub('_', job)}.json.gz")
     found, traced = _ask(home_directory(home), AskTrace(JobName(job), seconds))
     since_us, machines = traced.until_us - round(seconds * 1e6), traced.machines
-    ops = place_ops(found, machines, since_us=since_us, until_us=traced.until_us)
+    placed = place_ops(found, machines, since_us=since_us, until_us=traced.until_us)
+    ops, earlier = only_latest_run(placed, job)
     waits = find_waits(ops)
     entries = entries_of(ops, waits, machines, traced.changes, job=job, since_us=since_us)
     error_us = max((each.error_us for each in ops), default=0.0)
     left_out = tuple(f"{each.name}: {each.why_not}" for each in machines if each.why_not)
+    if earlier:
+        runs = "an earlier run is" if earlier == 1 else f"{earlier} earlier runs are"
+        left_out += (f"{runs} left out; 'pmesh trace' right after a run shows that one",)
     about = {
         "job": job,
         "seconds": seconds,

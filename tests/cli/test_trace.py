@@ -80,6 +80,19 @@ def test_the_file_has_all_calls_and_the_table_where_the_time_went(
     assert sum(each["name"] == "all_reduce" for each in found["traceEvents"]) == 3
 
 
+def test_a_run_that_has_ended_before_is_left_out_and_named(
+    socket: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    again = told(0, TIMES[:1], job=JOB, run=2)
+    for earlier, words in (((QUICK,), "an earlier run is"), ((QUICK, again), "2 earlier runs are")):
+        latest = told(1, TIMES, job=JOB, run=3)
+        with agent_at(socket, answering(*earlier, latest, TRACED)):
+            assert run(["trace", JOB]) == 0
+        out, err = capsys.readouterr()
+        assert len(out.splitlines()) == 3
+        assert f"{words} left out; 'pmesh trace' right after a run shows that one\n" in err
+
+
 def test_a_file_that_is_named_json_is_not_compressed(socket: Path, tmp_path: Path) -> None:
     with agent_at(socket, answering(QUICK, SLOW, TRACED)):
         assert run(["trace", "digits", "--output", "a.json"]) == 0

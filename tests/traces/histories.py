@@ -23,10 +23,15 @@ class History:
 
 
 def told(
-    machine: int, times: tuple[OpTime, ...], *, rank: int | None = None, job: JobName = JOB
+    machine: int,
+    times: tuple[OpTime, ...],
+    *,
+    rank: int | None = None,
+    job: JobName = JOB,
+    run: int = 1,
 ) -> TracedOps:
     place = machine if rank is None else rank
-    last = Cursor(job, 1, TrainerId(place), len(times))
+    last = Cursor(job, run, TrainerId(place), len(times))
     return TracedOps(machine, RankOps(last, place, 100 + place, times))
 
 

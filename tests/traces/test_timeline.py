@@ -12,6 +12,7 @@ from pmesh.ids import JobName
 from pmesh.traces.rules.timeline import (
     PlacedOp,
     find_waits,
+    only_latest_run,
     place_ops,
     share_out,
 )
@@ -130,11 +131,21 @@ def test_messages_with_one_end_or_of_other_numbers_wait_for_nobody() -> None:
 
 def test_ops_of_one_number_in_two_runs_of_a_job_do_not_wait_for_each_other() -> None:
     first = told(0, (op(0, BEGAN_US, BEGAN_US + 9_000),))
-    ops = told(1, (op(0, BEGAN_US + 6_000, BEGAN_US + 9_000),)).ops
-    last = msgspec.structs.replace(ops.last, run=2)
-    second = TracedOps(1, msgspec.structs.replace(ops, last=last))
+    second = told(1, (op(0, BEGAN_US + 6_000, BEGAN_US + 9_000),), run=2)
 
     assert find_waits(place(first, second)) == {}
+
+
+def test_of_several_runs_the_latest_is_kept_with_the_groups_that_it_has_made() -> None:
+    times, group = (op(0, BEGAN_US, BEGAN_US + 9),), JobName("digits/abc.0")
+    runs = [told(0, times, run=run, job=job) for run in (1, 5) for job in (JOB, group)]
+    later = told(1, times, run=7, job=group)
+
+    kept, left_out = only_latest_run(place(*runs, later), JOB)
+
+    assert sorted({(each.job, each.run) for each in kept}) == [(JOB, 5), (group, 5), (group, 7)]
+    assert left_out == 1
+    assert only_latest_run(place(later), JOB) == (place(later), 0)
 
 
 def test_ops_that_ended_before_or_will_end_later_are_left_out() -> None:

@@ -73,6 +73,21 @@ def place_ops(
     return sorted(inside, key=attrgetter("ended_us"))
 
 
+def only_latest_run(ops: Sequence[PlacedOp], job: str) -> tuple[list[PlacedOp], int]:
+    """Return the ops of the latest run of a job and of its groups, and how many runs are left out.
+
+    A job that ends and begins again under its name has the counter of a later epoch, and so have
+    the groups that it makes then. Without an op of the job itself, all ops are returned.
+
+    Args:
+        ops: all ops, by their ends.
+        job: the one that was asked for; other ops are of groups of its ranks.
+    """
+    runs = {each.run for each in ops if each.job == job}
+    latest = max(runs, default=0)
+    return [each for each in ops if each.run >= latest], max(0, len(runs) - 1)
+
+
 def _placed(place: int, ops: RankOps, op: OpTime, machine: Machine) -> PlacedOp:
     ended_us, error_us = float(op.began_us + op.took_us), 0.0
     if not machine.me:
