@@ -224,6 +224,14 @@ def write_private(path: Path, content: bytes) -> None:
         raise KeyFileError(f"can't write {path}: {reason(e)}") from e
 
 
+def remove_private(path: Path) -> None:
+    """Remove a file, if it is there. Raises KeyFileError if that fails."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as e:
+        raise KeyFileError(f"can't remove {path}: {reason(e)}") from e
+
+
 def _flush_directory(directory: Path) -> None:
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -8,7 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pmesh.agent.config import AgentSettings
-from pmesh.agent.home import load_mesh_key, open_home, read_mesh_key, store_mesh_key
+from pmesh.agent.home import (
+    load_mesh_key,
+    open_home,
+    read_mesh_key,
+    remove_private,
+    store_mesh_key,
+)
 from pmesh.agent.mesh.keyring import latest_key
 from pmesh.core.identity.keys import MeshKey, mesh_key_from_text, mesh_key_text
 from pmesh.errors import ConfigError, KeyFileError
@@ -118,7 +124,7 @@ def _new_key(home: Path) -> MeshKey:
 
 def _store(home: Path, key: MeshKey) -> None:
     """Write a key that follows no other: what was known of earlier ones is forgotten first."""
-    (home / MESH_KEYS_NAME).unlink(missing_ok=True)
+    remove_private(home / MESH_KEYS_NAME)
     store_mesh_key(home, key)
 
 

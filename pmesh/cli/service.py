@@ -186,7 +186,7 @@ def install(home: Path | None) -> int:
             _tell(command)
     except ConfigError:
         if begins:  # else the next 'status' would speak of a service that there never was
-            service.file.unlink()
+            _remove(service.file)
         raise
     say(
         f"The agent runs, and starts at boot ({service.file}). Its log: {service.log}",
@@ -203,11 +203,18 @@ def remove() -> int:
         return 0
     for command in service.end:
         _tell(command)
-    service.file.unlink()
+    _remove(service.file)
     for command in service.forget:
         _tell(command)
     say("The agent has stopped, and does not start at boot any more.")
     return 0
+
+
+def _remove(file: Path) -> None:
+    try:
+        file.unlink()
+    except OSError as e:
+        raise ConfigError(f"can't remove {file}: {e.strerror}") from e
 
 
 def show() -> int:

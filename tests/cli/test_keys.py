@@ -204,6 +204,16 @@ def test_a_mistyped_key_is_refused_and_changes_nothing(
     assert not list(home.iterdir())
 
 
+def test_a_home_whose_earlier_keys_cant_be_removed_is_named_and_keeps_its_key(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    give(mesh_key_text(KEY), monkeypatch)
+    (home / "mesh_keys").mkdir()
+    assert give(mesh_key_text(NEW), monkeypatch) == 1
+    assert capsys.readouterr().err.startswith(f"KeyFileError: can't remove {home / 'mesh_keys'}: ")
+    assert load_mesh_key(home) == KEY
+
+
 def test_a_film_in_place_of_a_key_is_refused(
     home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -273,3 +273,13 @@ def test_a_file_that_cant_be_written_is_named(
     assert run(["service", "install"]) != 0
     assert "can't write" in capsys.readouterr().err
     assert system.told == []
+
+
+def test_a_file_that_cant_be_removed_is_named(
+    home: Path, system: System, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unit = home.parent / ".config/systemd/user/pmesh.service"
+    unit.mkdir(parents=True)
+    assert run(["service", "remove"]) == 2
+    assert f"can't remove {unit}: " in capsys.readouterr().err
+    assert len(system.told) == 1  # the agent has been stopped
