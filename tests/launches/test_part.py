@@ -19,7 +19,7 @@ from pmesh.launches.rules.part import (
     pass_time,
     rank_ended,
 )
-from pmesh.launches.rules.restarts import AT_ONCE_S
+from pmesh.launches.rules.restarts import AT_ONCE_S, STEADY_S
 
 
 def begun(*ranks: int, restarts: int = 10) -> Part:
@@ -120,6 +120,14 @@ def test_only_a_first_run_that_completes_no_op_fails_at_once() -> None:
     trained = op_completed(begun(0), 0, syncs=True)
     assert trained.actions == ()
     assert warnings(failed(trained.part, 0, at=101.0)) == []
+
+
+def test_a_rank_that_has_waited_in_no_job_for_a_minute_says_so() -> None:
+    step = failed(begun(0), 0, at=100.0 + STEADY_S)
+    assert warnings(step) == [Warn(0, "in a fixed job")]
+    assert failed(begun(0), 0, at=99.9 + STEADY_S).actions == (
+        Say(0, "ended with exit code 3; it is started again in 1 s"),
+    )
 
 
 def test_a_rank_that_completes_an_op_again_fails_no_more() -> None:

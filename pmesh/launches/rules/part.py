@@ -137,7 +137,8 @@ def rank_ended(part: Part, rank: int, code: int, *, now: float) -> PartStep:
     waits = replace(before, failures=failures, wait_s=wait_s, due=now + wait_s, failed_with=code)
     text = f"{describe_end(code)}; it is started again in {wait_s:g} s"
     warning: tuple[Warn, ...] = ()
-    if before.job == "fixed":
+    if before.job == "fixed" or (not before.job and ran_s >= STEADY_S):
+        # After a minute without an op it may have waited for a rank that has finished.
         text += ", unless another rank has finished"
         warning = (Warn(rank, "in a fixed job"),)
     elif not (before.job or before.failures) and ran_s < AT_ONCE_S and fails_by_itself(code):
