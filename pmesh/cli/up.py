@@ -40,7 +40,7 @@ from pmesh.launches.cli.launches import complain_of_root
 from pmesh.terminal.lines import announce, complain, dropping_lines, ending_signals, say
 from pmesh.texts import printable
 
-START_TIMEOUT_S = 15.0  # imports on a slow, cold disk take 5 s
+START_TIMEOUT_S = 60.0  # imports take 5 s on a slow, cold disk, and 27 on a busy machine
 FIND_OTHERS_S = 2.0  # mDNS takes about a second
 _POLL_INTERVAL_S = 0.05
 
