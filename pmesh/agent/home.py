@@ -40,7 +40,7 @@ def open_own_file(path: Path, flags: int = 0) -> int:
     except OSError as e:
         if e.errno == errno.ELOOP:
             raise ConfigError(f"{path} is a link; run: {move_away(path)}") from e
-        raise ConfigError(f"can't write {path}: {reason(e)}") from e
+        raise ConfigError(f"can't write {path}: {_why_not_written(e)}") from e
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):
         what = "is not a file"
@@ -58,6 +58,12 @@ def reason(error: OSError) -> str:
     """Return why a write failed, and what to do if the disk is full."""
     text = error.strerror or str(error)
     return f"{text}; free some space, then run it again" if is_full(error) else text
+
+
+def _why_not_written(error: OSError) -> str:
+    refused = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+    cure = "; make its directory writable, or set PMESH_HOME to another home" if refused else ""
+    return f"{reason(error)}{cure}"
 
 
 def is_full(error: OSError) -> bool:
@@ -112,7 +118,7 @@ def hold_home(home: Path) -> Generator[None]:
                 "; stop it with 'pmesh down', or choose another home with --home"
             ) from None
         except OSError as e:
-            raise ConfigError(f"can't write {path}: {reason(e)}") from e
+            raise ConfigError(f"can't write {path}: {_why_not_written(e)}") from e
         try:
             yield
         finally:
@@ -221,7 +227,7 @@ def write_private(path: Path, content: bytes) -> None:
         if temporary is not None:
             with contextlib.suppress(OSError):  # already renamed
                 os.unlink(temporary)  # noqa: PTH108 - as above
-        raise KeyFileError(f"can't write {path}: {reason(e)}") from e
+        raise KeyFileError(f"can't write {path}: {_why_not_written(e)}") from e
 
 
 def remove_private(path: Path) -> None:
@@ -229,7 +235,7 @@ def remove_private(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
     except OSError as e:
-        raise KeyFileError(f"can't remove {path}: {reason(e)}") from e
+        raise KeyFileError(f"can't remove {path}: {_why_not_written(e)}") from e
 
 
 def _flush_directory(directory: Path) -> None:

@@ -1,9 +1,11 @@
 """Files of the home that are links, or another user's: refused untouched, with what mends it."""
 
+import errno
 import io
 import os
 import shlex
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from pmesh.agent.home import hold_home, load_mesh_key, load_node_key, store_mesh_key
 from pmesh.cli.app import run
 from pmesh.core.identity.keys import MeshKey, mesh_key_text
+from pmesh.errors import KeyFileError
 from tests.cli.homes import use_agent, use_home
 
 KEY = MeshKey(bytes(range(32)))
@@ -148,6 +151,18 @@ def test_whose_a_file_is_counts_and_not_whether_it_can_be_read(
     monkeypatch.setattr(os, "fstat", fstat)
 
     assert " belongs to another user; " in refusal(command, home / name, capsys)
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_a_home_that_cant_be_written_is_one_sentence_that_says_what_to_do(
+    home: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> tuple[int, str]:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(tempfile, "mkstemp", refuse)
+    with pytest.raises(KeyFileError, match=r"can't write .*; make its directory writable, or set"):
+        store_mesh_key(home, MeshKey(bytes(32)))
 
 
 def test_a_key_that_another_user_keeps_to_himself_is_said_to_be_his(
