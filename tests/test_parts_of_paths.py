@@ -60,7 +60,7 @@ KNOWN = {
         "Path(self.target)",
         "Path(value)",
     },
-    "pmesh/launches/cli/run.py": {"Path(script)"},
+    "pmesh/launches/cli/run.py": {"Path(name, 'connects')", "Path(script)"},  # a new directory
     "pmesh/launches/cli/same_code.py": {
         "Path(file)",
         "Path(name)",
@@ -84,6 +84,7 @@ KNOWN = {
         "Path(f\"pmesh-trace-{_UNUSUAL.sub('_', job)}.json.gz\")",
     },
     "pmesh/client/checkpoints/checkpoints.py": {"Path(folder)"},
+    "pmesh/client/elastic/place.py": {"Path(mark)"},  # the user's own environment names it
     "pmesh/client/connect.py": {
         "Path(sys.argv[0] if sys.argv and sys.argv[0] else sys.executable)",
     },
