@@ -16,10 +16,9 @@ from pmesh.core.identity.keys import MeshKey, NodeKey, namespace_tag
 from pmesh.core.identity.removals import MAX_REMOVALS, sign_removal
 from pmesh.core.identity.rotations import Rotation, check_rotation_untrusted, sign_rotation
 from pmesh.core.values import Removal
-from pmesh.core.wire.link import PROTOCOL_VERSION
 from pmesh.core.wire.session import Refused
 from pmesh.errors import KeyFileError, MeshKeyMismatch, PeerUnreachable, PmeshError
-from pmesh.ids import MAX_COUNTER, Incarnation, NodeId
+from pmesh.ids import MAX_COUNTER, NodeId
 from pmesh.members.agent import ADOPT_EVERY_S, CHECKS, Members
 from pmesh.members.wire import RemoveMachine, RotateKey, TellRotation
 from pmesh.net.links.discovery import AgentFound, Discovered, minute_of_now
@@ -231,42 +230,6 @@ async def test_a_new_key_is_announced_and_members_with_an_old_one_are_found(
         await here.settle(one, two)
         assert {theirs.tag for theirs in on_air.values()} == {namespace_tag(key_of(one))}
         assert not any("another mesh key" in line for line in two.lines)
-
-
-@pytest.mark.parametrize(("age_min", "dials"), [(0, 3), (600, 1)], ids=["fresh", "replayed"])
-async def test_a_replayed_announcement_with_another_key_is_asked_once(
-    clock: MockClock, age_min: int, dials: int
-) -> None:
-    """It may be of a member with a wrong clock that has a later key, so it is asked at all."""
-    async with village(clock, 2) as here, trio.open_nursery() as nursery:
-        one, two = here.machines
-        await meet(one, two)
-        await two.stop()
-        (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
-        dialled = 0
-
-        async def refuse(stream: trio.SocketStream) -> None:
-            nonlocal dialled
-            dialled += 1
-            await stream.aclose()
-
-        nursery.start_soon(partial(trio.serve_listeners, refuse, [listener]))
-        theirs = Advertisement(
-            tag=b"another!",
-            node=two.key.node,
-            incarnation=Incarnation(1),
-            port=listener.socket.getsockname()[1],
-            name="mac-1",
-            protocol=PROTOCOL_VERSION,
-            hosts=("127.0.0.1",),
-            minute=minute_of_now() - age_min,
-        )
-        one.agent._findings._sort_one(AgentFound(advertisement=theirs), one.agent.peers)  # noqa: SLF001 - as mDNS does
-
-        await trio.sleep(5)  # asked after 0, 1 and 3 s
-
-        assert dialled == dials
-        nursery.cancel_scope.cancel()
 
 
 # --- who gets nothing

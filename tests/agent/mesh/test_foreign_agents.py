@@ -3,6 +3,8 @@
 What an agent has refused is counted, and told once a minute while it is much.
 """
 
+from functools import partial
+
 import msgspec
 import pytest
 import trio
@@ -39,10 +41,11 @@ def found(
     protocol: int = PROTOCOL_VERSION,
     where: Address = WHERE,
     minute: int | None = None,
+    node: NodeId = NODE,
 ) -> AgentFound:
     advertisement = Advertisement(
         tag=tag,
-        node=NODE,
+        node=node,
         incarnation=Incarnation(1),
         port=where.port,
         name="air",
@@ -199,6 +202,38 @@ async def test_a_replayed_advertisement_counts_only_where_nothing_else_is_known(
         discovered(one, found(tag))
         discovered(one, found(tag, where=elsewhere, minute=7))
         assert one.agent.peers.targets.wanted == {NODE: (WHERE,)}
+
+
+@pytest.mark.parametrize(("age_min", "dials"), [(0, 3), (600, 1)], ids=["fresh", "replayed"])
+async def test_a_replayed_announcement_with_another_key_is_asked_once(
+    clock: MockClock, age_min: int, dials: int
+) -> None:
+    """It may be of a member with a wrong clock that has a later key, so it is asked at all."""
+    async with village(clock, 2) as here, trio.open_nursery() as nursery:
+        one, two = here.machines
+        await here.settle(one, two)
+        await two.stop()
+        (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        dialled = 0
+
+        async def refuse(stream: trio.SocketStream) -> None:
+            nonlocal dialled
+            dialled += 1
+            await stream.aclose()
+
+        nursery.start_soon(partial(trio.serve_listeners, refuse, [listener]))
+        finding = found(
+            b"another!",
+            node=two.key.node,
+            where=Address("127.0.0.1", listener.socket.getsockname()[1]),
+            minute=minute_of_now() - age_min,
+        )
+        discovered(one, finding)
+
+        await trio.sleep(5)  # asked after 0, 1 and 3 s
+
+        assert dialled == dials
+        nursery.cancel_scope.cancel()
 
 
 NOTHING = TurnedAwayStatus(
