@@ -27,7 +27,7 @@ struct pmesh_combining {
     uint32_t fold_count, place_count, ranks;
     int32_t dtype, reduction; // as in `struct pmesh_op`
     uint32_t makes_nan_equal;
-    _Atomic uint64_t taken; // slices that a thread has begun
+    _Atomic uint64_t taken;  // slices that a thread has begun
     _Atomic uint8_t *folded; // of each slice, for `pmesh_fold`; zeros at first
     _Atomic bool stopped;
 };

@@ -555,7 +555,7 @@ const uint32_t *pmesh_layout(void) {
         sizeof(struct pmesh_op),
         offsetof(struct pmesh_lane, seal_key),
         offsetof(struct pmesh_coding, codec),
-        offsetof(struct pmesh_op, fold),
+        offsetof(struct pmesh_op, seal),
         offsetof(struct pmesh_op, has_failed),
     };
     return layout;

@@ -157,9 +157,9 @@ struct pmesh_op {
     struct pmesh_lane *const *lanes; // one for each track
     uint8_t *regions[PMESH_REGIONS];
     uint64_t region_bytes[PMESH_REGIONS];
-    struct pmesh_coding *coding; // NULL for a plan without works
+    struct pmesh_coding *coding;  // NULL for a plan without works
     struct pmesh_combining *fold; // makes the source, part by part as it is read; or NULL
-    pmesh_function seal, open;   // of the library that `aead` names
+    pmesh_function seal, open;    // of the library that `aead` names
     uint64_t roster, number, fingerprint;
     int64_t completed;
     int32_t dtype, reduction; // `enum pmesh_dtype`, or -1; `enum pmesh_reduction`

@@ -82,7 +82,7 @@ struct rank {
     struct pmesh_lane *lanes[TRACKS];
     struct pmesh_plan plan;
     struct pmesh_op op;
-    struct halves halves; // of its source, if `op` has a fold
+    struct halves halves;          // of its source, if `op` has a fold
     uint8_t *model[PMESH_REGIONS]; // what the plain loop does
     uint8_t *residual, *model_residual;
     int64_t model_clipped;

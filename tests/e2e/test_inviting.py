@@ -52,7 +52,7 @@ def test_a_bare_machine_joins_by_a_code_and_the_key_is_seen_nowhere(
     fleet: Fleet, make_lab: Callable[[int], NetLab]
 ) -> None:
     one, two, three = make_lab(3).hosts
-    first = fleet.start_agent("mac-1", host=one, mesh_key="", cold=True)  # as the list shows it
+    first = fleet.start_agent("mac-1", host=one, mesh_key="")
     first.await_status(lambda _: True)
     stranger = fleet.start_agent("mac-3", host=three)
     stranger.await_status(lambda _: True)
@@ -173,6 +173,7 @@ def test_without_multicast_the_address_is_named(
     showing.await_end()
 
 
+@pytest.mark.slow  # likewise
 def test_ctrl_c_withdraws_the_code(fleet: Fleet, make_lab: Callable[[int], NetLab]) -> None:
     one, two = make_lab(2).hosts
     first = fleet.start_agent("mac-1", host=one)

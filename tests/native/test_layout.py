@@ -27,7 +27,7 @@ def test_the_structs_have_the_same_sizes_and_offsets() -> None:
         ctypes.sizeof(layout.OpStruct),
         layout.LaneState.seal_key.offset,
         layout.Coding.codec.offset,
-        layout.OpStruct.fold.offset,
+        layout.OpStruct.seal.offset,
         layout.OpStruct.has_failed.offset,
     ]
     assert library.pmesh_layout()[: len(sizes)] == sizes
