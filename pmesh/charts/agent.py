@@ -44,7 +44,7 @@ class Charts(Feature[Never, AskCharts]):
     async def serve(self, session: Session, request: AskCharts) -> None:
         """Answer with what is known of one job. Raises UsageError if that is nothing."""
         charts = {
-            chart.name: (chart.slots, chart.values)
+            chart.name: (tuple(chart.slots), tuple(chart.values))
             for chart in self._history.charts()
             if chart.job == request.job
         }

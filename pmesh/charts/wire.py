@@ -20,7 +20,7 @@ class JobCharts(SessionMessage, frozen=True, tag="job_charts"):
     """Now, in the unit of the charts' slots."""
     slot_s: Annotated[float, Meta(gt=0)]
     """How long a slot is, in seconds."""
-    charts: dict[str, tuple[list[int], list[float]]]
+    charts: dict[str, tuple[tuple[int, ...], tuple[float, ...]]]
     """The slots in which the number was known, ascending, and its value in each."""
 
 

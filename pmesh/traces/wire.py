@@ -12,7 +12,7 @@ from pmesh.core.wire.session import JobText, Refused, SessionDecoder, SessionMes
 
 MOST_SECONDS = 3600.0  # the ranks keep 16,384 ops each, however long these took
 MOST_TIMES = 1024  # ops in one answer
-MAX_ANSWER_BYTES = 144 * 1024  # whatever the fields are; of an honest agent at most half of it
+MAX_ANSWER_BYTES = 160 * 1024  # whatever the fields are; of an honest agent at most half of it
 MAX_CHANGES = 250  # the last ones, of 500 characters each
 
 _Count = Annotated[int, Meta(ge=0, le=2**62)]

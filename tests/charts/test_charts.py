@@ -41,7 +41,7 @@ async def test_every_machine_knows_how_a_job_went_also_once_it_has_ended(clock: 
             assert set(known.charts) == {OPS, "loss"}
             slots, losses = known.charts["loss"]
             assert [*dict.fromkeys(losses)] == pytest.approx([1.5, 1.0, 1 / 3 + 0.5, 0.75])
-            assert slots == list(range(slots[0], slots[0] + len(slots)))
+            assert slots == tuple(range(slots[0], slots[0] + len(slots)))
             assert known.slot >= slots[-1] + 3
 
 

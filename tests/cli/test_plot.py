@@ -17,9 +17,9 @@ from simulation.wire import AnyReply
 from tests.worlds.fake_status_agent import Answer, agent_at
 
 LOSSES = JobCharts(
-    720, 5.0, {"steps a second": ([700, 720], [2.0, 3.0]), "loss": ([600, 601, 700], [3.0, 2.0, 1])}
+    720, 5.0, {"steps a second": ((700, 720), (2.0, 3.0)), "loss": ((600, 601, 700), (3.0, 2.0, 1))}
 )
-SPEED = JobCharts(720, 5.0, {"ops a second": ([720], [3.0])})
+SPEED = JobCharts(720, 5.0, {"ops a second": ((720,), (3.0,))})
 PNG = b"\x89PNG"
 
 
