@@ -124,7 +124,6 @@ def test_the_others_go_on_without_a_killed_trainer(ring: Ring) -> None:
 
     survivors_go_on(trainers[:2], "mac-1", "mac-2", since=began)
     agents[0].process.await_line(r"job 'trainer-dies': rank \d \(mac-3\) is lost: its trainer died")
-    assert agents[0].process.await_line(r"stood still for \d+\.\d+ s, until op \d+ had ended")
     for trainer in trainers:
         trainer.reap()
     for agent in agents:

@@ -14,36 +14,36 @@ pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parents[2] / "tools/kills/scripts/resuming.py"
 
 
-def needs(module: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(find_spec(module) is None, reason=f"{module} is not installed")
-
-
-def train(fleet: Fleet, agent: Agent, folder: Path, library: str) -> tuple[str, list[Any]]:
+def train(fleet: Fleet, agent: Agent, folder: Path) -> tuple[str, list[Any]]:
     import torch  # noqa: PLC0415 - it may not be installed
 
-    words = ("--on", "mac-1,mac-2", "--job", folder.name, "--", str(SCRIPT), library, str(folder))
+    words = (
+        "--on",
+        "mac-1,mac-2",
+        "--job",
+        folder.name,
+        "--",
+        str(SCRIPT),
+        "lightning",
+        str(folder),
+    )
     said = fleet.start_command("run", *words, home=agent.home).await_end(timeout_s=120.0)
     return said, [torch.load(folder / f"rank-{rank}.pt") for rank in range(2)]
 
 
-@pytest.mark.parametrize(
-    "library",
-    [
-        pytest.param("transformers", marks=[needs("transformers"), needs("accelerate")]),
-        pytest.param("lightning", marks=needs("lightning")),
-    ],
-)
-@pytest.mark.timeout(300)  # six times a rank imports these libraries, all on two cores
+@pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed")
+@pytest.mark.timeout(300)  # six times a rank imports it, all on two cores
 def test_a_training_with_a_kill_ends_with_the_weights_of_one_without(
-    fleet: Fleet, ring: list[Agent], tmp_path: Path, library: str
+    fleet: Fleet, ring: list[Agent], tmp_path: Path
 ) -> None:
+    """With Lightning; `tests/tools/test_trainer_kills.py` has Transformers."""
     ended = {}
     for name in ("undisturbed", "disturbed"):
-        folder = tmp_path / f"{library}-{name}"
+        folder = tmp_path / name
         folder.mkdir()
         if name == "disturbed":
             (folder / "kill").touch()
-        said, ended[name] = train(fleet, ring[0], folder, library)
+        said, ended[name] = train(fleet, ring[0], folder)
         killed = name == "disturbed"
         assert len(re.findall("rank 1 ended by SIGKILL; it is started again", said)) == killed
         assert len(re.findall(r"DistBackendError: RankLost: .* start all of them", said)) >= killed

@@ -19,7 +19,7 @@ with pmesh.connect(job="store", wait_for=3) as mesh:
     store.set(f"large {rank}", bytes([rank]) * 1024 * 1024)
     store.wait([f"large {rank}" for rank in range(3)])
     print("coordinator", mesh.names[0], flush=True)
-    sums, last = [], 3000
+    sums, last = [], 1500
     try:
         while not sums or sums[-1] < last:
             sums.append(store.add("drawn"))

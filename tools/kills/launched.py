@@ -31,9 +31,9 @@ from tools.launches.house import House, alive, command_of, lines_of
 
 SCRIPT = Path(__file__).parent / "scripts/resuming.py"
 LIBRARIES = {
-    "torch": ("--backend", "pmesh"),  # it asks for gloo
-    "transformers": (),
+    "transformers": (),  # what most people run, so the short form
     "lightning": (),
+    "torch": ("--backend", "pmesh"),  # it asks for gloo
 }
 """For each library of the script, the options of `pmesh run`."""
 STEPS = 48
