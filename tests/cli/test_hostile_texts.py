@@ -105,7 +105,7 @@ def replies_to(request: object) -> list[AnyReply]:  # noqa: C901, PLR0911 - one 
             sends = [LaunchSends((FilesSent(EVIL, 1, 2),))] * isinstance(request, Launch)
             return [*sends, began, LaunchLines(lines.encode()), LaunchOver(0)]
         case AskCharts():
-            return [JobCharts(7, 5.0, {EVIL: ([7], [0.5])})]
+            return [JobCharts(7, 5.0, {EVIL: ((7,), (0.5,))})]
         case AskTrace():
             there = Machine(name=EVIL, me=True, clock=(), why_not=EVIL)
             ops = told(0, (op(0, BEGAN_US, BEGAN_US + 1),))
