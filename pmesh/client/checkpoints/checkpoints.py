@@ -35,8 +35,9 @@ from pmesh.client.checkpoints.layout import (
     outdated_by,
     save_id_of,
 )
-from pmesh.client.checkpoints.loading import LoadedSave, load_together, read_untrusted, whole_saves
+from pmesh.client.checkpoints.loading import LoadedSave, load_together, whole_saves
 from pmesh.client.collective.differences import state_differences
+from pmesh.client.collective.told import read_untrusted
 from pmesh.client.mesh import Mesh
 from pmesh.client.trees.raw import RawArray
 from pmesh.client.trees.state import describe, rebuild_untrusted
@@ -302,7 +303,7 @@ class Checkpoints:
         on_disk = manifests_in(self._folder)[0]
         holdings = tuple(holding_of(manifest) for manifest in on_disk)
         told = self._gather(Wish(secrets.token_hex(4), layout, step, holdings))
-        wishes = read_untrusted(told, Wish, self._mesh.names)
+        wishes = read_untrusted(told, Wish, self._mesh.names, "its saves")
         if any((wish.layout, wish.step) != (layout, step) for wish in wishes):
             raise UsageError(
                 f"the ranks save different states: {_differing(wishes, self._mesh.names)}. Call "
@@ -337,7 +338,7 @@ class Checkpoints:
         on_disk = manifests_in(self._folder)[0]
         holdings = tuple(holding_of(each) for each in on_disk)
         told = self._gather(SaveReport(holdings, str(self._failed or "")))
-        reports = read_untrusted(told, SaveReport, self._mesh.names)
+        reports = read_untrusted(told, SaveReport, self._mesh.names, "its saves")
         every = [holding for report in reports for holding in report.holdings]
         if manifest.key not in whole_saves(every):
             why = next((report.failed for report in reports if report.failed), "a rank was lost")

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -23,13 +22,13 @@ from pmesh.client.checkpoints.layout import (
     merged,
     missing_parts,
 )
+from pmesh.client.collective.told import read_untrusted
 from pmesh.client.mesh import Mesh
 from pmesh.core.ops.reductions import Values
-from pmesh.errors import NotEnoughRanks, PeerError, RankLost, RosterChanged, UsageError
+from pmesh.errors import NotEnoughRanks, RankLost, RosterChanged, UsageError
 
 CHUNK_BYTES = 16 * 1024 * 1024  # sent to each rank in one op; each op costs a round trip
 
-_Said = TypeVar("_Said", bound=msgspec.Struct)
 _logger = logging.getLogger("pmesh")
 
 
@@ -63,7 +62,8 @@ def _load(mesh: Mesh, folder: Path) -> LoadedSave | None:
     for what in wrong:
         _logger.warning("checkpoints: %s; it does not count", what)
     mine = SaveReport(tuple(holding_of(manifest) for manifest in manifests), "".join(wrong[:1]))
-    reports = read_untrusted(mesh.all_gather_object(mine), SaveReport, mesh.names)
+    told = mesh.all_gather_object(mine)
+    reports = read_untrusted(told, SaveReport, mesh.names, "its saves")
     saves = merged([holding for report in reports for holding in report.holdings])
     reasons: list[str] = []
     for save in saves:
@@ -205,26 +205,6 @@ class _ByteSequence:
                 self._arrays.insert(0, first[nbytes:])
             nbytes -= pieces[-1].size
         return pieces
-
-
-def read_untrusted(
-    told: Sequence[object], kind: type[_Said], names: Sequence[str], about: str = "its saves"
-) -> list[_Said]:
-    """Return what each rank has sent about its saves, or about something else.
-
-    Raises:
-        PeerError: A rank has sent something that no pmesh sends.
-    """
-    said: list[_Said] = []
-    for rank, each in enumerate(told):
-        try:
-            said.append(msgspec.convert(each, kind))
-        except msgspec.ValidationError as e:
-            raise PeerError(
-                f"rank {rank} ({names[rank]}) says of {about} what no pmesh says: {e}; "
-                "install the same version of pmesh there"
-            ) from e
-    return said
 
 
 def whole_saves(holdings: Sequence[Holding]) -> list[SaveKey]:

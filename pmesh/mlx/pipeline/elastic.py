@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 
 from pmesh.client.calls.queue import Handle, check_timeout
-from pmesh.client.checkpoints.loading import read_untrusted
 from pmesh.client.collective.differences import state_differences
+from pmesh.client.collective.told import read_untrusted
 from pmesh.client.group import Group
 from pmesh.client.mesh import Mesh
 from pmesh.client.trees.mlx import evaluate

@@ -34,7 +34,9 @@ def test_other_bytes_are_refused_or_some_values(data: bytes) -> None:
         from_int8_untrusted(np.frombuffer(data, np.uint8))
 
 
-@pytest.mark.parametrize("head", [[], [-1], [33], [2, 4], [2, -1, -4], [1, 5], [2, 2**40, 2**40]])
+@pytest.mark.parametrize(
+    "head", [[], [-1], [33], [2, 4], [2, -1, -4], [1, 5], [2, 2**40, 2**40], [2, 2**62, 0]]
+)
 def test_bytes_without_a_shape_that_fits_are_refused(head: list[int]) -> None:
     data = np.array(head, "<i8").view(np.uint8)
     with pytest.raises(ProtocolError, match="a message of a pipeline"):

@@ -42,4 +42,7 @@ def from_int8_untrusted(data: Values) -> Values:
         raise ProtocolError(f"a message of a pipeline has {wire.size} bytes for the shape {shape}")
     found = np.empty(count, np.float32)
     _CODEC.decode(wire, found)
-    return found.reshape(shape)
+    try:
+        return found.reshape(shape)
+    except ValueError as e:  # without values, the other dimensions may be anything
+        raise ProtocolError(f"a message of a pipeline has the shape {shape}, which none has") from e
