@@ -16,10 +16,11 @@ from pmesh.agent.run import run_agent
 from pmesh.client.connect import OnLoss, connect
 from pmesh.client.mesh import Mesh
 from pmesh.core.identity.keys import KEY_BYTES, MeshKey, NodeKey
-from pmesh.errors import GroupBroken, MeshClosed, RankLost, UsageError
+from pmesh.errors import GroupBroken, HistorySuperseded, MeshClosed, RankLost, UsageError
 
 T = TypeVar("T")
 _JOB = "simulated"
+_OF_THE_LOST = (MeshClosed, HistorySuperseded)  # which `lose` has caused
 
 
 class SimulatedMesh:
@@ -73,7 +74,7 @@ class SimulatedMesh:
         errors = [
             e
             for mesh, call in zip(meshes, calls, strict=True)
-            if (e := call.exception()) and not (mesh in lost and isinstance(e, MeshClosed))
+            if (e := call.exception()) and not (mesh in lost and isinstance(e, _OF_THE_LOST))
         ]
         causes = [e for e in errors if not isinstance(e, RankLost | GroupBroken)] or errors
         different = list({(type(e), str(e)): e for e in causes}.values())
@@ -93,6 +94,8 @@ class SimulatedMesh:
 
     def lose(self, rank: int) -> None:
         """Lose a rank of the current run, as by a crash. Its own calls raise MeshClosed.
+
+        Its first message, if just then it opens the connection for that, raises HistorySuperseded.
 
         Args:
             rank: the rank's number when the run began.

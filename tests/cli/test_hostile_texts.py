@@ -155,7 +155,7 @@ COMMANDS: dict[str, tuple[int, str]] = {
     "stop 1234": (1, f"UsageError: {SHOWN}"),
     "logs 1234": (1, "m�]0;you"),
     "run --on all -- true": (1, "m�]0;you"),
-    "run --on all --sync -- python train.py": (
+    "run --on all --sync -- true": (
         3,
         f"new files on {SHOWN}: {SHOWN} (1 B) and 1 more",
     ),
