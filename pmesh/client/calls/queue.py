@@ -115,7 +115,7 @@ class Line:
         self._ended = False
         self._threads: set[threading.Thread] = set()
         self._process = os.getpid()
-        threads.at_end(self.end)
+        threads.at_end(self, Line.end)
 
     @property
     def idle(self) -> bool:
@@ -157,7 +157,7 @@ class Line:
 
     def join(self) -> None:
         """Wait until the threads have ended, at most for a minute; `end` comes first."""
-        threads.join(tuple(self._threads))
+        threads.join(list(self._threads))  # a `tuple` is not atomic
 
     def _ensure_thread(self) -> None:
         """Start a thread if functions wait and none is free; the caller holds the lock."""
@@ -256,7 +256,7 @@ class Caller:
         """The ranks after the latest call that has returned or was waited for (O5)."""
         self._last_op: LastOp | None = None
         self._process = os.getpid()
-        threads.at_end(self._end_with_the_program)
+        threads.at_end(self, Caller._end_with_the_program)
 
     @property
     def rank(self) -> Rank:

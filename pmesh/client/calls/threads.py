@@ -6,12 +6,15 @@ If the thread returns from C++ at that point, as from an op of torch, the whole 
 """
 
 import atexit
-import contextlib
+import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from weakref import WeakMethod
+from typing import Any, TypeVar
+from weakref import ref
+
+T = TypeVar("T")
 
 PATIENCE_S = (
     60.0  # calls have been interrupted by then: only computations and callbacks take longer
@@ -20,8 +23,11 @@ PATIENCE_S = (
 _logger = logging.getLogger("pmesh")
 
 _threads: set[threading.Thread] = set()
-_endings: list["WeakMethod[Callable[[], None]]"] = []
-# No lock guards these two, as a forked child could find it locked forever. Each access is atomic.
+_endings: dict[int, tuple["ref[Any]", Callable[[Any], None]]] = {}
+_numbers = itertools.count()
+# No lock guards these, as a forked child could find it locked forever. Each access is atomic. A
+# `list` of a set or of a dict's values is; a `tuple` of a list is not: up to Python 3.11 the memory
+# for it can start the collector, whose finalizers let other threads run after the length was read.
 
 
 def start(run: Callable[[], None], name: str) -> threading.Thread:
@@ -32,23 +38,20 @@ def start(run: Callable[[], None], name: str) -> threading.Thread:
     Raises:
         RuntimeError: the system can't start a thread.
     """
-    _threads.difference_update([each for each in tuple(_threads) if not each.is_alive()])
+    _threads.difference_update([each for each in list(_threads) if not each.is_alive()])
     thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
     _threads.add(thread)
     return thread
 
 
-def at_end(ending: Callable[[], None]) -> None:
-    """Call a method at the program's end if threads are left, so that they end; it must not wait.
+def at_end(owner: T, end: Callable[[T], None]) -> None:
+    """Call `end(owner)` at the program's end if threads are left, so that they end.
 
-    The method's object may be garbage-collected before.
+    It must not wait. The owner may be garbage-collected before.
     """
-    for each in tuple(_endings):
-        if each() is None:
-            with contextlib.suppress(ValueError):  # another thread has just removed it
-                _endings.remove(each)
-    _endings.append(WeakMethod(ending))
+    number = next(_numbers)
+    _endings[number] = ref(owner, lambda _: _endings.pop(number, None)), end
 
 
 def join(threads: Iterable[threading.Thread], within_s: float = PATIENCE_S) -> bool:
@@ -62,11 +65,11 @@ def join(threads: Iterable[threading.Thread], within_s: float = PATIENCE_S) -> b
 
 @atexit.register
 def _end_with_the_program() -> None:
-    if not any(each.is_alive() for each in tuple(_threads)):
+    if not any(each.is_alive() for each in list(_threads)):
         return
-    for each in tuple(_endings):
-        ending = each()
-        if ending is not None:
-            ending()
-    if not join(tuple(_threads)):
+    for reference, end in list(_endings.values()):
+        owner = reference()
+        if owner is not None:
+            end(owner)
+    if not join(list(_threads)):
         _logger.warning("the program ends while a callback of one of its calls still runs")
