@@ -28,7 +28,7 @@ class Computes:
 
     def begin(self, start: Callable[[], object]) -> None:
         """Have it run by a thread, and make the program's end interrupt it."""
-        threads.at_end(self.interrupt)
+        threads.at_end(self, Computes.interrupt)
         start()
         self._begun.wait()
 
