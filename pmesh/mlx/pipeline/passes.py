@@ -14,6 +14,8 @@ from pmesh.mlx.pipeline.stages import Stage
 Name: TypeAlias = tuple[int, str]
 """Which of a stage's `layers`, and the path of an array in it."""
 Loss: TypeAlias = Callable[[mx.array], mx.array]
+_Form: TypeAlias = tuple[tuple[int, ...], mx.Dtype]
+"""An array's shape and dtype."""
 
 _vjp: Any = vars(mx)["vjp"]  # its stub has a generic type without arguments
 
@@ -27,6 +29,8 @@ class Passes:
         self._recompute = recompute
         self._is_first = number == 0
         self._kept: dict[int, _Kept] = {}
+        self._outputs: dict[_Form, _Form] = {}
+        """What comes out of which input; a step may have a short micro-batch too."""
 
     def forward(self, micro_batch: int, x: mx.array, loss: Loss | None, share: float) -> mx.array:
         """Return the output, evaluated; with a loss, nothing is computed before the backward pass.
@@ -48,8 +52,7 @@ class Passes:
             output = self._run(x)
         else:
             # The gradients are built from a cotangent whose values come later, in its memory.
-            output = self._run(x)
-            kept.cotangent = mx.zeros(output.shape, output.dtype)
+            kept.cotangent = mx.zeros(*self._output_of(x))
             evaluate([kept.cotangent])
             kept.pulled = self._pull_back(kept, kept.cotangent)
             output = kept.pulled.output
@@ -80,6 +83,14 @@ class Passes:
     def clear(self) -> None:
         """Forget all micro-batches."""
         self._kept.clear()
+        self._outputs.clear()  # the user may cast the weights between steps
+
+    def _output_of(self, x: mx.array) -> "_Form":
+        form = x.shape, x.dtype
+        if form not in self._outputs:
+            output = self._run(x)  # never evaluated
+            self._outputs[form] = output.shape, output.dtype
+        return self._outputs[form]
 
     def _run(self, x: mx.array) -> mx.array:
         for block in self._blocks:
