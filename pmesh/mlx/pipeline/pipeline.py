@@ -30,7 +30,7 @@ from pmesh.mlx.pipeline.rules.schedules import (
 from pmesh.mlx.pipeline.rules.timeline import bubble, needs
 from pmesh.mlx.pipeline.stages import Stage
 
-ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+ScheduleName = Literal["gpipe", "1f1b", "eager_1f1b", "interleaved", "zero_bubble"]
 SendAs = Literal["bfloat16", "int8"]
 
 _TAGS_PER_STEP = 2**11  # two for each stage, and some for tied weights
@@ -86,7 +86,7 @@ class Pipeline:
         mesh: the mesh or a group, such as one dimension of a `DeviceMesh`.
         loss: takes the output of the model and y for some rows, and returns their mean loss.
         micro_batch_size: the rows of a micro-batch; the last one of a batch may have fewer.
-        schedule: "gpipe", "1f1b", "interleaved" or "zero_bubble".
+        schedule: "gpipe", "1f1b", "eager_1f1b", "interleaved" or "zero_bubble".
         recompute: compute a stage's activations again in the backward pass, from its input. False
             keeps them, which takes more memory and less time.
         send_as: "bfloat16" sends float32 activations and gradients as bfloat16. A stage then gets

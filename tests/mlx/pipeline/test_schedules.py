@@ -16,6 +16,7 @@ from pmesh.mlx.pipeline.rules.schedules import (
     Action,
     Kind,
     Schedule,
+    eager_one_f_one_b,
     gpipe,
     interleaved,
     make_schedule,
@@ -31,6 +32,7 @@ SIZES = [(p, m) for p in range(1, MOST_RANKS + 1) for m in MICRO_BATCHES]
 FAMILIES: dict[str, Callable[[int, int], Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
+    "eager_1f1b": eager_one_f_one_b,
     "interleaved, 2": lambda p, m: interleaved(p, m, 2),
     "interleaved, 3": lambda p, m: interleaved(p, m, 3),
     "zero_bubble, 1": zero_bubble,
@@ -239,9 +241,20 @@ def test_the_table_is_that_of_torch(name: str, torch_name: str, stages_per_rank:
 def test_the_bubble_of_gpipe_and_1f1b_is_as_in_the_papers() -> None:
     for ranks, micro_batches in SIZES:
         expected = (ranks - 1) / (micro_batches + ranks - 1)
-        for name in ("gpipe", "1f1b"):
+        for name in ("gpipe", "1f1b", "eager_1f1b"):
             found = bubble(make_schedule(name, ranks, micro_batches))
             assert found == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_eager_1f1b_hides_messages_that_take_half_as_long_as_a_micro_batch(ranks: int) -> None:
+    def takes(schedule: Schedule, travel_s: float) -> float:
+        return max(ends(schedule, lambda _: 1.0, travel_s).values())
+
+    eager, plain = eager_one_f_one_b(ranks, 32), one_f_one_b(ranks, 32)
+    of_one_message = 2 * (ranks - 1)  # on its way to the last stage and back
+    assert takes(eager, 1.0) == takes(eager, 0.0) + of_one_message
+    assert takes(plain, 1.0) > takes(eager, 1.0) + 8
 
 
 def test_interleaving_divides_the_bubble_and_zero_bubble_takes_it_to_a_third() -> None:

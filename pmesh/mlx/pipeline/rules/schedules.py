@@ -63,6 +63,17 @@ def one_f_one_b(ranks: int, micro_batches: int) -> Schedule:
     return tuple(_looped(rank, ranks, micro_batches, 1, hop=1) for rank in range(ranks))
 
 
+def eager_one_f_one_b(ranks: int, micro_batches: int) -> Schedule:
+    """Return 1F1B that begins with twice as many forward passes (Zhuang et al. 2022, 2211.05322).
+
+    So messages travel while a rank computes; rank r keeps what 2 (P - r) - 1 micro-batches need.
+
+    >>> print(*eager_one_f_one_b(2, 4)[0])
+    F0.0 F0.1 F0.2 B0.0 F0.3 B0.1 B0.2 B0.3
+    """
+    return tuple(_looped(rank, ranks, micro_batches, 1, hop=2) for rank in range(ranks))
+
+
 def interleaved(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> Schedule:
     """Return 1F1B with several stages on each rank: V times the messages, the bubble through V.
 
@@ -92,7 +103,7 @@ def zero_bubble(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> Sch
 
 
 _ONE_STAGE: Mapping[str, Callable[[int, int], Schedule]] = MappingProxyType(
-    {"gpipe": gpipe, "1f1b": one_f_one_b}
+    {"gpipe": gpipe, "1f1b": one_f_one_b, "eager_1f1b": eager_one_f_one_b}
 )
 _SEVERAL_STAGES: Mapping[str, Callable[[int, int, int], Schedule]] = MappingProxyType(
     {"interleaved": interleaved, "zero_bubble": zero_bubble}

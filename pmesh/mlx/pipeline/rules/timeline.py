@@ -25,12 +25,15 @@ def needs(action: Action, stages: int) -> Iterator[Action]:
         yield Action("B", stage, micro_batch)
 
 
-def ends(schedule: Schedule, seconds: Callable[[Action], float]) -> dict[Action, float]:
-    """Return when each action ends if messages take no time.
+def ends(
+    schedule: Schedule, seconds: Callable[[Action], float], travel_s: float = 0.0
+) -> dict[Action, float]:
+    """Return when each action ends.
 
     Args:
         schedule: the actions of each rank.
         seconds: how long an action takes.
+        travel_s: how long a message takes from a rank to another.
 
     Raises:
         ValueError: actions wait for each other, or for one that is in no list.
@@ -48,7 +51,11 @@ def ends(schedule: Schedule, seconds: Callable[[Action], float]) -> dict[Action,
                 needed = tuple(needs(action, stages))
                 if not all(other in found for other in needed):
                     break
-                begin = max([free_at[rank], *(found[other] for other in needed)])
+                come = (
+                    found[other] + travel_s * ((other.stage - action.stage) % len(schedule) != 0)
+                    for other in needed
+                )
+                begin = max([free_at[rank], *come])
                 found[action] = free_at[rank] = begin + seconds(action)
                 next_of[rank] += 1
         if len(found) == before:
