@@ -120,11 +120,12 @@ class LocalRank(RankState[Result]):
 
     def follow(self, roster: Roster) -> bool:
         """Also end the attempt if the number has changed; `lanes.begin` opens the next lanes."""
+        before = self.roster
         renumbered = super().follow(roster)
         self.only_member = _only_member_of(roster)
         self.machines = _machines_of(roster)
         if renumbered:
-            self.costs = RingCosts()
+            self.costs = self.costs.follow(before, roster, ended=self.ledger.ended)
             self._stop_attempt()
             self.lanes.follow(roster)
         else:

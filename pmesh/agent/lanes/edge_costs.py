@@ -1,11 +1,11 @@
 """Measures what the edges between a job's ranks cost, and gives all ranks the same table.
 
 The ranks make the table in the first all-reduce of a roster with more than two ranks that leaves
-the strategy to pmesh, and again in some later ones. Each rank notes how fast the edge to the next
-rank is, if that one has reported it in its heartbeat; else it sends a probe, from which the next
-rank measures it. Then the tables of all ranks are added up. A probe counts for this table only, as
-the first op is a busy time. All this takes two turns of the ring and 256 KiB for each edge, so
-20 ms at 100 Mbit/s, and no op runs meanwhile.
+the strategy to pmesh, and again in some later ones. After a loss they keep it for some ops. Each
+rank notes how fast the edge to the next rank is, if that one has reported it in its heartbeat; else
+it sends a probe, from which the next rank measures it. Then the tables of all ranks are added up. A
+probe counts for this table only, as the first op is a busy time. All this takes two turns of the
+ring and 256 KiB for each edge, so 20 ms at 100 Mbit/s, and no op runs meanwhile.
 
 An edge over which another machine forwards (V5) is not probed. With nothing else under way it would
 seem as fast as the edges of which it consists, and whose bandwidth it shares. An edge between two
@@ -21,10 +21,12 @@ import trio
 
 from pmesh.core.ops.cost import EdgeCost, Edges
 from pmesh.core.ops.reductions import Values
-from pmesh.core.topology.ranks import join_ranks
+from pmesh.core.topology.ranks import edges_among, join_ranks
+from pmesh.core.values import Roster
+from pmesh.core.views.outcomes import outcome_of
 from pmesh.core.wire.records import RecordHeader
 from pmesh.errors import LaneBroken
-from pmesh.ids import Member
+from pmesh.ids import Member, OpNumber
 from pmesh.net.lanes.lane import CallsDiffer
 from pmesh.net.lanes.ring import RingPosition, all_reduce
 
@@ -52,22 +54,64 @@ class RingCosts:
     """The table that all ranks of a roster share; before they have one, they use the ring.
 
     The first table is made in a busy time, with one probe for each edge that is not known yet. So
-    the ranks make it again, ever more rarely: after 8 ops, 80, 728 and so on.
+    the ranks make it again, ever more rarely: after 8 ops, 80, 728 and so on. If the roster only
+    loses ranks, the others keep the table, so that the op that runs again need not wait for it.
     """
 
-    def __init__(self) -> None:
-        self.edges: Edges | None = None
-        self._first = self._due = 0
+    def __init__(self, edges: Edges | None = None, *, made_in: int = -1) -> None:
+        """Begin with a table that was made in an op before a loss, or without one."""
+        self.edges = edges
+        self._made_in = made_in
+        self._before: tuple[Edges | None, int] = None, -1
+        """The table before this one, and in which op it was made."""
+        self._first: int | None = None
+        self._due: int | None = 0 if edges is None else None
 
     def is_due(self, op: int) -> bool:
-        """Return whether the ranks make the table in this op; all ranks decide alike."""
+        """Return whether the ranks make the table in this op; all ranks decide alike.
+
+        Ask for each op that runs: a kept table is made again some ops after the first one.
+        """
+        if self._due is None:
+            self._due = op + AGAIN_AFTER
         return op >= self._due
 
     def agreed(self, edges: Edges, op: int) -> None:
         """Take the table that all ranks have made in this op."""
-        if self.edges is None:
+        if self._first is None:
             self._first = op
-        self.edges, self._due = edges, op + AGAIN_AFTER * (op - self._first + 1)
+        self._before = self.edges, self._made_in
+        self.edges, self._made_in = edges, op
+        self._due = op + AGAIN_AFTER * (op - self._first + 1)
+
+    def follow(self, before: Roster, after: Roster, *, ended: int) -> "RingCosts":
+        """Return the costs for the next roster, which are alike at all of its ranks.
+
+        A table is kept only if all ranks have it. They have it if the op in which it was made has
+        completed anywhere, since each rank has taken part; in an op that runs again, some may have
+        it and others not. An open lane shows that both ranks come from the same roster, and a
+        roster names such lanes only if it has lost ranks and has no new ones (V4).
+
+        Args:
+            before: this rank's roster until now.
+            after: the next one.
+            ended: every op up to this one has ended at this rank.
+        """
+        linked = {trainer for lane in after.lanes for trainer in lane}.intersection(before.ids)
+        if len(after.ids) <= 2 or not linked.issuperset(after.ids):  # noqa: PLR2004 - two have one edge
+            return RingCosts()
+        for edges, op in ((self.edges, self._made_in), self._before):
+            if edges is not None and _has_completed(OpNumber(op), after, ended):
+                return RingCosts(
+                    edges_among(edges, [*map(before.ids.index, after.ids)]), made_in=op
+                )
+        return RingCosts()
+
+
+def _has_completed(op: OpNumber, roster: Roster, ended: int) -> bool:
+    """Return whether an op has completed at any rank; alike at all ranks of the roster."""
+    outcome = outcome_of(roster, op)
+    return op <= ended if outcome is None else bool(outcome.holders)
 
 
 async def agree_on_costs(

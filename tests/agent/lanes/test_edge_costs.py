@@ -1,20 +1,31 @@
 """Ranks find out what their edges cost: together, seldom, and only for a call that asks for it."""
 
 import itertools
+from collections.abc import Sequence
+from typing import TypeAlias
 
+import msgspec
 import pytest
 import trio
 from trio.testing import MockClock
 
 from pmesh.agent.lanes import edge_costs
+from pmesh.agent.lanes.edge_costs import RingCosts
 from pmesh.core.links.health import WIFI, WIRED
-from pmesh.core.ops.cost import EdgeCost
+from pmesh.core.ops.cost import EdgeCost, Edges
+from pmesh.core.topology.ranks import join_ranks
+from pmesh.core.values import OpOutcome, Roster
+from pmesh.core.values import Trainer as TrainerOfJob
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.records import RecordHeader
+from pmesh.ids import OpNumber, TrainerId
 from pmesh.net.lanes.ring import RingPosition
+from tests.worlds.ranks import ME, OTHER, THIRD, failed, roster, trainer
 from tests.worlds.trainer import Trainer, together
 from tests.worlds.village import Village, training, village
 from tests.worlds.village_ops import ones, ranks_of, reduce_all
+
+Lanes: TypeAlias = tuple[tuple[TrainerId, TrainerId], ...]
 
 
 @pytest.fixture
@@ -107,7 +118,7 @@ async def test_nothing_large_goes_over_an_edge_that_another_machine_forwards(
 
 
 @pytest.mark.slow
-async def test_what_is_known_is_not_measured_again_when_a_rank_has_gone(
+async def test_after_a_loss_the_table_serves_some_ops_and_is_made_again_from_what_is_known(
     clock: MockClock, probes: list[bool]
 ) -> None:
     async with training(clock, 4) as (here, trainers):
@@ -115,9 +126,83 @@ async def test_what_is_known_is_not_measured_again_when_a_rank_has_gone(
         probes.clear()
         await trio.sleep(60.0)  # heartbeats report what the edges bring
         await trainers[3].leave()
+        for _ in range(edge_costs.AGAIN_AFTER):
+            await reduce_all(trainers[:3])
+            assert probes == []
+            check_alike(here, 3)
         await reduce_all(trainers[:3])
         assert probes == [False] * 3
         check_alike(here, 3)
+
+
+FOUR = [trainer(TrainerId(number)) for number in range(4)]
+THREE = FOUR[:3]
+NEW = TrainerId(4)
+CHAIN = ((ME, OTHER), (OTHER, THIRD))
+"""The lanes that the loss of the last of four ranks leaves."""
+
+
+def edges_of(size: int, beta_ps: int) -> Edges:
+    return join_ranks(tuple(tuple(EdgeCost(a, beta_ps) for _ in range(size)) for a in range(size)))
+
+
+def costs_of(*made_in: int) -> RingCosts:
+    """Of four ranks that have made a table in each of these ops, each with another bandwidth."""
+    costs = RingCosts()
+    for place, op in enumerate(made_in):
+        costs.agreed(edges_of(4, 100 + place), op)
+    return costs
+
+
+def after_loss(
+    *outcomes: OpOutcome, trainers: Sequence[TrainerOfJob] = THREE, lanes: Lanes = CHAIN
+) -> Roster:
+    return msgspec.structs.replace(roster(3, *outcomes, trainers=trainers), lanes=lanes)
+
+
+def betas_after(costs: RingCosts, after: Roster, *, ended: int) -> set[int]:
+    """The bandwidths in the table that is kept; none if there is no such table."""
+    kept = costs.follow(roster(2, trainers=FOUR), after, ended=ended).edges
+    return set() if kept is None else {cost.beta_ps for row in kept.costs for cost in row}
+
+
+def test_a_table_is_kept_after_a_loss_for_the_ranks_that_are_left() -> None:
+    costs = costs_of(0).follow(roster(2, trainers=FOUR), after_loss(), ended=0)
+    assert costs.edges == edges_of(3, 100)
+    assert next(op for op in range(5, 5 + 2 * edge_costs.AGAIN_AFTER) if costs.is_due(op)) == 13
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "ended", "betas"),
+    [
+        ([], 8, {101}),
+        ([], 7, {100}),  # it runs again: only some ranks may have the second table
+        ([OpOutcome(OpNumber(8), (ME,), holders=(ME,))], 7, {101}),  # this rank fetches its result
+        ([failed(OpNumber(8))], 8, {100}),  # it had returned here, but it has failed
+    ],
+)
+def test_a_table_counts_if_its_op_has_completed_anywhere(
+    outcomes: list[OpOutcome], ended: int, betas: set[int]
+) -> None:
+    assert betas_after(costs_of(0, 8), after_loss(*outcomes), ended=ended) == betas
+
+
+def test_the_first_table_is_dropped_if_its_op_runs_again() -> None:
+    assert betas_after(costs_of(4), after_loss(), ended=3) == set()
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        after_loss(lanes=()),  # a lane broke
+        after_loss(lanes=CHAIN[:1]),  # the third may come from an earlier roster
+        after_loss(trainers=[*THREE, trainer(NEW)]),
+        after_loss(trainers=[*THREE, trainer(NEW)], lanes=(*CHAIN, (NEW, ME))),  # no leader says so
+        after_loss(trainers=FOUR[:2]),
+    ],
+)
+def test_no_table_is_kept_if_a_rank_may_lack_it_or_none_is_needed(after: Roster) -> None:
+    assert betas_after(costs_of(0), after, ended=0) == set()
 
 
 async def test_two_ranks_and_a_strategy_that_is_named_ask_for_nothing(
