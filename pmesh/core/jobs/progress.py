@@ -103,6 +103,8 @@ class Progress:
 
     def show_no_sync(self, roster: Roster) -> bool:
         """O6: return whether the job has run ops, but none in which others could enter it."""
+        if any(trainer.enters for trainer in roster.trainers):
+            return False  # one has entered, though it has not ended its first sync yet
         progress = [
             mark for trainer in roster.ids if (mark := self.of(roster, trainer)) is not None
         ]

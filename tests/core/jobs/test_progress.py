@@ -7,6 +7,7 @@ from pmesh.core.jobs.progress import Progress, lanes_stand_still
 from pmesh.core.jobs.rank import RankState
 from pmesh.core.values import OpOutcome, Roster, Terms, View
 from pmesh.core.wire.views import RankProgress
+from pmesh.ids import OpNumber
 from tests.worlds.builders import unsigned
 from tests.worlds.ranks import BARRIER, ME, OTHER, RESULT, ZERO, A, rank_of, roster, trainer
 
@@ -96,6 +97,12 @@ def test_a_job_that_runs_ops_without_a_sync_lets_nobody_in() -> None:
     assert progress.show_no_sync(rank.roster)
     rank.synced = 0
     assert not progress.show_no_sync(rank.roster)
+
+
+def test_a_rank_that_has_just_entered_shows_that_the_job_syncs() -> None:
+    """An agent that starts anew may know of no other rank yet, and another trainer waits there."""
+    rank = rank_of(enters=OpNumber(5))
+    assert not Progress([rank]).show_no_sync(rank.roster)
 
 
 @pytest.mark.parametrize("left", [(), (roster(3, trainers=[trainer(ME)]),)])
