@@ -62,6 +62,10 @@ def settled_ops(
     return ops, errors
 
 
+def _last_words(program: LabProgram) -> str:
+    return ": ".join([program.name, *program.printed()[-1:]])
+
+
 class LabCluster(LabMesh):
     """Nodes whose agents and trainers start warm, from `with` to its end.
 
@@ -245,11 +249,11 @@ class LabCluster(LabMesh):
     def wait_for(
         self, holds: Callable[[], bool], what: str, *, timeout_s: float = PATIENCE_S
     ) -> None:
-        """Until this holds; raises LabError, which names who has ended, if it does not in time."""
+        """Until this holds; raises LabError, with the last line of who has ended, if it is late."""
         try:
             await_that(holds, what, within_s=timeout_s)
         except LabError as e:
-            ended = [p.name for node in self.nodes for p in node.programs() if p.ended]
+            ended = [_last_words(p) for node in self.nodes for p in node.programs() if p.ended]
             raise LabError(f"{e}; ended: {', '.join(ended)}" if ended else str(e)) from None
 
     def forget_ops(self, *, before: float) -> None:
