@@ -1,5 +1,8 @@
 """O4: messages between two ranks, over real agents."""
 
+import gc
+import mmap
+import weakref
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -7,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import trio
+import trio.testing
 from trio.testing import MockClock
 
 from pmesh.agent.grants import SAY_EVERY_S
@@ -15,6 +19,7 @@ from pmesh.core.wire.session import SESSION_VERSION, DropArena, Refused
 from pmesh.core.wire.trainer import Leave
 from pmesh.ids import JobName, TrainerId
 from pmesh.net.sessions.arena_pools import MAX_ARENAS, SessionArenas
+from pmesh.net.sessions.arenas import Arena
 from pmesh.p2p.agent import router
 from pmesh.p2p.agent.router import P2PRouter
 from pmesh.p2p.rules import MAX_KEPT
@@ -268,6 +273,31 @@ async def test_arenas_are_used_again(clock: MockClock) -> None:
 
         assert len(pair.one.trainer.maps) <= 2
         assert len(pair.other.trainer.maps) <= 2
+
+
+async def test_the_end_of_a_connection_frees_its_memory_whatever_is_under_way(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    maps, close = list[weakref.ref[mmap.mmap]](), Arena.close
+
+    def watch_and_close(arena: Arena) -> None:
+        maps.append(weakref.ref(arena._map))  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
+        close(arena)
+
+    monkeypatch.setattr(Arena, "close", watch_and_close)
+    async with a_pair(clock) as pair:
+        await pair.one.begin_receive(pair.other.id)
+        for tag in range(3):
+            await pair.one.begin_send(pair.other.id, X, tag=tag)
+        await trio.testing.wait_all_tasks_blocked()
+        gc.disable()  # as good as in an idle agent
+        try:
+            await pair.one.trainer.die()
+            await until(lambda: len(maps) == 3)
+            await trio.testing.wait_all_tasks_blocked()
+            assert [left for each in maps if (left := each()) and not left.closed] == []
+        finally:
+            gc.enable()
 
 
 async def test_the_bytes_of_messages_are_counted(clock: MockClock) -> None:

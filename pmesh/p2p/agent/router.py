@@ -100,7 +100,9 @@ class P2PRouter(Feature[P2PMessage, Attach]):
                 serving = _Connection(session, endpoint, arenas, calls, nursery, note=self._note)
                 nursery.start_soon(serving.report_waits)
                 nursery.start_soon(calls.report_waits)
-                await serving.run()
+                # A task of its own: if the body of a nursery raised, trio's frames would keep all
+                # cancelled calls, with their arenas, until the garbage collector runs.
+                nursery.start_soon(serving.run)
         finally:
             with trio.CancelScope(shield=True):
                 await arenas.aclose()
