@@ -103,22 +103,30 @@ class Containment:
             on_error: Called with a sentence about the error after it was logged.
             passing: Exceptions that the caller handles.
         """
-        errors, others = list[Exception](), None
+        others: BaseException | None = None
         try:
             yield
         except BaseExceptionGroup as group:
             unforeseen, others = group.split(lambda e: _is_unforeseen(e, passing))
-            errors = list(_leaves(unforeseen))
+            self._report_all(what, unforeseen, on_error)
+            del unforeseen
         except Exception as e:
             if isinstance(e, passing):
                 raise
-            errors = [e]
-        for error in errors:
-            sentence = self._report(what, error)
+            self._report_all(what, e, on_error)
+        try:
+            if others is not None:
+                raise others
+        finally:  # their tracebacks have this frame: in a cycle, they would keep arenas
+            del others
+
+    def _report_all(
+        self, what: str, error: BaseException | None, on_error: Callable[[str], None] | None
+    ) -> None:
+        for leaf in _leaves(error):
+            sentence = self._report(what, leaf)
             if on_error is not None:
                 on_error(sentence)
-        if others is not None:
-            raise others
 
     def _report(self, what: str, error: Exception) -> str:
         sentence = f"{what} ended with an error inside pmesh ({type(error).__name__}: {error})"

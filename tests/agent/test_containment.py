@@ -1,6 +1,9 @@
 """What nobody foresaw ends one thing, is told once, and leaves what was meant to pass alone."""
 
+import contextlib
 import errno
+import gc
+import weakref
 from datetime import UTC, datetime
 from typing import NoReturn
 
@@ -172,6 +175,33 @@ async def test_of_several_errors_at_once_each_is_told_and_what_was_foreseen_pass
     assert caught.group_contains(ProtocolError)
     assert not caught.group_contains((KeyError, ValueError))
     assert [text.partition("(")[2][:8] for text in heard] == ["KeyError", "ValueErr"]
+
+
+class Memory:
+    pass
+
+
+@pytest.mark.parametrize("error", [ValueError, ProtocolError])
+async def test_an_error_frees_the_memory_of_its_frames_at_once(error: type[Exception]) -> None:
+    held = list[weakref.ref[Memory]]()
+
+    async def hold_and_fail() -> None:
+        memory = Memory()
+        held.append(weakref.ref(memory))
+        await trio.lowlevel.checkpoint()
+        raise error
+
+    gc.disable()
+    try:
+        contain = Watched().contain("the session", passing=(ProtocolError,))
+        with contextlib.suppress(ExceptionGroup), capture_logs(), contain:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(hold_and_fail)
+                await trio.sleep_forever()
+        await trio.lowlevel.checkpoint()
+        assert held[0]() is None
+    finally:
+        gc.enable()
 
 
 async def test_a_task_that_fails_ends_no_other_and_says_what_it_was() -> None:
