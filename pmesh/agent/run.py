@@ -234,6 +234,7 @@ class Agent:
             on_lane=self.jobs.rendezvous.welcome,
             on_guest=next(each.welcome for each in self.features if each.takes_guests),
             on_renewal=self.renewals.give,
+            is_offered=self.jobs.rendezvous.is_offered,
             uses=self._watch.uses,
             contain=self._containment.contain,
         )

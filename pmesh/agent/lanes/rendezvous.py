@@ -21,7 +21,7 @@ from pmesh.agent.lanes.lane_paths import LanePaths
 from pmesh.agent.lanes.splices import Reach, Splices
 from pmesh.core.wire.lanes import OfferLane, Splice
 from pmesh.core.wire.preamble import LANE_ID_BYTES, decode_preamble_untrusted
-from pmesh.errors import LaneBroken, NetworkError
+from pmesh.errors import LaneBroken, NetworkError, ProtocolError
 from pmesh.ids import Epoch, JobName, Member, TrainerId
 from pmesh.net.lanes.lane import Lane, PathLost
 from pmesh.net.lanes.opening import dial_lane, local_lanes, welcome_lane
@@ -257,6 +257,18 @@ class LaneRendezvous:
             return
         self._begin(expected.end, opened, expected.offer, expected.member)
 
+    def is_offered(self, first_bytes: bytes) -> bool:
+        """Return whether a member has offered the lane, or asked for the ticket, that these name.
+
+        Of a lane with several connections, only the first one is meant.
+        """
+        try:
+            lane, index = decode_preamble_untrusted(first_bytes)
+        except ProtocolError:
+            return False
+        early = (each.offer.lane for ends in self._early.values() for each in ends.values())
+        return not index and (self._awaits(lane, index) or lane in early)
+
     def _begin(self, end: LaneEnd, opened: Lane, offer: OfferLane, member: Member) -> None:
         try:
             lane = self.paths.begin(opened, offer, member)
@@ -419,7 +431,8 @@ class LaneRendezvous:
                 await self._await_dial(end, offer, to, place)
             else:
                 self._reach.send(to, offer)
-                await self._dial(end, offer, to)
+                async with self.splices.turns_of(to):  # else they all knock at its door at once
+                    await self._dial(end, offer, to)
             if place.filled.is_set() or self._places.get(end) is not place:
                 return
             await trio.sleep(RETRY_S)

@@ -117,7 +117,7 @@ class Splices:
         return await (self._dial(peer, ticket) if dials else self._arrival(ticket))
 
     def turns_of(self, member: Member) -> trio.CapacityLimiter:
-        """Return the limiter of the dials that a peer has asked for."""
+        """Return the limiter of the dials to a peer, and of those that it has asked for."""
         return self._turns.setdefault(member, trio.CapacityLimiter(MAX_DIALS))
 
     def accept(self, member: Member, splice: Splice) -> None:

@@ -4,6 +4,10 @@ Strangers can't exhaust the agent: each has 5 s, 8 may come from one address and
 oldest is closed first, and TLS starts only when the first bytes look like pmesh. 64 of the worst
 kind take less than 16 MiB (tests/net/links/test_acceptor_memory.py measures it).
 
+The lanes of many ranks open at once, and several machines may have one address, behind a router. So
+the first connection that names a lane which a member has offered is no stranger's: it has the same
+5 s, but it takes nobody's place, and nobody takes its own. What members offer has its own limits.
+
 Linux answers a connection by its routes. Of two interfaces in one network (two cables between two
 machines, with self-assigned addresses; a cable and Wi-Fi to one router) only one has the route, and
 an answer that leaves by the other reaches nobody, as the dialler is bound to an interface. So each
@@ -78,6 +82,8 @@ class _Visitor:
 
     host: str
     scope: trio.CancelScope
+    lane: bytes = b""
+    """The preamble, if it names a lane that a member has offered and that nobody else names."""
     authenticated: bool = False
 
 
@@ -112,6 +118,7 @@ class Acceptor(Generic[StreamT]):
         on_lane: ConnectionHandler[StreamT],
         on_guest: ConnectionHandler[StreamT] | None = None,
         on_renewal: ConnectionHandler[StreamT] | None = None,
+        is_offered: Callable[[bytes], bool] = lambda _: False,
         uses: Callable[[StreamT], bool] = lambda _: True,
         contain: Callable[[str], contextlib.AbstractContextManager[object]] = (
             contextlib.nullcontext
@@ -124,6 +131,7 @@ class Acceptor(Generic[StreamT]):
             on_lane: Takes those that may become lanes.
             on_guest: Takes those of machines that want the mesh key by a code; None: garbage.
             on_renewal: Takes those of who has missed a rotation of the key; None: garbage.
+            is_offered: True for the first bytes of a lane that a member has offered.
             uses: False for a connection over an interface that is not used; it is refused.
             contain: Lets no exception out of what is said to end with it.
         """
@@ -132,6 +140,7 @@ class Acceptor(Generic[StreamT]):
             self._handlers[FirstBytes.GUEST] = on_guest
         if on_renewal is not None:
             self._handlers[FirstBytes.RENEWAL] = on_renewal
+        self._is_offered = is_offered
         self._uses = uses
         self._contain = contain
         self._counts: Counter[str] = Counter()  # by the names of DoorCounters
@@ -192,11 +201,12 @@ class Acceptor(Generic[StreamT]):
         """Register a new connection, and drop the oldest one if there are too many."""
         self._counts["accepted"] += 1
         host = remote_address_of(stream).host
-        neighbours = [visitor for visitor in self._pending if visitor.host == host]
+        strangers = [visitor for visitor in self._pending if not visitor.lane]
+        neighbours = [visitor for visitor in strangers if visitor.host == host]
         if len(neighbours) >= MAX_PENDING_PER_ADDRESS:
             self._drop(neighbours[0])
-        elif len(self._pending) >= MAX_PENDING:
-            self._drop(self._pending[0])
+        elif len(strangers) >= MAX_PENDING:
+            self._drop(strangers[0])
         deadline = trio.current_time() + PENDING_TIMEOUT_S
         visitor = _Visitor(host, trio.CancelScope(deadline=deadline))
         self._pending.append(visitor)
@@ -238,6 +248,10 @@ class Acceptor(Generic[StreamT]):
         handler = self._handlers.get(kind)
         if handler is None:
             return "garbage"
+        if kind is FirstBytes.LANE and self._is_offered(first):
+            # The name was sent in clear: whoever repeats it must not be let in without limit.
+            is_first = all(other.lane != first for other in self._pending)
+            visitor.lane = first if is_first else b""
         try:
             if kind in {FirstBytes.LINK, FirstBytes.RENEWAL}:  # they cost a handshake
                 await self._pace.turn()

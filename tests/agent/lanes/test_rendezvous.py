@@ -333,6 +333,53 @@ async def test_a_peer_can_not_make_an_agent_dial_without_end(
         assert autojump_clock.current_time() > 60
 
 
+@pytest.mark.parametrize("ada_dials", [True, False])
+async def test_the_lanes_of_many_ranks_do_not_knock_all_at_once(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, *, ada_dials: bool
+) -> None:
+    at_the_door = most = 0
+    answer = Side.answer_acceptor
+
+    async def answer_slowly(side: Side, stream: trio.SocketStream) -> None:
+        nonlocal at_the_door, most
+        at_the_door += 1
+        most = max(most, at_the_door)
+        await trio.sleep(0.1)
+        at_the_door -= 1
+        await answer(side, stream)
+
+    monkeypatch.setattr(Side, "answer_acceptor", answer_slowly)
+    async with two_sides(ada_dials=ada_dials) as (ada, bob):
+        edges = [edge(number) for number in range(5 * MAX_DIALS)]
+        for of in edges:
+            ada.rendezvous.offer(of, B)
+        for of in edges:
+            for side in (ada, bob):
+                (await take(side, sending=side is ada, of=of)).close()
+        assert most == MAX_DIALS
+        assert autojump_clock.current_time() < 1
+
+
+async def test_a_lane_is_known_from_its_offer_on_until_it_is_open(
+    autojump_clock: MockClock,
+) -> None:
+    async with two_sides(ada_dials=True) as (ada, bob):
+        offers = [made_offer(ada, edge(number), dial=False) for number in range(3)]
+        expected, early, unknown = (encode_preamble(Preamble(each.lane)) for each in offers)
+        bob.rendezvous.accept(A, offers[0])
+        bob.has_roster = False
+        bob.rendezvous.accept(A, offers[1])
+        await wait_all_tasks_blocked()
+        known = bob.rendezvous.is_offered
+        assert [known(each) for each in (expected, early, unknown)] == [True, True, False]
+        assert not known(encode_preamble(Preamble(offers[0].lane, 1)))
+        assert not known(expected[:-1])
+        bob.rendezvous.forget(JOB, below=6)
+        await trio.sleep(1)
+        assert [known(each) for each in (expected, early)] == [False, False]
+        assert autojump_clock.current_time() < 2
+
+
 async def test_whoever_still_waits_at_the_end_is_told() -> None:
     async with two_sides() as (ada, _), trio.open_nursery() as nursery:
 

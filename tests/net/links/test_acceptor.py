@@ -21,7 +21,7 @@ from pmesh.net.links.acceptor import (
     DoorCounters,
 )
 from pmesh.net.links.path import Path, shake_hands
-from tests.net.links.street import Stream, Street, is_closed
+from tests.net.links.street import MemoryStream, Stream, Street, is_closed
 from tests.worlds.nodes import ADAS, ADAS_HELLO, BOBS, BOBS_HELLO, STRANGERS
 
 CLIENT_HELLO = bytes.fromhex("16030100dc010000d80303")
@@ -230,6 +230,28 @@ async def test_the_oldest_from_one_address_makes_room_for_the_next_from_there() 
         assert [await is_closed(caller) for caller in callers] == [True] * 2 + [False] * 8
         assert not await is_closed(other)
         assert door.counters == DoorCounters(accepted=11, dropped=2, pending=9)
+
+
+async def test_lanes_that_members_have_offered_take_nobody_s_place_and_keep_theirs() -> None:
+    house = House(treat=do_nothing, stay_s=50)
+    offered = [encode_preamble(Preamble(bytes([i]) * 16)) for i in range(MAX_PENDING + 2)]
+    street = Street()
+    door = Acceptor(on_link=house.on_link, on_lane=house.on_lane, is_offered=offered.__contains__)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(door.serve, [street])
+        stranger, lanes = street.call(), list[MemoryStream]()
+        for preamble in offered:
+            lanes.append(street.call())
+            await lanes[-1].send_all(preamble)
+            await settled()  # until it has said so, each is a stranger
+        again = [street.call() for _ in range(MAX_PENDING_PER_ADDRESS + 1)]
+        for caller in again:
+            await caller.send_all(offered[0])
+        await settled()
+        assert not any([await is_closed(lane) for lane in lanes])
+        closed = [await is_closed(caller) for caller in (stranger, *again)]
+        assert closed == [True] * 2 + [False] * MAX_PENDING_PER_ADDRESS
+        nursery.cancel_scope.cancel()
 
 
 async def test_the_oldest_of_all_makes_room_when_the_door_is_full() -> None:
