@@ -301,15 +301,16 @@ def call(folder: str, process: int, ranks: int, in_flight: int, rounds: int) -> 
         caller = Caller(mesh, Path(folder), process, in_flight)
         state = {"round": 0}
         before: Sequence[object] = ()
+        returns = 0
         told = -1
         while True:
             try:
                 state = mesh.sync(state)
-                everyone = mesh.all_gather_object(process)
+                everyone = mesh.all_gather_object([process, returns])
             except pmesh.RosterChanged:
                 continue
             except CUT_OFF_ERRORS:
-                before = ()  # with another agent, or back in the job
+                returns += 1  # so that all see that another round begins, if nobody was missed
                 time.sleep(TURN_S)
                 continue
             if len(everyone) == ranks and everyone != before:
