@@ -2,6 +2,7 @@
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from itertools import count
 
 import pytest
 from hypothesis import given
@@ -264,15 +265,16 @@ def test_calls_that_are_overdue_or_cut_off_end() -> None:
 
 @given(
     st.integers(0, 40),
-    st.lists(st.sampled_from(["done", "lose", "refuse", "retry"]), max_size=120),
+    st.lists(st.sampled_from(["done", "lose", "refuse", "retry", "join"]), max_size=120),
     st.randoms(use_true_random=False),
 )
 def test_each_item_is_used_once_while_machines_are_lost_and_full(
     items: int, fates: list[str], random: "st.DataObject"
 ) -> None:
-    deal, ranks = Deal(items, RANKS), list(RANKS)
+    deal, ranks = Deal(items), list(RANKS)
+    deal.join(RANKS)
     has, used = dict[int, TrainerId](), Counter[int]()
-    late = list[tuple[TrainerId, int]]()
+    late, newcomers = list[tuple[TrainerId, int]](), count(len(RANKS))
     fates = [*fates, *["done", "retry"] * (3 * items + 3)]
     for fate in fates:
         for dealt in deal.deal():
@@ -286,6 +288,10 @@ def test_each_item_is_used_once_while_machines_are_lost_and_full(
             late += [(rank, item) for item, of in has.items() if of == rank]
             has = {item: of for item, of in has.items() if of != rank}
             deal.lose(rank)
+            deal.join([rank])
+        elif fate == "join":
+            ranks.append(TrainerId(next(newcomers)))
+            deal.join(ranks)
         elif has:
             item = random.choice(sorted(has))  # type: ignore[attr-defined]
             rank = has.pop(item)
@@ -305,7 +311,8 @@ def test_each_item_is_used_once_while_machines_are_lost_and_full(
 @pytest.mark.parametrize("speeds", [(1, 1, 2, 4), (1, 8)])
 def test_unequal_machines_are_busy_until_nearly_the_end(speeds: tuple[int, ...]) -> None:
     ranks = tuple(map(TrainerId, range(len(speeds))))
-    deal, speed = Deal(400, ranks), dict(zip(ranks, speeds, strict=True))
+    deal, speed = Deal(400), dict(zip(ranks, speeds, strict=True))
+    deal.join(ranks)
     queues = {rank: deque[int]() for rank in ranks}
     ends = dict[TrainerId, float]()
     now = 0.0
@@ -323,7 +330,8 @@ def test_unequal_machines_are_busy_until_nearly_the_end(speeds: tuple[int, ...])
 
 
 def test_a_rank_that_was_full_gets_work_again_once_another_has_returned_some() -> None:
-    deal = Deal(9, RANKS[:2])
+    deal = Deal(9)
+    deal.join(RANKS[:2])
     dealt = deal.deal()
     full = next(each for each in dealt if each.rank == RANKS[0])
     deal.refused(*full)

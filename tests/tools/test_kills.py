@@ -9,6 +9,7 @@ from tests.tools.running import run_tool
 from tools.kills.calling import DONE, ENDED, GIVEN_UP, LOST, RAN
 from tools.kills.calls import judge_calls
 from tools.kills.campaign import Killed, judge_losses, judge_steps
+from tools.kills.maps import ITEMS, judge_results
 from tools.kills.workloads import judge_errors
 from tools.lab.measured import Results
 from tools.lab.results import read_results
@@ -40,6 +41,46 @@ def test_a_short_campaign_finds_nothing(tmp_path: Path, kind: str, kills: int, s
     assert measured.facts["trainings"] >= 1
     back = measured.facts.get("s until the killed rank took part again, median")
     assert back if kind in {"lora", "stages"} else measured.recovery_s
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_map_with_a_kill_uses_each_result_once(tmp_path: Path) -> None:
+    results = tmp_path / "maps.json"
+
+    # A busy machine misses the bar, which the exit code tells.
+    _, output = run_tool("map-kills", "--short", "--json", str(results), within_s=290)
+
+    (measured,) = read_results(results, Results).measured
+    assert measured.violations == (), output
+    assert (measured.facts["kills"], measured.ops_checked) == (1, ITEMS)
+
+
+@pytest.mark.parametrize(
+    ("results", "violation"),
+    [
+        ([[0, 1], [1, 2]], ""),
+        ([[0, 1]], "1 results of 2 items, or in another order"),
+        ([[1, 2], [0, 1]], "2 results of 2 items, or in another order"),
+        ([[0, 3], [1, 2]], "item 0 has a result of 3, which did not run it"),
+    ],
+)
+def test_a_result_of_another_item_or_process_is_a_violation(
+    results: list[list[int]], violation: str
+) -> None:
+    tally = Killed()
+
+    judge_results(tally, 2, results, {1: [0], 2: [1], 3: [1]}, killed=[3])
+
+    assert tally.violations == [violation] * bool(violation)
+
+
+def test_an_item_that_two_living_processes_ran_is_a_violation() -> None:
+    tally = Killed()
+
+    judge_results(tally, 1, [[0, 1]], {1: [0], 2: [0]}, killed=[])
+
+    assert tally.violations == ["item 0 has run 2 times"]
 
 
 @pytest.mark.parametrize(

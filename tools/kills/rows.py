@@ -4,9 +4,10 @@ from functools import partial
 
 from tools.kills.calls import run_calls
 from tools.kills.launched import run_launched
+from tools.kills.maps import SPEEDS, USED, run_maps
 from tools.kills.stages import run_stages
 from tools.kills.workloads import run_elastic, run_fixed, run_lora
-from tools.lab.campaign import Campaign, nothing_violated
+from tools.lab.campaign import Campaign, fact_at_least, nothing_violated
 
 COME_BACK = ("the same bits at all ranks, loss within 1 %", nothing_violated)
 SAME_ERROR = ("the same error at all survivors ≤ 2.5 s", nothing_violated)
@@ -32,5 +33,9 @@ CAMPAIGNS = (
              "under way among eight ranks", run_calls,
              "every call ends, runs at most once; no object, thread or arena left",
              nothing_violated, 100, one_size=True),
+    Campaign("map-kills", f"kill -9 of ranks of machines with speeds of {SPEEDS}, which share 20 "
+             "items for each kill by mesh.rpc.map", run_maps,
+             "each result used once; 0.9 of the sum of their rates", fact_at_least(USED, 0.9),
+             20, 1, one_size=True),
 )
 # fmt: on

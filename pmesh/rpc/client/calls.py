@@ -258,7 +258,8 @@ class Rpc:
 
         Each rank gets a new item when it has returned one, so faster machines do more of them. The
         items of a rank that is lost are given to others: an item may run twice, but each result is
-        used once.
+        used once. A rank that enters the job meanwhile, or comes back, takes part as soon as this
+        rank's `sync` lets it in; so it registers the function before its own `sync`.
 
         Args:
             function: the name under which the ranks have registered it.
@@ -277,13 +278,15 @@ class Rpc:
         """Stop serving; calls under way raise MeshClosed. `mesh.close` does this."""
         self._endpoint.close()
 
-    def _trainers(self, ranks: Sequence[int] | None) -> list[TrainerId]:
+    def _trainers(self, ranks: Sequence[int] | None) -> Callable[[], Sequence[TrainerId]]:
+        """Return what returns the trainers of these ranks; of all, also those that will come."""
         if ranks is None:
             self._place.check_synced()
-            return list(self._place.world.trainers)
+            return lambda: self._place.world.trainers
         if len(ranks) == 0 or len(set(ranks)) < len(ranks):
             raise UsageError(f"map takes different ranks, at least one, not {list(ranks)}")
-        return [self._trainer_at(rank) for rank in ranks]
+        chosen = [self._trainer_at(rank) for rank in ranks]
+        return lambda: chosen
 
 
 make_public(Rpc)
@@ -297,14 +300,15 @@ class Map:
         endpoint: Endpoint,
         function: str,
         items: list[object],
-        ranks: list[TrainerId],
+        ranks: Callable[[], Sequence[TrainerId]],
         timeout_s: float,
     ) -> None:
         self._endpoint = endpoint
         self._function = function
         self._items = items
         self._timeout_s = timeout_s
-        self._deal = Deal(len(items), ranks)
+        self._ranks = ranks
+        self._deal = Deal(len(items))
         self._results: list[object] = [None] * len(items)
         self._ended = queue.SimpleQueue[tuple[Dealt, Call]]()
         self._calls: dict[Dealt, Call] = {}
@@ -313,6 +317,7 @@ class Map:
         """Return the results. Raises as `Rpc.map`."""
         try:
             while not self._deal.is_done:
+                self._deal.join(self._ranks())
                 for dealt in self._deal.deal():
                     self._start(dealt)
                 self._take()
@@ -332,9 +337,9 @@ class Map:
         call.future.add_done_callback(lambda _: self._ended.put((dealt, call)))
 
     def _take(self) -> None:
-        """Wait for the end of a call; if all ranks are full of others' calls, for a moment."""
+        """Wait for the end of a call, or for a moment: ranks come, and full ones have room."""
         try:
-            dealt, call = self._ended.get(timeout=None if self._calls else TICK_S)
+            dealt, call = self._ended.get(timeout=TICK_S)
         except queue.Empty:
             self._deal.retry()
             return

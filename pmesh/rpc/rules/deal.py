@@ -23,9 +23,10 @@ class Deal:
     items run short, a rank gets one at a time, lest the last ones wait at a slow rank.
     """
 
-    def __init__(self, items: int, ranks: Iterable[TrainerId]) -> None:
+    def __init__(self, items: int) -> None:
         self._left = list(range(items))  # sorted, and so a heap
-        self._of: dict[TrainerId, set[int]] = {rank: set() for rank in ranks}
+        self._of: dict[TrainerId, set[int]] = {}
+        self._lost: set[TrainerId] = set()
         self._full: set[TrainerId] = set()
         self._missing = items
 
@@ -43,6 +44,12 @@ class Deal:
     def under_way(self) -> int:
         """The number of items that ranks have now."""
         return sum(map(len, self._of.values()))
+
+    def join(self, ranks: Iterable[TrainerId]) -> None:
+        """Give items to these ranks too, except to those that were lost."""
+        for rank in ranks:
+            if rank not in self._lost:
+                self._of.setdefault(rank, set())
 
     def deal(self) -> list[Dealt]:
         """Give items to the ranks that have fewest."""
@@ -83,3 +90,4 @@ class Deal:
         for item in self._of.pop(rank, set()):
             heapq.heappush(self._left, item)
         self._full.discard(rank)
+        self._lost.add(rank)
