@@ -2,7 +2,8 @@
 
 Both systems run in the same two processes, in turns, on one machine; the agent is a third process.
 Each line is the median of the rounds. A `send` returns when the receiver's agent has the array; the
-receiver's program has it as soon as an answer can come, as for a call.
+receiver's program has it as soon as an answer can come, as for a call. Beside each rate of a large
+array stands that rate as a part of `send`'s.
 """
 
 import os
@@ -25,6 +26,7 @@ from tools.lab.call import words_for
 
 TEXT = "x" * 100
 LARGE = 100_000_000  # bytes
+SEND = "pmesh, 100 MB by send, MB/s"
 _PEER = 1
 
 
@@ -63,11 +65,27 @@ def measure(rounds: int, calls: int, in_flight: int) -> None:
     with pmesh.connect("rpc-speed", 2) as mesh:
         mesh.rpc.register(echo)
         mesh.rpc.register(take)
+        ours = np.ones(LARGE // 4, np.float32)
+
+        @mesh.rpc.register
+        def give() -> object:
+            return ours
+
+        @mesh.rpc.register
+        def serve(copy: bool) -> None:  # noqa: FBT001 - it is called by name
+            mesh.rpc.serve(copy=copy)
+
         rank = int(mesh.rank)
         options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=4)
         rpc.init_rpc(str(rank), rank=rank, world_size=2, rpc_backend_options=options)
         if rank != _PEER:
-            ours, theirs = np.ones(LARGE // 4, np.float32), torch.ones(LARGE // 4)
+            theirs = torch.ones(LARGE // 4)
+
+            def called(function: str, *arguments: object, copy: bool) -> float:
+                mesh.rpc.serve(copy=copy)
+                mesh.rpc.call(_PEER, "serve", copy)
+                return large(lambda: mesh.rpc.call(_PEER, function, *arguments))
+
             turns: dict[str, Callable[[], float]] = {
                 "pmesh, one by one, calls/s": lambda: one_by_one(
                     calls // 4, lambda: mesh.rpc.call(_PEER, "echo", TEXT)
@@ -81,10 +99,11 @@ def measure(rounds: int, calls: int, in_flight: int) -> None:
                 f"torch, {in_flight} in flight, calls/s": lambda: many(
                     calls, in_flight, lambda: rpc.rpc_async(str(_PEER), echo, (TEXT,))
                 ),
-                "pmesh, 100 MB as an argument, MB/s": lambda: large(
-                    lambda: mesh.rpc.call(_PEER, "take", ours)
-                ),
-                "pmesh, 100 MB by send, MB/s": lambda: large(lambda: mesh.send(ours, _PEER)),
+                "pmesh, 100 MB as an argument, MB/s": lambda: called("take", ours, copy=True),
+                "pmesh, the same with copy=False, MB/s": lambda: called("take", ours, copy=False),
+                "pmesh, 100 MB as a result, MB/s": lambda: called("give", copy=True),
+                "pmesh, its result with copy=False, MB/s": lambda: called("give", copy=False),
+                SEND: lambda: large(lambda: mesh.send(ours, _PEER)),
                 "pmesh, 100 MB by send, answered, MB/s": lambda: large(
                     lambda: (mesh.send(ours, _PEER), mesh.recv(_PEER))
                 ),
@@ -99,7 +118,10 @@ def measure(rounds: int, calls: int, in_flight: int) -> None:
                     if turn:  # the first one faults memory in
                         found[name].append(value)
             for name, values in found.items():
-                print(f"{name:40} {statistics.median(values):10.0f}", flush=True)
+                rate = statistics.median(values)
+                of_send = rate / statistics.median(found[SEND])
+                part = f"{of_send:8.2f}" if name.endswith("MB/s") else ""
+                print(f"{name:40} {rate:10.0f}{part}", flush=True)
         else:
             for _ in range(rounds + 1):
                 mesh.recv(1 - _PEER)

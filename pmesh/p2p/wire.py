@@ -126,6 +126,8 @@ class ReceiveMessage(SessionMessage, frozen=True, tag="receive"):
     """The trainers whose messages match."""
     tag: Annotated[int, Meta(ge=0, le=2**63 - 1)]
     timeout_s: Seconds
+    borrows: bool = False
+    """The trainer may keep the arena for as long as it likes, if there is room for that."""
 
 
 class Attached(SessionMessage, frozen=True, tag="attached"):
@@ -146,6 +148,8 @@ class MessageReceived(SessionMessage, frozen=True, tag="received"):
     envelope: Envelope
     arena: int
     """-1 if there are no values."""
+    lent: bool = False
+    """The trainer may keep the arena; else it drops it at once, as other messages need room."""
 
 
 class MessageWaits(SessionMessage, frozen=True, tag="message_waits"):

@@ -21,7 +21,8 @@ from pmesh.errors import (
     UnsupportedArray,
     UsageError,
 )
-from pmesh.rpc.wire import INLINE_BYTES
+from pmesh.net.sessions.arena_pools import MAX_LENT
+from pmesh.rpc.client.carrier import BORROWED_BYTES
 from pmesh.testing import SimulatedMesh
 from tests.rpc.ranks import LARGE, Gate, echoing, pair
 from tests.worlds.scripted_agent import PATIENCE_S
@@ -48,17 +49,47 @@ def test_plain_values_and_arrays_come_as_they_were_sent() -> None:
     large += 1
 
 
+def test_a_rank_that_copies_nothing_gets_large_arrays_read_only_and_may_keep_some() -> None:
+    size, many = BORROWED_BYTES // 8, MAX_LENT + 2
+    kept = list[Any]()
+
+    def keep(i: int, x: Any) -> Any:
+        kept.append(x)
+        return x if i % 2 else x[:-1]
+
+    def callee(mesh: pmesh.Mesh) -> None:
+        mesh.rpc.serve(threads=1, copy=False)
+        mesh.rpc.register(keep)
+        mesh.barrier()
+
+    def caller(mesh: pmesh.Mesh) -> Any:
+        mesh.barrier()
+        results = [mesh.rpc.call(1, "keep", i, np.full(size, float(i))) for i in range(many)]
+        mesh.rpc.serve(copy=False)
+        return results, mesh.rpc.call(1, "keep", 1, np.ones(size))
+
+    (results, borrowed), _ = pair(caller, callee)
+    assert [x.flags.writeable for x in kept] == [False] * MAX_LENT + [True] * 3
+    assert all(np.all(x == i) for i, x in enumerate(kept[:-1]))  # nothing was written over them
+    assert all(x.flags.writeable and np.all(x == i) for i, x in enumerate(results))
+    assert not borrowed.flags.writeable
+    assert np.all(borrowed == 1)
+
+
+@pytest.mark.parametrize("copy", [True, False])
 @pytest.mark.parametrize("library", ["mlx", "torch"])
-def test_arrays_keep_their_library(library: str) -> None:
+def test_arrays_keep_their_library(library: str, *, copy: bool) -> None:
     module = pytest.importorskip("mlx.core" if library == "mlx" else library)
 
     def one(mesh: pmesh.Mesh) -> Any:
-        (small, large), _ = mesh.rpc.call(1, "echo", *map(module.ones, (3, INLINE_BYTES)))
+        mesh.rpc.serve(copy=copy)
+        (small, large), _ = mesh.rpc.call(1, "echo", *map(module.ones, (3, BORROWED_BYTES)))
+        large += 1
         return type(small), small.tolist(), large.shape
 
     found, _ = pair(one, echoing)
     assert found[0] is type(module.ones(3))
-    assert found[1:] == ([1, 1, 1], (INLINE_BYTES,))
+    assert found[1:] == ([1, 1, 1], (BORROWED_BYTES,))
 
 
 def test_a_rank_calls_itself_and_gets_copies() -> None:

@@ -55,7 +55,10 @@ class Session:
         self.sent.append((self.calls, envelope, data.tobytes()))
         return self.calls
 
-    def begin_receive(self, sources: tuple[TrainerId, ...], tag: int, timeout_s: float) -> int:
+    def begin_receive(
+        self, sources: tuple[TrainerId, ...], tag: int, timeout_s: float, *, borrows: bool = False
+    ) -> int:
+        assert not borrows
         assert sources == (PEER,)
         assert timeout_s > 0
         self.calls += 1

@@ -83,12 +83,12 @@ class UsersArrays:
 
     def result(self, arena: Mapped, values: Values) -> Values:
         """Return the same values; their arena stays until the last view of them is gone."""
-        return _tracked(values, arena.number, self.dropped)
+        return tracked(values, arena.number, self.dropped)
 
     def input(self, arena: Mapped, values: Values) -> Values:
         """Return the same values, for the user to write; `region_of` finds them."""
         self.inputs[arena.number] = arena, _address(values)
-        return _tracked(values, arena.number, self.dropped)
+        return tracked(values, arena.number, self.dropped)
 
     def region_of(self, values: Values, wire: str) -> InputRegion | None:
         """Return where these values lie in an arena, ready to be sent; None if they do not."""
@@ -119,7 +119,8 @@ class _Owner:
         self._values = values
 
 
-def _tracked(values: Values, number: int, dropped: deque[int]) -> Values:
+def tracked(values: Values, number: int, dropped: deque[int]) -> Values:
+    """Return the same values; once the last view of them is gone, `dropped` has their arena."""
     owner = _Owner(values)
     weakref.finalize(owner, dropped.append, number).atexit = False
     return np.asarray(owner)

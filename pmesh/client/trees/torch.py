@@ -52,14 +52,16 @@ def to_raw(x: Any, where: str) -> RawArray:  # noqa: ANN401 - a torch.Tensor
 def from_raw(dtype: str, shape: tuple[int, ...], data: Values, like: Any) -> object:  # noqa: ANN401
     """Return a tensor on the device of `like`, if that is one; on the CPU its memory is `data`.
 
-    Raises ProtocolError if torch has no such dtype, or the sizes do not fit.
+    Read-only data are copied, as torch has no such tensors. Raises ProtocolError if torch has no
+    such dtype, or the sizes do not fit.
     """
     found: Any = getattr(torch, dtype, None)
     if not isinstance(found, torch.dtype):
         raise ProtocolError(f"no torch tensor has the dtype {dtype!r}")
     check_size(data, found.itemsize, shape)
     if data.size:
-        fresh = torch.from_numpy(data).view(found).reshape(shape)
+        writable = data if data.flags.writeable else data.copy()
+        fresh = torch.from_numpy(writable).view(found).reshape(shape)
     else:
         fresh = torch.empty(shape, dtype=found)
     return fresh.to(like.device) if isinstance(like, torch.Tensor) else fresh

@@ -15,7 +15,7 @@ from pmesh.core.values import Verdict
 from pmesh.errors import ProtocolError
 from pmesh.ids import PRINTABLE, JobName, TrainerId
 
-SESSION_VERSION = 14
+SESSION_VERSION = 15
 MAX_SESSION_MESSAGE_BYTES = 1024 * 1024  # a status of 64 peers is 60 KiB
 MAX_REQUEST_BYTES = 64 * 1024  # the largest, an all_to_all among 1024 ranks, takes 22 KiB
 ArenaKind: TypeAlias = Literal["input", "output"]

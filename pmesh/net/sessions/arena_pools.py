@@ -389,6 +389,7 @@ class OutputArenas(_Held):
         self.gone = self._pool.gone
         """What `take_gone` returns next."""
         self._dropped = trio.Event()
+        self._lent: set[int] = set()
 
     async def acquire(self, nbytes: int, *, follows: bool = False) -> Arena:
         """Return an arena for use until `release`. Raises UsageError beyond the limits.
@@ -418,13 +419,14 @@ class OutputArenas(_Held):
             try:
                 return await self.acquire(nbytes)
             except (UsageError, OSError):
-                if not self._trainers and not dropped.is_set():
+                if self._trainers.keys() <= self._lent and not dropped.is_set():
                     raise
             await dropped.wait()
 
     def drop(self, number: int) -> None:
         """Also let those go on who wait for room."""
         super().drop(number)
+        self._lent.discard(number)
         self._dropped.set()
         self._dropped = trio.Event()
 
@@ -435,6 +437,7 @@ class OutputArenas(_Held):
         if len(self._trainers) >= MAX_LENT or lent_bytes + arena.nbytes > most_bytes:
             return False
         self.give(arena)
+        self._lent.add(arena.number)
         return True
 
     def give(self, arena: Arena) -> None:

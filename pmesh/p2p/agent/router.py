@@ -266,7 +266,8 @@ class _Connection:
             reply = MessageFailed(call, _timed_out(request, waiting.on))
         self._note_end(waiting, reply)
         if isinstance(reply, Received):
-            await self._report_received(call, reply)
+            borrows = isinstance(request, ReceiveMessage) and request.borrows
+            await self._report_received(call, reply, borrows=borrows)
         else:
             await self._session.send(reply)
 
@@ -324,15 +325,19 @@ class _Connection:
 
         return end
 
-    async def _report_received(self, call: int, received: Received) -> None:
-        arena = received.arena
+    async def _report_received(self, call: int, received: Received, *, borrows: bool) -> None:
+        arena, lent = received.arena, False
         await self._grants.report_gone()
         if arena is not None:
-            self._arenas.outputs.give(arena)
+            lent = borrows and self._arenas.outputs.lend(arena)
+            if not lent:
+                self._arenas.outputs.give(arena)
             self._arenas.outputs.release(arena)
             await self._grants.grant_output(arena)
         number = -1 if arena is None else arena.number
-        await self._session.send(MessageReceived(call, received.source, received.envelope, number))
+        await self._session.send(
+            MessageReceived(call, received.source, received.envelope, number, lent)
+        )
 
 
 def _users_tag(tag: int) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pmesh.client.session.arenas import Mapped, map_arena
+from pmesh.client.session.arenas import Mapped, map_arena, tracked
 from pmesh.client.session.connection import AgentConnection, error_of, mesh_ended
 from pmesh.client.session.interrupts import Postponed, wait
 from pmesh.core.ops.reductions import Values
@@ -119,7 +119,8 @@ class P2PSession:
         self._lent: dict[int, Mapped] = {}
         self._maps: dict[int, Mapped] = {}
         self._dropped: deque[int] = deque()
-        """Arenas that are free, which the agent does not know yet."""
+        """Arenas that are free, which the agent does not know yet. The garbage collector appends,
+        too, in any thread."""
         self._parts: dict[int, bytearray] = {}
         """The parts of the store's answers that have arrived."""
         self._finished: deque[int] | None = None
@@ -150,8 +151,21 @@ class P2PSession:
                 self.end(call, None)
         return call
 
-    def begin_receive(self, sources: tuple[TrainerId, ...], tag: int, timeout_s: float) -> int:
+    def begin_receive(
+        self,
+        sources: tuple[TrainerId, ...],
+        tag: int,
+        timeout_s: float,
+        *,
+        borrows: bool = False,
+    ) -> int:
         """Begin to receive a message from one of the sources; return the number of the call.
+
+        Args:
+            sources: who may send it.
+            tag: its tag.
+            timeout_s: until the receive fails.
+            borrows: the data may be read-only, in shared memory.
 
         Raises:
             UsageError: too many calls are under way.
@@ -159,7 +173,7 @@ class P2PSession:
         self._read_pending()
         with self._sending:
             call = self._next_call()
-            self._send(ReceiveMessage(call, sources, tag, timeout_s))
+            self._send(ReceiveMessage(call, sources, tag, timeout_s, borrows))
         self._report_dropped()
         return call
 
@@ -354,14 +368,18 @@ class P2PSession:
                 self._dropped.append(smallest.number)
 
     def _arrived(self, reply: MessageReceived) -> Arrived:
-        """Copy the message out of its arena at once, as other messages wait for room."""
+        """Copy the message out of its arena, as other messages wait for room, or borrow it."""
         envelope = reply.envelope
         if not envelope.nbytes:
             return Arrived(reply.source, envelope, np.empty(0, np.uint8))
         arena = self._maps.get(reply.arena)
         if arena is None or arena.nbytes < envelope.nbytes:
             raise ProtocolError("a message in an arena that was not granted")
-        data = np.frombuffer(arena.memory, np.uint8, envelope.nbytes).copy()
+        data = np.frombuffer(arena.memory, np.uint8, envelope.nbytes)
+        if reply.lent:
+            lent = tracked(data, reply.arena, self._dropped)
+            return Arrived(reply.source, envelope, lent)
+        data = data.copy()
         self._dropped.append(reply.arena)
         return Arrived(reply.source, envelope, data)
 

@@ -144,13 +144,16 @@ class Rpc:
         self._endpoint.start()
         return function
 
-    def serve(self, threads: int = THREADS, waiting: int = WAITING) -> None:
+    def serve(self, threads: int = THREADS, waiting: int = WAITING, *, copy: bool = True) -> None:
         """Serve calls, also if nothing is registered yet; say how many.
 
         Args:
             threads: so many calls run at a time; at least 1.
             waiting: so many more wait for a thread. Further calls raise TooManyCalls at their
                 callers. Their arguments take at most 4 GiB together.
+            copy: False: numpy arrays of 1 MiB and more that come to this rank, as arguments or as
+                results, are read-only, and stay where the agent has put them. If you keep more than
+                16, or more than an eighth of the machine's memory, further ones are copies.
 
         Raises:
             UsageError: a number is out of range.
@@ -161,6 +164,7 @@ class Rpc:
                 f"and {waiting}"
             )
         self._endpoint.serving.limit(threads, waiting)
+        self._endpoint.borrow(borrows=not copy)
         self._endpoint.start()
 
     def cancelled(self) -> bool:

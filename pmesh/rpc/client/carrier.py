@@ -40,6 +40,8 @@ BATCHES = 2  # on the way to a rank at a time: one travels while the next one fi
 RECEIVES = 2  # from each rank: one is posted while the other one's frames are handled
 TICK_S = 0.25  # how soon a newcomer is heard, an object that nobody refers to is let go, and so on
 
+BORROWED_BYTES = 1024 * 1024  # at least: a session lends few, and to copy less costs nothing
+
 _logger = logging.getLogger("pmesh")
 
 Failed: TypeAlias = Callable[[PmeshError], None]
@@ -103,6 +105,8 @@ class Carrier:
         self._tags = itertools.count(FIRST_ARRAY)
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
+        self.borrows = False
+        """Large arrays may arrive read-only, in shared memory, which saves a copy."""
 
     def start(self) -> None:
         """Receive from now on, as soon as this trainer is in its job."""
@@ -164,7 +168,8 @@ class Carrier:
         with self._lock:
             session = self._opened()
             for apart, taker in zip(arrays, takers, strict=True):
-                call = session.begin_receive((source,), apart.tag, timeout_s)
+                borrows = self.borrows and apart.nbytes >= BORROWED_BYTES
+                call = session.begin_receive((source,), apart.tag, timeout_s, borrows=borrows)
                 self._ends[call] = _array_came(apart, taker)
 
     # --- inside

@@ -120,6 +120,10 @@ class Endpoint:
         self.check_process()
         self._carrier.start()
 
+    def borrow(self, *, borrows: bool) -> None:
+        """Let large arrays arrive read-only in shared memory, or not."""
+        self._carrier.borrows = borrows
+
     def close(self) -> None:
         """Stop serving; calls under way raise MeshClosed."""
         if os.getpid() == self._process:

@@ -297,6 +297,21 @@ async def test_what_is_lent_serves_no_other_op_until_it_comes_back() -> None:
     await arenas.aclose()
 
 
+async def test_who_waits_for_room_does_not_wait_for_what_is_lent() -> None:
+    arenas = output_arenas(limit_bytes=4 * MIB)
+    lent, given = await arenas.acquire(MIB), await arenas.acquire(2 * MIB)
+    assert arenas.lend(lent)
+    arenas.give(given)
+    arenas.release(given)
+    with trio.move_on_after(1) as waiting:
+        await arenas.acquire_in_turn(3 * MIB)
+    assert waiting.cancelled_caught  # what was given will be dropped soon
+    arenas.drop(given.number)
+    await arenas.acquire_in_turn(3 * MIB)
+    with pytest.raises(UsageError, match="no shared memory"):
+        await arenas.acquire_in_turn(MIB)
+
+
 async def test_what_others_may_still_fetch_stays_though_the_trainer_has_dropped_it() -> None:
     arenas = output_arenas()
     arena = await arenas.acquire(10)
