@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from pmesh.client.checkpoints.checkpoints import Checkpoints
     from pmesh.client.collective.bucketed import LastOp
     from pmesh.client.connect import connect
+    from pmesh.client.elastic.compare import Compared
     from pmesh.client.group import Group
     from pmesh.client.local_updates import LocalUpdates, Nesterov
     from pmesh.client.mesh import DeviceMesh, Mesh
@@ -62,6 +63,7 @@ __all__ = [
     "AgentStopped",
     "Auto",
     "Checkpoints",
+    "Compared",
     "DeviceMesh",
     "Group",
     "GroupBroken",
@@ -108,6 +110,7 @@ _LATER = MappingProxyType(
             "pmesh.compression.schemes",
         ),
         "Checkpoints": "pmesh.client.checkpoints.checkpoints",
+        "Compared": "pmesh.client.elastic.compare",
         "DeviceMesh": "pmesh.client.mesh",
         "Group": "pmesh.client.group",
         "Handle": "pmesh.client.calls.queue",

@@ -18,7 +18,7 @@ from pmesh.agent.schema import decode_as
 from pmesh.ids import JobName, Member, OpNumber, node_text
 from pmesh.texts import printable
 
-EVENTS_SCHEMA_VERSION: Literal[7] = 7
+EVENTS_SCHEMA_VERSION: Literal[8] = 8
 
 KEPT = 1000  # a day of a quiet mesh, an hour of one whose machines join and leave all the time
 PAGE_BYTES = 512 * 1024  # with the last event, half of the largest message of a session
@@ -60,6 +60,7 @@ EventKind: TypeAlias = Literal[
     "quorum lost",
     "quorum regained",
     "superseded",
+    "states differ",
     # ops
     "ring stood still",
     "op rerun",
@@ -109,7 +110,7 @@ class Event(News, frozen=True, kw_only=True):
 class EventPage(msgspec.Struct, frozen=True, kw_only=True):
     """What `pmesh events --json` prints."""
 
-    schema: Literal[7]
+    schema: Literal[8]
     node: Annotated[str, Meta(description="The node id of the agent that was asked.")]
     name: Annotated[str, Meta(description="Of its machine.")]
     incarnation: Annotated[

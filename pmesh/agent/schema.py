@@ -254,6 +254,22 @@ class TermsStatus(_Part, frozen=True, kw_only=True):
     quorum: Literal["any", "majority"]
 
 
+class ComparisonStatus(_Part, frozen=True, kw_only=True):
+    """What the ranks of a job have found last: whether all had the same state."""
+
+    digest: Annotated[
+        str, Meta(description="The hash of the state of most ranks: 32 hexadecimal digits.")
+    ]
+    step: Annotated[int, Meta(description="mesh.step then; 0 in a job that never syncs.")]
+    op: Annotated[int, Meta(description="The op in which they compared.")]
+    ranks: Annotated[int, Meta(description="How many took part.")]
+    differing: Annotated[int, Meta(description="How many of them had another state.")]
+    others: Annotated[
+        tuple[int, ...], Meta(description="The trainers that had another one; at most three.")
+    ]
+    mended: Annotated[bool, Meta(description="They have the same state now: it was a sync.")]
+
+
 class JobStatus(_Part, frozen=True, kw_only=True):
     """One named training run."""
 
@@ -284,6 +300,10 @@ class JobStatus(_Part, frozen=True, kw_only=True):
         tuple[str, ...], Meta(description="Whom the last change of its ranks lost, and why.")
     ] = ()
     reason: Annotated[str | None, Meta(description="Why its ops wait.")] = None
+    comparison: Annotated[
+        ComparisonStatus | None,
+        Meta(description="Whether all ranks have the same state; null if they never compared it."),
+    ] = None
 
 
 class TrafficStatus(_Part, frozen=True, kw_only=True):

@@ -5,8 +5,10 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from math import sqrt
+from operator import attrgetter
 from typing import NamedTuple
 
+import msgspec
 import trio
 
 from pmesh import native
@@ -109,7 +111,18 @@ def _job(
         ),
         losses=tuple(verdict.message for verdict in roster.losses),
         reason=reason,
+        comparison=_last_comparison(roster, jobs),
     )
+
+
+def _last_comparison(roster: Roster, jobs: Jobs) -> schema.ComparisonStatus | None:
+    """Return what the rank that is known to have compared last has found."""
+    marks = (jobs.progress.of(roster, trainer) for trainer in roster.ids)
+    found = [mark.comparison for mark in marks if mark is not None and mark.comparison is not None]
+    if not found:
+        return None
+    last = max(found, key=attrgetter("op"))
+    return schema.ComparisonStatus(**msgspec.structs.asdict(last))
 
 
 def _state_of_job(roster: Roster, *, in_force: bool) -> tuple[schema.JobState, str | None]:

@@ -31,6 +31,7 @@ _BAD: frozenset[EventKind] = frozenset(
         "job waits",
         "quorum lost",
         "superseded",
+        "states differ",
         "op failed",
     }
 )

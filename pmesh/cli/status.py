@@ -36,6 +36,7 @@ from pmesh.terminal.sizes import bytes_text
 from pmesh.texts import printable
 
 WIDE: Final = 80  # cells; a narrower terminal has no room for the loss
+DIGITS: Final = 12  # of the 32 of a hash; a person compares them with the eye
 SLOWER_PERCENT: Final = 10  # less is within what steps differ by from one to the next
 
 
@@ -95,7 +96,22 @@ def job_line(job: JobStatus) -> Text:
         (f"Job {name} trains with {ranks}", "bold"),
         f": {progress_text(job)}",
         f"; slowest: {printable(slowest.name)}" if slowest else "",
+        _comparison_text(job),
     )
+
+
+def _comparison_text(job: JobStatus) -> Text:
+    """Say whether all ranks have the same state; empty if they have not compared it."""
+    found = job.comparison
+    if found is None:
+        return Text()
+    differing = [rank for rank in job.ranks if rank.trainer in found.others]
+    if found.mended or not differing:  # the one that differed may have left
+        return Text(f"; state {found.digest[:DIGITS]} on all")
+    names = [f"rank {rank.rank} ({printable(rank.name)})" for rank in differing]
+    more = found.differing - len(found.others)
+    names += [f"{more} more"] * (more > 0)
+    return Text.assemble("; ", (f"another state than the others: {', '.join(names)}", "red"))
 
 
 def progress_text(job: JobStatus) -> str:

@@ -28,6 +28,7 @@ jobs        rank (its fences, failures and results), progress (how far all are),
             program's calls stay in step with those of other ranks), speed (how fast a job trains),
             op_times (how long its ops took),
             reports (the numbers that trainers report of a step),
+            comparing (whether all ranks have the same weights),
             shares (how many rows of a batch each rank takes), batches (the same, for data loaders
             that are ahead of the training)
 ops         kinds, plan (sends and receives), shard (which values a rank owns), reducing,

@@ -55,6 +55,26 @@ Reports: TypeAlias = Annotated[
     Meta(max_length=MAX_REPORTS),
 ]
 """The numbers that a rank has reported last, by name; they may be infinite or NaN."""
+MAX_DIFFERING = 3  # ranks that a comparison names, in each heartbeat; it counts the others
+
+
+class Comparison(msgspec.Struct, frozen=True, array_like=True):
+    """What ranks have found in one op: whether all had the same state, such as their weights."""
+
+    op: Op
+    step: Annotated[int, Meta(ge=0, le=2**63 - 1)]
+    """`mesh.step` then; 0 in a job that never syncs."""
+    digest: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z", max_length=32)]
+    """The hash of the state that most ranks had, or that a `sync` gave to all."""
+    ranks: Annotated[int, Meta(ge=1, le=MAX_TRAINERS)]
+    """How many took part."""
+    differing: Annotated[int, Meta(ge=0, le=MAX_TRAINERS)] = 0
+    """How many of them had another state; newcomers in a `sync` are not counted."""
+    others: Annotated[tuple[Id, ...], Meta(max_length=MAX_DIFFERING)] = ()
+    """The first of these."""
+    mended: bool = False
+    """True if they have the same state now: the op was a `sync`."""
+
 
 _ELLIPSIS = "…"
 _encoder = msgspec.msgpack.Encoder()

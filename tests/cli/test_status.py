@@ -19,6 +19,7 @@ from rich.cells import cell_len
 from rich.console import Console, RenderableType
 
 from pmesh.agent.schema import (
+    ComparisonStatus,
     EdgeStatus,
     JobStatus,
     NewcomerStatus,
@@ -30,7 +31,7 @@ from pmesh.agent.schema import (
 )
 from pmesh.cli.app import run
 from pmesh.cli.ring import RingNode, draw_ring
-from pmesh.cli.status import Cropped, render_status, speed_text
+from pmesh.cli.status import Cropped, job_line, render_status, speed_text
 from pmesh.cli.status_all import render_all
 from pmesh.core.jobs.reports import NotFinite
 from pmesh.terminal.sizes import bytes_text
@@ -122,6 +123,29 @@ def test_the_first_screen_says_how_fast_a_job_trains_and_whom_it_waits_for() -> 
     assert lines[job] == f"Job digits {expected}"
     assert lines[job + 4].split("%")[1].strip() == "the others wait for it in each step"
     assert job < min(n for n, line in enumerate(lines) if "192.168.178" in line)
+
+
+def compared(*others: int, differing: int, mended: bool = False) -> str:
+    found = ComparisonStatus(
+        digest="3f2a9c1d0b7e" + 20 * "0",
+        step=20,
+        op=40,
+        ranks=12,
+        differing=differing,
+        others=others,
+        mended=mended,
+    )
+    return job_line(msgspec.structs.replace(job_of(20, 21), comparison=found)).plain
+
+
+def test_a_job_says_whether_all_ranks_have_the_same_state() -> None:
+    on_all = "3.9 steps a second; state 3f2a9c1d0b7e on all"
+    assert compared(differing=0).endswith(on_all)
+    assert compared(1, differing=1, mended=True).endswith(on_all)
+    assert compared(7, differing=1).endswith(on_all), "the rank that differed has left"
+    text = "; another state than the others: "
+    assert compared(1, differing=1).endswith(f"{text}rank 1 ({NAMES[1]})")
+    assert compared(1, 7, 8, differing=5).endswith(f"{text}rank 1 ({NAMES[1]}), 2 more")
 
 
 def test_a_rank_shows_its_share_where_rows_are_dealt_by_speed() -> None:

@@ -4,6 +4,9 @@ from collections.abc import Iterable, Mapping
 
 from pmesh.core.topology.graph import UNKNOWN
 from pmesh.core.values import (
+    MAX_DIFFERING,
+    MAX_TRAINERS,
+    Comparison,
     OpOutcome,
     Primary,
     Roster,
@@ -30,6 +33,15 @@ from pmesh.core.wire.views import (
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, OpNumber, Slot, TrainerId
 
 DIGITS = JobName("digits")
+LARGEST_COMPARISON = Comparison(
+    OpNumber(2**62),
+    2**63 - 1,
+    "f" * 32,
+    MAX_TRAINERS,
+    MAX_TRAINERS,
+    (TrainerId(2**62),) * MAX_DIFFERING,
+    mended=True,
+)
 FACES = JobName("faces")
 
 

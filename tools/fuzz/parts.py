@@ -12,7 +12,7 @@ from pmesh.core.wire.link import Address
 
 HOSTS = ("127.0.0.1", "127.0.0.2", "::1")  # an agent dials what it is told: loopback alone
 PORTS = (1, 9, 65535, 0, 65536)
-DIGITS = (12, 64)  # of what is written in hexadecimal: a launch, a hash
+DIGITS = (12, 32, 64)  # of what is written in hexadecimal: a launch, a hash
 
 
 def children(value: object) -> list[tuple[Any, Any]]:

@@ -18,6 +18,7 @@ import msgspec
 import trio
 from msgspec.structs import replace
 
+from pmesh.core.values import Comparison
 from pmesh.core.wire.calls import Call, Envelope
 from pmesh.core.wire.control import AskEvents, AskPing, AskStatus, StopAgent
 from pmesh.core.wire.framing import FrameReader, frame
@@ -31,6 +32,7 @@ from pmesh.core.wire.session import (
 )
 from pmesh.core.wire.trainer import (
     ENTERS,
+    ComparesStates,
     Compresses,
     Connect,
     Leave,
@@ -86,8 +88,9 @@ def honest_sessions() -> Iterator[tuple[AnyRequest, ...]]:
     calls: list[tuple[int, store.Command]] = list(enumerate(commands))
     attach, envelope = Attach(SESSION_VERSION, JOB, me), Envelope(0, "float32", (100,), 400)
     numbers = ReportsNumbers({"loss": 0.5})
+    compares = ComparesStates(Comparison(OpNumber(0), 1, "0" * 32, 2, 1, (me,)))
     for number in itertools.count():
-        yield (connect, want, *ops, Compresses("int8"), numbers, DropArena(0), Leave())
+        yield (connect, want, *ops, Compresses("int8"), numbers, compares, DropArena(0), Leave())
         yield (connect, want, entering)
         yield (AskStatus(),)
         yield (AskEvents(-1),)

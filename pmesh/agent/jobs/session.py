@@ -13,13 +13,16 @@ from pmesh.agent.grants import SAY_EVERY_S, Grants
 from pmesh.agent.jobs.driver import Jobs, WaitingRank
 from pmesh.agent.jobs.op_task import run_op
 from pmesh.agent.jobs.ranks import LocalRank
+from pmesh.core.jobs.comparing import describe_difference
 from pmesh.core.jobs.jobs import LEFT
+from pmesh.core.jobs.progress import of_job
 from pmesh.core.jobs.rank import COME_BACK
-from pmesh.core.values import MAX_JOB_BYTES, Verdict
+from pmesh.core.values import MAX_JOB_BYTES, Comparison, Verdict
 from pmesh.core.wire.session import SESSION_VERSION, ArenaGone, DropArena, Refused, WantArena
 from pmesh.core.wire.trainer import (
     ENTERS,
     TRAINER_REQUESTS,
+    ComparesStates,
     Compresses,
     Connect,
     Joined,
@@ -318,23 +321,35 @@ class _TrainerSession:
                     await self._grants.grant_input(nbytes, lasting=lasting)
                 case DropArena(number):
                     self._arenas.drop(number)
-                case Compresses(text):
-                    self._note_compression(text)
-                case ReportsNumbers(reports):
-                    self._note_reports(reports)
+                case Compresses() | ReportsNumbers() | ComparesStates():
+                    self._note(request)
                 case Leave():
                     self._has_left = True
                 case _:
                     raise ProtocolError(f"a trainer that has joined sent {type(request).__name__}")
         nursery.cancel_scope.cancel()
 
-    def _note_compression(self, text: str) -> None:
-        if self._rank is not None:
-            self._rank.compression = text
+    def _note(self, said: Compresses | ReportsNumbers | ComparesStates) -> None:
+        """Keep what the trainer says for `pmesh status`, if it has a rank."""
+        rank = self._rank
+        if rank is None:
+            return
+        match said:
+            case Compresses(text):
+                rank.compression = text
+            case ReportsNumbers(reports):
+                rank.reports = reports
+            case ComparesStates(found):
+                self._note_comparison(rank, found)
 
-    def _note_reports(self, reports: dict[str, float]) -> None:
-        if self._rank is not None:
-            self._rank.reports = reports
+    def _note_comparison(self, rank: LocalRank, found: Comparison) -> None:
+        """Keep what the ranks have found; if some differ, add one event for all ranks here."""
+        roster = rank.roster
+        is_known = any(r.comparison == found for r in of_job(self._jobs.ranks, roster))
+        rank.comparison = found
+        if found.differing and not is_known:
+            text = describe_difference(roster, found)
+            self._jobs.event_log.note("states differ", text, job=roster.job, op=found.op)
 
     async def _enter_job(self, request: StartOp) -> StartOp | Verdict:
         """O6: get a rank, unless there is one whose history the job still has.

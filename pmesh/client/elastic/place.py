@@ -273,6 +273,7 @@ class Place:
                 self.step = synced.step + 1
                 self.shares.agree(synced.standings)
                 self.shares.begin_step(self.own_s)
+                self._session.show_comparison(synced.found)
                 return synced
             finally:
                 self._update_world()

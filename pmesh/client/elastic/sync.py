@@ -22,8 +22,10 @@ import xxhash
 
 from pmesh.client.session.session import Done, TrainerSession, exchange_rows
 from pmesh.client.trees.state import Packed, digest_of
+from pmesh.core.jobs.comparing import digest_text, naming
 from pmesh.core.jobs.shares import Standing
 from pmesh.core.ops.reductions import Values
+from pmesh.core.values import Comparison
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.trainer import SYNC_VALUES, World
 from pmesh.errors import RankLost, RunError
@@ -215,6 +217,8 @@ class Synced:
     """The bytes of the values in shared memory, over all ops."""
     standings: dict[TrainerId, Standing]
     """How fast each rank is."""
+    found: Comparison
+    """The state that all have now, and who had stayed in the job and yet had another one."""
 
 
 def run_sync(session: TrainerSession, packed: Packed, offer: Offer, *, timeout_s: float) -> Synced:
@@ -256,6 +260,16 @@ def run_sync(session: TrainerSession, packed: Packed, offer: Offer, *, timeout_s
         last=transfer.last,
         nbytes=transfer.nbytes,
         standings=dict(zip(done.world.trainers, (o.standing for o in offers), strict=True)),
+        found=naming(
+            plan.corrected,
+            Comparison(
+                done.op,
+                plan.best.step + 1,
+                digest_text(plan.best.digest),
+                len(done.world.trainers),
+                mended=bool(plan.corrected),
+            ),
+        ),
     )
 
 

@@ -38,11 +38,13 @@ from pmesh.compression.blocks import Float32s
 from pmesh.core.jobs.call_count import CallCount
 from pmesh.core.ops.kinds import KINDS, extent_of
 from pmesh.core.ops.reductions import WIRE_DTYPES, Values
+from pmesh.core.values import Comparison
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.session import ArenaGone, ArenaGranted, DropArena, Refused, WantArena
 from pmesh.core.wire.trainer import (
     ENTERS,
     MAX_COMPRESSION_TEXT,
+    ComparesStates,
     Compresses,
     Connect,
     Joined,
@@ -115,6 +117,7 @@ class TrainerSession:
         self.reports: dict[str, float] = {}
         """What the trainer has reported, for `pmesh status`; replaced at once, by any thread."""
         self._reports_sent = self.reports
+        self._comparison: ComparesStates | None = None  # not sent yet
         self._own = 0.0, time.monotonic()
         """How long it has computed until when; replaced at once, as any thread reads it."""
         self._input: Mapped | None = None
@@ -398,10 +401,19 @@ class TrainerSession:
     def show_compression(self, text: str) -> None:
         """Send the text on compression for `pmesh status`, if it has changed."""
         if text != self._compression:
-            self.check_open()
-            with self._end_on_error():
-                self._connection.send(Compresses(text[:MAX_COMPRESSION_TEXT]))
+            self._tell(Compresses(text[:MAX_COMPRESSION_TEXT]))
             self._compression = text
+
+    def show_comparison(self, found: Comparison) -> None:
+        """Send what the ranks have found of their states; if all is well, with the next request."""
+        self._comparison = ComparesStates(found)
+        if found.differing:
+            self._tell(*self._take_comparison())
+
+    def _tell(self, *said: Compresses | ComparesStates) -> None:
+        self.check_open()
+        with self._end_on_error():
+            self._connection.send(*said)
 
     def _arenas_of(self, residuals: Residuals, count: int) -> tuple[int, int]:
         if not self.has(residuals):
@@ -501,7 +513,7 @@ class TrainerSession:
         if not sent:
             dropped = self._users.dropped and self._users.take_dropped()
             reports = () if self.reports is self._reports_sent else self._take_reports()
-            before = *map(DropArena, dropped), *reports
+            before = *map(DropArena, dropped), *reports, *self._take_comparison()
             self._connection.send(*before, request, *self._begun)
         if meanwhile is not None:
             meanwhile()
@@ -533,6 +545,10 @@ class TrainerSession:
         """Return what was reported since the last request."""
         self._reports_sent = reports = self.reports
         return (ReportsNumbers(reports),)
+
+    def _take_comparison(self) -> tuple[ComparesStates, ...]:
+        found, self._comparison = self._comparison, None
+        return () if found is None else (found,)
 
     @contextmanager
     def _end_on_error(self) -> Generator[None]:

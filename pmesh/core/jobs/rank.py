@@ -12,7 +12,7 @@ import msgspec
 
 from pmesh.core.links.health import WIRED
 from pmesh.core.ops.kinds import KINDS
-from pmesh.core.values import OpOutcome, Roster, Trainer, Verdict
+from pmesh.core.values import Comparison, OpOutcome, Roster, Trainer, Verdict
 from pmesh.core.views import op_log as ledgers
 from pmesh.core.views.op_log import Ledger
 from pmesh.core.views.quorum import is_in_force
@@ -52,6 +52,8 @@ class RankState(Generic[R]):
         """Its share of the rows of a batch; -1 in a job that deals none."""
         self.reports: dict[str, float] = {}
         """What its trainer has reported last; replaced, and never changed."""
+        self.comparison: Comparison | None = None
+        """What its trainer has found last of the states of all ranks."""
         self.stopped = False
         """Whether the trainer's process has been stopped, as by SIGSTOP."""
         self.view_request: ViewRequest | None = None
@@ -164,6 +166,7 @@ class RankState(Generic[R]):
             self.own_percent,
             self.share_percent,
             self.reports,
+            self.comparison,
         )
 
     def request_view(self, verdict: Verdict | None, op: int = -1) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from pmesh.core.values import Reports, Terms, Verdict, View
+from pmesh.core.values import Comparison, Reports, Terms, Verdict, View
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.session import (
     AnyVersion,
@@ -135,6 +135,12 @@ class ReportsNumbers(SessionMessage, frozen=True, tag="reports"):
     reports: Reports
 
 
+class ComparesStates(SessionMessage, frozen=True, tag="compares"):
+    """What the trainer has found in an op in which all ranks compared their states; no answer."""
+
+    found: Comparison
+
+
 class Leave(SessionMessage, frozen=True, tag="leave"):
     """The trainer ends on purpose; without it a closed socket is a crash."""
 
@@ -206,7 +212,7 @@ class RanksLost(SessionMessage, frozen=True, tag="ranks_lost"):
 
 
 TrainerRequest: TypeAlias = (
-    Connect | WantArena | DropArena | StartOp | Compresses | ReportsNumbers | Leave
+    Connect | WantArena | DropArena | StartOp | Compresses | ReportsNumbers | ComparesStates | Leave
 )
 TrainerReply: TypeAlias = (
     Joined | Refused | ArenaGranted | ArenaGone | OpDone | OpFailed | StillWaiting | RanksLost

@@ -10,6 +10,7 @@ from pmesh.core.values import (
     MAX_MEMBERS,
     MAX_TRAINERS,
     MAX_VIEW_BYTES,
+    Comparison,
     Id,
     Ids,
     Job,
@@ -105,6 +106,8 @@ class RankProgress(msgspec.Struct, frozen=True, array_like=True):
     """The rank's share of the rows of a batch; -1 in a job that deals none."""
     reports: Reports = msgspec.field(default_factory=dict[str, float])
     """What its trainer has reported last: its loss, and so on."""
+    comparison: Comparison | None = None
+    """What the ranks have found last of their states; None if they never compared them."""
 
 
 class Waiting(msgspec.Struct, frozen=True, array_like=True):

@@ -81,6 +81,7 @@ from tests.worlds.builders import (
     DIGITS,
     DORA,
     FACES,
+    LARGEST_COMPARISON,
     all_hearing_each_other,
     completed,
     make_call,
@@ -102,8 +103,7 @@ from tests.worlds.builders import (
 NOW = 100.0
 HONEST = (ANNA, BERT)
 EMMA = make_member("e")
-WIDE = "\N{CAT FACE}"
-"""A character of four bytes."""
+WIDE = "\N{CAT FACE}"  # four bytes
 LONGEST_NAME = WIDE * MAX_NAME
 LONGEST_JOB = JobName("j" * MAX_JOB_BYTES)
 ANY_MEMBER = Member(NodeId(bytes(32)), Incarnation(2**63 - 1))
@@ -572,9 +572,10 @@ def test_a_flush_answer_has_room_for_its_ranks_beside_the_largest_of_all_else() 
 
 def test_the_largest_heartbeat_is_within_its_bound() -> None:
     progress = RankProgress(
-        LONGEST_JOB, MAX_COUNTER, TrainerId(LARGEST), LARGEST, LARGEST, 2**64 - 1, LARGEST
+        *(LONGEST_JOB, MAX_COUNTER, TrainerId(LARGEST), LARGEST, LARGEST, 2**64 - 1, LARGEST),
+        reports={f"{number:0>24}": 1.0 for number in range(MAX_REPORTS)},
+        comparison=LARGEST_COMPARISON,
     )
-    reports = {f"{number:0>24}": 1.0 for number in range(MAX_REPORTS)}
     beat = Heartbeat(
         view=LATE,
         promised=LATE,
@@ -583,7 +584,7 @@ def test_the_largest_heartbeat_is_within_its_bound() -> None:
         needs_epoch=True,
         heard={m.incarnation: MeasuredEdge(2**62, 2**32) for m in MEMBERS},
         waiting=(WAITS,) * MAX_WAITING,
-        progress=(msgspec.structs.replace(progress, reports=reports),) * MAX_WAITING,
+        progress=(progress,) * MAX_WAITING,
         sent_us=2**62,
         echo_us=2**62,
         held_us=2**62,

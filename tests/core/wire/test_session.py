@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from msgspec import inspect
 from msgspec.structs import replace
 
-from pmesh.core.values import Terms, Verdict
+from pmesh.core.values import Comparison, Terms, Verdict
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.control import AskEvents, AskStatus, StopAgent, Stopping
 from pmesh.core.wire.session import MAX_REQUEST_BYTES, SESSION_VERSION, Refused, WantArena, encode
 from pmesh.core.wire.trainer import (
+    ComparesStates,
     Compresses,
     Connect,
     GroupOf,
@@ -99,6 +100,10 @@ def test_garbage_of_every_kind_is_a_protocol_error(data: bytes) -> None:
         decode_reply_untrusted(data)
 
 
+def compares(digest: str = "0" * 32, others: tuple[TrainerId, ...] = ()) -> ComparesStates:
+    return ComparesStates(Comparison(OpNumber(1), 1, digest, 9, len(others), others))
+
+
 def connect(
     job: str = "digits", wait_for: int = 1, timeout_s: float = 1.0, program: str = ""
 ) -> Connect:
@@ -128,6 +133,8 @@ def start_op(timeout_s: float = 1.0, count: int = 1, **of_the_call: object) -> S
         pytest.param(ReportsNumbers({"x" * 25: 1.0}), id="a report's name of 25 characters"),
         pytest.param(ReportsNumbers({"loss\n": 1.0}), id="a report's name of two lines"),
         pytest.param(ReportsNumbers(dict.fromkeys("abcdefghi", 1.0)), id="nine reports"),
+        pytest.param(compares(digest="\x1b[2J"), id="a hash that clears the screen"),
+        pytest.param(compares(others=(TrainerId(1),) * 4), id="four ranks that are named"),
         pytest.param(AskEvents(2**63 - 1), id="events after the largest number that there is"),
         pytest.param(WantArena(2**63), id="an arena of 8 EiB"),
         pytest.param(replace(connect(), straggler_after_s=math.nan), id="patience of no number"),

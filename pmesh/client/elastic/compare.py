@@ -1,0 +1,35 @@
+"""One `compare`: whether the states of all ranks have the same bytes."""
+
+from dataclasses import dataclass
+
+from pmesh.client.session.session import Done, TrainerSession, exchange_rows
+from pmesh.client.trees.state import Packed
+from pmesh.core.jobs.comparing import compare, digest_text
+from pmesh.core.wire.calls import Call
+from pmesh.ids import Rank
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """What `Mesh.compare` has found."""
+
+    digest: str
+    """The hash of this rank's state (XXH3, 128 bits): 32 hexadecimal digits."""
+    others: tuple[Rank, ...]
+    """The ranks whose state is not that of most ranks; none if all have the same. If two states are
+    as frequent, that of the lower rank counts."""
+
+
+def run_compare(
+    session: TrainerSession, packed: Packed, *, step: int, timeout_s: float
+) -> tuple[Compared, Done]:
+    """Compare the hashes of all ranks' states in one op; show the result in `pmesh status`."""
+    call = Call("exchange", "int64", (2,), tree="compare")
+    rows, done = exchange_rows(session, packed.digest, call, timeout_s=timeout_s)
+    digests = [(first, second) for first, second in rows]
+    trainers = done.world.trainers
+    found = compare(trainers, digests, op=done.op, step=step)
+    session.show_comparison(found)
+    texts = zip(trainers, map(digest_text, digests), strict=True)
+    ranks = (session.ranks.trainers.index(who) for who, text in texts if text != found.digest)
+    return Compared(digest_text(packed.digest), tuple(map(Rank, sorted(ranks)))), done
