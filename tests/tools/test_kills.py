@@ -22,7 +22,7 @@ from tools.lab.results import read_results
     [
         *((kind, 1, 300) for kind in ("elastic", "ddp", "fsdp")),
         ("lora", 1, 60),
-        ("stages", 1, 60),
+        ("stages", 2, 60),  # an agent and a machine
     ],
 )
 def test_a_short_campaign_finds_nothing(tmp_path: Path, kind: str, kills: int, steps: int) -> None:

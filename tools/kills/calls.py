@@ -101,9 +101,7 @@ class Calling:
     def kill_agent(self, node: Node) -> list[int]:
         """Kill an agent and start it again; return the numbers of its ranks, which come back."""
         node.kill("agent")
-        for agent in node.programs(["agent"]):
-            agent.join()
-        self.mesh.start_agent(node)
+        self.mesh.restart_agent(node)
         return [rank.number for rank in self.ranks if rank.node is node]
 
 

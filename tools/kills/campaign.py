@@ -1,4 +1,4 @@
-"""Trainings of three ranks in which `kill -9` hits any of them at random times; each comes back."""
+"""Trainings of three ranks in which `kill -9` hits at random times; what was killed comes back."""
 
 import math
 import statistics
@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Self
+from typing import Literal, Self, TypeAlias
 
 from tools.lab.campaign import Tally
 from tools.lab.mesh import LabMesh, Node
@@ -17,6 +17,11 @@ PATIENCE_S = 600.0  # of a machine on which others work, too
 KILLED_UNTIL = 0.65  # of the steps: the last one killed must have time to come back
 AGAIN = 0.25  # the share of kills that hit a rank which is coming back
 MOST_LOSS_CHANGE = 0.01
+AWAY_S = 2.0  # at most, until a killed machine has an agent again
+
+Victim: TypeAlias = Literal["rank", "agent", "machine"]
+VICTIMS: Sequence[Victim] = ("agent", "machine", "rank")
+"""A machine's kill is that of its agent and of its rank."""
 
 
 @dataclass(slots=True)
@@ -53,6 +58,8 @@ class Workload:
     """At most, before each kill."""
     loads_s: float
     """A rank that is killed while it comes back is killed within this time."""
+    victims: Sequence[Victim] = field(default=("rank",), kw_only=True)
+    """What is killed, in turn."""
 
     def start(self, node: Node, job: str) -> LabProgram:
         raise NotImplementedError
@@ -65,8 +72,8 @@ class Workload:
         """The last that it has told of."""
         raise NotImplementedError
 
-    def takes_part(self, rank: LabProgram) -> bool:
-        """Whether it trains with all others."""
+    def takes_part(self, rank: LabProgram, since: float) -> bool:
+        """Whether it has trained with all others since this time."""
         raise NotImplementedError
 
     def await_progress(self, survivors: Sequence[LabProgram], began: float) -> float | None:
@@ -80,10 +87,11 @@ class Workload:
 class KilledTraining:
     """One training on these machines."""
 
-    def __init__(self, workload: Workload, nodes: Sequence[Node], number: int) -> None:
+    def __init__(self, workload: Workload, mesh: LabMesh, number: int) -> None:
         self.name = f"training {number}"
-        self._workload, self._nodes, self.job = workload, nodes, f"kills-{number}"
-        self.ranks = [workload.start(node, self.job) for node in nodes]
+        self._workload, self._mesh, self.job = workload, mesh, f"kills-{number}"
+        self._killed_at = 0.0
+        self.ranks = [workload.start(node, self.job) for node in mesh.nodes]
         self.everyone = [*self.ranks]
         """Those that were killed, too."""
 
@@ -93,20 +101,32 @@ class KilledTraining:
 
     def await_all(self) -> None:
         """Wait until every rank takes part."""
-        takes_part = self._workload.takes_part
         what = f"{self.name} of all ranks"
-        await_that(
-            lambda: all(map(takes_part, self.ranks)), what, within_s=PATIENCE_S, of=self.ranks
-        )
+        everyone = self._take_part
+        await_that(lambda: all(map(everyone, self.ranks)), what, within_s=PATIENCE_S, of=self.ranks)
 
-    def _restart(self, place: int, tally: Killed) -> LabProgram:
-        """Kill one and start it again; returns the dead one."""
-        old = self.ranks[place]
-        old.end()
+    def _take_part(self, rank: LabProgram) -> bool:
+        return self._workload.takes_part(rank, self._killed_at)
+
+    def _kill(self, place: int, tally: Killed, random: Random) -> None:
+        """Kill what is there, or a part of it, and start that again."""
+        victims, node = self._workload.victims, self._mesh.nodes[place]
+        victim = victims[tally.kills % len(victims)]
         tally.kills += 1
-        self.ranks[place] = self._workload.start(self._nodes[place], self.job)
-        self.everyone.append(self.ranks[place])
-        return old
+        if len(victims) > 1:
+            tally.count(f"of {victim}s")
+        self._killed_at = time.monotonic()
+        if victim != "rank":
+            node.kill("agent")
+        if victim != "agent":
+            self.ranks[place].end()
+        if victim != "rank":
+            time.sleep(random.uniform(0.0, AWAY_S))
+            self._mesh.restart_agent(node)
+        if victim != "agent" or self._workload.rank_of(self.ranks[place]) < 0:  # never connected
+            self.ranks[place].end()
+            self.ranks[place] = self._workload.start(node, self.job)
+            self.everyone.append(self.ranks[place])
 
     def kill_some(self, tally: Killed, kills: int, random: Random) -> None:
         """Kill one after the other; each comes back before the next is killed."""
@@ -116,14 +136,14 @@ class KilledTraining:
             place = random.randrange(len(self.ranks))
             survivors = [rank for i, rank in enumerate(self.ranks) if i != place]
             began = time.monotonic()
-            if workload.rank_of(self._restart(place, tally)) == 0:
-                tally.count("of rank 0")
+            tally.count("of rank 0", workload.rank_of(self.ranks[place]) == 0)
+            self._kill(place, tally, random)
             if (after_s := workload.await_progress(survivors, began)) is not None:
                 tally.recovery_s.append(after_s)
             while tally.kills < kills and random.random() < AGAIN:
                 time.sleep(random.uniform(0.0, workload.loads_s))
-                killed = self._restart(place, tally)
-                tally.count("while it came back", not workload.takes_part(killed))
+                tally.count("while it came back", not self._take_part(self.ranks[place]))
+                self._kill(place, tally, random)
             self.await_all()
             tally.back_s.append(time.monotonic() - began)
 
@@ -133,7 +153,7 @@ def run_kills(workload: Workload, mesh: LabMesh, kills: int, seed: int) -> Kille
     random, tally = Random(seed), Killed()  # noqa: S311 - no secret
     number = 0
     while tally.kills < kills or not number:
-        training = KilledTraining(workload, mesh.nodes, number)
+        training = KilledTraining(workload, mesh, number)
         try:
             training.await_all()
             if number:  # the first is undisturbed

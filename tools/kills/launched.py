@@ -13,14 +13,16 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from tools.kills.campaign import (
     AGAIN,
+    AWAY_S,
     KILLED_UNTIL,
     MOST_LOSS_CHANGE,
     PATIENCE_S,
     RANKS,
+    VICTIMS,
     Killed,
 )
 from tools.lab.campaign import CampaignRun
@@ -41,15 +43,11 @@ STEP_S = 0.1
 PAUSE_S = 1.0  # at most, from the next step of all ranks to a kill
 LOADS_S = 8.0  # at most, from a kill to one that hits while the ranks come back
 SETTLES_S = 0.5  # until the last line from before a kill has come
-AWAY_S = 2.0  # at most, until a killed machine has an agent again
 ENDS_S = 30.0
 """Within so long, without the command that has started them, nothing may be left of the ranks."""
 KILLS_EACH = 4  # in one training: `pmesh run` waits longer before each start that fails soon
 MOST_APART = 1e-5
 MOST_VIOLATIONS = 5  # then the campaign ends
-
-Victim: TypeAlias = Literal["rank", "agent", "machine"]
-VICTIMS: Sequence[Victim] = ("rank", "agent", "machine")
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ CAMPAIGNS = (
              partial(run_fixed, kind="fsdp"), *SAME_ERROR, 50, 2, one_size=True),
     Campaign("lora", "kill -9 of ranks of pmesh mlx -- mlx_lm.lora --train, which come back",
              run_lora, *COME_BACK, 50, 1, one_size=True),
-    Campaign("stages", "kill -9 of ranks of pmesh.mlx's ElasticPipeline, which come back",
+    Campaign("stages", "kill -9 of ranks, agents and machines of pmesh.mlx's ElasticPipeline",
              run_stages, "losses and weights bit for bit those of a training without kills",
              nothing_violated, 100, 2, one_size=True),
     Campaign("trainer-kills", "kill -9 of ranks, agents and machines under Transformers' Trainer, "

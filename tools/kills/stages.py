@@ -1,11 +1,19 @@
-"""A training in stages by `pmesh.mlx.ElasticPipeline`, whose ranks are killed and come back."""
+"""A training in stages by `pmesh.mlx.ElasticPipeline`: ranks, agents and machines are killed."""
 
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tools.kills.campaign import RANKS, Killed, KilledTraining, Workload, judge_steps, run_kills
+from tools.kills.campaign import (
+    RANKS,
+    VICTIMS,
+    Killed,
+    KilledTraining,
+    Workload,
+    judge_steps,
+    run_kills,
+)
 from tools.lab.campaign import CampaignRun
 from tools.lab.commands import LabError
 from tools.lab.mesh import LabMesh, Node
@@ -36,7 +44,10 @@ class Stages(Workload):
     def step_of(self, rank: LabProgram) -> int:
         return rank.last("step") or 0
 
-    def takes_part(self, rank: LabProgram) -> bool:
+    def takes_part(self, rank: LabProgram, since: float) -> bool:
+        if since:  # all have met, and ended a step together
+            since = rank.last_line("pipeline: all", since=since).at
+            return bool(since and rank.last_line('{"step"', since=since).at)
         return rank.last("step") is not None
 
     def await_progress(self, *_: object) -> None:
@@ -68,5 +79,7 @@ def run_stages(run: CampaignRun) -> Killed:
     with LabMesh(RANKS) as mesh:
         mesh.start_agents()
         mesh.await_view()
-        workload = Stages(steps=run.steps or STEPS, pause_s=PAUSE_S, loads_s=LOADS_S, mesh=mesh)
+        workload = Stages(
+            steps=run.steps or STEPS, pause_s=PAUSE_S, loads_s=LOADS_S, mesh=mesh, victims=VICTIMS
+        )
         return run_kills(workload, mesh, run.episodes, run.seed)

@@ -49,7 +49,7 @@ class ElasticDdp(Workload):
     def step_of(self, rank: LabProgram) -> int:
         return rank.last("step") or 0
 
-    def takes_part(self, rank: LabProgram) -> bool:
+    def takes_part(self, rank: LabProgram, since: float) -> bool:  # noqa: ARG002 - it is a new program
         return bool(rank.last("size") == RANKS)
 
     def await_progress(self, survivors: Sequence[LabProgram], began: float) -> float | None:
@@ -193,7 +193,7 @@ class Lora(Workload):
     def step_of(self, rank: LabProgram) -> int:
         return max((int(match[1]) for match in rank.found(_AT)), default=0)
 
-    def takes_part(self, rank: LabProgram) -> bool:
+    def takes_part(self, rank: LabProgram, since: float) -> bool:  # noqa: ARG002 - it is a new program
         return any(int(match[2]) == RANKS for match in rank.found(_ENTERED))
 
     def judge(self, training: KilledTraining, tally: Killed) -> None:

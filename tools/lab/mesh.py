@@ -259,6 +259,17 @@ class LabMesh:
                 self.start_agent(node, "--no-mdns", *options)
                 options = options or ("--peer", node.await_address(within_s=within_s))
 
+    def restart_agent(self, node: Node) -> None:
+        """Start a killed agent, and wait until it answers; on loopback it dials another one."""
+        for agent in node.programs(["agent"]):
+            agent.join()
+        if node.host.lab:
+            self.start_agent(node)
+        else:
+            other = next(each for each in self.nodes if each is not node)
+            self.start_agent(node, "--no-mdns", "--peer", other.await_address())
+        node.await_address()
+
     def await_view(self, *, within_s: float = PATIENCE_S) -> None:
         """Until the agents of all nodes are in one view of their own."""
 

@@ -18,7 +18,16 @@ from pmesh.client.mesh import Mesh
 from pmesh.client.trees.mlx import evaluate
 from pmesh.client.trees.state import pack, unpack_untrusted
 from pmesh.core.ops.reductions import Values
-from pmesh.errors import GroupBroken, NotEnoughRanks, RankLost, RosterChanged, UsageError
+from pmesh.errors import (
+    AgentNotRunning,
+    AgentStopped,
+    GroupBroken,
+    HistorySuperseded,
+    NotEnoughRanks,
+    RankLost,
+    RosterChanged,
+    UsageError,
+)
 from pmesh.mlx.flat import utils
 from pmesh.mlx.pipeline.pipeline import STATE_TAG, Pipeline, PipelineReport, ScheduleName, SendAs
 from pmesh.mlx.pipeline.rules.meeting import (
@@ -28,11 +37,13 @@ from pmesh.mlx.pipeline.rules.meeting import (
     is_settled,
     is_superfluous,
     neighbour,
+    replaced,
     stages_of,
 )
 from pmesh.mlx.pipeline.stages import Stage, split_layers
 
-_LOSSES = (RankLost, RosterChanged, GroupBroken)
+_CUT_OFF = (AgentStopped, AgentNotRunning, HistorySuperseded)  # this rank; a sync brings it back
+_LOSSES = (RankLost, RosterChanged, GroupBroken, *_CUT_OFF)
 _LOOK_EVERY_S = 0.2  # a program takes seconds to start again
 _logger = logging.getLogger("pmesh")
 
@@ -43,7 +54,8 @@ class ElasticPipeline:
     Each rank keeps a copy of its neighbour's stage: its trained weights and its optimizer's state.
     A copy is updated after each step, while the next one computes. If a rank is lost, the others
     wait until its program, or the same one on another machine, is started again. It gets its stage
-    from the neighbour, and all go on from the last step that has ended everywhere. The weights are
+    from the neighbour, and all go on from the last step that has ended everywhere. If only its
+    agent was lost, the program itself waits for another, and still has its stage. The weights are
     then those of a training without a loss::
 
         with pmesh.connect(job="stages", wait_for=3) as mesh:
@@ -68,7 +80,7 @@ class ElasticPipeline:
         recompute: see there.
         send_as: see there.
         timeout_s: for each message and op.
-        wait_s: how long to wait for a rank in place of a lost one.
+        wait_s: how long to wait for a rank in place of a lost one, or for an agent of this machine.
 
     Raises:
         UsageError: as for `split_layers` and `Pipeline`; or all stages have a rank already.
@@ -228,17 +240,27 @@ class ElasticPipeline:
         give_up = time.monotonic() + self._wait_s
         while True:
             try:
-                self._mesh.sync(None, self._timeout_s)
+                self._mesh.sync(None, self._timeout_s)  # it waits for this rank's own agent
                 self._holding = msgspec.structs.replace(
                     self._holding, own=tuple(self._own) or (0,), copies=tuple(self._copies)
                 )
                 own = msgspec.to_builtins(self._holding)
                 told = self._mesh.all_gather_object(own, self._timeout_s)
             except _LOSSES as e:
+                if isinstance(e, _CUT_OFF) and time.monotonic() >= give_up:
+                    raise
                 _logger.warning("pipeline: %s while the ranks meet; they begin again", e)
                 continue
+            if self._mesh._place.is_alone:  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
+                continue  # the job has continued without this rank: the next sync brings it back
             holdings = read_untrusted(told, Holding, self._mesh.names, "its stage")
-            if len(holdings) == (stages := stages_of(holdings)):
+            if self._mesh.rank in (others := replaced(holdings)):
+                raise UsageError(
+                    f"this rank was away, and another one has its stage {self.number} of the "
+                    "pipeline: start this program again when a rank is lost"
+                )
+            stages = stages_of(holdings)
+            if len(holdings) == stages and not others:
                 return holdings
             if is_superfluous(self._mesh.rank, holdings):
                 raise UsageError(

@@ -50,6 +50,7 @@ class Trial:
         self, moment: str = "", victims: tuple[int, ...] = (), nth: int = 1, wait_s: float = 60.0
     ) -> None:
         self._wait_s = wait_s
+        self.trainings: dict[int, ElasticPipeline] = {}
         self.simulated = SimulatedMesh(3, on_loss="continue")
         self._moment, self._victims, self._left = moment, victims, nth
         self._lock = threading.Lock()
@@ -64,8 +65,11 @@ class Trial:
             if self._left:
                 return
             for victim in self._victims:
-                self.simulated.lose(victim)
-                self.others.append(self._pool.submit(self._replace))
+                self.strike(victim)
+
+    def strike(self, victim: int) -> None:
+        self.simulated.lose(victim)
+        self.others.append(self._pool.submit(self._replace))
 
     def _replace(self) -> tuple[int, list[tuple[int, float]], Weights]:
         with self.simulated.connect() as mesh:
@@ -82,6 +86,7 @@ class Trial:
             layers, mesh, loss_of, optimizer, by=[2, 2, 2], wait_s=self._wait_s
         )
         rank = mesh.rank
+        self.trainings[rank] = training
 
         def read(step: int) -> tuple[mx.array, mx.array]:
             self.comes(f"batch of {rank}")
@@ -127,6 +132,76 @@ def test_a_rank_that_is_lost_and_comes_back_leaves_the_weights_as_they_were(
         expected, right = undisturbed[number]
         assert weights == right
         assert dict(expected).items() >= dict(values).items()
+
+
+class CutOff(Trial):
+    """Breaks the connections of a rank with its agent, as the agent's death does."""
+
+    def strike(self, victim: int) -> None:
+        training: Any = self.trainings[victim]
+        for calls in (training._mesh, training._group):  # noqa: SLF001
+            calls._place._session._connection.interrupt()  # noqa: SLF001
+
+
+@pytest.mark.parametrize(
+    ("moment", "nth", "victim"),
+    [("layer 0", 7, 1), ("step of 0", 3, 2), ("step of 2", STEPS, 0)],
+)
+def test_a_rank_whose_agent_is_killed_comes_back_with_its_stage(
+    undisturbed: dict[int, Any], moment: str, nth: int, victim: int
+) -> None:
+    found = CutOff(moment, (victim,), nth).run()
+    assert found.keys() == undisturbed.keys()
+    for number, (values, weights) in found.items():
+        assert weights == undisturbed[number][1]
+        assert dict(values) == dict(undisturbed[number][0])
+
+
+class Away(CutOff):
+    """A rank is cut off, and comes back only when a new one computes its stage."""
+
+    def __init__(self) -> None:
+        super().__init__("step of 0", (1,), 3)
+        self._computes, self._is_back = threading.Event(), threading.Event()
+        self._newcomer = -1
+
+    def strike(self, victim: int) -> None:
+        training: Any = self.trainings[victim]
+        mesh = training._mesh  # noqa: SLF001
+        place = mesh._place  # noqa: SLF001
+        sync, reconnect = mesh.sync, place._reconnect  # noqa: SLF001
+
+        def late_sync(*given: object) -> object:
+            assert self._computes.wait(60)
+            return sync(*given)  # type: ignore[no-any-return]
+
+        def told_reconnect(deadline: float) -> None:
+            reconnect(deadline)
+            self._is_back.set()
+
+        mesh.sync, place._reconnect = late_sync, told_reconnect  # noqa: SLF001
+        super().strike(victim)
+        self.others.append(self._pool.submit(self._replace))
+
+    def _replace(self) -> Any:  # noqa: ANN401
+        self._newcomer = threading.get_ident()
+        return super()._replace()
+
+    def comes(self, moment: str) -> None:
+        if threading.get_ident() == self._newcomer and moment.startswith("layer"):
+            self._computes.set()
+            assert self._is_back.wait(60)
+        super().comes(moment)
+
+
+def test_a_rank_whose_stage_another_one_has_got_meanwhile_ends_and_the_others_go_on(
+    undisturbed: dict[int, Any],
+) -> None:
+    trial = Away()
+    with pytest.raises(pmesh.UsageError, match="another one has its stage 1 of the pipeline"):
+        trial.run()
+    number, _, weights = trial.others[0].result()
+    assert (number, weights) == (1, undisturbed[1][1])
 
 
 def test_a_stage_that_is_lost_with_its_copy_ends_the_training_with_its_name() -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pmesh.errors import RosterChanged, UsageError
+from pmesh.errors import RosterChanged
 from pmesh.mlx.pipeline.rules.meeting import (
     Agreement,
     Holding,
@@ -12,6 +12,7 @@ from pmesh.mlx.pipeline.rules.meeting import (
     is_settled,
     is_superfluous,
     neighbour,
+    replaced,
     stages_of,
 )
 
@@ -72,10 +73,23 @@ def test_a_stage_that_is_lost_with_its_copy_is_named() -> None:
         agree(holdings, MACS)
 
 
-def test_a_rank_that_was_away_must_start_again() -> None:
-    away = Holding(2, 1, (5, 6), (5, 6))
-    with pytest.raises(UsageError, match=r"rank 1 \(mac-2\) was away.*start its program again"):
-        agree([veteran(0, 7), away, veteran(2, 7)], MACS)
+def test_a_rank_that_missed_the_end_of_a_meeting_keeps_its_stage() -> None:
+    away = Holding(2, 1, (6, 7), (6, 7), machines=MACS)  # its agent was killed at that moment
+    holdings = [veteran(0, 7), away, veteran(2, 7)]
+    assert not replaced(holdings)
+    assert agree(holdings, MACS) == agreement((0, 1, 2), step=7)
+
+
+def test_a_rank_whose_stage_another_one_has_got_meanwhile_is_named() -> None:
+    away = Holding(2, 1, (5, 6), (5, 6), machines=MACS)
+    assert replaced([veteran(0, 7), away, veteran(1, 7), veteran(2, 7)]) == {1}
+    assert not replaced([NEW, NEW])
+
+
+def test_a_new_rank_takes_a_lost_stage_although_one_that_was_replaced_is_there() -> None:
+    away = Holding(2, 1, (5, 6), (5, 6), machines=MACS)
+    holdings = [away, veteran(1, 7), veteran(2, 7), NEW]
+    assert not is_superfluous(3, holdings)
 
 
 @given(st.data())

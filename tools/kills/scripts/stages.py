@@ -25,6 +25,7 @@ def batch(step: int) -> tuple[mx.array, mx.array]:
 
 def train(job: str, steps: int, ranks: int) -> None:
     with pmesh.connect(job=job, wait_for=ranks) as mesh:
+        print(json.dumps({"rank": mesh.rank}), flush=True)
         mx.random.seed(1)
         count = LAYERS_EACH * ranks
         layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(count)]

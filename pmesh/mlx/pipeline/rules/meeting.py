@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 
 from pmesh.core.values import MAX_TRAINERS
-from pmesh.errors import RosterChanged, UsageError
+from pmesh.errors import RosterChanged
 
 MOST_LAYERS = 4096  # GPT-4 is said to have 120
 Name = Annotated[str, msgspec.Meta(max_length=256)]
@@ -63,15 +63,24 @@ def stages_of(holdings: Sequence[Holding]) -> int:
     return max(len(each.machines) for each in holdings) or len(holdings)
 
 
+def replaced(holdings: Sequence[Holding]) -> set[int]:
+    """Return the ranks that were away while another rank got their stage."""
+    latest = dict[int, int]()
+    for each in holdings:
+        latest[each.stage] = max(each.meetings, latest.get(each.stage, 0))
+    return {rank for rank, each in enumerate(holdings) if each.meetings < latest[each.stage]}
+
+
 def is_superfluous(rank: int, holdings: Sequence[Holding]) -> bool:
     """Return True if the rank is new, and there are enough others for all stages."""
-    room = stages_of(holdings) - sum(each.meetings > 0 for each in holdings)
+    placed = sum(each.meetings > 0 for each in holdings) - len(replaced(holdings))
+    room = stages_of(holdings) - placed
     new = [other for other, each in enumerate(holdings) if not each.meetings]
     return rank in new[max(0, room) :]
 
 
 def is_settled(holdings: Sequence[Holding], steps: int) -> bool:
-    """Return True if no rank is new, and all have their stage's state after so many steps."""
+    """Return True if all were in the last meeting and have their state after so many steps."""
     met = {each.meetings for each in holdings}
     return len(met) == 1 and 0 not in met and all(steps in each.own for each in holdings)
 
@@ -82,11 +91,10 @@ def agree(holdings: Sequence[Holding], names: Sequence[str]) -> Agreement:
     A rank keeps its stage. A new one takes that of a lost rank: if it can, of its own machine.
 
     Args:
-        holdings: of each rank, as many as there are stages.
+        holdings: of each rank, as many as there are stages; none of them is `replaced`.
         names: the machine of each rank.
 
     Raises:
-        UsageError: a rank was away so long that another has its stage.
         RosterChanged: the state of a stage is lost.
 
     >>> been = Holding(1, 1, own=(6, 7), copies=(6,), machines=("mac-1", "mac-2"))
@@ -98,14 +106,8 @@ def agree(holdings: Sequence[Holding], names: Sequence[str]) -> Agreement:
     layers = max(each.layers for each in holdings)
     if not latest:
         return Agreement(ranks=tuple(range(stages)), layers=layers, step=0, receivers=())
-    rank_of = {h.stage: rank for rank, h in enumerate(holdings) if h.meetings == latest}
+    rank_of = {h.stage: rank for rank, h in enumerate(holdings) if h.meetings}
     before = max(each.machines for each in holdings if each.meetings == latest)
-    for rank, holding in enumerate(holdings):
-        if 0 < holding.meetings < latest:
-            raise UsageError(
-                f"rank {rank} ({names[rank]}) was away, and another rank has its stage of the "
-                "pipeline: start its program again"
-            )
     new = [rank for rank, holding in enumerate(holdings) if not holding.meetings]
     lost = [stage for stage in range(stages) if stage not in rank_of]
     at_home = {stage: [r for r in new if names[r] == before[stage]] for stage in lost}
