@@ -1,4 +1,4 @@
-"""The blocks of mlx-lm's language models, for `fully_shard`."""
+"""The blocks of mlx-lm's language models, for `fully_shard` and `split_layers`."""
 
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ def language_model_blocks(model: Any) -> list[Block]:  # noqa: ANN401 - mlx-lm h
     if kind not in FAMILIES:
         raise UsageError(
             f"the blocks of a {kind} are not known, but those of {', '.join(FAMILIES)}: pass "
-            "fully_shard() a list of pmesh.mlx.Block yourself"
+            "a list of pmesh.mlx.Block in its place"
         )
     inner = model.model
     if any(getattr(layer, "use_sliding", False) for layer in inner.layers):

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import mlx.core as mx
 import msgspec
@@ -30,6 +30,7 @@ from pmesh.errors import (
 )
 from pmesh.mlx.flat import utils
 from pmesh.mlx.pipeline.pipeline import STATE_TAG, Pipeline, PipelineReport, ScheduleName, SendAs
+from pmesh.mlx.pipeline.rules.checks import check_by, check_communication, check_whole
 from pmesh.mlx.pipeline.rules.meeting import (
     Agreement,
     Holding,
@@ -75,10 +76,11 @@ class ElasticPipeline:
         optimizer: an optimizer of `mlx.optimizers`, which has not made a step yet.
         by: how many layers each stage has, as for `split_layers`.
         stages_per_rank: as for `split_layers`.
-        micro_batch_size: as for `Pipeline`, and so are the next three.
+        micro_batch_size: as for `Pipeline`, and so are the next four.
         schedule: see there.
         recompute: see there.
         send_as: see there.
+        communication: see there.
         timeout_s: for each message and op.
         wait_s: how long to wait for a rank in place of a lost one, or for an agent of this machine.
 
@@ -100,9 +102,15 @@ class ElasticPipeline:
         schedule: ScheduleName = "1f1b",
         recompute: bool = True,
         send_as: SendAs | None = None,
+        communication: Literal["direct"] = "direct",
         timeout_s: float = 600.0,
         wait_s: float = 3600.0,
     ) -> None:
+        check_whole("stages_per_rank", stages_per_rank)
+        check_whole("micro_batch_size", micro_batch_size)
+        check_communication(communication)
+        if not callable(getattr(optimizer, "init", None)):
+            raise UsageError(f"optimizer is one of mlx.optimizers, not {optimizer!r}")
         self._mesh, self._optimizer = mesh, optimizer
         self._timeout_s, self._wait_s = check_timeout(timeout_s), check_timeout(wait_s, "wait_s")
         self._model: Any = model
@@ -117,7 +125,7 @@ class ElasticPipeline:
             send_as=send_as,
             timeout_s=self._timeout_s,
         )
-        self._holding = Holding(own=(0,), layers=() if by is None else tuple(by))
+        self._holding = Holding(own=(0,), layers=() if by is None else check_by(by))
         self._own: dict[int, Any] = {}
         """The states of this rank's stage by their step."""
         self._copies: dict[int, Values] = {}
@@ -159,21 +167,23 @@ class ElasticPipeline:
         Args:
             batch: takes the number of a step, from 0, and returns x and y as for `Pipeline.step`.
                 The same number may come again after a loss, on each rank.
-            steps: as many as all training so far is to have.
+            steps: as many as all training so far is to have; none are made if it has them.
 
         Yields:
             The number of each step that this rank has made, and its loss.
 
         Raises:
+            UsageError: `batch` does not return two values, or as for `Pipeline.step`.
             RosterChanged: a stage is lost with its copy.
             NotEnoughRanks: nobody has come in place of a lost rank within `wait_s`.
             PmeshError: as for `Pipeline.step`.
         """
+        check_whole("steps", steps, least=0)
         while True:
             while self._step < steps:
                 number = self._step
                 try:
-                    value = self._advance(*batch(number))
+                    value = self._advance(*_pair(batch(number), number))
                 except _LOSSES as e:
                     self._part(e)
                     self._take_places(self._meet())
@@ -352,6 +362,14 @@ class ElasticPipeline:
                 "there, or on another machine",
                 why,
             )
+
+
+def _pair(found: Any, number: int) -> tuple[Any, Any]:  # noqa: ANN401 - what a user's function returns
+    kind = type(found).__name__
+    if not isinstance(found, tuple | list) or len(cast("list[Any]", found)) != 2:  # noqa: PLR2004
+        raise UsageError(f"batch({number}) returns x and y, not {kind}")
+    x, y = cast("list[Any]", found)
+    return x, y
 
 
 def _in_new_containers(tree: Any) -> Any:  # noqa: ANN401 - a tree of arrays

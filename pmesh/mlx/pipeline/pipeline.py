@@ -19,6 +19,14 @@ from pmesh.core.ops.reductions import Values
 from pmesh.errors import RosterChanged, UsageError
 from pmesh.mlx.flat import as_arrays, utils
 from pmesh.mlx.pipeline.passes import Name, Passes
+from pmesh.mlx.pipeline.rules.checks import (
+    DIFFERENT,
+    NO_ARRAYS,
+    NOTHING,
+    check_communication,
+    check_rows,
+    check_whole,
+)
 from pmesh.mlx.pipeline.rules.narrow import from_int8_untrusted, to_int8
 from pmesh.mlx.pipeline.rules.schedules import (
     AHEAD,
@@ -92,6 +100,7 @@ class Pipeline:
         send_as: "bfloat16" sends float32 activations and gradients as bfloat16. A stage then gets
             its input as bfloat16. "int8" sends them in a quarter of the bytes, with a scale for
             each 256 values; a stage then gets float32, off by at most 1/254 of the most of 256.
+        communication: "direct": messages go from stage to stage, and nobody else keeps them.
         timeout_s: for each message and op; a message may wait for most of a step.
 
     Raises:
@@ -110,10 +119,15 @@ class Pipeline:
         schedule: ScheduleName = "1f1b",
         recompute: bool = True,
         send_as: SendAs | None = None,
+        communication: Literal["direct"] = "direct",
         timeout_s: float = 600.0,
     ) -> None:
-        if micro_batch_size < 1:
-            raise UsageError(f"micro_batch_size is at least 1, not {micro_batch_size}")
+        check_whole("micro_batch_size", micro_batch_size)
+        check_communication(communication)
+        if not isinstance(stage, Stage):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UsageError(f"stage is what split_layers returns, not a {type(stage).__name__}")
+        if not callable(loss):
+            raise UsageError(f"loss is a function of the output and y, not {loss!r}")
         if send_as not in (None, *get_args(SendAs)):
             raise UsageError(f"send_as is 'bfloat16', 'int8' or None, not {send_as!r}")
         layout = stage.layout
@@ -167,8 +181,8 @@ class Pipeline:
             `stage.trainable_parameters()`, evaluated, in the dtypes of the weights.
 
         Raises:
-            UsageError: the first rank has no x, the last one no y, or they differ in rows: on all
-                ranks, before anything is sent.
+            UsageError: the first rank has no x, the last one no y, these are no arrays of MLX, or
+                they differ in rows: on all ranks, before anything is sent.
             RosterChanged: ranks are lost, and their stages too.
             PmeshError: as for `recv`.
         """
@@ -202,22 +216,20 @@ class Pipeline:
         )
 
     def _agree_on_rows(self, x: Any, y: Any) -> int:  # noqa: ANN401 - as above
-        sizes = {len(a) for a in as_arrays({"y": y}).values()} if y is not None else {-1}
-        own = np.array([-1 if x is None else len(x), sizes.pop() if len(sizes) == 1 else -2])
+        own = np.array([_rows_of(None if x is None else [x]), _rows_of(y)])
         found = self._mesh.all_gather(own[None], self._timeout_s)
-        of_x, of_y = int(found[0, 0]), int(found[-1, 1])
-        last = self._mesh.size - 1
-        if of_x == -1:
-            raise UsageError("rank 0 has passed no x: it has the first stage")
-        if of_y == -1:
-            raise UsageError(f"rank {last} has passed no y: it has the last stage")
-        if of_x != of_y or of_x < 1:
-            rows = "arrays of different numbers of" if of_y == -2 else str(of_y)  # noqa: PLR2004
-            raise UsageError(
-                f"x on rank 0 has {of_x} rows and y on rank {last} has {rows} rows: they must have "
-                "the same number, at least 1"
-            )
-        return of_x
+        return check_rows(int(found[0, 0]), int(found[-1, 1]), self._mesh.size - 1)
+
+
+def _rows_of(tree: Any) -> int:  # noqa: ANN401 - a tree of arrays
+    """Return the rows of its arrays, or what else `check_rows` knows."""
+    if tree is None:
+        return NOTHING
+    leaves: list[object] = list(as_arrays(tree).values())
+    if not all(isinstance(a, mx.array) and a.ndim for a in leaves):
+        return NO_ARRAYS
+    rows = {len(a) for a in as_arrays(tree).values()}
+    return rows.pop() if len(rows) == 1 else DIFFERENT
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from pmesh.errors import UsageError
 from pmesh.mlx.families import language_model_blocks
 from pmesh.mlx.flat import as_arrays
 from pmesh.mlx.fully_sharded import Block
+from pmesh.mlx.pipeline.rules.checks import check_by, check_whole
 from pmesh.mlx.pipeline.rules.splitting import check_counts, plan_split
 
 nn: Any = importlib.import_module("mlx.nn")  # it has no types
@@ -85,13 +86,13 @@ def split_layers(
         UsageError: there are too few layers, they do not fit, or `by` is not for them.
         PmeshError: as for `all_gather`.
     """
-    if stages_per_rank < 1:
-        raise UsageError(f"stages_per_rank is at least 1, not {stages_per_rank}")
+    check_whole("stages_per_rank", stages_per_rank)
+    counts = None if by is None else check_by(by)
     layers = _layers_of(model)
     stages = mesh.size * stages_per_rank
-    if by is not None:
-        check_counts(by, len(layers), stages)
-    counts = list(by) if by is not None else _measured(layers, mesh, stages_per_rank)
+    if counts is None:
+        counts = tuple(_measured(layers, mesh, stages_per_rank))
+    check_counts(counts, len(layers), stages)
     chunks, at = list[tuple[Block, ...]](), 0
     for count in counts:
         chunks.append(tuple(b for layer in layers[at : at + count] for b in layer))
@@ -104,7 +105,7 @@ def split_layers(
     modules = {id(m): m for chunk in own.values() for block in chunk for m in block.modules}
     order = [each for each in ranks_of if each in modules]  # of the model, as on all ranks
     holders = tuple(tuple(sorted(ranks_of[each])) for each in order)
-    return Stage(Layout(stages, own, tuple(counts), holders), [modules[each] for each in order])
+    return Stage(Layout(stages, own, counts, holders), [modules[each] for each in order])
 
 
 def _layers_of(model: Any) -> list[list[Block]]:  # noqa: ANN401 - as above
@@ -113,6 +114,13 @@ def _layers_of(model: Any) -> list[list[Block]]:  # noqa: ANN401 - as above
         model = model.layers
     if isinstance(model, Sequence):
         blocks = list[Any](model)  # pyright: ignore[reportUnknownArgumentType]
+        for i, block in enumerate(blocks):
+            if not isinstance(block, Block | nn.Module):
+                kind = type(block).__name__
+                raise UsageError(
+                    f"layer {i} of the model is of the type {kind}: pass modules of mlx.nn, or "
+                    "pmesh.mlx.Block objects"
+                )
         return [[b if isinstance(b, Block) else Block((b,), b)] for b in blocks]
     first, *middle, last = language_model_blocks(model)
     layers = [[block] for block in middle]

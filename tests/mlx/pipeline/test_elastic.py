@@ -173,7 +173,7 @@ class Away(CutOff):
 
         def late_sync(*given: object) -> object:
             assert self._computes.wait(60)
-            return sync(*given)  # type: ignore[no-any-return]
+            return sync(*given)
 
         def told_reconnect(deadline: float) -> None:
             reconnect(deadline)

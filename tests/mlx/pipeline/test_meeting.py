@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pmesh.errors import RosterChanged
+from pmesh.errors import RosterChanged, UsageError
 from pmesh.mlx.pipeline.rules.meeting import (
     Agreement,
     Holding,
@@ -122,6 +122,17 @@ def test_a_lost_rank_costs_at_most_the_step_under_way(data: st.DataObject) -> No
 def test_the_layers_are_those_that_any_rank_knows() -> None:
     holdings = [Holding(own=(0,), layers=(2, 3)), NEW]
     assert agree(holdings, MACS[:2]).layers == (2, 3)
+
+
+def test_ranks_that_begin_with_other_layers_are_told_so() -> None:
+    holdings = [Holding(own=(0,), layers=(2, 3)), Holding(own=(0,), layers=(3, 2))]
+    with pytest.raises(UsageError, match=r"some ranks have by=\[2, 3\], others \[3, 2\]"):
+        agree(holdings, MACS[:2])
+
+
+def test_a_new_rank_gets_the_layers_that_the_others_have() -> None:
+    others = [Holding(1, stage, (3,), (3,), (2, 3, 1), MACS) for stage in (0, 2)]
+    assert agree([*others, Holding(own=(0,), layers=(3, 1, 2))], MACS).layers == (2, 3, 1)
 
 
 def test_ranks_that_nobody_needs_are_the_latest_new_ones() -> None:

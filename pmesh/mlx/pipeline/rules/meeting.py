@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 
 from pmesh.core.values import MAX_TRAINERS
-from pmesh.errors import RosterChanged
+from pmesh.errors import RosterChanged, UsageError
 
 MOST_LAYERS = 4096  # GPT-4 is said to have 120
 Name = Annotated[str, msgspec.Meta(max_length=256)]
@@ -80,9 +80,13 @@ def is_superfluous(rank: int, holdings: Sequence[Holding]) -> bool:
 
 
 def is_settled(holdings: Sequence[Holding], steps: int) -> bool:
-    """Return True if all were in the last meeting and have their state after so many steps."""
+    """Return True if all were in the last meeting and have made so many steps."""
     met = {each.meetings for each in holdings}
-    return len(met) == 1 and 0 not in met and all(steps in each.own for each in holdings)
+    return (
+        len(met) == 1
+        and 0 not in met
+        and all(max(each.own, default=0) >= steps for each in holdings)
+    )
 
 
 def agree(holdings: Sequence[Holding], names: Sequence[str]) -> Agreement:
@@ -95,6 +99,7 @@ def agree(holdings: Sequence[Holding], names: Sequence[str]) -> Agreement:
         names: the machine of each rank.
 
     Raises:
+        UsageError: at the first meeting, ranks have different numbers of layers for the stages.
         RosterChanged: the state of a stage is lost.
 
     >>> been = Holding(1, 1, own=(6, 7), copies=(6,), machines=("mac-1", "mac-2"))
@@ -103,8 +108,12 @@ def agree(holdings: Sequence[Holding], names: Sequence[str]) -> Agreement:
     """
     stages = len(holdings)
     latest = max(each.meetings for each in holdings)
-    layers = max(each.layers for each in holdings)
+    layers = max(each.layers for each in holdings if each.meetings == latest)
     if not latest:
+        if len(told := sorted({each.layers for each in holdings if each.layers})) > 1:
+            raise UsageError(
+                f"some ranks have by={list(told[0])}, others {list(told[1])}: pass the same"
+            )
         return Agreement(ranks=tuple(range(stages)), layers=layers, step=0, receivers=())
     rank_of = {h.stage: rank for rank, h in enumerate(holdings) if h.meetings}
     before = max(each.machines for each in holdings if each.meetings == latest)
