@@ -83,6 +83,8 @@ TOOLS = (
     Tool("pipelined", "a token of a model on two machines", "tools.pipelined:measure"),
     Tool("pipeline-speed", "a step of training in stages beside torch's Schedule1F1B",
          "tools.pipeline_speed:measure", lab="needed"),
+    Tool("pipeline-store", "a step in stages whose activations a store keeps",
+         "tools.pipeline_store:measure", lab="needed"),
     Tool("checkpoints", "what an asynchronous save costs a step", "tools.bench_checkpoints:run"),
     Tool("sync", "what pmesh run --sync costs a training", "tools.sync_speed:run", lab="needed"),
     Tool("shares", "unequal ranks, by measured speed", "tools.shares:run", lab="needed"),
