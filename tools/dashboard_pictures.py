@@ -134,7 +134,7 @@ class Story:
             Event(number=n, time=noon + timedelta(seconds=at), uptime_s=at, kind=kind, text=text)
             for n, (at, kind, text) in enumerate(new)
         )
-        return EventPage(schema=7, node="0", name=NAMES[0], incarnation="0", next=0, events=events)
+        return EventPage(schema=8, node="0", name=NAMES[0], incarnation="0", next=0, events=events)
 
 
 def _zeros(of: type[msgspec.Struct], name: str) -> dict[str, int]:

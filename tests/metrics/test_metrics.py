@@ -77,7 +77,7 @@ def page(*kinds: EventKind) -> EventPage:
         Event(number=n, time=at, uptime_s=n, kind=k, text="text") for n, k in enumerate(kinds)
     )
     return EventPage(
-        schema=7, node="x", name="mac-1", incarnation="0" * 16, next=len(events), events=events
+        schema=8, node="x", name="mac-1", incarnation="0" * 16, next=len(events), events=events
     )
 
 
