@@ -138,7 +138,9 @@ def test_an_exception_comes_back_with_its_class_message_and_traceback() -> None:
         assert error.__notes__ == [error.remote_traceback]
         with pytest.raises(RemoteCallFailed, match="SystemExit: 3"):
             mesh.rpc.call(1, "leave")
-        with pytest.raises(RemoteCallFailed, match="UnsupportedArray: a object can't be"):
+        with pytest.raises(
+            RemoteCallFailed, match="UnsupportedArray: a value of type object can't be"
+        ):
             mesh.rpc.call(1, "odd")
 
     pair(caller, callee)
@@ -158,12 +160,22 @@ def test_bad_calls_are_named_before_anything_is_sent() -> None:
 
     def caller(mesh: pmesh.Mesh) -> None:
         rpc = mesh.rpc
-        with pytest.raises(UnsupportedArray, match=r"seed\.x: a object can't be"):
+        wrong_rank: Any = "1"
+        with pytest.raises(
+            UnsupportedArray, match=r"argument seed\.x: a value of type object can't be sent"
+        ):
             rpc.call(1, "note", seed={"x": object()})
-        with pytest.raises(UnsupportedArray, match="0: a function can't be"):
+        with pytest.raises(UnsupportedArray, match="argument 0: a value of type function can't be"):
             rpc.call_async(1, "note", callee)
         with pytest.raises(UsageError, match="there is no rank 2: there are ranks 0 to 1"):
             rpc.call(2, "note", 1)
+        with pytest.raises(UsageError, match="a rank is an int, not '1'"):
+            rpc.call(wrong_rank, "note", 1)
+        by_itself: Any = called.append
+        with pytest.raises(UsageError, match=r"call\(1, 'append'\), not by a builtin"):
+            rpc.call(1, by_itself, 1)
+        with pytest.raises(UnsupportedArray, match=r"item 1: x: a value of type object can't"):
+            rpc.map("note", [{"x": 1}, {"x": object()}])
         with pytest.raises(UsageError, match="there is no rank -1"):
             rpc.map("note", [1], ranks=[-1])
         with pytest.raises(UsageError, match="different ranks, at least one"):
@@ -434,7 +446,7 @@ def test_an_object_stays_and_its_named_methods_can_be_called_until_it_is_let_go(
         forgotten = mesh.rpc.remote(1, "make")
         del forgotten
         assert freed.wait(PATIENCE_S)
-        with pytest.raises(UsageError, match="it returns a list, whose class has no remote_m"):
+        with pytest.raises(UsageError, match="its result's class list has no remote_m"):
             mesh.rpc.remote(1, "list")
 
     pair(caller, callee)

@@ -4,6 +4,7 @@
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 
 import pmesh
@@ -15,8 +16,9 @@ from pmesh.errors import (
     UsageError,
 )
 from pmesh.ids import TrainerId
+from pmesh.rpc.client.serving import Serving
 from pmesh.rpc.client.values import Arriving, pack, unpack_arguments_untrusted
-from pmesh.rpc.wire import Apart, Failure, Kept, Release, Request, Result, Value
+from pmesh.rpc.wire import AnyFrame, Apart, Failure, Kept, Release, Request, Result, Value
 from pmesh.testing import SimulatedMesh
 from tests.rpc.ranks import LARGE, Gate, echoing, pair
 
@@ -47,6 +49,24 @@ def test_answers_to_other_questions_or_of_other_ranks_are_not_taken() -> None:
             unpack_arguments_untrusted(Arriving(pack([1], None).value))
 
     pair(caller, gate.register)
+
+
+def test_an_unknown_function_is_named_before_the_arguments_have_come() -> None:
+    posted = list[AnyFrame]()
+
+    def post(to: TrainerId, frame: AnyFrame, arrays: list[Any], timeout_s: float) -> None:
+        assert (to, arrays, timeout_s) == (TrainerId(1), [], 60.0)
+        posted.append(frame)
+
+    serving = Serving(lambda: TrainerId(0), post, iter(range(9)).__next__)
+    serving.register("evaluate", len)
+    value = Value(b"", (Apart(2**32, 9),))
+    (take,) = serving.request(TrainerId(1), Request(0, "evalaute", value, 60.0))
+    (failure,) = posted
+    assert isinstance(failure, Failure)
+    assert "no such function (registered are: evaluate)" in failure.message
+    take(np.zeros(9, np.uint8))
+    assert len(posted) == 1
 
 
 def test_a_result_for_which_there_is_no_memory_is_an_error_of_the_call() -> None:

@@ -236,8 +236,8 @@ def _describe_plain(x: object, where: str) -> _Scalar:
     if x is None or type(x) in (bool, int, float, str):
         return _Plain(cast("bool | int | float | str | None", x))
     raise UnsupportedArray(
-        f"{where}a {type(x).__name__} can't be part of a state; use arrays, None, bool, int, "
-        "float, str and bytes, in dicts, lists and tuples"
+        f"{where}a value of type {type(x).__name__} can't be sent or saved; use arrays, None, "
+        "bool, int, float, str and bytes, in dicts, lists and tuples"
     )
 
 

@@ -3,6 +3,7 @@
 import queue
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import index
 from typing import Any, Self, TypeVar, overload
 from weakref import finalize
 
@@ -14,6 +15,7 @@ from pmesh.ids import TrainerId
 from pmesh.rpc.client.carrier import TICK_S
 from pmesh.rpc.client.endpoint import CALL_TIMEOUT_S, Call, Endpoint
 from pmesh.rpc.client.serving import THREADS, WAITING, check_function
+from pmesh.rpc.client.values import check_items
 from pmesh.rpc.rules.deal import Deal, Dealt
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -205,7 +207,7 @@ class Rpc:
             HistorySuperseded: the job has continued without this rank.
             AgentStopped: the agent on this machine has stopped.
         """
-        callee = self._trainer_at(rank)
+        callee = self._callee(rank, function)
         return self._endpoint.begin(callee, function, args, named, timeout_s).result()
 
     def call_async(
@@ -222,7 +224,7 @@ class Rpc:
         The arguments may be changed once this has returned. The handle's `wait` returns the result
         or raises the error, and `cancel` gives the call up.
         """
-        callee = self._trainer_at(rank)
+        callee = self._callee(rank, function)
         return RemoteCall(self._endpoint.begin(callee, function, args, named, timeout_s))
 
     def remote(
@@ -246,7 +248,7 @@ class Rpc:
             UsageError: the result's class has no `remote_methods`.
             PmeshError: as for `call`.
         """
-        callee = self._trainer_at(rank)
+        callee = self._callee(rank, function)
         call = self._endpoint.begin(callee, function, args, named, timeout_s, keeps=True)
         return RemoteObject(self._endpoint, callee, call.reference(), function)
 
@@ -273,8 +275,10 @@ class Rpc:
 
         Raises:
             RankLost: all of the ranks are lost.
+            UnsupportedArray: an item can't be sent; nothing was.
             PmeshError: as for `call`, of the first call that fails; the others are cancelled.
         """
+        check_name(function)
         trainers = self._trainers(ranks)
         return Map(self._endpoint, function, list(items), trainers, timeout_s).run()
 
@@ -289,11 +293,31 @@ class Rpc:
             return lambda: self._place.world.trainers
         if len(ranks) == 0 or len(set(ranks)) < len(ranks):
             raise UsageError(f"map takes different ranks, at least one, not {list(ranks)}")
-        chosen = [self._trainer_at(rank) for rank in ranks]
+        chosen = [self._at(rank) for rank in ranks]
         return lambda: chosen
+
+    def _callee(self, rank: int, function: str) -> TrainerId:
+        check_name(function)
+        return self._at(rank)
+
+    def _at(self, rank: int) -> TrainerId:
+        try:
+            return self._trainer_at(index(rank))
+        except TypeError:
+            raise UsageError(f"a rank is an int, not {rank!r}") from None
 
 
 make_public(Rpc)
+
+
+def check_name(function: object) -> None:
+    """Raise UsageError unless a function is called by its name."""
+    if not isinstance(function, str):
+        name = getattr(function, "__name__", "evaluate")
+        raise UsageError(
+            f"a function is called by the name under which it is registered, as in "
+            f"mesh.rpc.call(1, {name!r}), not by a {type(function).__name__}"
+        )
 
 
 class Map:
@@ -312,6 +336,7 @@ class Map:
         self._items = items
         self._timeout_s = timeout_s
         self._ranks = ranks
+        check_items(items)
         self._deal = Deal(len(items))
         self._results: list[object] = [None] * len(items)
         self._ended = queue.SimpleQueue[tuple[Dealt, Call]]()

@@ -93,6 +93,10 @@ class Serving:
         """Take a call, or answer that there is no room; return who waits for its large arrays."""
         call, arriving = Call(caller, request.call), Arriving(request.arguments)
         apart = request.arguments.apart
+        if request.reference < 0 and (why := self._lacks(request.name)):
+            # At once: its arrays may take long.
+            self._post(caller, Failure(request.call, REFUSED, why), [], request.timeout_s)
+            return [_ignore] * len(apart)
         with self._lock:
             answer = self._service.request(call, nbytes=request.arguments.nbytes, arrays=len(apart))
             if answer is Answer.TAKEN:
@@ -203,8 +207,8 @@ class Serving:
     def _keep(self, call: Call, result: object) -> int:
         if not _methods_of(result):
             raise _Refused(
-                f"it returns a {type(result).__name__}, whose class has no remote_methods: name "
-                'there what may be called, as in remote_methods = ("step",)'
+                f"its result's class {type(result).__name__} has no remote_methods: name there "
+                'what may be called, as in remote_methods = ("step",)'
             )
         with self._lock:
             reference = self._service.keep(call)
@@ -217,17 +221,21 @@ class Serving:
         """Return an object that the caller holds, else None; the lock is held."""
         return self._objects[reference] if self._service.holds(caller, reference) else None
 
+    def _lacks(self, name: str) -> str:
+        """Return an empty text, or one that says that there is no such function."""
+        with self._lock:
+            if name in self._functions:
+                return ""
+            names = ", ".join(sorted(self._functions)) or "none"
+        return (
+            f"it has registered no such function (registered are: {names}); put "
+            "@mesh.rpc.register before it"
+        )
+
     def _function(self, request: Request, kept: object) -> Callable[..., object]:
         if request.reference < 0:
             with self._lock:
-                function = self._functions.get(request.name)
-                names = ", ".join(sorted(self._functions)) or "none"
-            if function is None:
-                raise _Refused(
-                    f"it has registered no such function (registered are: {names}); put "
-                    "@mesh.rpc.register before it"
-                )
-            return function
+                return self._functions[request.name]  # it was there when the call came
         if kept is None:
             raise _Gone("the object is not there any more")
         methods = _methods_of(kept)
@@ -236,6 +244,10 @@ class Serving:
                 f"{type(kept).__name__}.remote_methods has {', '.join(methods)} and not this"
             )
         return cast("Callable[..., object]", getattr(kept, request.name))
+
+
+def _ignore(_: Came) -> None:
+    """Take an array of a call that was refused."""
 
 
 def _methods_of(x: object) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from pmesh.errors import (
     RankLost,
     RemoteCallFailed,
     TooManyCalls,
+    UnsupportedArray,
     UsageError,
 )
 from pmesh.rpc.wire import (
@@ -101,10 +102,22 @@ def pack_arguments(
     named: Mapping[str, object],
     next_tag: Callable[[], int] | None,
 ) -> Packed:
-    """Pack positional and named arguments; an error names the argument."""
+    """Pack positional and named arguments; an error names the argument, as pack's does."""
     both: dict[int | str, object] = dict(enumerate(args))
     both.update(named)
-    return pack(both, next_tag)
+    try:
+        return pack(both, next_tag)
+    except UnsupportedArray as e:
+        raise UnsupportedArray(f"argument {e}") from None
+
+
+def check_items(items: Sequence[object]) -> None:
+    """Raise UnsupportedArray, which names the item, if one of them can't be sent."""
+    for number, item in enumerate(items):
+        try:
+            describe(item)
+        except UnsupportedArray as e:
+            raise UnsupportedArray(f"item {number}: {e}") from None
 
 
 def unpack_arguments_untrusted(arriving: Arriving) -> tuple[list[object], dict[str, object]]:

@@ -201,9 +201,9 @@ def test_containers_of_a_class_of_its_own_keep_it_where_the_receiver_has_it_too(
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"a": [object()]}, "^a.0: a object can't be part of a state"),
-        ({"a": {1, 2}}, "^a: a set can't"),
-        ({(1, 2): 3}, "^a tuple can't"),
+        ({"a": [object()]}, "^a.0: a value of type object can't be sent or saved"),
+        ({"a": {1, 2}}, "^a: a value of type set can't"),
+        ({(1, 2): 3}, "^a value of type tuple can't"),
         (np.ones(2, object), "an array of object is more than its bytes"),
         ({"x": np.ones(2, "f4,i4")}, r"^x: an array of .* is more than its bytes"),
         ({"x": np.ma.masked_array([1], [True])}, "^x: a MaskedArray means more than its values"),
