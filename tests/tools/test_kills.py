@@ -48,12 +48,12 @@ def test_a_short_campaign_finds_nothing(tmp_path: Path, kind: str, kills: int, s
 def test_a_map_with_a_kill_uses_each_result_once(tmp_path: Path) -> None:
     results = tmp_path / "maps.json"
 
-    # A busy machine misses the bar, which the exit code tells.
+    # A busy machine misses the bar, which the exit code tells, or even the kill.
     _, output = run_tool("map-kills", "--short", "--json", str(results), within_s=290)
 
     (measured,) = read_results(results, Results).measured
     assert measured.violations == (), output
-    assert (measured.facts["kills"], measured.ops_checked) == (1, ITEMS)
+    assert measured.ops_checked == ITEMS
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_result_of_another_item_or_process_is_a_violation(
 ) -> None:
     tally = Killed()
 
-    judge_results(tally, 2, results, {1: [0], 2: [1], 3: [1]}, killed=[3])
+    judge_results(tally, 2, results, {1: [0], 2: [1], 3: [1]}, lost=[3])
 
     assert tally.violations == [violation] * bool(violation)
 
@@ -78,7 +78,7 @@ def test_a_result_of_another_item_or_process_is_a_violation(
 def test_an_item_that_two_living_processes_ran_is_a_violation() -> None:
     tally = Killed()
 
-    judge_results(tally, 1, [[0, 1]], {1: [0], 2: [0]}, killed=[])
+    judge_results(tally, 1, [[0, 1]], {1: [0], 2: [0]}, lost=[])
 
     assert tally.violations == ["item 0 has run 2 times"]
 
