@@ -2,6 +2,7 @@
 """Calls as a script makes them, among ranks in threads."""
 
 import contextlib
+import gc
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from pmesh.errors import (
     UsageError,
 )
 from pmesh.net.sessions.arena_pools import MAX_LENT
+from pmesh.rpc.client.calls import RemoteObject
 from pmesh.rpc.client.carrier import BORROWED_BYTES
 from pmesh.testing import SimulatedMesh
 from tests.rpc.ranks import LARGE, Gate, echoing, pair
@@ -450,6 +452,27 @@ def test_an_object_stays_and_its_named_methods_can_be_called_until_it_is_let_go(
             mesh.rpc.remote(1, "list")
 
     pair(caller, callee)
+
+
+def test_a_failed_call_does_not_keep_the_objects_of_the_function_that_made_it() -> None:
+    freed = threading.Event()
+
+    def fail(held: RemoteObject) -> None:
+        handle = held.call_async("secret")
+        with contextlib.suppress(UsageError):
+            handle.wait()
+        with contextlib.suppress(UsageError):
+            held.call("secret")
+
+    def caller(mesh: pmesh.Mesh) -> None:
+        gc.disable()
+        try:
+            fail(mesh.rpc.remote(1, "make"))
+            assert freed.wait(PATIENCE_S)
+        finally:
+            gc.enable()
+
+    pair(caller, lambda mesh: mesh.rpc.register(lambda: Counter(freed), name="make"))
 
 
 def test_an_object_that_was_let_go_stays_until_the_calls_that_have_begun_have_ended() -> None:

@@ -67,7 +67,7 @@ class Call:
 
     def result_within(self, wait_s: float | None) -> object:
         """Wait for the result at most so long; raise TimeoutError if there is none yet."""
-        return self._take(self.future.result(wait_s))
+        return self._take(self._ended(wait_s))
 
     def give_up(self, why: str) -> None:
         """End the call without a result, unless it has ended."""
@@ -88,12 +88,29 @@ class Call:
         except BaseException:
             self.give_up("it was interrupted")
             raise
+        return self._ended(None)
+
+    def _ended(self, wait_s: float | None) -> Answer:
+        """Return the answer, or raise a copy of the error.
+
+        The traceback of what is raised has the caller's frame, which has this call. In a cycle, all
+        that this frame refers to would stay until the garbage collector runs: objects elsewhere.
+        """
+        error = self.future.exception(wait_s)
+        if error is not None:
+            raise _copy_of(error)
         return self.future.result()
 
     def _take(self, answer: Answer) -> object:
         if answer.value is None:
             raise ProtocolError("a call has ended without a value")
         return answer.value.unpack_untrusted()
+
+
+def _copy_of(error: BaseException) -> BaseException:
+    made = type(error).__new__(type(error), *error.args)
+    vars(made).update(vars(error))
+    return made
 
 
 class Endpoint:
