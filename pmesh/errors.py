@@ -233,6 +233,20 @@ class RosterChanged(RunError):
     """
 
 
+class NonFiniteGradients(RunError):
+    """Gradients are NaN or infinite, and `average_gradients` was told to watch for that.
+
+    The message names the ranks. Leave out this step on all ranks, or let `on_nonfinite="skip"`
+    leave out those ranks; look at their data.
+    See docs/how-to/troubleshooting.md#nobodys-runerror.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        """Take the ranks whose gradients they are; none if only the sum is too large."""
+        super().__init__(message)
+        self.ranks = ranks
+
+
 class GroupBroken(RunError):
     """A group has lost a rank, or its job has ended.
 

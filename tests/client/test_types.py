@@ -53,6 +53,7 @@ def ask_for_facts(mesh: pmesh.Mesh) -> None:
     assert_type(kept, dict[str, AnyArray])
     mesh.load_error_feedback_state(kept)
     mesh.report(loss=0.5)
+    assert_type(mesh.compare(kept), pmesh.Compared)
 
 
 def reduce(mesh: pmesh.Mesh) -> None:
@@ -65,6 +66,7 @@ def reduce(mesh: pmesh.Mesh) -> None:
     assert_type(mesh.all_reduce(tree), dict[str, mx.array])
     assert_type(mesh.all_reduce((x, [m])), tuple[Floats, list[mx.array]])
     assert_type(mesh.average_gradients([m, m], weight=2), list[mx.array])
+    assert_type(mesh.average_gradients([m, m], on_nonfinite="skip"), list[mx.array])
     grads: list[Floats | None] = [x, None]
     assert_type(mesh.average_gradients(grads, missing="zeros"), list[Floats | None])
     assert_type(mesh.broadcast(x), Floats)

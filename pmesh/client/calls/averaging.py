@@ -19,12 +19,14 @@ from pmesh.client.collective.bucketed import (
     Arrays,
     Collective,
     LastOp,
+    OnNonfinite,
     run_alone,
     take_apart,
     written_into,
 )
 from pmesh.client.collective.buckets import backward_order
 from pmesh.client.collective.differences import fill_missing
+from pmesh.client.collective.guard import check_alone
 from pmesh.client.elastic.place import Place
 from pmesh.client.feedback.call import Compression, chosen_for_gradients
 from pmesh.client.session.session import TrainerSession
@@ -53,6 +55,7 @@ class Averaging(Reducing):
         strategy: Strategy = ...,
         compression: Scheme | str | None = ...,
         missing: Missing = ...,
+        on_nonfinite: OnNonfinite = ...,
         async_op: Literal[False] = ...,
     ) -> T: ...
     @overload
@@ -67,6 +70,7 @@ class Averaging(Reducing):
         strategy: Strategy = ...,
         compression: Scheme | str | None = ...,
         missing: Missing = ...,
+        on_nonfinite: OnNonfinite = ...,
         async_op: Literal[True],
     ) -> Handle[T]: ...
     def average_gradients(
@@ -80,6 +84,7 @@ class Averaging(Reducing):
         strategy: Strategy = "auto",
         compression: Scheme | str | None = None,
         missing: Missing = "error",
+        on_nonfinite: OnNonfinite = "keep",
         async_op: bool = False,
     ) -> T | Handle[T]:
         """Return the mean of all ranks' gradients, weighted by the ranks' weights.
@@ -109,6 +114,11 @@ class Averaging(Reducing):
                 has an array. "error": the call fails. "zeros": it counts as zeros, with this rank's
                 weight, and all ranks get the mean. The same on all ranks; costs one more small op;
                 not possible with `out=`.
+            on_nonfinite: what happens if a gradient of some rank is NaN or infinite; the same on
+                all ranks. "keep": the mean is NaN or infinite, too. "raise": all ranks get
+                NonFiniteGradients, which names the rank. "skip": the gradients of that rank are
+                left out, with its weight, and a warning names it. As long as all are finite, both
+                cost one pass over the mean (compressed: over this rank's gradients) and no op.
             async_op: return a handle at once.
 
         Returns:
@@ -118,6 +128,7 @@ class Averaging(Reducing):
         Raises:
             UnsupportedCompression: the compression does not fit these gradients.
             UsageError: the weights of all ranks add up to 0.
+            NonFiniteGradients: as `on_nonfinite` says; with "skip" if no rank is left.
             OpMismatch: the paths, shapes or dtypes of the ranks differ, or only some have None.
             PmeshError: as for `all_reduce`.
         """
@@ -125,6 +136,10 @@ class Averaging(Reducing):
             raise UsageError(f"a weight is a number of samples, at least 0, not {weight}")
         if missing not in get_args(Missing):
             raise UsageError(f"missing is one of {get_args(Missing)}, not {missing!r}")
+        if on_nonfinite not in get_args(OnNonfinite):
+            raise UsageError(
+                f"on_nonfinite is one of {get_args(OnNonfinite)}, not {on_nonfinite!r}"
+            )
         if bucket_bytes < 1:
             raise UsageError(f"bucket_bytes is at least 1, not {bucket_bytes}")
         arrays = take_apart(grads, reduction="mean", lazily=True)
@@ -137,6 +152,7 @@ class Averaging(Reducing):
             bucket_bytes=bucket_bytes,
             timeout_s=check_timeout(timeout_s),
             backward=backward_order(arrays.tree, arrays.leaves, bucket_bytes),
+            on_nonfinite=on_nonfinite,
         )
         default = self._place.compression
         choose = partial(chosen_for_gradients, compression, default, strategy=named)
@@ -150,7 +166,9 @@ class Averaging(Reducing):
             return cast("T | Handle[T]", result)
         if out is not None:
             arrays = written_into(arrays, out)
-        result = self._run(wanted, arrays, compression=scheme, async_op=async_op)
+        result = self._run(
+            wanted, arrays, compression=scheme, async_op=async_op, writes=out is not None
+        )
         return cast("T | Handle[T]", result)
 
     def _run_filled(
@@ -170,6 +188,7 @@ class Averaging(Reducing):
             return (filled, results), last
 
         def alone(world: World) -> tuple[tuple[Arrays, list[object]], LastOp | None]:
+            check_alone(wanted, arrays, world)
             results, last = run_alone(wanted, arrays.detached(), world)
             return (arrays, results), last
 

@@ -30,6 +30,7 @@ from pmesh.client.collective.bucketed import (
     written_into_one,
 )
 from pmesh.client.collective.differences import name_differences, only_orders_differ
+from pmesh.client.collective.guard import check_alone, run_guarded
 from pmesh.client.elastic.place import Place
 from pmesh.client.feedback.call import (
     Compression,
@@ -392,9 +393,11 @@ class Reducing(Caller):
         compression: Compression | None = None,
         async_op: bool,
         keep: bool = True,
+        writes: bool = False,
     ) -> object:
         """Run an op for each bucket of a tree; return a tree like it, or a handle of one."""
-        late = async_op or not self._line.idle
+        # What is written into out= may be what is averaged once more, so it is written at the end.
+        late = async_op or not self._line.idle or (writes and wanted.on_nonfinite != "keep")
         laid = arrays.evaluated().detached() if late else arrays  # MLX's graphs belong to threads
         ops = self._ops(wanted, laid, compression)
         finish: Callable[[list[Any]], object] = arrays.tree.rebuild
@@ -402,7 +405,7 @@ class Reducing(Caller):
             finish = _drop
         elif late:
             finish = partial(rebuild_late, arrays)
-        alone = partial(run_alone, wanted, laid)
+        alone = partial(_alone, wanted, laid)
         run = partial(Place.run, ops=ops, alone=alone, timeout_s=wanted.timeout_s)
         return self._do(run, finish, async_op=async_op)
 
@@ -410,7 +413,8 @@ class Reducing(Caller):
         self, wanted: Collective, arrays: Arrays, compression: Compression | None
     ) -> Callable[[TrainerSession], tuple[list[object], LastOp | None]]:
         # No inner functions: Python would build their annotations in each call, which takes 5 µs.
-        ops = partial(run_collective, wanted=wanted, arrays=arrays)
+        run = run_collective if wanted.on_nonfinite == "keep" else run_guarded
+        ops = partial(run, wanted=wanted, arrays=arrays)
         if compression is not None:
             ops = partial(
                 run_compressed,
@@ -423,12 +427,15 @@ class Reducing(Caller):
         if wanted.kind == "all_reduce" and not arrays.tree.is_bare:
             ops = partial(_naming_differences, ops, arrays, wanted.timeout_s)
             if wanted.weight is not None and compression is None:
-                in_trees_order = partial(
-                    run_collective, wanted=replace(wanted, backward=None), arrays=arrays
-                )
+                in_trees_order = partial(run, wanted=replace(wanted, backward=None), arrays=arrays)
                 again = partial(_naming_differences, in_trees_order, arrays, wanted.timeout_s)
                 ops = partial(_agreeing_on_order, ops, again, arrays)
         return ops
+
+
+def _alone(wanted: Collective, arrays: Arrays, world: World) -> tuple[list[object], LastOp | None]:
+    check_alone(wanted, arrays, world)
+    return run_alone(wanted, arrays, world)
 
 
 def _naming_differences(

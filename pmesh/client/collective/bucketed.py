@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import zip_longest
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 from msgspec import structs
@@ -87,6 +87,7 @@ def read(
 _UNLIKE = "out= must have the same paths, shapes and dtypes as the input"
 _WEIGHT_BYTES = 8  # a weight is sent as a value of its bucket
 ALONE = OpNumber(-1)
+OnNonfinite = Literal["keep", "raise", "skip"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +139,9 @@ class Collective:
     backward: Backward | None = None
     """The order of gradients that are computed while others are sent; None for the order of the
     tree, in buckets of `bucket_bytes`."""
+
+    on_nonfinite: OnNonfinite = "keep"
+    """What happens if a gradient is NaN or infinite."""
 
     def buckets_of(self, leaves: Sequence[Leaf]) -> list[Bucket]:
         """Return the buckets, one for each op of the call."""
@@ -212,9 +216,14 @@ def allow_reduction(reduction: str, dtype: str, path: str = "") -> None:
 
 
 def run_collective(
-    session: TrainerSession, wanted: Collective, arrays: Arrays
+    session: TrainerSession,
+    wanted: Collective,
+    arrays: Arrays,
+    look: Callable[[Values, World], None] | None = None,
 ) -> tuple[list[object], LastOp | None]:
     """Run the ops; return the leaves of the result, and the last op (None if there are no leaves).
+
+    `look` is called with the values of each op, and who took part; not with a single array.
 
     In an average each op also adds up the weights, as its last value. A rank may be lost between
     two ops, so each bucket is divided by the weights that were contributed to it.
@@ -252,6 +261,8 @@ def run_collective(
             region=region,
             borrows=wanted.borrows and may_be_lent(bucket, leaves),
         )
+        if look is not None:
+            look(done.values, done.world)
         if done.values.size or not count:  # else only the root of a reduce has the result
             overlap.take(bucket, done)
         nbytes += count * WIRE_DTYPES[bucket.wire].itemsize

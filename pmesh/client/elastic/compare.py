@@ -26,10 +26,9 @@ def run_compare(
     """Compare the hashes of all ranks' states in one op; show the result in `pmesh status`."""
     call = Call("exchange", "int64", (2,), tree="compare")
     rows, done = exchange_rows(session, packed.digest, call, timeout_s=timeout_s)
-    digests = [(first, second) for first, second in rows]
-    trainers = done.world.trainers
-    found = compare(trainers, digests, op=done.op, step=step)
+    digests = [(rows[place][0], rows[place][1]) for place in session.places]
+    found = compare(done.world.trainers, digests, op=done.op, step=step)
     session.show_comparison(found)
-    texts = zip(trainers, map(digest_text, digests), strict=True)
-    ranks = (session.ranks.trainers.index(who) for who, text in texts if text != found.digest)
-    return Compared(digest_text(packed.digest), tuple(map(Rank, sorted(ranks)))), done
+    texts = map(digest_text, digests)
+    others = tuple(Rank(rank) for rank, text in enumerate(texts) if text != found.digest)
+    return Compared(digest_text(packed.digest), others), done

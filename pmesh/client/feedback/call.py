@@ -22,6 +22,7 @@ from pmesh.client.collective.bucketed import (
     run_collective,
 )
 from pmesh.client.collective.buckets import plan_buckets
+from pmesh.client.collective.guard import culprits_of, given_by, run_guarded, without
 from pmesh.client.feedback.kernels import (
     BucketSum,
     Summed,
@@ -144,6 +145,8 @@ class Share(NamedTuple):
     trials: int = 0
     """See `Trials.compare`."""
     took_ns: int = 0
+    left_out: bool = False
+    """True if its values are NaN or infinite; its weight is 0 then."""
 
     def to_row(self) -> list[int]:
         """Return the share as int64 values; the first has the bits of the weight."""
@@ -154,7 +157,8 @@ class Share(NamedTuple):
     def of_row(cls, row: Sequence[int]) -> "Share":
         """Return the share that `to_row` has described."""
         (weight,) = struct.unpack("<d", struct.pack("<q", row[0]))
-        return cls(weight, *row[1:])
+        step, trials, took_ns = row[1:4]
+        return cls(weight, step, trials, took_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +206,8 @@ def run_compressed(
     if not arrays.leaves:
         return run_collective(session, wanted, arrays)
     if len(session.world.trainers) == 1:
-        leaves, last = run_collective(session, wanted, arrays)
+        run = run_collective if wanted.on_nonfinite == "keep" else run_guarded
+        leaves, last = run(session, wanted, arrays)
         return leaves, last and replace(last, why=ALONE)
     memory = feedback.of(compression.scheme.model, arrays)
     call = _FeedbackCall(session, wanted, compression, arrays, feedback, memory)
@@ -215,7 +220,8 @@ def run_compressed(
     clipped = sum(each.clipped for each in summed)
     feedback.note_clipped(clipped, picked.name)
     done = summed[-1].done
-    last = LastOp.among(done.op, done.world, 4 * memory.count)
+    left_out = [who for who, share in shares.of.items() if share.left_out] if shares else ()
+    last = without(LastOp.among(done.op, done.world, 4 * memory.count), left_out, done.world)
     return results, replace(
         last,
         compression=picked.name,
@@ -268,6 +274,11 @@ class _FeedbackCall:
         return self.wanted.weight is not None
 
     @property
+    def guards(self) -> bool:
+        """True if gradients that are NaN or infinite are not kept."""
+        return self.wanted.on_nonfinite != "keep"
+
+    @property
     def has_shares(self) -> bool:
         """True if the ranks must exchange something first."""
         return self.averages or isinstance(self.compression.scheme, RandomK | Auto)
@@ -277,19 +288,33 @@ class _FeedbackCall:
         """A label that is equal on two ranks only if their calls and options are (I5)."""
         what = "average_gradients" if self.averages else "all_reduce"
         same = [self.arrays.digest(), repr(self.compression), self.wanted.reduction]
+        if self.guards:
+            same.append(self.wanted.on_nonfinite)
         return f"{what} {digest(same)}"
 
     def exchange_shares(self) -> SharesOfRanks:
-        """Exchange the shares of all ranks, and continue with the highest step."""
+        """Exchange the shares of all ranks, and continue with the highest step.
+
+        Raises:
+            NonFiniteGradients: as `wanted.on_nonfinite` says; all ranks raise it.
+        """
         weight = 1.0 if self.wanted.weight is None else self.wanted.weight
         trials = self.memory.trials
         own = Share(weight, self.memory.step, *(trials.latest() if trials else ()))
         row, name = own.to_row(), spec(self.compression.scheme)
+        if self.guards:
+            row.append(int(given_by(self.arrays, weight)))
         name = name if "(" in name else f"{name}()"  # so that no ring codec compresses these
         call = Call("exchange", "int64", (len(row),), tree=self.label, compression=name)
-        rows, _ = exchange_rows(self.session, row, call, timeout_s=self.wanted.timeout_s)
+        rows, done = exchange_rows(self.session, row, call, timeout_s=self.wanted.timeout_s)
         trainers = self.session.world.trainers
-        shares = SharesOfRanks(dict(zip(trainers, map(Share.of_row, rows), strict=True)))
+        of = dict(zip(trainers, map(Share.of_row, rows), strict=True))
+        if self.guards:
+            given = [rows[place][-1] for place in self.session.places]
+            for rank in culprits_of(given, done.world.names, self.wanted.on_nonfinite):
+                culprit = done.world.trainers[rank]
+                of[culprit] = of[culprit]._replace(weight=0.0, left_out=True)
+        shares = SharesOfRanks(of)
         self.memory.step = max(each.step for each in shares.of.values())
         return shares
 
