@@ -39,6 +39,7 @@ EventKind: TypeAlias = Literal[
     "name refused",
     "machine removed",
     "key changed",
+    "key refused",
     "network loop",
     "invitation",
     "view",

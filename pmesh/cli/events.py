@@ -24,6 +24,7 @@ _BAD: frozenset[EventKind] = frozenset(
     {
         "internal error",
         "turned away",
+        "key refused",
         "network loop",
         "peer lost",
         "rank lost",

@@ -4,7 +4,8 @@ In the order in which data passes through them:
 
 identity    keys, certificates (the mesh's authority), advertisement (what mDNS carries), names
             (signed, so that no machine takes another's), removals (who has no place any more),
-            rotations (which mesh key follows another)
+            rotations (which mesh key follows another), refused_keys (how often an event says who
+            came with another key)
 links       addresses (which to dial first), dialing (when), health (what a silence means), paths
             (which path of a link is used), bandwidth (what a path carries), reasons (why a path is
             used, for users), delivery (each message once and in order, over any path), relaying

@@ -10,6 +10,7 @@ from pmesh.agent.events import News
 from pmesh.agent.mesh.keyring import Keyring
 from pmesh.agent.mesh.register import Register
 from pmesh.core.identity.advertisement import Advertisement
+from pmesh.core.identity.refused_keys import RefusedKeys
 from pmesh.core.identity.rotations import Rotation
 from pmesh.core.links.addresses import BoundAddress
 from pmesh.core.wire.link import Address
@@ -59,6 +60,7 @@ class Renewals:
         self._due: dict[tuple[NodeId, int], tuple[float, float]] = {}
         """When to ask for an advertisement, of which node and minute, and the last wait."""
         self._met: dict[str, None] = {}
+        self._refused = RefusedKeys()
         self._given_by: Rotation | None = None
         self._given: set[NodeId] = set()
         """The machines that were away, and got the key of this rotation."""
@@ -85,7 +87,13 @@ class Renewals:
             await trio.sleep(LOOK_S)
 
     def meet(self, host: str) -> None:
-        """Note that a machine with another key has dialled this one from there: ours may be old."""
+        """Note that a machine with another key has dialled this one from there: ours may be old.
+
+        It is news to the owner of this machine, too.
+        """
+        text = self._refused.refuse(host, now=trio.current_time())
+        if text is not None:
+            self._noticed(News(kind="key refused", text=text))
         if len(self._met) < MAX_MET:
             self._met[host] = None
 

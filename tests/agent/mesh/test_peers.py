@@ -24,7 +24,7 @@ from tests.worlds.builders import make_roster, make_view
 from tests.worlds.control import change_received
 from tests.worlds.trainer import together, until
 from tests.worlds.village import Machine, Village, village
-from tests.worlds.village_ops import events_of
+from tests.worlds.village_ops import events_of, kinds_of_events
 
 RESET = b"\x01\0\0\0\0\0\0\0"  # SO_LINGER: closing resets
 
@@ -245,6 +245,19 @@ async def test_another_mesh_key_is_named_on_both_sides(clock: MockClock) -> None
         await until(lambda: bool(refusals(one)) and bool(refusals(other)))
         for machine in (one, other):
             assert "holds another mesh key" in str(refusals(machine)[0])
+
+
+async def test_who_was_dialled_with_another_mesh_key_has_one_event_however_often(
+    clock: MockClock,
+) -> None:
+    async with village(clock, 1) as here:
+        (one,) = here.machines
+        other = here.new_machine("other", peers=[one.address], mesh=b"o" * 32)
+        await other.start()
+        await until(lambda: one.agent._acceptor.counters.refused >= 3)  # noqa: SLF001
+        (event,) = [event for event in events_of(one) if event.kind == "key refused"]
+        assert event.text.startswith("a machine at 127.0.0.1 came with another mesh key")
+        assert "key refused" not in kinds_of_events(other)
 
 
 async def test_names_and_messages_for_members_without_a_link(clock: MockClock) -> None:
