@@ -4,6 +4,7 @@ import base64
 import re
 from collections import Counter
 from collections.abc import Mapping
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Annotated, NamedTuple, NewType
 
@@ -71,6 +72,7 @@ def path_name(text: str) -> PathName:
     return PathName(text)
 
 
+@lru_cache(maxsize=256)  # a status names each machine several times: a sixth of its time
 def node_text(node: NodeId) -> str:
     """Return the node id as 52 lower-case base32 characters: a DNS label holds 63, hex needs 64.
 

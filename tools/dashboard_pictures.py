@@ -18,7 +18,7 @@ from typing import Any, Final
 import msgspec
 from PIL import Image
 
-from pmesh.agent.events import Event, EventKind, EventPage
+from pmesh.agent.events import EVENTS_SCHEMA_VERSION, Event, EventKind, EventPage
 from pmesh.agent.schema import Status
 from pmesh.charts.rules.history import KEPT_SLOTS, SLOT_S
 from pmesh.cli.dashboard.board import Board
@@ -47,16 +47,21 @@ STORY: Final[tuple[tuple[float, EventKind, str], ...]] = (
 )
 
 
+def name_of(n: int) -> str:
+    return NAMES[n] if n < len(NAMES) else f"mac-{n}"
+
+
 class Story:
     """A mesh whose time goes by as it is asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, machines: int = len(NAMES)) -> None:
         self.now = 0.0
+        self._machines = range(machines)
         self._dice = random.Random(38)  # noqa: S311 - no secret
         self._told = 0
 
     def status(self) -> Status:
-        places = [n for n in range(4) if n != 2 or not LOST_AT_S < self.now < BACK_AT_S]  # noqa: PLR2004 - macbook
+        places = [n for n in self._machines if n != 2 or not LOST_AT_S < self.now < BACK_AT_S]  # noqa: PLR2004 - macbook
         told = {
             "schema": 2,
             "version": "0.1.0",
@@ -68,10 +73,15 @@ class Story:
             "view": {
                 "epoch": {"counter": 9, "leader": "0", "incarnation": "0"},
                 "leader": "0",
-                "members": [self._member(n) for n in range(4)],
+                "members": [self._member(n) for n in self._machines],
                 "edges": [
-                    {"sender": f"{n}", "receiver": f"{(n + 1) % 4}", "rtt_ms": 0.2, "mbit_s": speed}
-                    for n, (_, speed) in enumerate(WAYS)
+                    {
+                        "sender": f"{n}",
+                        "receiver": f"{(n + 1) % len(self._machines)}",
+                        "rtt_ms": 0.2,
+                        "mbit_s": WAYS[n % len(WAYS)][1],
+                    }
+                    for n in self._machines
                 ],
             },
             "peers": [],
@@ -82,15 +92,20 @@ class Story:
 
     def _member(self, n: int) -> dict[str, Any]:
         rtt_ms = round(0.2 + 0.1 * n, 2)
-        use = {"interface": "en5", "remote": "en0", "kind": WAYS[n - 1][0], "use": "in use"}
+        use = {
+            "interface": "en5",
+            "remote": "en0",
+            "kind": WAYS[(n - 1) % len(WAYS)][0],
+            "use": "in use",
+        }
         return {
             "id": f"{n}",
-            "name": NAMES[n],
+            "name": name_of(n),
             "rank": n,
             "interface": "en5",
             "addresses": [],
-            "cpu_percent": 31 + 14 * n,
-            "memory_percent": 58 - 9 * n,
+            "cpu_percent": 31 + 14 * (n % 4),
+            "memory_percent": 58 - 9 * (n % 4),
             "health": "healthy" if n else "self",
             "rtt_ms": rtt_ms if n else None,
             "paths": [{**use, "rtt_ms": rtt_ms}] if n else [],
@@ -98,7 +113,7 @@ class Story:
 
     def _job(self, places: list[int]) -> dict[str, Any]:
         trained_s, noise = self.now - BEGAN_AT_S, self._dice.random
-        speed = 9.1 * len(places) / 4 + 0.5 * noise()
+        speed = 9.1 * len(places) / len(self._machines) + 0.5 * noise()
         loss = 0.11 + 2.2 * math.exp(-trained_s / 600)
         reports = {"loss": loss * (1 + 0.04 * noise()), "accuracy": 1 - loss / 2.6}
         ranks = [
@@ -106,13 +121,13 @@ class Story:
                 "rank": rank,
                 "trainer": n,
                 "node": f"{n}",
-                "name": NAMES[n],
+                "name": name_of(n),
                 "started": 9,
                 "completed": 9,
                 "step": int(9 * trained_s),
                 "reports": reports,
-                "own_percent": OWN[n],
-                "share_percent": SHARES[n],
+                "own_percent": OWN[n % len(OWN)],
+                "share_percent": SHARES[n % len(SHARES)],
             }
             for rank, n in enumerate(places)
         ]
@@ -134,7 +149,13 @@ class Story:
             Event(number=n, time=noon + timedelta(seconds=at), uptime_s=at, kind=kind, text=text)
             for n, (at, kind, text) in enumerate(new)
         )
-        return EventPage(schema=8, node="0", name=NAMES[0], incarnation="0", next=0, events=events)
+        return page_of(events)
+
+
+def page_of(events: tuple[Event, ...]) -> EventPage:
+    """What the agent of the first machine says of its events."""
+    schema = EVENTS_SCHEMA_VERSION
+    return EventPage(schema=schema, node="0", name=NAMES[0], incarnation="0", next=0, events=events)
 
 
 def _zeros(of: type[msgspec.Struct], name: str) -> dict[str, int]:

@@ -18,7 +18,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest, start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 
-from pmesh.agent.events import Event, EventKind, EventPage
+from pmesh.agent.events import EVENTS_SCHEMA_VERSION, Event, EventKind, EventPage
 from pmesh.agent.schema import EdgeStatus, JobStatus, OpDurationsStatus, RankStatus, Status
 from pmesh.cli.app import run
 from pmesh.cli.metrics import AgentCollector
@@ -77,7 +77,12 @@ def page(*kinds: EventKind) -> EventPage:
         Event(number=n, time=at, uptime_s=n, kind=k, text="text") for n, k in enumerate(kinds)
     )
     return EventPage(
-        schema=8, node="x", name="mac-1", incarnation="0" * 16, next=len(events), events=events
+        schema=EVENTS_SCHEMA_VERSION,
+        node="x",
+        name="mac-1",
+        incarnation="0" * 16,
+        next=len(events),
+        events=events,
     )
 
 
