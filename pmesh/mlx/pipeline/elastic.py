@@ -1,6 +1,7 @@
 """`ElasticPipeline`: a training in stages that goes on when a machine is lost and comes back."""
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -41,7 +42,14 @@ from pmesh.mlx.pipeline.rules.meeting import (
     replaced,
     stages_of,
 )
-from pmesh.mlx.pipeline.stages import Stage, split_layers
+from pmesh.mlx.pipeline.rules.takeover import (
+    Order,
+    Takeover,
+    is_due,
+    join_states,
+    plan_takeover,
+)
+from pmesh.mlx.pipeline.stages import Stage, cut_stage, layers_of, split_layers
 
 _CUT_OFF = (AgentStopped, AgentNotRunning, HistorySuperseded)  # this rank; a sync brings it back
 _LOSSES = (RankLost, RosterChanged, GroupBroken, *_CUT_OFF)
@@ -83,6 +91,9 @@ class ElasticPipeline:
         communication: see there.
         timeout_s: for each message and op.
         wait_s: how long to wait for a rank in place of a lost one, or for an agent of this machine.
+        fewer_after_s: how long to wait before the others go on with a stage less: a rank beside the
+            lost one takes its layers over. None: never. Each rank then keeps the whole model, which
+            takes no memory for layers that were loaded lazily.
 
     Raises:
         UsageError: as for `split_layers` and `Pipeline`; or all stages have a rank already.
@@ -105,12 +116,18 @@ class ElasticPipeline:
         communication: Literal["direct"] = "direct",
         timeout_s: float = 600.0,
         wait_s: float = 3600.0,
+        fewer_after_s: float | None = None,
     ) -> None:
         check_whole("stages_per_rank", stages_per_rank)
         check_whole("micro_batch_size", micro_batch_size)
         check_communication(communication)
         if not callable(getattr(optimizer, "init", None)):
             raise UsageError(f"optimizer is one of mlx.optimizers, not {optimizer!r}")
+        if fewer_after_s is not None and stages_per_rank > 1:
+            raise UsageError("fewer_after_s is for one stage on each rank: leave one of both out")
+        self._fewer_after_s = (
+            math.inf if fewer_after_s is None else check_timeout(fewer_after_s, "fewer_after_s")
+        )
         self._mesh, self._optimizer = mesh, optimizer
         self._timeout_s, self._wait_s = check_timeout(timeout_s), check_timeout(wait_s, "wait_s")
         self._model: Any = model
@@ -190,7 +207,7 @@ class ElasticPipeline:
                 else:
                     yield number, value
             holdings = self._meet()  # a rank that was lost after its last step has not ended it
-            if is_settled(holdings, steps):
+            if is_settled(holdings, steps) and not is_due(holdings):
                 return
             self._part(None)
             self._take_places(holdings)
@@ -247,12 +264,16 @@ class ElasticPipeline:
 
     def _meet(self) -> list[Holding]:
         """Return what each rank has, as soon as there is one for each stage."""
-        give_up = time.monotonic() + self._wait_s
+        began = time.monotonic()
+        give_up = began + self._wait_s
         while True:
             try:
                 self._mesh.sync(None, self._timeout_s)  # it waits for this rank's own agent
                 self._holding = msgspec.structs.replace(
-                    self._holding, own=tuple(self._own) or (0,), copies=tuple(self._copies)
+                    self._holding,
+                    own=tuple(self._own) or (0,),
+                    copies=tuple(self._copies),
+                    has_waited=time.monotonic() - began >= self._fewer_after_s,
                 )
                 own = msgspec.to_builtins(self._holding)
                 told = self._mesh.all_gather_object(own, self._timeout_s)
@@ -270,7 +291,7 @@ class ElasticPipeline:
                     "pipeline: start this program again when a rank is lost"
                 )
             stages = stages_of(holdings)
-            if len(holdings) == stages and not others:
+            if (len(holdings) == stages and not others) or is_due(holdings):
                 return holdings
             if is_superfluous(self._mesh.rank, holdings):
                 raise UsageError(
@@ -288,22 +309,66 @@ class ElasticPipeline:
     def _take_places(self, holdings: list[Holding]) -> None:
         """Take the stage on which all agree, and go on from the same step as the others."""
         while True:
-            agreement = agree(holdings, self._mesh.names)
-            machines = tuple(self._mesh.names[rank] for rank in agreement.ranks)
-            self._holding = msgspec.structs.replace(  # on all ranks, or on none
-                self._holding,
-                meetings=max(each.meetings for each in holdings) + 1,
-                stage=agreement.ranks.index(self._mesh.rank),
-                layers=agreement.layers,
-                machines=machines,
-            )
+            if is_due(holdings):
+                go_on = partial(self._take_over, plan_takeover(holdings), holdings)
+            else:
+                agreement = agree(holdings, self._mesh.names)
+                self._take(holdings, agreement.ranks, agreement.layers)
+                go_on = partial(self._go_on, agreement)
             try:
-                self._go_on(agreement)
+                go_on()
             except _LOSSES as e:
                 self._part(e)
                 holdings = self._meet()
             else:
                 return
+
+    def _take(
+        self, holdings: list[Holding], ranks: tuple[int, ...], layers: tuple[int, ...]
+    ) -> None:
+        """Note the place that this rank has from now on: on all ranks, or on none."""
+        self._holding = msgspec.structs.replace(
+            self._holding,
+            meetings=max(each.meetings for each in holdings) + 1,
+            stage=ranks.index(self._mesh.rank),
+            layers=layers,
+            machines=tuple(self._mesh.names[rank] for rank in ranks),
+        )
+
+    def _take_over(self, plan: Takeover, holdings: list[Holding]) -> None:
+        """Go on with a stage less: a rank beside it joins its layers to its own."""
+        group = self._mesh.group(plan.ranks, self._timeout_s)
+        assert group is not None  # noqa: S101 - each rank has a stage
+        self._group = group
+        was, state = self.number, self._own[plan.step]
+        copy = self._copies.get(plan.step)
+        if plan.has_copy and plan.keeper != plan.heir:
+            keeper, heir = plan.place_of(plan.keeper), plan.place_of(plan.heir)
+            if was == plan.keeper:
+                group.send(copy, heir, STATE_TAG, self._timeout_s)
+            if was == plan.heir:
+                copy = group.recv(keeper, STATE_TAG, self._timeout_s)
+        model = layers_of(self._model)
+        stage = cut_stage(model, plan.layers, plan.place_of(was), group.size)
+        if was == plan.heir:
+            lost = cut_stage(model, self.stage.layout.counts, plan.lost, group.size + 1)
+            made: dict[str, Any] = {}
+            self._optimizer.state = made  # until `_restore`
+            self._optimizer.init(lost.trainable_parameters())
+            of_lost: Any = {"weights": lost.trainable_parameters(), "optimizer": made}
+            if plan.has_copy:
+                assert copy is not None  # noqa: S101 - it is here, or was received
+                of_lost = self._read_untrusted(copy, of_lost, plan.place_of(plan.keeper))
+            state = join_states((of_lost, state), _order(stage, lost, self.stage))
+        pipeline = self._make_pipeline(stage, group)  # the ranks meet in it: all go on, or none
+        self._take(holdings, plan.ranks, plan.layers)
+        self._stage, self._pipeline = stage, pipeline
+        self._own, self._copies = {plan.step: state}, {}
+        self._restore(plan.step)
+        _logger.warning(
+            "pipeline: all %d ranks go on from step %d without %s, whose layers another one has",
+            *(group.size, plan.step, f"stage {plan.lost}"),
+        )
 
     def _go_on(self, agreement: Agreement) -> None:
         group = self._mesh.group(agreement.ranks, self._timeout_s)
@@ -311,7 +376,8 @@ class ElasticPipeline:
         self._group = group
         if self._stage is None:
             self._stage = self._split(self._model, group, by=agreement.layers or None)
-            self._model = None
+            if math.isinf(self._fewer_after_s):
+                self._model = None
             self._optimizer.init(self._stage.trainable_parameters())
             self._keep()
         layers = self.stage.layout.counts
@@ -324,13 +390,13 @@ class ElasticPipeline:
                 group.send(self._copies[step], receiver, STATE_TAG, self._timeout_s)
             if number == receiver:
                 found = group.recv(giver, STATE_TAG, self._timeout_s)
-                self._own = {step: self._read_untrusted(found, giver)}
+                own = next(iter(self._own.values()))
+                self._own = {step: self._read_untrusted(found, own, giver)}
         self._restore(step)
         if self._holding.meetings > 1:
             _logger.warning("pipeline: all %d ranks go on from step %d", size, step)
 
-    def _read_untrusted(self, found: Values, giver: int) -> Any:  # noqa: ANN401 - a tree
-        own = next(iter(self._own.values()))
+    def _read_untrusted(self, found: Values, own: Any, giver: int) -> Any:  # noqa: ANN401 - trees
         state = unpack_untrusted(found.reshape(-1).view(np.uint8), own)
         source = f"rank {self._mesh.rank} ({self._mesh.names[self._mesh.rank]})"
         differs = state_differences(own, state, source=f"the rank of stage {giver}")
@@ -370,6 +436,16 @@ def _pair(found: Any, number: int) -> tuple[Any, Any]:  # noqa: ANN401 - what a 
         raise UsageError(f"batch({number}) returns x and y, not {kind}")
     x, y = cast("list[Any]", found)
     return x, y
+
+
+def _order(stage: Stage, lost: Stage, own: Stage) -> Order:
+    """Return where each module of a stage was before: in the lost stage, or in this rank's own."""
+    places = {
+        id(module): (which, place)
+        for which, before in enumerate((lost, own))
+        for place, module in enumerate(before.layers)
+    }
+    return [places[id(module)] for module in stage.layers]
 
 
 def _in_new_containers(tree: Any) -> Any:  # noqa: ANN401 - a tree of arrays

@@ -4,7 +4,7 @@ import importlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 import psutil
@@ -19,6 +19,9 @@ from pmesh.mlx.pipeline.rules.checks import check_by, check_whole
 from pmesh.mlx.pipeline.rules.splitting import check_counts, plan_split
 
 nn: Any = importlib.import_module("mlx.nn")  # it has no types
+
+Layers: TypeAlias = list[list[Block]]
+"""The blocks of each layer of a model."""
 
 _TRAINED = 4  # a trained value has a gradient and two moments beside it
 _MEMORY_USED = 0.8  # the rest is for activations
@@ -88,11 +91,17 @@ def split_layers(
     """
     check_whole("stages_per_rank", stages_per_rank)
     counts = None if by is None else check_by(by)
-    layers = _layers_of(model)
+    layers = layers_of(model)
     stages = mesh.size * stages_per_rank
     if counts is None:
         counts = tuple(_measured(layers, mesh, stages_per_rank))
     check_counts(counts, len(layers), stages)
+    return cut_stage(layers, counts, int(mesh.rank), mesh.size)
+
+
+def cut_stage(layers: Layers, counts: Sequence[int], rank: int, size: int) -> Stage:
+    """Return the part of a rank, one of `size`; `counts` has the number of layers of each stage."""
+    stages = len(counts)
     chunks, at = list[tuple[Block, ...]](), 0
     for count in counts:
         chunks.append(tuple(b for layer in layers[at : at + count] for b in layer))
@@ -100,16 +109,16 @@ def split_layers(
     ranks_of: dict[int, set[int]] = {}
     for stage, chunk in enumerate(chunks):
         for module in (m for block in chunk for m in block.modules):
-            ranks_of.setdefault(id(module), set()).add(stage % mesh.size)
-    own = {stage: chunks[stage] for stage in range(int(mesh.rank), stages, mesh.size)}
+            ranks_of.setdefault(id(module), set()).add(stage % size)
+    own = {stage: chunks[stage] for stage in range(rank, stages, size)}
     modules = {id(m): m for chunk in own.values() for block in chunk for m in block.modules}
     order = [each for each in ranks_of if each in modules]  # of the model, as on all ranks
     holders = tuple(tuple(sorted(ranks_of[each])) for each in order)
-    return Stage(Layout(stages, own, counts, holders), [modules[each] for each in order])
+    return Stage(Layout(stages, own, tuple(counts), holders), [modules[each] for each in order])
 
 
-def _layers_of(model: Any) -> list[list[Block]]:  # noqa: ANN401 - as above
-    """Return the blocks of each layer."""
+def layers_of(model: Any) -> Layers:  # noqa: ANN401 - as above
+    """Return the blocks of each layer of a model, which `split_layers` takes."""
     if isinstance(model, nn.Sequential):
         model = model.layers
     if isinstance(model, Sequence):
@@ -129,7 +138,7 @@ def _layers_of(model: Any) -> list[list[Block]]:  # noqa: ANN401 - as above
     return layers
 
 
-def _measured(layers: list[list[Block]], mesh: Collectives, stages_per_rank: int) -> list[int]:
+def _measured(layers: Layers, mesh: Collectives, stages_per_rank: int) -> list[int]:
     work, needed = list[float](), list[int]()
     for layer in layers:
         modules = {id(m): m for block in layer for m in block.modules}.values()

@@ -47,9 +47,9 @@ class Trial:
     """Trains three stages; when a moment comes for the n-th time, ranks are lost and replaced."""
 
     def __init__(
-        self, moment: str = "", victims: tuple[int, ...] = (), nth: int = 1, wait_s: float = 60.0
+        self, moment: str = "", victims: tuple[int, ...] = (), nth: int = 1, **options: float
     ) -> None:
-        self._wait_s = wait_s
+        self._options: Any = {"wait_s": 60.0, **options}
         self.trainings: dict[int, ElasticPipeline] = {}
         self.simulated = SimulatedMesh(3, on_loss="continue")
         self._moment, self._victims, self._left = moment, victims, nth
@@ -82,9 +82,7 @@ class Trial:
             for i in range(LAYERS)
         ]
         optimizer = optimizers.Adam(0.01)
-        training = ElasticPipeline(
-            layers, mesh, loss_of, optimizer, by=[2, 2, 2], wait_s=self._wait_s
-        )
+        training = ElasticPipeline(layers, mesh, loss_of, optimizer, by=[2, 2, 2], **self._options)
         rank = mesh.rank
         self.trainings[rank] = training
 
@@ -202,6 +200,36 @@ def test_a_rank_whose_stage_another_one_has_got_meanwhile_ends_and_the_others_go
         trial.run()
     number, _, weights = trial.others[0].result()
     assert (number, weights) == (1, undisturbed[1][1])
+
+
+class ForGood(Trial):
+    """Nobody comes in place of a lost rank: the others go on with a stage less."""
+
+    def __init__(self, moment: str, victim: int, nth: int) -> None:
+        super().__init__(moment, (victim,), nth, fewer_after_s=0.01)
+
+    def strike(self, victim: int) -> None:
+        self.simulated.lose(victim)
+
+
+@pytest.mark.parametrize(
+    ("moment", "nth", "victim"),
+    [
+        ("batch of 0", 1, 1),  # before the first step
+        ("layer 0", 7, 0),
+        ("layer 5", 9, 2),  # the last stage, whose copy is at the first
+        ("step of 0", STEPS, 1),  # when the last step has ended
+    ],
+)
+def test_the_others_take_over_the_layers_of_a_rank_that_is_lost_for_good(
+    undisturbed: dict[int, Any], moment: str, nth: int, victim: int
+) -> None:
+    found = ForGood(moment, victim, nth).run()
+    assert sorted(found) == [0, 1]
+    for values, _ in found.values():
+        assert dict(undisturbed[0][0]).items() >= dict(values).items()
+    joined = [weight for number in (0, 1) for weight in found[number][1].values()]
+    assert joined == [w for number in (0, 1, 2) for w in undisturbed[number][1].values()]
 
 
 def test_a_stage_that_is_lost_with_its_copy_ends_the_training_with_its_name() -> None:

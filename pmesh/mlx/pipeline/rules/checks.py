@@ -34,8 +34,8 @@ def check_communication(communication: object) -> None:
     """Raise UsageError unless messages go from stage to stage."""
     if communication == "store":
         raise UsageError(
-            "communication='store' does not exist: to keep activations costs each step more than "
-            "a loss costs, which is one step that is computed again; leave it out, and use "
+            "communication='store' does not exist: to keep the activations of every step costs "
+            "more than to compute one step again after a loss; leave it out, and use "
             "ElasticPipeline to survive losses"
         )
     if communication != "direct":

@@ -37,6 +37,8 @@ class Holding(msgspec.Struct, frozen=True, array_like=True):
     """How many layers each stage has; empty if it does not know."""
     machines: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_TRAINERS)] = ()
     """The machine that had each stage; empty if it is new."""
+    has_waited: bool = False
+    """True if it has waited long enough for a rank in place of a lost one (`takeover`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,16 +61,21 @@ def neighbour(stage: int, stages: int) -> int:
 
 
 def stages_of(holdings: Sequence[Holding]) -> int:
-    """Return how many ranks there must be: as many as when the training began."""
-    return max(len(each.machines) for each in holdings) or len(holdings)
+    """Return how many ranks there must be: as many as in the latest meeting."""
+    newest = max(holdings, key=lambda each: each.meetings)
+    return len(newest.machines) or len(holdings)
 
 
 def replaced(holdings: Sequence[Holding]) -> set[int]:
     """Return the ranks that were away while another rank got their stage."""
-    latest = dict[int, int]()
+    latest, stages = dict[int, int](), stages_of(holdings)
     for each in holdings:
         latest[each.stage] = max(each.meetings, latest.get(each.stage, 0))
-    return {rank for rank, each in enumerate(holdings) if each.meetings < latest[each.stage]}
+    return {
+        rank
+        for rank, each in enumerate(holdings)
+        if each.meetings < latest[each.stage] or each.stage >= stages
+    }
 
 
 def is_superfluous(rank: int, holdings: Sequence[Holding]) -> bool:
@@ -126,7 +133,7 @@ def agree(holdings: Sequence[Holding], names: Sequence[str]) -> Agreement:
     ranks = tuple(rank_of[stage] for stage in range(stages))
     copies = [holdings[ranks[neighbour(stage, stages)]].copies for stage in range(stages)]
     own = [holdings[rank].own for rank in ranks]
-    step = _latest_common({*o, *c} for o, c in zip(own, copies, strict=True))
+    step = latest_common({*o, *c} for o, c in zip(own, copies, strict=True))
     if step is None:
         without = max(
             range(stages), key=lambda s: (s in lost, -max((*own[s], *copies[s]), default=-1))
@@ -139,6 +146,7 @@ def agree(holdings: Sequence[Holding], names: Sequence[str]) -> Agreement:
     return Agreement(ranks=ranks, layers=layers, step=step, receivers=receivers)
 
 
-def _latest_common(steps: Iterable[set[int]]) -> int | None:
+def latest_common(steps: Iterable[set[int]]) -> int | None:
+    """Return the latest step that is in all of these sets, if any."""
     first, *others = steps
     return max(first.intersection(*others), default=None)
