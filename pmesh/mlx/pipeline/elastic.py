@@ -415,7 +415,10 @@ class ElasticPipeline:
         self._optimizer.init(self.stage.trainable_parameters())  # else it inits with gradients,
         # which lack the layers at the end of a list that have no weights
         self._step = step
-        self._forget_before()
+        # Those before stay until this step has ended: a rank may be lost again before the copies
+        # of this state have arrived.
+        self._own = {number: own for number, own in self._own.items() if number <= step}
+        self._copies = {number: copy for number, copy in self._copies.items() if number <= step}
 
     def _part(self, why: Exception | None) -> None:
         """Leave the group, so that no rank waits for a message of this one."""

@@ -155,6 +155,24 @@ def test_a_rank_whose_agent_is_killed_comes_back_with_its_stage(
         assert dict(values) == dict(undisturbed[number][0])
 
 
+def test_the_states_before_a_step_stay_until_it_has_ended_after_a_loss_too() -> None:
+    """A rank that has come back with its stage may be lost before its next copy has arrived."""
+
+    def go_back(mesh: pmesh.Mesh) -> None:
+        layers = [nn.Linear(WIDTH, WIDTH)]
+        training: Any = ElasticPipeline(layers, mesh, loss_of, optimizers.SGD(0.1))
+        list(training.train(batch, 2))
+        assert training._own.keys() == {1, 2}  # noqa: SLF001
+        training._copies = {1: "of the stage before"}  # noqa: SLF001
+        training._restore(2)  # noqa: SLF001
+        assert training._own.keys() == {1, 2}  # noqa: SLF001
+        assert training._copies.keys() == {1}  # noqa: SLF001
+        training._restore(1)  # noqa: SLF001
+        assert training._own.keys() == {1}  # noqa: SLF001
+
+    SimulatedMesh(1).run(go_back)
+
+
 class Away(CutOff):
     """A rank is cut off, and comes back only when a new one computes its stage."""
 
