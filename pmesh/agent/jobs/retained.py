@@ -28,13 +28,14 @@ MAX_EARLY = 64  # requests of one peer, for a few jobs and ranks; it repeats tho
 async def fetch_result(
     rank: LocalRank, call: Call, target: memoryview, outcome: OpOutcome, jobs: "Jobs"
 ) -> None:
-    """Fetch the result of an op from one of the ranks that have completed it.
+    """Fetch the result of an op from one of the ranks that have completed it, here if one has.
 
     Raises:
         CallsDiffer: what they have completed is another call.
         LaneBroken: the connection is gone.
     """
-    near = jobs.neighbour(rank, outcome.holders[0])
+    nearby = (jobs.neighbour(rank, holder) for holder in outcome.holders)
+    near = next(filter(None, nearby), None)
     if near is not None:
         await _copy(near, outcome.op, call, target)
         return

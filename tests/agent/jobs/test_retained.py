@@ -18,6 +18,7 @@ from pmesh.core.values import OpOutcome
 from pmesh.core.wire.lanes import AskResult
 from pmesh.ids import Member, OpNumber, TrainerId
 from pmesh.net.lanes import ring
+from pmesh.net.lanes.lane import Lane
 from pmesh.net.lanes.ring import RingPosition
 from tests.worlds.trainer import Trainer, together, until
 from tests.worlds.village import Village, training, village
@@ -154,6 +155,21 @@ async def test_several_who_missed_the_end_each_fetch_it(
             results = await together(*[lambda t=t: t.reduce(x) for t in trainers[:3]])
         assert len({r.tobytes() for r in results}) == 1
         assert results[0][0] == 4 * x[0]
+
+
+async def test_a_result_that_another_rank_of_the_agent_has_is_copied_there(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ask_for_lane(*_: object) -> Lane:
+        raise AssertionError("it is near")
+
+    async with village(clock, 3) as here:
+        trainers = await here.job(*[machine for machine in here.machines for _ in range(2)])
+        held = hold_all_reduces(monkeypatch, size=6, ranks=[3, 5], complete=True)
+        monkeypatch.setattr(retained, "_ask_for_lane", ask_for_lane)
+        async with losing(trainers[5], trainers[5].sync(5), once=lambda: len(held) == 2):
+            rows = await together(*[lambda t=t: t.sync(t.rank) for t in trainers[:5]])
+        assert rows == [[0, 1, 2, 3, 4, 5]] * 5
 
 
 async def test_a_holder_whose_lane_breaks_is_asked_again(
