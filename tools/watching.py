@@ -61,8 +61,16 @@ def _page_of_a_day(day: Day) -> Callable[[], None]:
         lambda: page_of(day.next_events()),
         lambda: day.now,
     )
-    threading.Thread(target=board.stream, args=(len,), daemon=True).start()
-    return board.refresh
+    sent = threading.Semaphore(0)  # a page takes each update before the next second
+    write = (lambda _: sent.release(),)
+    threading.Thread(target=board.stream, args=write, daemon=True).start()
+    sent.acquire()  # when it opens
+
+    def look() -> None:
+        board.refresh()
+        sent.acquire()
+
+    return look
 
 
 def _top_of_a_day(day: Day) -> Callable[[], None]:
