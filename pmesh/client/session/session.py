@@ -513,7 +513,8 @@ class TrainerSession:
         if not sent:
             dropped = self._users.dropped and self._users.take_dropped()
             reports = () if self.reports is self._reports_sent else self._take_reports()
-            before = *map(DropArena, dropped), *reports, *self._take_comparison()
+            compared = () if self._comparison is None else self._take_comparison()
+            before = *map(DropArena, dropped), *reports, *compared
             self._connection.send(*before, request, *self._begun)
         if meanwhile is not None:
             meanwhile()
