@@ -17,7 +17,7 @@ from pmesh.core.views.state import (
     MemberState,
     MemberStep,
     Peer,
-    Send,
+    SendOnLink,
     heartbeat_of,
     is_vouched_for,
 )
@@ -252,7 +252,7 @@ class SimulatedAgent:
         self.state = step.state
         for action in step.actions:
             match action:
-                case Send(to, message):
+                case SendOnLink(to, message):
                     if isinstance(message, Commit) and self.before_commit is not None:
                         self.before_commit(self)
                     if not self._running:

@@ -8,7 +8,15 @@ phase here: nothing waits but for a message, a view or the next tick.
 from typing import assert_never
 
 from pmesh.core.jobs import attempt as attempts
-from pmesh.core.jobs.attempt import Fail, Failed, Fetch, ReportLate, RequestView, Run, Wait
+from pmesh.core.jobs.attempt import (
+    Fail,
+    Failed,
+    FetchResult,
+    ReportLate,
+    RequestView,
+    Run,
+    WaitForNews,
+)
 from pmesh.core.values import OpOutcome, Verdict
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.lanes import AskResult
@@ -58,11 +66,11 @@ def _go_on(rank: SimulatedRank, op: SimulatedOp) -> None:
         case ReportLate():
             rank.op = None
             _reply(rank, attempts.report_late(rank))
-        case Wait():
+        case WaitForNews():
             pass
         case RequestView(verdict, about):
             _stick(rank, op, verdict, about)
-        case Fetch(outcome):
+        case FetchResult(outcome):
             _fetch(rank, op, outcome)
         case Run():
             op.phase, op.contributors, op.holds = "ring", rank.roster.ids, _will_hold(rank, op)

@@ -26,7 +26,7 @@ from pmesh.agent.schema import decode_status, encode_status
 from pmesh.cli.dashboard.board import Board
 from pmesh.cli.top.command import MOST_EVENTS
 from pmesh.cli.top.history import Losses
-from pmesh.cli.top.screen import Seen, lines_of
+from pmesh.cli.top.screen import Shown, lines_of
 from tools.dashboard_pictures import Story, page_of
 from tools.lab.call import words_for
 from tools.lab.mesh import LabMesh, inherited
@@ -80,7 +80,7 @@ def _top_of_a_day(day: Day) -> Callable[[], None]:
         status = decode_status(encode_status(day.status()))
         events.extend(day.next_events())
         losses.note(status.jobs)
-        seen = Seen(status=status, losses=losses, events=tuple(events))
+        seen = Shown(status=status, losses=losses, events=tuple(events))
         lines_of(seen, width=120, height=40, beat=int(day.now))
 
     return look

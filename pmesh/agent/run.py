@@ -53,12 +53,12 @@ from pmesh.core.links.addresses import announced_addresses, announced_interfaces
 from pmesh.core.values import View
 from pmesh.core.wire.channels import Channels
 from pmesh.core.wire.control import (
+    AgentEvents,
     AskEvents,
     AskMachines,
     AskPing,
     AskStatus,
     ControlRequest,
-    Events,
     ForgetName,
     Machines,
     StatusReply,
@@ -490,7 +490,7 @@ class Agent:
             case AskStatus():
                 await session.send(StatusReply(encode_status(self._snapshot())))
             case AskEvents(after):
-                await session.send(Events(encode_events(self._event_log.since(after))))
+                await session.send(AgentEvents(encode_events(self._event_log.since(after))))
             case AskPing(name):
                 await self._ping(session, name)
             case AskMachines(names):

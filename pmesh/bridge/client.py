@@ -52,8 +52,8 @@ def average_blocks(
     """
     if len(others) != len(COMPONENTS):
         raise UsageError(f"others are head, final norm and embedding, not {len(others)} arrays")
-    flat_blocks = [_Flat(block, f"block {index}") for index, block in enumerate(blocks)]
-    flat_others = [_Flat([x], name) for x, name in zip(others, COMPONENTS, strict=True)]
+    flat_blocks = [_JoinedArrays(block, f"block {index}") for index, block in enumerate(blocks)]
+    flat_others = [_JoinedArrays([x], name) for x, name in zip(others, COMPONENTS, strict=True)]
     head, norm, embedding = (sum(each.sizes) for each in flat_others)
     announce(mesh, BlockLayout(tuple(each.sizes for each in flat_blocks), (head, norm, embedding)))
     for each in (*reversed(flat_blocks), *flat_others):
@@ -79,7 +79,7 @@ def average_whole(
     Raises:
         PmeshError: as for `average_blocks`.
     """
-    flat = _Flat(gradients, "the gradient")
+    flat = _JoinedArrays(gradients, "the gradient")
     announce(mesh, WholeLayout(sum(flat.sizes)))
     flat.average(mesh, weight)
     return flat.arrays(), mean_loss(mesh, loss, rows)
@@ -110,7 +110,7 @@ def mean_loss(mesh: Mesh, loss: float, rows: int) -> float:
     return float(total / count) if count else 0.0
 
 
-class _Flat:
+class _JoinedArrays:
     """Arrays as one array, which is averaged in one call."""
 
     def __init__(self, arrays: Arrays, name: str) -> None:

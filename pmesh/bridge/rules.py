@@ -95,7 +95,7 @@ def _shown(layout: Layout) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class BlockPart:
     """A part of a step: one block of a transformer."""
 
     index: int
@@ -122,7 +122,7 @@ class Component:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Whole:
+class WholePart:
     """The only part of a step without blocks."""
 
     size: int
@@ -131,16 +131,16 @@ class Whole:
         return "the gradient"
 
 
-Part: TypeAlias = Block | Component | Whole
+Part: TypeAlias = BlockPart | Component | WholePart
 
 
 def parts_of(layout: Layout) -> list[Part]:
     """Return the parts of a step in the order in which they are averaged."""
     if isinstance(layout, WholeLayout):
-        return [Whole(size=layout.size)]
+        return [WholePart(size=layout.size)]
     count = len(layout.blocks)
     blocks = [
-        Block(index=index, num_blocks=count, sizes=layout.blocks[index])
+        BlockPart(index=index, num_blocks=count, sizes=layout.blocks[index])
         for index in reversed(range(count))
     ]
     others = [Component(index=index, size=size) for index, size in enumerate(layout.others)]
@@ -183,7 +183,7 @@ def check(message: Message, part: Part, *, step: int, worker_id: int) -> Contrib
 
 def _fitting(message: Message, part: Part, step: int, worker_id: int) -> Contribution:
     match message, part:
-        case BlockGradientPayload(), Block():
+        case BlockGradientPayload(), BlockPart():
             _check_place(message.step, step, message.worker_id, worker_id)
             sent, due = (message.block_idx, message.num_blocks), (part.index, part.num_blocks)
             if sent != due:
@@ -201,7 +201,7 @@ def _fitting(message: Message, part: Part, step: int, worker_id: int) -> Contrib
             if message.component != part.index:
                 raise ProtocolError(f"sends component {message.component}, and {part} is due")
             found = Contribution(values=message.gradients)
-        case GradientPayload(), Whole():
+        case GradientPayload(), WholePart():
             _check_place(message.step, step, message.worker_id, worker_id)
             if not math.isfinite(message.loss):
                 raise ProtocolError(f"has a loss of {message.loss} in step {step}")
@@ -250,11 +250,11 @@ def mean_of(arrays: Sequence[Floats]) -> Floats:
 def answer_to(part: Part, mean: Floats, *, step: int, loss: float) -> Message:
     """Return what each worker is sent when a part is averaged."""
     match part:
-        case Block():
+        case BlockPart():
             return AveragedBlockGradient(step, part.index, part.sizes, mean)
         case Component():
             return AveragedNonBlockGradient(step, part.index, mean)
-        case Whole():
+        case WholePart():
             return AveragedGradient(step, mean, loss)
         case _:  # pragma: no cover - the type checker shows that there is no other
             assert_never(part)

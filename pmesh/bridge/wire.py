@@ -26,7 +26,7 @@ MAX_SIZES: Final = 4096  # components of a block; entrenar's transformer has 9
 _FLOAT: Final = np.dtype("<f4")
 
 
-class _Message(msgspec.Struct, frozen=True, eq=False):
+class _BridgeMessage(msgspec.Struct, frozen=True, eq=False):
     fields: ClassVar[str]
     """One letter a field: I u32, Q u64, B u8, f f32, s string, F floats, S sizes."""
 
@@ -39,7 +39,7 @@ class _Message(msgspec.Struct, frozen=True, eq=False):
         return hash(encode(cast("Message", self)))
 
 
-class JoinRequest(_Message, frozen=True, eq=False, tag=1):
+class JoinRequest(_BridgeMessage, frozen=True, eq=False, tag=1):
     """A worker asks to take part."""
 
     fields = "sIs"
@@ -48,7 +48,7 @@ class JoinRequest(_Message, frozen=True, eq=False, tag=1):
     backend: str
 
 
-class JoinAccepted(_Message, frozen=True, eq=False, tag=2):
+class JoinAccepted(_BridgeMessage, frozen=True, eq=False, tag=2):
     """The worker takes part, under this number."""
 
     fields = "II"
@@ -56,7 +56,7 @@ class JoinAccepted(_Message, frozen=True, eq=False, tag=2):
     total_workers: int
 
 
-class ShardAssignment(_Message, frozen=True, eq=False, tag=3):
+class ShardAssignment(_BridgeMessage, frozen=True, eq=False, tag=3):
     """The rows of a worker in this step: from `start` to before `end`."""
 
     fields = "QQQ"
@@ -65,7 +65,7 @@ class ShardAssignment(_Message, frozen=True, eq=False, tag=3):
     end: int
 
 
-class GradientPayload(_Message, frozen=True, eq=False, tag=4):
+class GradientPayload(_BridgeMessage, frozen=True, eq=False, tag=4):
     """A worker's whole gradient for its rows, of which `total` were used."""
 
     fields = "QIFfQQ"
@@ -77,7 +77,7 @@ class GradientPayload(_Message, frozen=True, eq=False, tag=4):
     total: int
 
 
-class AveragedGradient(_Message, frozen=True, eq=False, tag=5):
+class AveragedGradient(_BridgeMessage, frozen=True, eq=False, tag=5):
     """The mean of all gradients, and of the losses of all rows."""
 
     fields = "QFf"
@@ -86,7 +86,7 @@ class AveragedGradient(_Message, frozen=True, eq=False, tag=5):
     global_loss: float
 
 
-class Heartbeat(_Message, frozen=True, eq=False, tag=6):
+class Heartbeat(_BridgeMessage, frozen=True, eq=False, tag=6):
     """A sign of life."""
 
     fields = "sQ"
@@ -94,13 +94,13 @@ class Heartbeat(_Message, frozen=True, eq=False, tag=6):
     timestamp_ms: int
 
 
-class Shutdown(_Message, frozen=True, eq=False, tag=7):
+class Shutdown(_BridgeMessage, frozen=True, eq=False, tag=7):
     """The training has ended."""
 
     fields = ""
 
 
-class BlockGradientPayload(_Message, frozen=True, eq=False, tag=8):
+class BlockGradientPayload(_BridgeMessage, frozen=True, eq=False, tag=8):
     """A worker's gradient of one of its transformer's blocks, all components in one array."""
 
     fields = "QIIISF"
@@ -112,7 +112,7 @@ class BlockGradientPayload(_Message, frozen=True, eq=False, tag=8):
     gradients: Floats
 
 
-class AveragedBlockGradient(_Message, frozen=True, eq=False, tag=9):
+class AveragedBlockGradient(_BridgeMessage, frozen=True, eq=False, tag=9):
     """The mean of all gradients of a block."""
 
     fields = "QISF"
@@ -122,7 +122,7 @@ class AveragedBlockGradient(_Message, frozen=True, eq=False, tag=9):
     gradients: Floats
 
 
-class NonBlockGradientPayload(_Message, frozen=True, eq=False, tag=10):
+class NonBlockGradientPayload(_BridgeMessage, frozen=True, eq=False, tag=10):
     """A worker's gradient of what is in no block: 0 head, 1 final norm, 2 embedding."""
 
     fields = "QIBF"
@@ -132,7 +132,7 @@ class NonBlockGradientPayload(_Message, frozen=True, eq=False, tag=10):
     gradients: Floats
 
 
-class AveragedNonBlockGradient(_Message, frozen=True, eq=False, tag=11):
+class AveragedNonBlockGradient(_BridgeMessage, frozen=True, eq=False, tag=11):
     """The mean of all gradients of a component."""
 
     fields = "QBF"

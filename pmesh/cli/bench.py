@@ -19,7 +19,7 @@ from rich.text import Text
 
 from pmesh import native
 from pmesh.agent.schema import Status, decode_status
-from pmesh.cli.bench_calls import COLLECTIVES, STRATEGIES, Benchmark, Trial
+from pmesh.cli.bench_calls import COLLECTIVES, STRATEGIES, Benchmark, CallTrial
 from pmesh.client.connect import connect
 from pmesh.client.control import ask_status
 from pmesh.client.mesh import Mesh
@@ -120,7 +120,7 @@ def measure_row(
     )
 
 
-def _time_calls(trial: Trial, times: int) -> tuple[list[float], bool]:
+def _time_calls(trial: CallTrial, times: int) -> tuple[list[float], bool]:
     seconds: list[float] = []
     all_right = True
     for _ in range(times):

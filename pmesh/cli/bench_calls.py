@@ -15,14 +15,14 @@ PERIOD: Final = 4099  # a prime, so a misplaced segment changes the phase
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class CallTrial:
     """One call, repeated with the same input."""
 
     call: Callable[[], object]
     is_right: Callable[[Any], bool]
 
 
-Prepare: TypeAlias = Callable[[Mesh, int, str], Trial]
+Prepare: TypeAlias = Callable[[Mesh, int, str], CallTrial]
 """Takes the mesh, the number of float32 values in the largest array of any rank, a strategy."""
 
 
@@ -54,68 +54,68 @@ def sum_of(count: int, ranks: int) -> Float32Array:
     return input_of(count, ranks * (ranks + 1) // 2 - 1)
 
 
-def _all_reduce(mesh: Mesh, count: int, strategy: str) -> Trial:
+def _all_reduce(mesh: Mesh, count: int, strategy: str) -> CallTrial:
     mine, right = input_of(count, mesh.rank), sum_of(count, mesh.size)
     chosen = cast("Strategy", strategy)  # from this collective's row in the table
-    return Trial(lambda: mesh.all_reduce(mine, strategy=chosen), _equals(right))
+    return CallTrial(lambda: mesh.all_reduce(mine, strategy=chosen), _equals(right))
 
 
-def _all_reduce_shared(mesh: Mesh, count: int, _: str) -> Trial:
+def _all_reduce_shared(mesh: Mesh, count: int, _: str) -> CallTrial:
     """Use memory that the agent shares: neither the input nor the result is copied."""
     mine, right = mesh.empty(count), sum_of(count, mesh.size)
     mine[:] = input_of(count, mesh.rank)
-    return Trial(lambda: mesh.all_reduce(mine, copy=False), _equals(right))
+    return CallTrial(lambda: mesh.all_reduce(mine, copy=False), _equals(right))
 
 
-def _broadcast(mesh: Mesh, count: int, _: str) -> Trial:
+def _broadcast(mesh: Mesh, count: int, _: str) -> CallTrial:
     mine, right = input_of(count, mesh.rank), input_of(count, 0)
-    return Trial(lambda: mesh.broadcast(mine), _equals(right))
+    return CallTrial(lambda: mesh.broadcast(mine), _equals(right))
 
 
-def _reduce(mesh: Mesh, count: int, _: str) -> Trial:
+def _reduce(mesh: Mesh, count: int, _: str) -> CallTrial:
     mine, right = input_of(count, mesh.rank), sum_of(count, mesh.size)
-    return Trial(lambda: mesh.reduce(mine), _at_root(mesh, right))
+    return CallTrial(lambda: mesh.reduce(mine), _at_root(mesh, right))
 
 
-def _all_gather(mesh: Mesh, count: int, _: str) -> Trial:
+def _all_gather(mesh: Mesh, count: int, _: str) -> CallTrial:
     mine, right = _parts(mesh, count)[mesh.rank], np.concatenate(_parts(mesh, count))
-    return Trial(lambda: mesh.all_gather(mine), _equals(right))
+    return CallTrial(lambda: mesh.all_gather(mine), _equals(right))
 
 
-def _gather(mesh: Mesh, count: int, _: str) -> Trial:
+def _gather(mesh: Mesh, count: int, _: str) -> CallTrial:
     mine, right = _parts(mesh, count)[mesh.rank], np.concatenate(_parts(mesh, count))
-    return Trial(lambda: mesh.gather(mine), _at_root(mesh, right))
+    return CallTrial(lambda: mesh.gather(mine), _at_root(mesh, right))
 
 
-def _scatter(mesh: Mesh, count: int, _: str) -> Trial:
+def _scatter(mesh: Mesh, count: int, _: str) -> CallTrial:
     parts = _parts(mesh, count)
     given = None if mesh.rank else parts
-    return Trial(lambda: mesh.scatter(given), _equals(parts[mesh.rank]))
+    return CallTrial(lambda: mesh.scatter(given), _equals(parts[mesh.rank]))
 
 
-def _reduce_scatter(mesh: Mesh, count: int, _: str) -> Trial:
+def _reduce_scatter(mesh: Mesh, count: int, _: str) -> CallTrial:
     mine = input_of(count, mesh.rank)
     right = np.array_split(sum_of(count, mesh.size), mesh.size)[mesh.rank]
-    return Trial(lambda: mesh.reduce_scatter(mine), _equals(right))
+    return CallTrial(lambda: mesh.reduce_scatter(mine), _equals(right))
 
 
-def _all_to_all(mesh: Mesh, count: int, _: str) -> Trial:
+def _all_to_all(mesh: Mesh, count: int, _: str) -> CallTrial:
     mine = np.array_split(input_of(count, mesh.rank), mesh.size)
     others = (np.array_split(input_of(count, rank), mesh.size) for rank in range(mesh.size))
     right = np.concatenate([parts[mesh.rank] for parts in others])
-    return Trial(lambda: mesh.all_to_all(mine), lambda got: _equals(right)(np.concatenate(got)))
+    return CallTrial(lambda: mesh.all_to_all(mine), lambda got: _equals(right)(np.concatenate(got)))
 
 
-def _sendrecv(mesh: Mesh, count: int, _: str) -> Trial:
+def _sendrecv(mesh: Mesh, count: int, _: str) -> CallTrial:
     following, previous = (mesh.rank + 1) % mesh.size, (mesh.rank - 1) % mesh.size
     mine, right = input_of(count, mesh.rank), input_of(count, previous)
     if mesh.size == 1:
-        return Trial(mine.copy, _equals(right))  # a rank can't send to itself
-    return Trial(lambda: mesh.sendrecv(mine, following, previous), _equals(right))
+        return CallTrial(mine.copy, _equals(right))  # a rank can't send to itself
+    return CallTrial(lambda: mesh.sendrecv(mine, following, previous), _equals(right))
 
 
-def _barrier(mesh: Mesh, _count: int, _strategy: str) -> Trial:
-    return Trial(mesh.barrier, lambda _: True)
+def _barrier(mesh: Mesh, _count: int, _strategy: str) -> CallTrial:
+    return CallTrial(mesh.barrier, lambda _: True)
 
 
 def _parts(mesh: Mesh, count: int) -> list[Float32Array]:

@@ -44,7 +44,7 @@ class AgentService:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Service:
+class SystemService:
     """What the system has to know, and the commands that tell it."""
 
     file: Path
@@ -59,7 +59,7 @@ class Service:
     """It returns 0 while the agent runs."""
 
 
-def service_for(wanted: AgentService) -> Service:
+def service_for(wanted: AgentService) -> SystemService:
     """Raise ConfigError for what the system's files can't say, or for a user who may not ask."""
     for text in (wanted.user, str(wanted.home), *wanted.program):
         if not text.isprintable():
@@ -67,7 +67,7 @@ def service_for(wanted: AgentService) -> Service:
     return _launchd(wanted) if wanted.system == "darwin" else _systemd(wanted)
 
 
-def _systemd(wanted: AgentService) -> Service:
+def _systemd(wanted: AgentService) -> SystemService:
     if not _QUOTES.isdisjoint(wanted.program[0]):
         raise ConfigError(f"systemd can't start {wanted.program[0]}: it has a quote or backslash")
     systemctl: Command = ("systemctl",)
@@ -79,7 +79,7 @@ def _systemd(wanted: AgentService) -> Service:
         folder, target = wanted.user_home / ".config/systemd/user", "default.target"
         linger = (("loginctl", "enable-linger", wanted.user),)  # else it runs only while logged in
     program = " ".join(map(_quoted, wanted.program))
-    return Service(
+    return SystemService(
         file=folder / UNIT,
         content=(
             "[Unit]\n"
@@ -110,12 +110,12 @@ def _quoted(word: str) -> str:
     return f'"{word.replace("%", "%%")}"'
 
 
-def _launchd(wanted: AgentService) -> Service:
+def _launchd(wanted: AgentService) -> SystemService:
     if not wanted.as_root:
         program = shlex.join((*wanted.program[:-1], "service"))
         raise ConfigError(f"only root may do this on a Mac: type 'sudo {program} …' instead")
     log = str(wanted.home / LOG_NAME)
-    return Service(
+    return SystemService(
         file=PLIST,
         content=plistlib.dumps(
             {

@@ -22,13 +22,20 @@ from pmesh.traces.rules.perfetto import entries_of
 from pmesh.traces.rules.timeline import (
     PlacedOp,
     Process,
-    Shares,
+    TimeShares,
     find_waits,
     only_latest_run,
     place_ops,
     share_out,
 )
-from pmesh.traces.wire import MOST_SECONDS, TRACE_REPLIES, AskTrace, Machine, Traced, TracedOps
+from pmesh.traces.wire import (
+    MOST_SECONDS,
+    TRACE_REPLIES,
+    AskTrace,
+    Traced,
+    TracedMachine,
+    TracedOps,
+)
 
 SILENCE_S: Final = 15.0  # a machine that does not answer holds it up for 5 s
 _HEADERS: Final = ("rank", "machine", "calls", "outside calls", "waits for others", "moves values")
@@ -104,8 +111,8 @@ def _write(path: Path, trace: Mapping[str, object]) -> None:
 
 def _table(
     ops: Sequence[PlacedOp],
-    shares: Mapping[Process, Shares],
-    machines: Sequence[Machine],
+    shares: Mapping[Process, TimeShares],
+    machines: Sequence[TracedMachine],
     job: str,
 ) -> rows.Rows:
     """Return a row for each process: the parts of its time, of what the file shows of it."""

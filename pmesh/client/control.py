@@ -8,10 +8,10 @@ from typing import TypeVar
 from pmesh.client.session.connection import AgentConnection, error_of
 from pmesh.core.wire.control import (
     CONTROL_REPLIES,
+    AgentEvents,
     AskEvents,
     AskPing,
     AskStatus,
-    Events,
     Pinged,
     StatusReply,
     StopAgent,
@@ -64,7 +64,7 @@ def ask_events(home: Path, after: int = -1, *, timeout_s: float = 5.0) -> bytes:
         after: The number of the last event that the caller has; -1 for all that are kept.
         timeout_s: How long the agent may stay silent.
     """
-    return ask(home, AskEvents(after), Events, timeout_s=timeout_s).json
+    return ask(home, AskEvents(after), AgentEvents, timeout_s=timeout_s).json
 
 
 def ping(home: Path, name: str, *, timeout_s: float = 10.0) -> Iterator[WayTried | Pinged]:

@@ -31,12 +31,12 @@ from pmesh.invites.wire import (
     InvitationOver,
     Invite,
     Invited,
+    KeyStored,
     Knock,
     Outcome,
     Party,
     Proof,
     Reason,
-    Stored,
     decode_guest_untrusted,
     encode_guest,
 )
@@ -220,7 +220,7 @@ class Invites(Feature[Never, Invite]):
         authenticated()
         reach("key sent")
         await guest.send(sealed)
-        if isinstance(await guest.receive(), Stored):
+        if isinstance(await guest.receive(), KeyStored):
             reach("joined")
 
     def _note(self, over: InvitationOver, party: Party) -> None:

@@ -57,7 +57,7 @@ class Knock(GuestMessage, frozen=True, tag=1):
     """The public tag of the mesh key that the sender has."""
 
 
-class Offer(GuestMessage, frozen=True, tag=2):
+class InviterHalf(GuestMessage, frozen=True, tag=2):
     """The inviter's half of the exchange."""
 
     party: Party
@@ -93,11 +93,13 @@ class SealedKey(GuestMessage, frozen=True, tag=6):
     sealed: Annotated[bytes, Meta(min_length=SEALED_BYTES, max_length=SEALED_BYTES)]
 
 
-class Stored(GuestMessage, frozen=True, tag=7):
+class KeyStored(GuestMessage, frozen=True, tag=7):
     """The mesh key is on the disk of the machine that joins."""
 
 
-AnyGuestMessage: TypeAlias = Knock | Offer | Declined | Proof | WrongCode | SealedKey | Stored
+AnyGuestMessage: TypeAlias = (
+    Knock | InviterHalf | Declined | Proof | WrongCode | SealedKey | KeyStored
+)
 _decoder: msgspec.msgpack.Decoder[AnyGuestMessage] = msgspec.msgpack.Decoder(AnyGuestMessage)
 
 

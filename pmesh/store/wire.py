@@ -33,28 +33,28 @@ _Count = Annotated[int, Meta(ge=0, le=2**62)]
 _Position = Annotated[int, Meta(ge=NO_COPY, le=2**62)]
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True):
+class _StoreMessage(msgspec.Struct, frozen=True, array_like=True):
     pass
 
 
 # --- what a rank asks for
 
 
-class Set(_Message, frozen=True, tag=1):
+class Set(_StoreMessage, frozen=True, tag=1):
     """Let the key have this value."""
 
     key: _Key
     value: _Value
 
 
-class Add(_Message, frozen=True, tag=2):
+class Add(_StoreMessage, frozen=True, tag=2):
     """Add to the number that the key has, 0 if it has none; the answer is the sum."""
 
     key: _Key
     amount: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 
-class CompareSet(_Message, frozen=True, tag=3):
+class CompareSet(_StoreMessage, frozen=True, tag=3):
     """Let the key have `desired` if it has `expected`, or nothing where that is empty.
 
     The answer is True, or what the key has instead.
@@ -65,38 +65,38 @@ class CompareSet(_Message, frozen=True, tag=3):
     desired: _Value
 
 
-class Append(_Message, frozen=True, tag=4):
+class Append(_StoreMessage, frozen=True, tag=4):
     """Put these bytes behind the key's value."""
 
     key: _Key
     value: _Value
 
 
-class Delete(_Message, frozen=True, tag=5):
+class Delete(_StoreMessage, frozen=True, tag=5):
     """Remove the key; the answer is whether it was there."""
 
     key: _Key
 
 
-class Get(_Message, frozen=True, tag=6):
+class Get(_StoreMessage, frozen=True, tag=6):
     """Wait until the key is set; the answer is its value."""
 
     key: _Key
 
 
-class Wait(_Message, frozen=True, tag=7):
+class Wait(_StoreMessage, frozen=True, tag=7):
     """Wait until all of these keys are set."""
 
     keys: _KeyList
 
 
-class Check(_Message, frozen=True, tag=8):
+class Check(_StoreMessage, frozen=True, tag=8):
     """Ask whether all of these keys are set."""
 
     keys: _KeyList
 
 
-class Keys(_Message, frozen=True, tag=9):
+class Keys(_StoreMessage, frozen=True, tag=9):
     """Ask for all keys that begin so; refused if they take more than a value may."""
 
     prefix: _Key
@@ -107,7 +107,7 @@ Read: TypeAlias = Get | Wait | Check | Keys
 Command: TypeAlias = Write | Read
 
 
-class Answer(_Message, frozen=True):
+class Answer(_StoreMessage, frozen=True):
     """What came of a command."""
 
     value: bool | int | bytes | tuple[str, ...] | None = None
@@ -135,7 +135,7 @@ class StorePart(Message, frozen=True, tag=1):
 STORES: Channel[StorePart] = Channel(StorePart.channel, StorePart)
 
 
-class Report(_Message, frozen=True, tag=20):
+class Report(_StoreMessage, frozen=True, tag=20):
     """To the coordinator of a new roster: how far the sender's copy has come.
 
     Reports are compared, and nobody counts on from one: a false one leads to no position that can't
@@ -149,11 +149,11 @@ class Report(_Message, frozen=True, tag=20):
     """How many entries its copy has had since."""
 
 
-class Fetch(_Message, frozen=True, tag=21):
+class Fetch(_StoreMessage, frozen=True, tag=21):
     """From the coordinator, to the copy that has come furthest, once: send me your copy."""
 
 
-class Ask(_Message, frozen=True, tag=22):
+class Ask(_StoreMessage, frozen=True, tag=22):
     """To the coordinator: carry out a command for one of the sender's ranks."""
 
     trainer: Id
@@ -162,14 +162,14 @@ class Ask(_Message, frozen=True, tag=22):
     command: Command
 
 
-class GiveUp(_Message, frozen=True, tag=23):
+class GiveUp(_StoreMessage, frozen=True, tag=23):
     """To the coordinator: nobody waits for the answer any more."""
 
     trainer: Id
     call: _Count
 
 
-class Entry(_Message, frozen=True, tag=24):
+class Entry(_StoreMessage, frozen=True, tag=24):
     """The next step of all copies, as the coordinator has ordered it."""
 
     position: _Count
@@ -180,14 +180,14 @@ class Entry(_Message, frozen=True, tag=24):
     """None if nothing changes: the coordinator only asks whether the roster is still in force."""
 
 
-class Have(_Message, frozen=True, tag=25):
+class Have(_StoreMessage, frozen=True, tag=25):
     """To the coordinator: the sender's copy has all entries of this roster up to this one."""
 
     position: _Count
     """0 if it is as the coordinator's was before the first entry."""
 
 
-class Answered(_Message, frozen=True, tag=26):
+class Answered(_StoreMessage, frozen=True, tag=26):
     """From the coordinator: what came of a command."""
 
     trainer: Id
@@ -195,18 +195,18 @@ class Answered(_Message, frozen=True, tag=26):
     answer: Answer
 
 
-class CopyBegins(_Message, frozen=True, tag=27):
+class CopyBegins(_StoreMessage, frozen=True, tag=27):
     """A whole copy follows, for one that has another or none."""
 
 
-class CopyValue(_Message, frozen=True, tag=28):
+class CopyValue(_StoreMessage, frozen=True, tag=28):
     """A key of the copy."""
 
     key: _Key
     value: _Value
 
 
-class CopyAnswer(_Message, frozen=True, tag=29):
+class CopyAnswer(_StoreMessage, frozen=True, tag=29):
     """An answer that its trainer may not have got yet."""
 
     trainer: Id
@@ -214,7 +214,7 @@ class CopyAnswer(_Message, frozen=True, tag=29):
     answer: Answer
 
 
-class CopyEnds(_Message, frozen=True, tag=30):
+class CopyEnds(_StoreMessage, frozen=True, tag=30):
     """The receiver's copy is as the sender's now, by what has come or because it was before."""
 
 

@@ -22,12 +22,12 @@ from pmesh.traces.wire import (
     TRACES,
     AskOps,
     AskTrace,
-    Change,
     Cursor,
-    Machine,
     RankOps,
     TellOps,
     Traced,
+    TracedEvent,
+    TracedMachine,
     TracedOps,
     TracesMessage,
 )
@@ -42,7 +42,7 @@ ANSWERS_BEFORE_POLL: Final = 4  # of some 2 ms each, between two polls, whatever
 
 
 @dataclass(slots=True, eq=False)
-class _Question:
+class _AskedOps:
     member: Member
     answered: trio.Event = field(default_factory=trio.Event)
     answer: TellOps | None = None
@@ -57,7 +57,7 @@ class Traces(Feature[TracesMessage, AskTrace]):
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
         self._numbers = itertools.count()
-        self._open: dict[int, _Question] = {}
+        self._open: dict[int, _AskedOps] = {}
         self._waiting: dict[Member, AskOps] = {}
         """The last question of each member that is to be answered at the next poll."""
         self._answers_left = ANSWERS_BEFORE_POLL
@@ -125,7 +125,7 @@ class Traces(Feature[TracesMessage, AskTrace]):
         if not found:
             raise UsageError(self._describe_nothing(request))
         machines = [
-            Machine(
+            TracedMachine(
                 name=membership.names.of_seat(seat),
                 me=seat.member == self._kernel.me,
                 clock=membership.clock_of(seat.member.node),
@@ -161,7 +161,7 @@ class Traces(Feature[TracesMessage, AskTrace]):
         if member == self._kernel.me:
             await trio.lowlevel.checkpoint()  # each takes as long as those that others get
             return TellOps(number, self._next_ops(asked))
-        question = self._open[number] = _Question(member)
+        question = self._open[number] = _AskedOps(member)
         try:
             self._kernel.peers.send(member, asked)
             with trio.move_on_after(ANSWER_S):
@@ -170,11 +170,11 @@ class Traces(Feature[TracesMessage, AskTrace]):
             del self._open[number]
         return question.answer
 
-    def _changes(self, request: AskTrace) -> Iterator[Change]:
+    def _changes(self, request: AskTrace) -> Iterator[TracedEvent]:
         for at, event in self._kernel.jobs.event_log.lately(request.seconds):
             if (event.job is not None and is_of(event.job, request.job)) or event.kind in OF_MESH:
                 took_us = round(1e6 * (event.duration_s or 0))
-                yield Change(round(1e6 * at), took_us, event.kind, event.text)
+                yield TracedEvent(round(1e6 * at), took_us, event.kind, event.text)
 
     def _describe_nothing(self, request: AskTrace) -> str:
         jobs = [repr(each.job) for each in self._kernel.jobs.membership.view.rosters]

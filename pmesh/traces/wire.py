@@ -82,7 +82,7 @@ class TracedOps(SessionMessage, frozen=True, tag="traced_ops"):
     ops: RankOps
 
 
-class Machine(msgspec.Struct, frozen=True):
+class TracedMachine(msgspec.Struct, frozen=True):
     """A machine of the view, and its clock."""
 
     name: str
@@ -93,7 +93,7 @@ class Machine(msgspec.Struct, frozen=True):
     """Why its ops are not there, or not all of them."""
 
 
-class Change(msgspec.Struct, frozen=True):
+class TracedEvent(msgspec.Struct, frozen=True):
     """An event of the job, or of the mesh, as the machine that was asked has seen it."""
 
     at_us: int
@@ -110,8 +110,8 @@ class Traced(SessionMessage, frozen=True, tag="traced"):
     """Of pmesh."""
     until_us: int
     """When the trace was asked for."""
-    machines: tuple[Machine, ...]
-    changes: Annotated[tuple[Change, ...], Meta(max_length=MAX_CHANGES)]
+    machines: tuple[TracedMachine, ...]
+    changes: Annotated[tuple[TracedEvent, ...], Meta(max_length=MAX_CHANGES)]
 
 
 TraceReply: TypeAlias = Refused | TracedOps | Traced

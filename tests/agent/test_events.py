@@ -30,7 +30,7 @@ from pmesh.agent.schema import json_schema
 from pmesh.core.jobs.jobs import LEFT
 from pmesh.core.topology.graph import Graph, measured_graph
 from pmesh.core.values import OpOutcome, Primary, Roster, Seat, Terms, Trainer, Verdict, View
-from pmesh.core.wire.control import Events
+from pmesh.core.wire.control import AgentEvents
 from pmesh.core.wire.session import MAX_SESSION_MESSAGE_BYTES, encode
 from pmesh.core.wire.views import RELAYED, MeasuredEdge
 from pmesh.errors import UsageError
@@ -150,7 +150,7 @@ def test_no_page_exceeds_what_a_session_may_carry_and_asking_again_gives_the_res
     while not told or told[-1].number + 1 < KEPT:
         page = events.since(told[-1].number if told else -1)
         assert page.next == KEPT
-        assert len(encode(Events(encode_events(page)))) < MAX_SESSION_MESSAGE_BYTES
+        assert len(encode(AgentEvents(encode_events(page)))) < MAX_SESSION_MESSAGE_BYTES
         told += page.events
         assert len(encode_events(page)) > PAGE_BYTES or told[-1].number == KEPT - 1
     assert [event.number for event in told] == list(range(KEPT))

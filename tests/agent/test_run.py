@@ -23,7 +23,7 @@ from pmesh.core.identity.advertisement import Advertisement
 from pmesh.core.identity.keys import AdvertisementKey, NodeKey
 from pmesh.core.values import View
 from pmesh.core.views.limits import SOUND
-from pmesh.core.wire.control import AskEvents, Events, StopAgent, Stopping
+from pmesh.core.wire.control import AgentEvents, AskEvents, StopAgent, Stopping
 from pmesh.core.wire.trainer import Leave
 from pmesh.errors import AgentAlreadyRunning, ConfigError, PmeshError, PortTaken
 from pmesh.home_paths import socket_path
@@ -292,13 +292,13 @@ async def test_what_has_happened_is_told_to_who_asks(clock: MockClock) -> None:
     async with village(clock, 2) as here:
         asker = await here.trainer(here.machines[0])
         reply = await asker.ask(AskEvents(after=-1))
-        assert isinstance(reply, Events)
+        assert isinstance(reply, AgentEvents)
         events = decode_events(reply.json).events
         assert [event.kind for event in events][:2] == ["agent started", "peer joined"]
         await asker.die()
         asker = await here.trainer(here.machines[0])
         reply = await asker.ask(AskEvents(after=events[-1].number))
-        assert isinstance(reply, Events)
+        assert isinstance(reply, AgentEvents)
         assert decode_events(reply.json).events == ()
 
 

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from pmesh.bridge.rules import (
     Announcement,
-    Block,
     BlockLayout,
+    BlockPart,
     Component,
     Layout,
     Part,
-    Whole,
     WholeLayout,
+    WholePart,
     answer_to,
     check,
     deal,
@@ -39,9 +39,9 @@ from pmesh.bridge.wire import (
 from pmesh.errors import ProtocolError, UsageError
 
 LAYOUT = BlockLayout(((2, 1), (3,)), (5, 1, 4))
-BLOCK = Block(index=1, num_blocks=2, sizes=(2, 1))
+BLOCK = BlockPart(index=1, num_blocks=2, sizes=(2, 1))
 NORM = Component(index=1, size=3)
-WHOLE = Whole(size=3)
+WHOLE = WholePart(size=3)
 
 
 def values(*of: float) -> Floats:

@@ -10,7 +10,7 @@ import pytest
 import trio
 import trio.testing
 
-from pmesh.bridge.cli.serving import MOST_STRANGERS, Job, Options, Stream, serve
+from pmesh.bridge.cli.serving import MOST_STRANGERS, BridgeOptions, Job, Stream, serve
 from pmesh.bridge.rules import BlockLayout, Layout, WholeLayout
 from pmesh.bridge.wire import (
     AveragedBlockGradient,
@@ -30,7 +30,7 @@ from pmesh.bridge.wire import (
 from pmesh.errors import ConfigError, NotEnoughRanks, RunError
 
 LAYOUT = BlockLayout(((2,),), (1, 1, 1))
-OPTIONS = Options(workers=2, rows=None, silence_s=10, most_frame=4096, wait_s=100)
+OPTIONS = BridgeOptions(workers=2, rows=None, silence_s=10, most_frame=4096, wait_s=100)
 
 
 class Listening(trio.abc.Listener[Stream]):
@@ -114,7 +114,7 @@ class AloneJob(Job):
 
 
 async def bridged(
-    work: Callable[[Listening], Awaitable[None]], job: Job, options: Options = OPTIONS
+    work: Callable[[Listening], Awaitable[None]], job: Job, options: BridgeOptions = OPTIONS
 ) -> int:
     """Serve while `work` runs; return the number of steps."""
 
@@ -178,7 +178,7 @@ async def test_the_last_worker_that_is_dropped_ends_the_bridge_with_the_reason(
         await peer.stream.send_eof()
         assert await peer.receive() is None
 
-    options = Options(workers=1, rows=None, silence_s=10, most_frame=4096, wait_s=100)
+    options = BridgeOptions(workers=1, rows=None, silence_s=10, most_frame=4096, wait_s=100)
     with pytest.raises(BaseExceptionGroup) as caught:
         await bridged(work, AloneJob(1), options)
     (error,) = _leaves(caught.value)
@@ -293,13 +293,13 @@ async def test_whole_gradients_need_rows_and_rows_are_dealt_to_workers_with_bloc
         assert await peer.receive() == Shutdown()
         assert await peer.receive() is None
 
-    options = Options(workers=1, rows=7, silence_s=10, most_frame=4096, wait_s=100)
+    options = BridgeOptions(workers=1, rows=7, silence_s=10, most_frame=4096, wait_s=100)
     assert await bridged(work, AloneJob(1), options) == 1
 
 
 async def test_more_workers_join_than_strangers_have_room() -> None:
     count = MOST_STRANGERS + 1
-    options = Options(workers=count, rows=None, silence_s=10, most_frame=4096, wait_s=100)
+    options = BridgeOptions(workers=count, rows=None, silence_s=10, most_frame=4096, wait_s=100)
 
     async def work(listening: Listening) -> None:
         peers = list[Peer]()

@@ -11,7 +11,7 @@ import pytest
 import trio
 
 from pmesh.bridge.cli.command import MeshJob
-from pmesh.bridge.cli.serving import Job, Options, serve
+from pmesh.bridge.cli.serving import BridgeOptions, Job, serve
 from pmesh.bridge.client import average_blocks, average_whole
 from pmesh.client.mesh import Mesh
 from pmesh.errors import UsageError
@@ -33,7 +33,7 @@ def train_together(
             listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
             port = listeners[0].socket.getsockname()[1]
             working.extend(threads.submit(work, port) for work in workers)
-            options = Options(
+            options = BridgeOptions(
                 workers=len(workers), rows=rows, silence_s=60, most_frame=1 << 20, wait_s=60
             )
 

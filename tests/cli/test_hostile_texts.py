@@ -17,10 +17,10 @@ from pmesh.charts.wire import AskCharts, JobCharts
 from pmesh.cli.app import run
 from pmesh.core.values import Verdict
 from pmesh.core.wire.control import (
+    AgentEvents,
     AskEvents,
     AskPing,
     AskStatus,
-    Events,
     Pinged,
     StatusReply,
     WayTried,
@@ -54,7 +54,7 @@ from pmesh.members.wire import (
     RemoveMachine,
 )
 from pmesh.terminal.rows import output
-from pmesh.traces.wire import AskTrace, Change, Machine, Traced
+from pmesh.traces.wire import AskTrace, Traced, TracedEvent, TracedMachine
 from simulation.wire import AnyReply, decode_request_untrusted
 from tests.traces.histories import BEGAN_US, op, told
 from tests.worlds.fake_status_agent import SNAPSHOT, agent_at, make_chronicle
@@ -84,7 +84,7 @@ def replies_to(request: object) -> list[AnyReply]:  # noqa: C901, PLR0911 - one 
         case AskStatus():
             return [StatusReply(status())]
         case AskEvents(after):
-            return [Events(encode_events(events.since(after)))]
+            return [AgentEvents(encode_events(events.since(after)))]
         case AskMembers():
             member = MemberRow(
                 id="a" * 52, name=EVIL, state="removed", version=EVIL, first_seen=0.0, last_seen=0.0
@@ -107,9 +107,9 @@ def replies_to(request: object) -> list[AnyReply]:  # noqa: C901, PLR0911 - one 
         case AskCharts():
             return [JobCharts(7, 5.0, {EVIL: ((7,), (0.5,))})]
         case AskTrace():
-            there = Machine(name=EVIL, me=True, clock=(), why_not=EVIL)
+            there = TracedMachine(name=EVIL, me=True, clock=(), why_not=EVIL)
             ops = told(0, (op(0, BEGAN_US, BEGAN_US + 1),))
-            return [ops, Traced(EVIL, BEGAN_US + 2, (there,), (Change(0, 0, EVIL, EVIL),))]
+            return [ops, Traced(EVIL, BEGAN_US + 2, (there,), (TracedEvent(0, 0, EVIL, EVIL),))]
         case Invite():
             return [Invited(EVIL, 600.0), InvitationOver("wrong code", EVIL, EVIL)]
         case _:

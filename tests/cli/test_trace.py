@@ -14,7 +14,7 @@ from pmesh.core.wire.framing import frame
 from pmesh.core.wire.session import Refused, encode
 from pmesh.home_paths import home_directory, socket_path
 from pmesh.ids import JobName
-from pmesh.traces.wire import Change, Machine, Traced
+from pmesh.traces.wire import Traced, TracedEvent, TracedMachine
 from simulation.wire import AnyReply
 from tests.traces.histories import BEGAN_US, machine, op, told
 from tests.worlds.fake_status_agent import Answer, agent_at
@@ -25,9 +25,9 @@ TRACED = Traced(
     (
         machine(0, me=True),
         machine(1, error_us=120),
-        Machine(name="mac-2", me=False, clock=(), why_not="it has not answered within 5 s"),
+        TracedMachine(name="mac-2", me=False, clock=(), why_not="it has not answered within 5 s"),
     ),
-    (Change(BEGAN_US + 5, 0, "rank lost", "job 'digits': rank 2 is lost"),),
+    (TracedEvent(BEGAN_US + 5, 0, "rank lost", "job 'digits': rank 2 is lost"),),
 )
 JOB = JobName("digits/é")
 TIMES = op(0, BEGAN_US, BEGAN_US + 9_000), op(1, BEGAN_US + 9_500, BEGAN_US + 10_000)

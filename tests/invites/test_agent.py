@@ -39,11 +39,11 @@ from pmesh.invites.wire import (
     InvitationOver,
     Invite,
     Invited,
+    InviterHalf,
+    KeyStored,
     Knock,
-    Offer,
     Party,
     Proof,
-    Stored,
     WrongCode,
     encode_guest,
 )
@@ -209,7 +209,7 @@ async def test_a_stranger_that_sends_a_proof_of_its_own_gets_no_key() -> None:
         guest = GuestStream(stream)
         exchange = Guest(other_than(session.code), newcomer().party, entropy=bytes)
         await guest.send(exchange.knock, after=GUEST_MAGIC)
-        assert isinstance(await guest.receive(), Offer)
+        assert isinstance(await guest.receive(), InviterHalf)
         await guest.send(Proof(bytes(32)))
         assert await guest.receive() == Declined(ADA, "wrong code")
         await settled()
@@ -231,7 +231,7 @@ async def test_ten_thousand_guesses_get_one_try() -> None:
                     exchange = Guest(words[guess], newcomer().party, entropy=bytes)
                 await guest.send(exchange.knock, after=GUEST_MAGIC)
                 reply = await guest.receive()
-                if isinstance(reply, Offer):
+                if isinstance(reply, InviterHalf):
                     answers["offers"] += 1
                     await guest.send(Proof(bytes(32)))
                 else:
@@ -288,11 +288,11 @@ async def test_an_exchange_that_began_in_time_may_end_after_the_ten_minutes(
             exchange = Guest(session.code, newcomer().party, entropy=bytes)
             await guest.send(exchange.knock, after=GUEST_MAGIC)
             offer = await guest.receive()
-            assert isinstance(offer, Offer)
+            assert isinstance(offer, InviterHalf)
             await trio.sleep(2)
             await guest.send(exchange.prove(offer))
             await guest.receive()
-            await guest.send(Stored())
+            await guest.send(KeyStored())
             await settled()
         assert session.over == InvitationOver("joined", "mac-2", "unknown")
 
@@ -305,7 +305,7 @@ async def test_the_end_of_pmesh_invite_withdraws_the_code_even_within_an_exchang
             exchange = Guest(session.code, newcomer().party, entropy=bytes)
             await guest.send(exchange.knock, after=GUEST_MAGIC)
             offer = await guest.receive()
-            assert isinstance(offer, Offer)
+            assert isinstance(offer, InviterHalf)
             session.ended.set()
             await settled()
             with contextlib.suppress(PeerUnreachable):
@@ -339,7 +339,7 @@ async def test_a_second_pmesh_invite_is_refused() -> None:
 
 SILENT: dict[str, Callable[[Guest], list[GuestMessage]]] = {
     "before its proof": lambda _: [],
-    "after another message": lambda _: [Stored()],
+    "after another message": lambda _: [KeyStored()],
     "after a knock": lambda guest: [guest.knock],
 }
 
@@ -356,7 +356,7 @@ async def test_who_breaks_off_has_used_up_the_code(
         exchange = Guest(session.code, newcomer().party, entropy=bytes)
         await guest.send(exchange.knock, after=GUEST_MAGIC)
         offer = await guest.receive()
-        assert isinstance(offer, Offer)
+        assert isinstance(offer, InviterHalf)
         await guest.send(*says(exchange))
         began = trio.current_time()
         await trio.sleep(EXCHANGE_S + 1)
@@ -438,11 +438,11 @@ async def test_another_number_uses_nothing_up() -> None:
 
 GARBAGE = {
     "nothing": b"",
-    "half a frame": frame(encode_guest(Stored()))[:3],
+    "half a frame": frame(encode_guest(KeyStored()))[:3],
     "a frame that is too long": (MAX_GUEST_BYTES + 1).to_bytes(4, "big"),
     "a frame of 4 GiB": b"\xff" * 4,
     "no message": frame(b"\xc1"),
-    "another message": frame(encode_guest(Stored())),
+    "another message": frame(encode_guest(KeyStored())),
     "a knock without an element": frame(encode_guest(Knock(newcomer().party, 7, None))),
 }
 
@@ -475,9 +475,9 @@ async def test_an_element_that_is_none_uses_the_code_up() -> None:
 
 INVITERS: dict[str, list[GuestMessage]] = {
     "nothing": [],
-    "no offer": [Stored()],
+    "no offer": [KeyStored()],
     "a claim that we are a member": [Declined(ADA, "member")],
-    "an offer of nonsense": [Offer(ADA, bytes(33), bytes(32))],
+    "an offer of nonsense": [InviterHalf(ADA, bytes(33), bytes(32))],
     "a wrong code": [Declined(ADA, "wrong code")],
 }
 
@@ -502,7 +502,7 @@ async def test_a_fake_inviter_that_offers_another_code_is_told_that_it_is_wrong(
         knock = await guest.receive()
         assert isinstance(knock, Knock)
         assert knock.element is not None
-        await guest.send(Offer(ADA, b"A" + knock.element[1:], bytes(32)))
+        await guest.send(InviterHalf(ADA, b"A" + knock.element[1:], bytes(32)))
         with contextlib.suppress(PeerUnreachable):
             assert isinstance(await guest.receive(), WrongCode)
         await theirs.aclose()

@@ -19,12 +19,12 @@ from pmesh.invites.wire import (
     ELEMENT_BYTES,
     MAX_GUEST_BYTES,
     Declined,
+    InviterHalf,
+    KeyStored,
     Knock,
-    Offer,
     Party,
     Proof,
     SealedKey,
-    Stored,
     WrongCode,
     decode_guest_untrusted,
     encode_guest,
@@ -75,7 +75,7 @@ def test_a_recorded_exchange_has_nothing_of_the_code_or_the_key() -> None:
     ada, bob = inviter(), guest()
     offer = ada.offer(bob.knock)
     proof = bob.prove(offer)
-    recorded = b"".join(map(encode_guest, (bob.knock, offer, proof, ada.seal(proof), Stored())))
+    recorded = b"".join(map(encode_guest, (bob.knock, offer, proof, ada.seal(proof), KeyStored())))
 
     secret = [b"guitar", b"lemon", CODE.text.encode(), mesh_key_text(KEY).encode()]
     secret += [KEY[at : at + 4] for at in range(29)]
@@ -180,7 +180,7 @@ LONGEST = Party(NodeId(b"x" * 32), "\U0001f34b" * 64, 2**16 - 1)
 MESSAGES = [
     Knock(LONGEST, 2**16 - 1, b"x" * 33, b"12345678"),
     Knock(BOB, 7, None),
-    Offer(LONGEST, b"x" * 33, b"p" * 32),
+    InviterHalf(LONGEST, b"x" * 33, b"p" * 32),
     *(
         Declined(LONGEST, reason)
         for reason in ("version", "not invited", "member", "other mesh", "wrong code")
@@ -188,7 +188,7 @@ MESSAGES = [
     Proof(b"p" * 32),
     WrongCode(),
     SealedKey(b"s" * 48),
-    Stored(),
+    KeyStored(),
 ]
 
 

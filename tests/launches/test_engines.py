@@ -16,7 +16,7 @@ from pmesh.errors import ProtocolError, UsageError
 from pmesh.ids import JobName, NodeId, path_name
 from pmesh.launches.rules.engines import (
     MAX_RDMA_RANKS,
-    Place,
+    LaunchPlace,
     Settings,
     begin_messages,
     environment_of,
@@ -40,8 +40,10 @@ from simulation.wire import decode_untrusted, encode_unbounded
 A, B = (NodeId(bytes([n]) * 32) for n in (1, 2))
 LAUNCH = path_name("ab" * 6)
 PLACES = [
-    Place(node=A, ranks=(0, 1), ports=(7000, 7001, 7002, 7003), ways={B: ("10.0.0.2", "en5")}),
-    Place(node=B, ranks=(2,), ports=(8000, 8001), ways={A: ("10.0.0.1", "en1")}),
+    LaunchPlace(
+        node=A, ranks=(0, 1), ports=(7000, 7001, 7002, 7003), ways={B: ("10.0.0.2", "en5")}
+    ),
+    LaunchPlace(node=B, ranks=(2,), ports=(8000, 8001), ways={A: ("10.0.0.1", "en1")}),
 ]
 ENGINES: tuple[Engine, ...] = get_args(Engine)
 
@@ -60,7 +62,7 @@ def question(engine: Engine, ranks: int) -> PrepareLaunch:
 
 
 def settings(
-    engine: Engine, node: NodeId, index: int = 0, places: list[Place] = PLACES
+    engine: Engine, node: NodeId, index: int = 0, places: list[LaunchPlace] = PLACES
 ) -> Settings:
     """What a rank finds, after its machine has read the message."""
     sent = begin_messages(LAUNCH, 2, places)[node]
@@ -86,7 +88,7 @@ def test_pmesh_says_that_it_answers_for_other_backends() -> None:
 
 
 def test_pmesh_does_without_addresses() -> None:
-    apart = [PLACES[0], Place(node=B, ranks=(2,), ports=(8000,), ways={})]
+    apart = [PLACES[0], LaunchPlace(node=B, ranks=(2,), ports=(8000,), ways={})]
     found = settings("pmesh", B, places=apart).variables
     assert found["RANK"] == "2"
     assert not {"MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"} & found.keys()
@@ -140,7 +142,7 @@ def test_jaccl_gets_the_devices_between_every_two_ranks() -> None:
 
 
 def test_neighbours_without_an_address_are_named() -> None:
-    apart = [PLACES[0], Place(node=B, ranks=(2,), ports=(8000, 8001), ways={})]
+    apart = [PLACES[0], LaunchPlace(node=B, ranks=(2,), ports=(8000, 8001), ways={})]
     assert unreachable("gloo", apart) == (B, A)
     assert unreachable("gloo", PLACES) is None
     assert unreachable("pmesh", apart) is None

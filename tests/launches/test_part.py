@@ -4,9 +4,9 @@ import signal
 from dataclasses import replace
 
 from pmesh.launches.rules.part import (
-    Part,
+    LocalRanks,
     PartStep,
-    Report,
+    ReportEnd,
     Say,
     SignalRank,
     StartRank,
@@ -22,15 +22,15 @@ from pmesh.launches.rules.part import (
 from pmesh.launches.rules.restarts import AT_ONCE_S, STEADY_S
 
 
-def begun(*ranks: int, restarts: int = 10) -> Part:
-    step = begin(Part(restarts=restarts, grace_s=3.0), 0, ranks, now=100.0)
+def begun(*ranks: int, restarts: int = 10) -> LocalRanks:
+    step = begin(LocalRanks(restarts=restarts, grace_s=3.0), 0, ranks, now=100.0)
     assert step.actions == tuple(map(StartRank, ranks))
     return step.part
 
 
 def test_a_rank_that_ends_well_is_reported_and_not_started_again() -> None:
     step = rank_ended(begun(0, 1), 1, 0, now=101.0)
-    assert step.actions == (Report(1, 0),)
+    assert step.actions == (ReportEnd(1, 0),)
     assert not step.part.is_over
     assert rank_ended(step.part, 0, 0, now=102.0).part.is_over
 
@@ -54,24 +54,24 @@ def test_a_rank_that_fails_too_often_is_reported() -> None:
     said, report = step.actions
     assert isinstance(said, Say)
     assert "failed 2 times in a row, each time in less than 60 s" in said.text
-    assert report == Report(0, 4)
+    assert report == ReportEnd(0, 4)
 
 
 def test_without_restarts_the_first_failure_is_reported() -> None:
-    assert rank_ended(begun(0, restarts=0), 0, 3, now=101.0).actions == (Report(0, 3),)
+    assert rank_ended(begun(0, restarts=0), 0, 3, now=101.0).actions == (ReportEnd(0, 3),)
 
 
 def test_a_signal_reaches_those_that_run_and_ends_those_that_wait() -> None:
     part = rank_ended(begun(0, 1, 2), 1, 3, now=101.0).part
     part = rank_ended(part, 2, 0, now=101.0).part
     step = end(part, signal.SIGINT, now=101.5)
-    assert step.actions == (SignalRank(0, signal.SIGINT), Report(1, -signal.SIGINT))
+    assert step.actions == (SignalRank(0, signal.SIGINT), ReportEnd(1, -signal.SIGINT))
     assert next_deadline(step.part) == 104.5
     killed = pass_time(step.part, now=104.5)
     assert killed.actions == (SignalRank(0, signal.SIGKILL),)
     assert next_deadline(killed.part) is None
     over = rank_ended(killed.part, 0, -9, now=104.6)
-    assert over.actions == (Report(0, -9),)
+    assert over.actions == (ReportEnd(0, -9),)
     assert over.part.is_over
 
 
@@ -103,7 +103,7 @@ def test_another_generation_begins_anew() -> None:
     assert (step.part.generation, step.part.is_over) == (1, False)
 
 
-def failed(part: Part, rank: int, *, at: float) -> PartStep:
+def failed(part: LocalRanks, rank: int, *, at: float) -> PartStep:
     return rank_ended(part, rank, 3, now=at)
 
 
@@ -151,12 +151,12 @@ def test_a_rank_of_a_job_that_nobody_can_enter_says_so_whenever_it_fails() -> No
 def test_a_rank_that_is_given_up_ends_with_the_code_it_failed_with() -> None:
     waits = failed(begun(0), 0, at=101.0).part
     step = give_up(waits, 0)
-    assert step.actions == (Report(0, 3),)
+    assert step.actions == (ReportEnd(0, 3),)
     assert step.part.is_over
     killed = give_up(pass_time(waits, now=102.0).part, 0)
     assert killed.actions == (SignalRank(0, signal.SIGKILL),)
     step = rank_ended(killed.part, 0, -9, now=102.1)
-    assert step.actions == (Report(0, 3),)
+    assert step.actions == (ReportEnd(0, 3),)
     assert step.part.is_over
 
 

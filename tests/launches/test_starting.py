@@ -13,11 +13,11 @@ from pmesh.launches.rules.starting import (
     MOST_AT_ONCE,
     REPORT_S,
     Action,
-    Ask,
+    AskMachine,
     Begin,
-    GiveUp,
+    LaunchMember,
+    NoRestart,
     Over,
-    Seat,
     SeatPhase,
     Signal,
     Started,
@@ -45,7 +45,7 @@ class Play:
     """A launch on three machines, with what has been decided last."""
 
     def __init__(self, *, elastic: bool = True, restarts: int = 1, count: int = 1) -> None:
-        seats = tuple(Seat(node=n, name=f"mac-{n[0]}", count=count) for n in (A, B, C))
+        seats = tuple(LaunchMember(node=n, name=f"mac-{n[0]}", count=count) for n in (A, B, C))
         self.now = 100.0
         self.launch = Started(elastic=elastic, restarts=restarts, grace_s=3.0, seats=seats)
         self.all: list[Action] = []
@@ -90,7 +90,7 @@ def running(*, elastic: bool = True, restarts: int = 1, count: int = 1) -> Play:
 
 def test_nothing_starts_before_all_have_agreed() -> None:
     play = Play(count=2)
-    assert play.actions == (Ask(A), Ask(B), Ask(C))
+    assert play.actions == (AskMachine(A), AskMachine(B), AskMachine(C))
     assert play.answer(A, C) == ()
     assert play.answer(B) == (Begin(A), Begin(B), Begin(C))
     assert play.ranks() == [(0, 1), (2, 3), (4, 5)]
@@ -164,7 +164,7 @@ def test_a_report_that_comes_twice_or_from_a_stranger_counts_nothing() -> None:
 def test_a_lost_machine_starts_its_ranks_again_when_it_is_back() -> None:
     play = running()
     assert play.lost(B) == (Tell("mac-2 is lost: gone"),)
-    assert play.back(B) == (Tell("mac-2 is back: its ranks are started again"), Ask(B))
+    assert play.back(B) == (Tell("mac-2 is back: its ranks are started again"), AskMachine(B))
     assert play.answer(B) == (Begin(B),)
     assert play.ranks() == [(0,), (1,), (2,)]
     play.ended(A)
@@ -233,7 +233,7 @@ def test_an_engine_that_needs_all_ranks_begins_a_new_generation_without_the_lost
         Signal(C, 15),
     )
     play.ended(B, -15)
-    assert play.ended(C, -15) == (Ask(B), Ask(C))
+    assert play.ended(C, -15) == (AskMachine(B), AskMachine(C))
     assert play.answer(B, C) == (Begin(B), Begin(C))
     assert play.launch.generation == 1
     assert play.ranks()[1:] == [(0,), (1,)]
@@ -249,7 +249,7 @@ def test_a_machine_that_is_back_takes_part_in_the_next_generation() -> None:
     play.answer(B, C)
     assert play.back(A) == ()
     play.ended(B, 1)
-    assert play.ended(C, -15) == (Ask(A), Ask(B), Ask(C))
+    assert play.ended(C, -15) == (AskMachine(A), AskMachine(B), AskMachine(C))
 
 
 def test_a_generation_goes_on_with_those_that_agree() -> None:
@@ -319,15 +319,15 @@ def test_whatever_happens_it_ends_once_and_after_an_interrupt_always(data: st.Da
 
 
 def test_output_counts_only_of_machines_that_have_begun_and_not_ended() -> None:
-    ran = Seat(node=A, name="mac-1", count=1, ranks=(0,))
+    ran = LaunchMember(node=A, name="mac-1", count=1, ranks=(0,))
     counts = {phase for phase in get_args(SeatPhase) if replace(ran, phase=phase).prints}
     assert counts == {"asked", "runs", "lost"}
     assert not replace(ran, phase="lost", refusal="no").prints
     assert not replace(ran, phase="lost", ranks=()).prints
 
 
-def given_up(actions: tuple[Action, ...]) -> list[GiveUp]:
-    return [action for action in actions if isinstance(action, GiveUp)]
+def given_up(actions: tuple[Action, ...]) -> list[NoRestart]:
+    return [action for action in actions if isinstance(action, NoRestart)]
 
 
 def test_if_all_ranks_fail_at_once_none_is_started_again() -> None:
@@ -337,7 +337,7 @@ def test_if_all_ranks_fail_at_once_none_is_started_again() -> None:
     said, *rest = play.fails(B, 1)
     assert isinstance(said, Tell)
     assert said.text.startswith("all ranks failed in their first 20 s, before any had completed an")
-    assert rest == [GiveUp(A, 0), GiveUp(B, 1), GiveUp(C, 2)]
+    assert rest == [NoRestart(A, 0), NoRestart(B, 1), NoRestart(C, 2)]
     assert play.fails(B, 1) == ()  # it is said once
     for node in (B, A, C):
         play.ended(node, 5)
@@ -387,8 +387,8 @@ def test_a_rank_of_a_fixed_job_is_not_started_again_to_wait_for_one_that_has_fin
     assert said.text.startswith(
         "rank 1 on mac-2 is not started again: rank 0 on mac-1 has finished"
     )
-    assert give_up == GiveUp(B, 1)
-    assert given_up(play.fails(C, 2, "in a fixed job")) == [GiveUp(C, 2)]
+    assert give_up == NoRestart(B, 1)
+    assert given_up(play.fails(C, 2, "in a fixed job")) == [NoRestart(C, 2)]
     play.ended(B, -6)
     assert play.ended(C, -6)[-1] == Over(134)
 

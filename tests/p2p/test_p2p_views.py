@@ -12,7 +12,7 @@ from trio.testing import MockClock
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.records import RecordHeader
 from pmesh.net.lanes.executor import run_plan
-from pmesh.net.lanes.lane import Lane, Steps, Wait
+from pmesh.net.lanes.lane import Lane, LaneWait, Steps
 from pmesh.p2p.agent import endpoint
 from pmesh.p2p.agent.endpoint import LanesIn
 from pmesh.p2p.agent.router import P2PRouter
@@ -34,12 +34,12 @@ FEW = X[:4096]
 def stands_still(lane: Lane) -> Steps:
     """Nothing moves on the lane until it is closed."""
     while not lane.is_closed:
-        yield Wait.CLOSED
+        yield LaneWait.CLOSED
 
 
 def closes(lane: Lane) -> Steps:
     lane.close()
-    yield Wait.TURN
+    yield LaneWait.TURN
 
 
 def disturb_once(

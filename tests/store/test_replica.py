@@ -14,7 +14,7 @@ from pmesh.store.rules.replica import (
     Keepers,
     Replica,
 )
-from pmesh.store.rules.table import REMEMBERED, Copy
+from pmesh.store.rules.table import REMEMBERED, StoreCopy
 from pmesh.store.wire import (
     NO_COPY,
     Add,
@@ -337,7 +337,7 @@ def test_a_machine_has_nothing_of_a_copy_that_is_not_sent() -> None:
 
 
 def test_answers_of_a_copy_are_no_more_than_any_machine_remembers() -> None:
-    copy = Copy()
+    copy = StoreCopy()
     for call in range(1000):
         copy.receive_untrusted(CopyAnswer(ID_OF[ANNA], call, ANSWER))
     assert list(copy.answers[ID_OF[ANNA]]) == list(range(1000 - REMEMBERED, 1000))
@@ -414,7 +414,7 @@ def waits_for_no_report(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forgets_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """S3: a write that is asked for again is carried out again."""
-    monkeypatch.setattr(Copy, "answer_to", lambda *_: None)
+    monkeypatch.setattr(StoreCopy, "answer_to", lambda *_: None)
 
 
 @pytest.mark.slow

@@ -31,13 +31,13 @@ from tools.bench.compressed import WAYS, Ours, arrays_of
 from tools.bench.measuring import fault_in
 from tools.bench.report import render
 from tools.bench.results import (
+    BenchTurn,
     CaseResult,
     CaseResults,
     CaseRun,
     Layout,
     Order,
     RankAnswer,
-    Turn,
     seconds_of,
 )
 from tools.bench.systems import place_of
@@ -55,7 +55,7 @@ BYTES = 100_000_000
 
 def measured(
     case: str,
-    *rounds: dict[str, Turn],
+    *rounds: dict[str, BenchTurn],
     op_bytes: int = BYTES,
     ranks: int = 2,
     ceiling: tuple[float, ...] = (),
@@ -65,8 +65,8 @@ def measured(
     return CaseResult(case=case, ranks=ranks, op_bytes=op_bytes, runs=(run,), **more)
 
 
-def turn(seconds: float, wire_bytes: int = 0, **more: Any) -> Turn:  # noqa: ANN401 - of a Turn
-    return Turn(seconds=seconds, wire_bytes=wire_bytes, **more)
+def turn(seconds: float, wire_bytes: int = 0, **more: Any) -> BenchTurn:  # noqa: ANN401 - of a Turn
+    return BenchTurn(seconds=seconds, wire_bytes=wire_bytes, **more)
 
 
 def outcomes(m: CaseResult, ours: str = "pmesh") -> list[Outcome]:

@@ -19,7 +19,7 @@ from tools.bench.training import (
     CASES,
     RANKS,
     UNCOMPRESSED,
-    Losses,
+    LossCurve,
     Many,
     SchemeLosses,
     finite,
@@ -41,8 +41,8 @@ def row(*losses: float | None, case: str = "INT8()", feedback: bool = True) -> S
     )
 
 
-def measured(*rows: SchemeLosses) -> Losses:
-    return Losses(
+def measured(*rows: SchemeLosses) -> LossCurve:
+    return LossCurve(
         model="mlp",
         what="digits, a perceptron",
         weights=26122,

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from pmesh.core.jobs.op_times import OpTime
 from pmesh.core.links.clocks import Reading
 from pmesh.ids import JobName, TrainerId
-from pmesh.traces.wire import Cursor, Machine, RankOps, TracedOps
+from pmesh.traces.wire import Cursor, RankOps, TracedMachine, TracedOps
 
 BEGAN_US = 10**9
 JOB = JobName("digits")
@@ -17,7 +17,7 @@ JOB = JobName("digits")
 class History:
     """What one `pmesh trace` gets, and the least that is true of it."""
 
-    machines: tuple[Machine, ...]
+    machines: tuple[TracedMachine, ...]
     traced: tuple[TracedOps, ...]
     until_us: int
 
@@ -35,10 +35,12 @@ def told(
     return TracedOps(machine, RankOps(last, place, 100 + place, times))
 
 
-def machine(place: int, offset_us: int = 0, error_us: int = 0, *, me: bool = False) -> Machine:
+def machine(
+    place: int, offset_us: int = 0, error_us: int = 0, *, me: bool = False
+) -> TracedMachine:
     """A machine whose clock shows more than ours, as two heartbeats have told it."""
     clock = tuple(Reading(at + offset_us, at, error_us) for at in (BEGAN_US, BEGAN_US + 60 * 10**6))
-    return Machine(name=f"mac-{place}", me=me, clock=() if me else clock)
+    return TracedMachine(name=f"mac-{place}", me=me, clock=() if me else clock)
 
 
 def op(

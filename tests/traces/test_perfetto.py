@@ -10,7 +10,7 @@ from hypothesis import given
 from pmesh.ids import JobName
 from pmesh.traces.rules.perfetto import MESH, entries_of
 from pmesh.traces.rules.timeline import find_waits, place_ops
-from pmesh.traces.wire import Change, Machine, TracedOps
+from pmesh.traces.wire import TracedEvent, TracedMachine, TracedOps
 from tests.traces.histories import BEGAN_US, JOB, History, histories, machine, message, op, told
 
 END_US = BEGAN_US + 60 * 10**6
@@ -18,8 +18,8 @@ END_US = BEGAN_US + 60 * 10**6
 
 def entries(
     traced: Sequence[TracedOps],
-    machines: Sequence[Machine],
-    changes: Sequence[Change] = (),
+    machines: Sequence[TracedMachine],
+    changes: Sequence[TracedEvent] = (),
     *,
     until_us: int = END_US,
 ) -> list[dict[str, Any]]:
@@ -166,9 +166,9 @@ def test_calls_that_the_drift_of_clocks_makes_overlap_are_cut() -> None:
 
 def test_changes_are_marks_or_slices_of_a_row_of_their_own() -> None:
     changes = (
-        Change(BEGAN_US + 50, 0, "rank lost", "job 'digits': rank 2 is lost"),
-        Change(BEGAN_US + 90, 30, "ring stood still", "it stood still"),
-        Change(BEGAN_US + 95, 10**9, "agent stalled", "longer than the trace"),
+        TracedEvent(BEGAN_US + 50, 0, "rank lost", "job 'digits': rank 2 is lost"),
+        TracedEvent(BEGAN_US + 90, 30, "ring stood still", "it stood still"),
+        TracedEvent(BEGAN_US + 95, 10**9, "agent stalled", "longer than the trace"),
     )
 
     found = entries((told(0, (op(0, BEGAN_US, BEGAN_US + 9),)),), (machine(0, me=True),), changes)

@@ -20,6 +20,7 @@ from pmesh.core.values import (
 from pmesh.core.views.state import MemberState, Peer
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.views import (
+    Candidate,
     Flushed,
     Heartbeat,
     JobReport,
@@ -28,7 +29,6 @@ from pmesh.core.wire.views import (
     Propose,
     RankReport,
     ViewRequest,
-    Waiting,
 )
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, OpNumber, Slot, TrainerId
 
@@ -178,7 +178,7 @@ def make_flushed(
     *,
     epoch: Epoch | None = None,
     jobs: Iterable[JobReport] = (),
-    waiting: Iterable[Waiting] = (),
+    waiting: Iterable[Candidate] = (),
     primaries: Iterable[KnownPrimary] | None = None,
 ) -> Flushed:
     """The member's flush answer: what it has installed, and what it knows of its ops.
@@ -211,8 +211,8 @@ def make_view_request(roster: Roster, verdict: Verdict | None, op: int = -1) -> 
 
 def make_waiting(
     wait_for: int, slot: int = 0, job: JobName = DIGITS, terms: Terms | None = None
-) -> Waiting:
-    return Waiting(job, Slot(slot), wait_for, terms or Terms())
+) -> Candidate:
+    return Candidate(job, Slot(slot), wait_for, terms or Terms())
 
 
 def make_heartbeat(
@@ -222,7 +222,7 @@ def make_heartbeat(
     flushed: bool = False,
     acting: bool = False,
     needs_epoch: bool = False,
-    waiting: Iterable[Waiting] = (),
+    waiting: Iterable[Candidate] = (),
     view_requests: Iterable[ViewRequest] = (),
     in_force: Iterable[KnownPrimary] = (),
 ) -> Heartbeat:

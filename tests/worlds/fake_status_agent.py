@@ -39,11 +39,11 @@ from pmesh.agent.schema import (
 )
 from pmesh.core.values import Verdict
 from pmesh.core.wire.control import (
+    AgentEvents,
     AskEvents,
     AskMachines,
     AskPing,
     AskStatus,
-    Events,
     ForgetName,
     Machines,
     Pinged,
@@ -247,7 +247,7 @@ def answer_well(connection: socket.socket, event_log: EventLog | None = None) ->
             connection.sendall(frame(encode(StatusReply(encode_status(SNAPSHOT)))))
         case AskEvents(after):
             page = (event_log or make_chronicle()).since(after)
-            connection.sendall(frame(encode(Events(encode_events(page)))))
+            connection.sendall(frame(encode(AgentEvents(encode_events(page)))))
         case AskPing(name):
             for reply in WAYS if name == "mac-2" else NOBODY:
                 connection.sendall(frame(encode(reply)))

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pmesh.core.ops.plan import Event, Need, RankPlan, Receive, Region, Send, Then
+from pmesh.core.ops.plan import Need, PlanEvent, RankPlan, Receive, Region, SendRecord, Then
 from pmesh.core.ops.reductions import Values, accumulate, finish
 
 Bytes = NDArray[np.uint8]
@@ -167,17 +167,17 @@ class PlanWorld:
     def _has(self, rank: int, needs: Sequence[Need]) -> bool:
         return all(
             self.lanes[rank, need.peer].sent >= need.number
-            if need.event is Event.SENT
+            if need.event is PlanEvent.SENT
             else self.lanes[need.peer, rank].received >= need.number
             for need in needs
         )
 
-    def _place(self, rank: int, transfer: Send | Receive) -> Bytes:
+    def _place(self, rank: int, transfer: SendRecord | Receive) -> Bytes:
         place = self._regions[rank][transfer.region]
         assert 0 <= transfer.offset <= transfer.offset + transfer.nbytes <= len(place)
         return place[transfer.offset : transfer.offset + transfer.nbytes]
 
-    def _sends(self, lane: _Lane) -> Sequence[Send]:
+    def _sends(self, lane: _Lane) -> Sequence[SendRecord]:
         return self.plans[lane.sender].sends[lane.receiver]
 
     def _receives(self, lane: _Lane) -> Sequence[Receive]:

@@ -25,7 +25,7 @@ from pmesh.core.wire.link import Address
 from pmesh.errors import NetworkError
 from pmesh.ids import Member
 from pmesh.net.lanes.lane import Lane
-from pmesh.net.lanes.multipath import Carrier
+from pmesh.net.lanes.multipath import LanePath
 from tests.worlds.trainer import ANY, Trainer, together, until
 
 MESH = MeshKey(b"m" * 32)
@@ -41,7 +41,7 @@ class NoReach:
     def we_dialled(self, member: Member) -> bool:
         raise AssertionError(member)
 
-    def paths_to(self, _: Member) -> tuple[Carrier, ...]:
+    def paths_to(self, _: Member) -> tuple[LanePath, ...]:
         return ()
 
     async def dial_member(self, member: Member) -> trio.SocketStream:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from tools.bench.cases import CONTROL_SHARE, FASTEST, GRADIENT_ARRAYS, ORDINARY, PMESH, Case
 from tools.bench.compressed import PARAMETERS, START_STEP, find_way, shapes_of
-from tools.bench.results import Order, RankAnswer, Round, Turn
+from tools.bench.results import BenchTurn, Order, RankAnswer, Round
 from tools.bench.systems import Ceiling, RankHosts, Running, ceiling_of, place_of, started
 from tools.lab.commands import LabError
 
@@ -204,7 +204,7 @@ class _Taking:
             say(f"{name}: {START_STEP} steps uncompressed, each {first.seconds:.3f} s")
         return dict.fromkeys(self.case.turns, Order(what="train", times=self.case.steps))
 
-    def _take_turn(self, name: str, order: Order) -> Turn:
+    def _take_turn(self, name: str, order: Order) -> BenchTurn:
         sent = self._sent_bytes() if self.case.is_compression else 0
         answers = self._ask(name, order)
         if self.case.is_compression:
@@ -223,10 +223,10 @@ class _Taking:
         return self.place.sent_bytes() - control
 
 
-def turn_of(order: Order, answers: Sequence[RankAnswer]) -> Turn:
+def turn_of(order: Order, answers: Sequence[RankAnswer]) -> BenchTurn:
     calls_s = slowest(answers)
     fault = fault_in(order, answers)
-    return Turn(
+    return BenchTurn(
         seconds=round(statistics.median(calls_s), 7),
         calls=len(calls_s),
         cpu_s=float(f"{sum(answer.cpu_s for answer in answers) / len(calls_s):.5g}"),

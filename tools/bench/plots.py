@@ -56,7 +56,7 @@ def draw_speeds(path: Path, measured: Sequence[CaseResult]) -> None:
         axes.legend(fontsize="small")
 
 
-def draw_losses(path: Path, measured: Sequence[training.Losses]) -> None:
+def draw_losses(path: Path, measured: Sequence[training.LossCurve]) -> None:
     """A column for each model: the losses with feedback above, the final ratios below."""
     with _picture(path, 4.2 * len(measured) + 1.6, 8) as figure:
         rows = figure.subplots(2, len(measured), squeeze=False)
@@ -74,7 +74,7 @@ def _legend_of(axes: Any) -> list[tuple[Any, str]]:  # noqa: ANN401 - matplotlib
     return list(zip(*axes.get_legend_handles_labels(), strict=True))
 
 
-def _draw_curves(axes: Any, measured: training.Losses) -> None:  # noqa: ANN401 - matplotlib's are open
+def _draw_curves(axes: Any, measured: training.LossCurve) -> None:  # noqa: ANN401 - matplotlib's are open
     fed = [row for row in measured.rows if row.feedback]
     for row in (measured.plain, *fed):
         points = len(row.curve)
@@ -88,7 +88,7 @@ def _draw_curves(axes: Any, measured: training.Losses) -> None:  # noqa: ANN401 
     axes.set_yscale("log")
 
 
-def _draw_ratios(axes: Any, measured: training.Losses, *, is_first: bool) -> None:  # noqa: ANN401
+def _draw_ratios(axes: Any, measured: training.LossCurve, *, is_first: bool) -> None:  # noqa: ANN401
     for feedback, face, label in ((True, None, "with"), (False, "none", "without")):
         rows = [row for row in measured.rows if row.feedback is feedback]
         ratios = [min(_DIVERGED_AT, row.ratio_to(measured.plain)) for row in rows]

@@ -52,7 +52,7 @@ class RankAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Over all samples, after the last step."""
 
 
-class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class BenchTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One system, one scheme, or one program that trains, at its turn."""
 
     seconds: float
@@ -76,8 +76,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """After these steps."""
 
 
-Figure = Callable[[Turn], float]
-Round = dict[str, Turn]
+Figure = Callable[[BenchTurn], float]
+Round = dict[str, BenchTurn]
 """Each has had one turn, one after the other."""
 
 
@@ -128,7 +128,7 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Who had turns, in their order."""
         return list(dict.fromkeys(name for each in self.rounds for name in each))
 
-    def turns(self, name: str) -> list[Turn]:
+    def turns(self, name: str) -> list[BenchTurn]:
         return [each[name] for each in self.rounds if name in each]
 
     def median(self, name: str, figure: Figure) -> float:
@@ -165,13 +165,13 @@ class CaseResults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     measured: tuple[CaseResult, ...] = ()
 
 
-def seconds_of(turn: Turn) -> float:
+def seconds_of(turn: BenchTurn) -> float:
     return turn.seconds
 
 
-def cpu_s_of(turn: Turn) -> float:
+def cpu_s_of(turn: BenchTurn) -> float:
     return turn.cpu_s
 
 
-def wire_bytes_of(turn: Turn) -> float:
+def wire_bytes_of(turn: BenchTurn) -> float:
     return turn.wire_bytes

@@ -13,7 +13,7 @@ import psutil
 
 from tools.bench.cases import GROWTH, LAG_P99, PSS, Case
 from tools.bench.measuring import VALUE_BYTES, Taken, turn_of
-from tools.bench.results import Order, Turn
+from tools.bench.results import BenchTurn, Order
 from tools.bench.systems import Running, place_of, start_pmesh
 from tools.lab.units import KIB, MIB, percentile
 
@@ -60,9 +60,9 @@ def _run(
     *,
     together: int | None = None,
     after_each: Callable[[int], None] = lambda _: None,
-) -> list[Turn]:
+) -> list[BenchTurn]:
     """In batches, so that a hang is noticed."""
-    turns: list[Turn] = []
+    turns: list[BenchTurn] = []
     done = 0
     while done < ops:
         times = min(max(together or 1, ops // BATCHES), ops - done)
@@ -74,7 +74,9 @@ def _run(
     return turns
 
 
-def _measure_memory(pmesh: Running, op_bytes: int, ops: int) -> tuple[list[Turn], dict[str, float]]:
+def _measure_memory(
+    pmesh: Running, op_bytes: int, ops: int
+) -> tuple[list[BenchTurn], dict[str, float]]:
     """The most at any time, and the growth from the first tenth of the ops to the last."""
     processes = [
         [psutil.Process(node.pid), psutil.Process(worker.pid)]
@@ -100,10 +102,12 @@ def _measure_memory(pmesh: Running, op_bytes: int, ops: int) -> tuple[list[Turn]
     }
 
 
-def _measure_lag(pmesh: Running, op_bytes: int, ops: int) -> tuple[list[Turn], dict[str, float]]:
+def _measure_lag(
+    pmesh: Running, op_bytes: int, ops: int
+) -> tuple[list[BenchTurn], dict[str, float]]:
     _run(pmesh, op_bytes, TOGETHER)  # arenas are faulted in
     began = time.clock_gettime(time.CLOCK_MONOTONIC)
-    turns, late_ms = list[Turn](), list[float]()
+    turns, late_ms = list[BenchTurn](), list[float]()
     while len(late_ms) < LEAST_TICKS:
         turns += _run(pmesh, op_bytes, ops, together=TOGETHER)
         until = time.clock_gettime(time.CLOCK_MONOTONIC)

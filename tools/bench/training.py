@@ -123,7 +123,7 @@ class SchemeLosses(msgspec.Struct, frozen=True, kw_only=True):
         return list(zip(map(_number, self.losses), map(_number, its), strict=True))
 
 
-class Losses(msgspec.Struct, frozen=True, kw_only=True):
+class LossCurve(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     what: str
     weights: int
@@ -146,7 +146,7 @@ class Losses(msgspec.Struct, frozen=True, kw_only=True):
         return next(rows, None)
 
 
-Many: TypeAlias = tuple[Losses, ...]
+Many: TypeAlias = tuple[LossCurve, ...]
 
 
 def finite(value: float) -> float | None:
@@ -215,7 +215,7 @@ def _hash_of(weights: Weights) -> str:
     return digest.hexdigest()
 
 
-def table_of(measured: Losses) -> str:
+def table_of(measured: LossCurve) -> str:
     """One model's, with a row for each scheme."""
     plain = measured.plain
     rows = [["uncompressed", _text(plain.mean), *[_NOTHING] * 5]]
@@ -235,7 +235,7 @@ def _verdict_of(row: SchemeLosses, plain: SchemeLosses) -> str:
     return "met" if row.is_met(plain) else "**MISSED**"
 
 
-def verdicts(measured: Sequence[Losses]) -> str:
+def verdicts(measured: Sequence[LossCurve]) -> str:
     """How many bars were met, which were not, and what was not measured."""
     judged = [(m, row) for m in measured for row in m.rows if row.feedback and row.is_judged]
     missed = [f"{row.case} on {m.model}" for m, row in judged if not row.is_met(m.plain)]
@@ -266,7 +266,7 @@ def _text(value: float) -> str:
     return f"{value:.4f}" if math.isfinite(value) else "diverged"
 
 
-def render(measured: Sequence[Losses]) -> str:
+def render(measured: Sequence[LossCurve]) -> str:
     return fill(
         PAGE,
         verdict=verdicts(measured),
@@ -282,7 +282,9 @@ def render(measured: Sequence[Losses]) -> str:
     )
 
 
-def measure(model: Model, old: Sequence[Losses] = (), *, short: bool = False) -> Iterator[Losses]:
+def measure(
+    model: Model, old: Sequence[LossCurve] = (), *, short: bool = False
+) -> Iterator[LossCurve]:
     """Train a model with all schemes; what is known at first, and after each of them.
 
     Those with feedback come first; without it the first seed does, as that is not judged.
@@ -295,7 +297,7 @@ def measure(model: Model, old: Sequence[Losses] = (), *, short: bool = False) ->
     seeds, steps = (SEEDS[:1], SHORT_STEPS) if short else (SEEDS, model.steps)
     began = time.process_time()
     measured = next((m for m in old if _is_of(m, model, seeds, steps)), None)
-    measured = measured or Losses(
+    measured = measured or LossCurve(
         model=model.name,
         what=model.what,
         weights=model.count,
@@ -322,7 +324,7 @@ def measure(model: Model, old: Sequence[Losses] = (), *, short: bool = False) ->
         yield measured
 
 
-def _is_of(measured: Losses, model: Model, seeds: tuple[int, ...], steps: int) -> bool:
+def _is_of(measured: LossCurve, model: Model, seeds: tuple[int, ...], steps: int) -> bool:
     same = (model.name, model.count, model.batch, steps, model.rate, seeds)
     m = measured
     return (m.model, m.weights, m.batch, m.steps, m.rate, m.seeds) == same
@@ -361,7 +363,7 @@ def run(*models: str, json: Path | None = None, short: Flag = False) -> int:
     """
     if unknown := set(models) - set(MODELS):
         raise ValueError(f"no model {', '.join(sorted(unknown))}; there are: {', '.join(MODELS)}")
-    measured: list[Losses] = []
+    measured: list[LossCurve] = []
     old = read_results(json, Many) if json and json.exists() else ()
     for name in models or MODELS:
         for so_far in measure(MODELS[name](), old, short=short):

@@ -45,7 +45,7 @@ def hash_of(values: Values) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class JoinedRank:
     """One rank that has met the others."""
 
     rank: int
@@ -56,12 +56,12 @@ class Joined:
     """pmesh's, if it is that."""
 
 
-def join(system: str, size: int, wait_s: float = 300.0) -> Joined:
+def join(system: str, size: int, wait_s: float = 300.0) -> JoinedRank:
     """Meet the others as the launcher's environment says; raises what the library raises."""
     if system == "pmesh":
         pmesh: Any = importlib.import_module("pmesh")
         mesh = pmesh.connect("compare", wait_for=size, timeout_s=wait_s)
-        return Joined(mesh.rank, mesh.size, mesh.all_reduce, mesh)
+        return JoinedRank(mesh.rank, mesh.size, mesh.all_reduce, mesh)
     if system == "gloo":
         torch: Any = importlib.import_module("torch")
         distributed: Any = importlib.import_module("torch.distributed")
@@ -74,11 +74,11 @@ def join(system: str, size: int, wait_s: float = 300.0) -> Joined:
             out: Values = tensor.numpy()
             return out
 
-        return Joined(distributed.get_rank(), distributed.get_world_size(), total)
+        return JoinedRank(distributed.get_rank(), distributed.get_world_size(), total)
     mx: Any = importlib.import_module("mlx.core")
     mx.set_default_device(mx.cpu)
     group = mx.distributed.init(strict=True, backend="ring")
-    return Joined(
+    return JoinedRank(
         group.rank(), group.size(), lambda x: np.array(mx.distributed.all_sum(mx.array(x)))
     )
 
@@ -146,7 +146,7 @@ def count_bytes(system: str, size: int) -> None:
         joined.total(np.ones(1, np.float32))  # nobody leaves before all have counted
 
 
-def _ways(system: str, joined: Joined, gradient: Values) -> dict[str, Callable[[], object]]:
+def _ways(system: str, joined: JoinedRank, gradient: Values) -> dict[str, Callable[[], object]]:
     if system == "pmesh":
         average = joined.mesh.average_gradients
         schemes = {"bf16": BF16(), "int8": INT8(), "TopK 1 %": TopK(0.01), "PowerSGD": PowerSGD(1)}

@@ -47,7 +47,7 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ComparedRow:
     name: str
     what: str
     ranks: int
@@ -204,13 +204,13 @@ def _wire_of_macfleet(starter: Starter, way: str, comparison: Comparison) -> flo
 
 
 ROWS = (
-    Row("lost-rank", "SIGKILL of one of three ranks that train", 3, kill),
-    Row("stopped-rank", "SIGSTOP of one of three ranks for 20 s", 3, silence),
-    Row("stopped-machine", "the same, its agent or launcher too", 3, asleep),
-    Row("other-shape", "one of three ranks brings another shape", 3, mismatch),
-    Row("without-key", "one of two ranks has no key", 2, stranger),
-    Row("wire-bytes", "bytes for a gradient of 4 MiB", 2, wire, in_lab=True),
-    Row("all-reduce-time", "all-reduces of 1 and 16 MiB, in turns", 2, None),
+    ComparedRow("lost-rank", "SIGKILL of one of three ranks that train", 3, kill),
+    ComparedRow("stopped-rank", "SIGSTOP of one of three ranks for 20 s", 3, silence),
+    ComparedRow("stopped-machine", "the same, its agent or launcher too", 3, asleep),
+    ComparedRow("other-shape", "one of three ranks brings another shape", 3, mismatch),
+    ComparedRow("without-key", "one of two ranks has no key", 2, stranger),
+    ComparedRow("wire-bytes", "bytes for a gradient of 4 MiB", 2, wire, in_lab=True),
+    ComparedRow("all-reduce-time", "all-reduces of 1 and 16 MiB, in turns", 2, None),
 )
 
 
@@ -290,7 +290,7 @@ def versions(macfleet_python: Path | None) -> str:
 
 @contextlib.contextmanager
 def _starter(
-    row: Row, macfleet_python: Path | None, logs: Path | None, system: str
+    row: ComparedRow, macfleet_python: Path | None, logs: Path | None, system: str
 ) -> Iterator[Starter]:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cmp-")))
@@ -306,7 +306,7 @@ def _starter(
         )
 
 
-def _turns(row: Row, systems: Sequence[System], comparison: Comparison, mib: int) -> str:
+def _turns(row: ComparedRow, systems: Sequence[System], comparison: Comparison, mib: int) -> str:
     """A table of the systems' times, each in its turn, round after round."""
     rounds = list[dict[str, float]]()
     with _starter(row, comparison.macfleet_python, None, "") as starter:

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 from pmesh.core.values import Verdict, View
 from pmesh.core.wire.channels import MAX_ENTRIES, MAX_MESSAGE_BYTES
-from pmesh.core.wire.views import ViewRequest, Waiting
+from pmesh.core.wire.views import Candidate, ViewRequest
 from pmesh.ids import JobName, Member, OpNumber, Slot
 
 LONGEST_TEXTS = 3  # of 64 KiB, in one frame; more of them are shorter
@@ -22,7 +22,9 @@ def waiting_in_jobs(count: int, dice: Random, *, of_one: bool) -> Claims:
     names = [f"{dice.getrandbits(64):016x}".ljust(64, "x") for _ in range(1 if of_one else count)]
     jobs = [JobName(names[n % len(names)]) for n in range(count)]
     wait_for = count if of_one else 1
-    return {"waiting": tuple(Waiting(job, Slot(10**6 + n), wait_for) for n, job in enumerate(jobs))}
+    return {
+        "waiting": tuple(Candidate(job, Slot(10**6 + n), wait_for) for n, job in enumerate(jobs))
+    }
 
 
 def errors_of_ranks(view: View, me: Member, nbytes: int) -> Claims:

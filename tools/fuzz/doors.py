@@ -23,11 +23,11 @@ from pmesh.invites.rules.exchange import Guest
 from pmesh.invites.wire import (
     MAX_GUEST_BYTES,
     AnyGuestMessage,
+    KeyStored,
     Knock,
     Party,
     Proof,
     SealedKey,
-    Stored,
     decode_guest_untrusted,
     encode_guest,
 )
@@ -97,7 +97,7 @@ async def _exchange(life: LiarsLife, first: Knock) -> None:
     async with await life.knock() as stream:
         guest = GuestStream(stream)
         await guest.send(after=GUEST_MAGIC)
-        for truth in (first, Proof(life.some(32)), Stored()):
+        for truth in (first, Proof(life.some(32)), KeyStored()):
             said = life.guest.say(truth)
             with contextlib.suppress(*UNENCODABLE):
                 await guest.send(*said)

@@ -30,7 +30,7 @@ _TTL_S: Final = 4500
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class HostileMachine:
     node: NodeId
     entries: dict[bytes, bytes]
     """Of its TXT record."""
@@ -38,7 +38,7 @@ class Machine:
     hosts: tuple[str, ...]
 
 
-def invent(random: Random, key: AdvertisementKey) -> Machine:
+def invent(random: Random, key: AdvertisementKey) -> HostileMachine:
     """A machine with the mesh's public tag; whoever lacks the mesh key makes up the secret."""
     node_key = NodeKey.from_seed(random.randbytes(32))
     hosts = random.sample(BLACK_HOLES, ADDRESSES * 3 // 4) + random.sample(NOBODY, ADDRESSES // 4)
@@ -52,10 +52,10 @@ def invent(random: Random, key: AdvertisementKey) -> Machine:
         minute=int(time.time() // 60),
     )
     entries = adverts.encode(advertisement, node_key, key)
-    return Machine(node_key.node, entries, advertisement.port, tuple(hosts))
+    return HostileMachine(node_key.node, entries, advertisement.port, tuple(hosts))
 
 
-def announce(machine: Machine, *, withdrawn: bool = False) -> bytes:
+def announce(machine: HostileMachine, *, withdrawn: bool = False) -> bytes:
     """One packet with all records of the machine; a withdrawal has a lifetime of 0."""
     ttl = 0 if withdrawn else _TTL_S
     instance, host = adverts.instance_name(machine.node), adverts.host_name(machine.node)

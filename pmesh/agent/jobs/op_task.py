@@ -12,10 +12,10 @@ import trio
 from msgspec import structs
 
 from pmesh.agent.jobs.driver import Jobs
-from pmesh.agent.jobs.ranks import LocalRank, Result
+from pmesh.agent.jobs.ranks import KeptResult, LocalRank
 from pmesh.agent.jobs.regions import NOTHING, Op, lay_out, let_go
 from pmesh.agent.jobs.retained import fetch_result
-from pmesh.agent.jobs.together import SHARED_BYTES, Part, Taking, attempt_of, copy_result
+from pmesh.agent.jobs.together import SHARED_BYTES, RankPart, Taking, attempt_of, copy_result
 from pmesh.agent.lanes.edge_costs import agree_on_costs
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
 from pmesh.compression.blocks import Float32s
@@ -24,12 +24,12 @@ from pmesh.core.jobs import attempt as attempts
 from pmesh.core.jobs.attempt import (
     Fail,
     Failed,
-    Fetch,
+    FetchResult,
     NextStep,
     ReportLate,
     RequestView,
     Run,
-    Wait,
+    WaitForNews,
 )
 from pmesh.core.ops.kinds import KINDS, Setting
 from pmesh.core.ops.machines import BY_MACHINES, for_ranks, place_of
@@ -44,7 +44,7 @@ from pmesh.ids import OpNumber, Rank
 from pmesh.net.lanes.executor import begin_plan, run_plan
 from pmesh.net.lanes.folding import SourceFold
 from pmesh.net.lanes.lane import CallsDiffer, PathLost
-from pmesh.net.lanes.native import Runner
+from pmesh.net.lanes.native import LibraryThreads
 from pmesh.net.lanes.ring import RingPosition, Tensors, all_reduce_coded
 from pmesh.net.sessions.arenas import Arena
 
@@ -112,7 +112,7 @@ def _ends_at_once(rank: LocalRank, op: Op, jobs: Jobs) -> bool:
     return ended
 
 
-def _begin_on_lanes(rank: LocalRank, op: Op) -> Runner | None:
+def _begin_on_lanes(rank: LocalRank, op: Op) -> LibraryThreads | None:
     """Begin the op in the library; None if it needs more than one plan that is known already."""
     if op.kind.row or op.call.kind in _IN_STEPS or _leaves_the_choice(rank, op):
         return None
@@ -160,12 +160,12 @@ async def _attempt(rank: LocalRank, op: Op, jobs: Jobs) -> OpReply:
                 case ReportLate():
                     let_go(rank, op, keep=None)
                     return _failed(op.number, attempts.report_late(rank))
-                case Wait() as wait:
+                case WaitForNews() as wait:
                     await _wait(rank, wait, jobs)
                     continue
                 case RequestView(verdict, number):
                     await _await_view(rank, verdict, number, jobs)
-                case Fetch(outcome):
+                case FetchResult(outcome):
                     await _fetch(rank, op, outcome, jobs)
                 case Run():
                     await run_on_network(rank, op, jobs)
@@ -203,7 +203,7 @@ async def _await_view(rank: LocalRank, verdict: Verdict | None, op: int, jobs: J
     await trio.sleep_forever()
 
 
-async def _wait(rank: LocalRank, wait: Wait, jobs: Jobs) -> None:
+async def _wait(rank: LocalRank, wait: WaitForNews, jobs: Jobs) -> None:
     if wait.what == "ranks":  # heartbeats report who waits, five a second
         await trio.sleep(RANKS_POLL_S)
         return
@@ -433,7 +433,7 @@ def _meet(rank: LocalRank, op: Op, jobs: Jobs) -> Taking | None:
     )
 
 
-def _part_of(rank: LocalRank, op: Op) -> Part:
+def _part_of(rank: LocalRank, op: Op) -> RankPart:
     root, reach, kind = Rank(0), 0, op.call.kind
     if op.root is not None:
         root = Rank(rank.roster.rank_of(op.root) or 0)
@@ -444,7 +444,7 @@ def _part_of(rank: LocalRank, op: Op) -> Part:
         op.holds = root == rank.rank
     if op.kind.row:
         op.result = structs.replace(op.result, nbytes=rank.size * op.row_bytes)
-    return Part(
+    return RankPart(
         request=op.request,
         source=NOTHING.memory if op.source is None else op.source.memory,  # only read (I8)
         result=NOTHING if op.result.is_input else op.result,
@@ -454,7 +454,7 @@ def _part_of(rank: LocalRank, op: Op) -> Part:
     )
 
 
-async def _take_result(rank: LocalRank, op: Op, other: Result | None) -> None:
+async def _take_result(rank: LocalRank, op: Op, other: KeptResult | None) -> None:
     """Take the result of another rank of this agent, if there is one: an alias of it, or a copy."""
     if other is None or other.arena is None:
         return

@@ -18,7 +18,7 @@ from pmesh.core.values import Roster, Trainer, Verdict
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.views import KnownPrimary
 from pmesh.ids import Member, OpNumber, TrainerId
-from pmesh.net.lanes.lane import Lane, Pace
+from pmesh.net.lanes.lane import Lane, Throughput
 from pmesh.net.lanes.native import Patience
 from pmesh.net.lanes.ring import RingPosition
 from pmesh.net.sessions.arena_pools import SessionArenas
@@ -28,7 +28,7 @@ MEASURED_BYTES = 1024 * 1024  # that a lane must bring to be measured: 8 ms at 1
 MAX_LOSSES = 64  # that are kept until a trainer's next call, which may be hours away
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+class KeptResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """An op's result in shared memory, which the agent keeps until the op is stable (O2)."""
 
     arena: Arena | None
@@ -47,7 +47,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return self.arena.memory[self.offset : self.offset + self.nbytes]
 
 
-class LocalRank(RankState[Result]):
+class LocalRank(RankState[KeptResult]):
     """A trainer of a job that is connected to this agent."""
 
     def __init__(
@@ -151,7 +151,7 @@ class LocalRank(RankState[Result]):
         """Return the ranks to which, and from which, a lane is open."""
         return self.lanes.peers()
 
-    def end(self, verdict: Verdict) -> tuple[Result, ...]:
+    def end(self, verdict: Verdict) -> tuple[KeptResult, ...]:
         """Also end the attempt, and free the memory of results."""
         self._stop_attempt()
         self.lanes.close()
@@ -165,7 +165,7 @@ class LocalRank(RankState[Result]):
         super().start(op, call)
         self.halted_since = None
 
-    def stabilize(self, mark: int) -> tuple[Result, ...]:
+    def stabilize(self, mark: int) -> tuple[KeptResult, ...]:
         """Also free the memory of the results, and wake the task that waits for room."""
         before = self.ledger.stable
         released = super().stabilize(mark)
@@ -225,7 +225,7 @@ class LocalRank(RankState[Result]):
 
     # --- the memory of results
 
-    def let_go(self, result: Result) -> None:
+    def let_go(self, result: KeptResult) -> None:
         """Release the result's arena."""
         if result.arena is not None and result.is_input:
             self.arenas.inputs.release(result.arena)
@@ -236,7 +236,7 @@ class LocalRank(RankState[Result]):
         """Forget the results, as the session's memory goes."""
         self.results.clear()
 
-    def _release(self, results: Iterable[Result]) -> None:
+    def _release(self, results: Iterable[KeptResult]) -> None:
         for result in results:
             self.let_go(result)
 
@@ -274,7 +274,7 @@ class RankLanes:
         self._offered: set[TrainerId] = set()
         self._to: dict[TrainerId, Lane] = {}
         self._from: dict[TrainerId, Lane] = {}
-        self._paces: dict[TrainerId, dict[tuple[str, str], Pace]] = {}
+        self._paces: dict[TrainerId, dict[tuple[str, str], Throughput]] = {}
         """`Lane.paces` as they were at the last measurement of each connection."""
         self._asked: dict[TrainerId, trio.Event] = {}
         """The receivers that have not yet answered whether the lane to them may be closed."""
@@ -360,7 +360,7 @@ class RankLanes:
         for sender, lane in self._from.items():
             earlier = self._paces.setdefault(sender, {})
             for hosts, pace in tuple(lane.paces.items()):  # a thread may add to them
-                before = earlier.get(hosts, Pace())
+                before = earlier.get(hosts, Throughput())
                 count, waited_s = pace.nbytes - before.nbytes, pace.took_s - before.took_s
                 if count >= MEASURED_BYTES and waited_s > 0:
                     earlier[hosts] = pace

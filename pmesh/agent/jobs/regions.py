@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pmesh.agent.jobs.ranks import LocalRank, Result
+from pmesh.agent.jobs.ranks import KeptResult, LocalRank
 from pmesh.agent.jobs.requests import Shape
 from pmesh.agent.jobs.together import Taking
 from pmesh.compression.codecs import Codec, codec_of
@@ -11,9 +11,9 @@ from pmesh.core.ops.kinds import OpKind, ring_codec_name
 from pmesh.core.ops.reductions import WIRE_DTYPES
 from pmesh.core.wire.trainer import StartOp
 from pmesh.errors import ProtocolError, UsageError
-from pmesh.net.lanes.native import Runner
+from pmesh.net.lanes.native import LibraryThreads
 
-NOTHING = Result(arena=None, nbytes=0)
+NOTHING = KeptResult(arena=None, nbytes=0)
 _MOST_RANKS = 1024  # as many as a job can wait for; newcomers may make a sync's table longer
 
 
@@ -23,20 +23,20 @@ class Op(OpState):
 
     request: StartOp
     kind: OpKind
-    source: Result | None = None
-    result: Result
-    shared: Result | None = None
+    source: KeptResult | None = None
+    result: KeptResult
+    shared: KeptResult | None = None
     """The result of the last attempt, if another rank's memory has it."""
     codec: Codec | None = None
     """The codec of a compressed all-reduce."""
-    residual: Result | None = None
-    residual_out: Result | None = None
+    residual: KeptResult | None = None
+    residual_out: KeptResult | None = None
     clipped: int = 0
     """How many values the codec has clipped in the last attempt."""
     attempts: int = 0
     shape: Shape | None = None
     """None if it is doomed."""
-    begun: Runner | Taking | None = None
+    begun: LibraryThreads | Taking | None = None
     """What is being done for the first attempt already."""
 
     @property
@@ -96,16 +96,16 @@ async def lay_out(rank: LocalRank, request: StartOp, shape: Shape) -> Op:
         except (UsageError, OSError):
             let_go(rank, op, keep=None)
             raise
-        op.result = Result(arena=arena, nbytes=extent.gets * itemsize)
+        op.result = KeptResult(arena=arena, nbytes=extent.gets * itemsize)
     return op
 
 
-def _hold(rank: LocalRank, number: int, nbytes: int, offset: int = 0) -> Result:
+def _hold(rank: LocalRank, number: int, nbytes: int, offset: int = 0) -> KeptResult:
     arena = rank.arenas.inputs.hold(number, nbytes, offset=offset)
-    return Result(arena=arena, nbytes=nbytes, is_input=True, offset=offset)
+    return KeptResult(arena=arena, nbytes=nbytes, is_input=True, offset=offset)
 
 
-def let_go(rank: LocalRank, op: Op, *, keep: Result | None) -> None:
+def let_go(rank: LocalRank, op: Op, *, keep: KeptResult | None) -> None:
     """Release the op's regions, except `keep`, which holds its result."""
     regions = [op.result, op.residual, op.residual_out]
     if op.source is not op.result:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from pmesh.agent.containment import Tasks
-from pmesh.agent.jobs.ranks import LocalRank, Result
+from pmesh.agent.jobs.ranks import KeptResult, LocalRank
 from pmesh.agent.lanes.rendezvous import LaneEnd
 from pmesh.core.jobs.attempt import ASK_AGAIN_S
 from pmesh.core.values import OpOutcome
@@ -102,7 +102,7 @@ async def serve_result(rank: LocalRank, ask: AskResult, jobs: "Jobs") -> None:
 
 
 async def _send_result(
-    rank: LocalRank, op: OpNumber, call: Call, retained: Result, lane: Lane
+    rank: LocalRank, op: OpNumber, call: Call, retained: KeptResult, lane: Lane
 ) -> None:
     rank.lanes.carry(lane)
     try:

@@ -35,7 +35,7 @@ from pmesh.core.wire.trainer import (
     StillWaiting,
     World,
 )
-from pmesh.core.wire.views import Waiting
+from pmesh.core.wire.views import Candidate
 from pmesh.errors import ProtocolError
 from pmesh.ids import JobName, OpNumber, TrainerId
 from pmesh.net.sessions.arena_pools import IDLE_S, ArenaShare, SessionArenas
@@ -483,7 +483,7 @@ class _TrainerSession:
         await self._session.send(StillWaiting(op, waited_s, (what,)))
 
 
-def _other_wishes(name: str, others: Iterable[Waiting], waiter: WaitingRank) -> Iterator[str]:
+def _other_wishes(name: str, others: Iterable[Candidate], waiter: WaitingRank) -> Iterator[str]:
     """Yield what else the trainers of a machine wait for."""
     for other in others:
         if other.job != waiter.job:

@@ -22,10 +22,10 @@ from typing import Final, NamedTuple
 
 import trio
 
-from pmesh.agent.jobs.ranks import Result
+from pmesh.agent.jobs.ranks import KeptResult
 from pmesh.core.ops.machines import plan_fold
 from pmesh.core.ops.reductions import WIRE_DTYPES
-from pmesh.core.ops.together import SAME_FOR_ALL, Fold, Place, Together, plan_together
+from pmesh.core.ops.together import SAME_FOR_ALL, Fold, Together, ValuesAt, plan_together
 from pmesh.core.values import Roster
 from pmesh.core.wire.trainer import StartOp
 from pmesh.errors import LaneBroken
@@ -54,13 +54,13 @@ def attempt_of(roster: Roster, op: OpNumber) -> Attempt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class RankPart:
     """What one rank brings."""
 
     request: StartOp
     source: memoryview
     """Its values; empty if it gives none."""
-    result: Result
+    result: KeptResult
     """Where its result will be, unless it takes another rank's."""
     root: int
     reach: int
@@ -155,7 +155,7 @@ class _Meeting:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.parts: dict[int, Part] = {}
+        self.parts: dict[int, RankPart] = {}
         self.work: _Work | None = None
         """What all ranks wait for, or those of a broadcast that take one result."""
         self.writes: int | None = None
@@ -275,7 +275,7 @@ class Meetings:
             at: meeting for at, meeting in self._open.items() if at[0] != job or at[2] >= below
         }
 
-    def meet(self, attempt: Attempt, rank: int, size: int, part: Part) -> "Taking | None":
+    def meet(self, attempt: Attempt, rank: int, size: int, part: RankPart) -> "Taking | None":
         """Take part in an op that is no broadcast, without waiting.
 
         Returns None if `take_part` would raise.
@@ -292,7 +292,9 @@ class Meetings:
                 return None
         return Taking(self, attempt, meeting, rank)
 
-    async def take_part(self, attempt: Attempt, rank: int, size: int, part: Part) -> Result | None:
+    async def take_part(
+        self, attempt: Attempt, rank: int, size: int, part: RankPart
+    ) -> KeptResult | None:
         """Do an op with all other ranks of the job; return when this rank has its result.
 
         Returns the result of another rank if this one is to take it. That one keeps it until this
@@ -316,11 +318,11 @@ class Meetings:
         attempt: Attempt,
         rank: int,
         size: int,
-        part: Part,
+        part: RankPart,
         *,
         run: Callable[[memoryview, SourceFold], Awaitable[None]],
         traffic: Callable[[], int],
-    ) -> Result | None:
+    ) -> KeptResult | None:
         """Do an op of a job that has ranks at other agents, too, with all others of this agent.
 
         Args:
@@ -358,7 +360,7 @@ class Meetings:
         attempt: Attempt,
         rank: int,
         size: int,
-        part: Part,
+        part: RankPart,
         kind: type[_Meeting] = _Meeting,
     ) -> _Meeting:
         meeting = self._open.get(attempt)
@@ -394,7 +396,7 @@ class Taking:
         self.meetings.end_part(self.attempt, self.meeting)
         return True
 
-    async def finish(self) -> Result | None:
+    async def finish(self) -> KeptResult | None:
         """Return when this rank has its result; see `Meetings.take_part`."""
         meeting = self.meeting
         if meeting.work is None:
@@ -406,7 +408,7 @@ class Taking:
         return None if writes is None or writes == self.rank else meeting.parts[writes].result
 
 
-async def _take_copy(meeting: _Meeting, rank: int, part: Part) -> int | None:
+async def _take_copy(meeting: _Meeting, rank: int, part: RankPart) -> int | None:
     """Copy the root's values; return the rank that has done so, or does, if its copy will do.
 
     The root waits for nobody: its values are kept until all have them (O2).
@@ -429,13 +431,13 @@ async def _take_copy(meeting: _Meeting, rank: int, part: Part) -> int | None:
     return None
 
 
-async def copy_result(request: StartOp, of: Result, into: Result) -> None:
+async def copy_result(request: StartOp, of: KeptResult, into: KeptResult) -> None:
     """Copy the result of another rank, which has ended this op."""
     await _copy(request, of.memory, into.memory).finish()
 
 
 def _copy(request: StartOp, source: memoryview, result: memoryview) -> _Work:
-    folds = (Fold((Place(0, 0),), (Place(1, 0),), source.nbytes),) if source.nbytes else ()
+    folds = (Fold((ValuesAt(0, 0),), (ValuesAt(1, 0),), source.nbytes),) if source.nbytes else ()
     plan = Together(2, folds, reduces=False, makes_nan_equal=False)
     nothing = memoryview(b"")
     return _Work(plan, request, [source, nothing], [nothing, result])

@@ -21,7 +21,7 @@ from pmesh.core.wire.preamble import Preamble
 from pmesh.errors import LaneBroken, NetworkError
 from pmesh.ids import Member
 from pmesh.net.lanes.lane import Lane
-from pmesh.net.lanes.multipath import Carrier, Facts, MultipathLane
+from pmesh.net.lanes.multipath import ConnectionFacts, LanePath, MultipathLane
 from pmesh.net.lanes.opening import dial_lane, welcome_lane
 
 LOOK_S = 0.25  # between two looks for new paths, of 50 us each, while a lane is open
@@ -117,9 +117,11 @@ class LanePaths:
         """Return whether an open lane has a connection on the path between these addresses."""
         return any(lane.runs_between(ours, theirs) for lane in self._lanes if not lane.is_closed)
 
-    def _facts_of(self, connection: Lane, member: Member) -> Facts:
+    def _facts_of(self, connection: Lane, member: Member) -> ConnectionFacts:
         known = self._reach.paths_to(member)
-        return next((c.facts for c in known if connection.runs_between(*c.hosts)), Facts())
+        return next(
+            (c.facts for c in known if connection.runs_between(*c.hosts)), ConnectionFacts()
+        )
 
     async def _widen(self, lane: Lane, member: Member) -> None:
         """Break a lane when a second path is there, so that it is opened again over both."""
@@ -153,7 +155,7 @@ class LanePaths:
                     nursery.start_soon(self._add, several, carrier)
             await trio.sleep(LOOK_S)
 
-    async def _add(self, several: _Several, carrier: Carrier) -> None:
+    async def _add(self, several: _Several, carrier: LanePath) -> None:
         index, name = next(several.indices), self._reach.name_of(several.member)
         try:
             stream = await carrier.dial()

@@ -21,7 +21,7 @@ from pmesh.core.wire.lanes import OfferLane, Splice
 from pmesh.core.wire.preamble import LANE_ID_BYTES, PREAMBLE_BYTES, Preamble, encode_preamble
 from pmesh.errors import NetworkError, PeerUnreachable, ProtocolError
 from pmesh.ids import Member
-from pmesh.net.lanes.multipath import Carrier
+from pmesh.net.lanes.multipath import LanePath
 
 MAX_SPLICES = 16  # that one peer has asked for; each costs two descriptors and 256 KiB
 MAX_ALL_SPLICES = 64  # of all peers: enough if every second pair in a house needs a relay
@@ -46,7 +46,7 @@ class Reach(Protocol):
         """Return who forwards to a member; None if it can be dialled directly."""
         ...
 
-    def paths_to(self, member: Member) -> tuple[Carrier, ...]:
+    def paths_to(self, member: Member) -> tuple[LanePath, ...]:
         """Return the paths over which a lane goes at once, the best first; () if none is direct."""
         ...
 

@@ -20,7 +20,7 @@ from pmesh.core.wire.link import Address, Hello, PeerInterface
 from pmesh.core.wire.probes import PATHS, AskProbe, Ping, Pong, Probe
 from pmesh.errors import NodeKeyCopied, PeerUnreachable
 from pmesh.ids import Incarnation, Member, NodeId, short_node
-from pmesh.net.lanes.multipath import UNKNOWN_BYTES_PER_S, Carrier, Facts
+from pmesh.net.lanes.multipath import UNKNOWN_BYTES_PER_S, ConnectionFacts, LanePath
 from pmesh.net.links.dialer import dial_any
 from pmesh.net.links.path import MAX_QUEUED_BYTES, MAX_QUEUED_MESSAGES, Path
 
@@ -363,7 +363,7 @@ class Link:
     def _end_of(self, live: LivePath) -> BoundAddress:
         return live.dialled or (Address(live.path.remote_address.host, self.port), live.own)
 
-    def spread(self) -> tuple[Carrier, ...]:
+    def spread(self) -> tuple[LanePath, ...]:
         """Return the paths over which a lane goes at once, the best first: only direct ones."""
         return tuple(self._carrier(self.paths[key]) for key in self._spread_keys())
 
@@ -379,10 +379,10 @@ class Link:
             for live in carriers
         )
 
-    def _carrier(self, live: LivePath) -> Carrier:
+    def _carrier(self, live: LivePath) -> LanePath:
         bytes_per_s = (live.mbit_s or live.speed_mbit_s) * 1e6 / 8 or UNKNOWN_BYTES_PER_S
-        facts = Facts(bytes_per_s, live.health.least_round_trip_s)
-        return Carrier(live.hosts, facts, partial(_dial, self._end_of(live)))
+        facts = ConnectionFacts(bytes_per_s, live.health.least_round_trip_s)
+        return LanePath(live.hosts, facts, partial(_dial, self._end_of(live)))
 
     def close(self) -> None:
         """End its paths, and the task that keeps them."""

@@ -35,7 +35,7 @@ from pmesh.core.views.state import (
     Install,
     MemberState,
     MemberStep,
-    Send,
+    SendOnLink,
     heartbeat_of,
     is_vouched_for,
 )
@@ -425,7 +425,7 @@ class Membership:
         self.state = step.state
         for action in step.actions:
             match action:
-                case Send(to, message):
+                case SendOnLink(to, message):
                     self.send(to, message)
                 case FenceJobs(jobs):
                     self._follower.fence(jobs)

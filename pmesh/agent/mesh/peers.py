@@ -47,7 +47,7 @@ from pmesh.errors import (
     ProtocolVersionMismatch,
 )
 from pmesh.ids import Member, NodeId, short_node
-from pmesh.net.lanes.multipath import Carrier
+from pmesh.net.lanes.multipath import LanePath
 from pmesh.net.links.dialer import dial_any
 from pmesh.net.links.interfaces import AddressWatch, remote_address_of
 from pmesh.net.links.path import Path, shake_hands
@@ -570,7 +570,7 @@ class Peers:
         link = self.links.get(member.node)
         return None if link is None or link.carriers() else link.relay
 
-    def paths_to(self, member: Member) -> tuple[Carrier, ...]:
+    def paths_to(self, member: Member) -> tuple[LanePath, ...]:
         link = self.links.get(member.node)
         return () if link is None else link.spread()
 

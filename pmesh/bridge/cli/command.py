@@ -12,7 +12,7 @@ from typing import TypeVar
 import trio
 
 from pmesh.agent.config import host_port_text, parse_host_port
-from pmesh.bridge.cli.serving import Job, Options, serve
+from pmesh.bridge.cli.serving import BridgeOptions, Job, serve
 from pmesh.bridge.client import announce, mean_loss
 from pmesh.bridge.rules import Layout
 from pmesh.bridge.wire import MOST_FRAME_BYTES, Floats
@@ -99,7 +99,7 @@ def bridge_entrenar(
 
 def _options(
     workers: int, rows: int | None, worker_timeout: float, timeout: float, max_frame: str
-) -> Options:
+) -> BridgeOptions:
     if workers < 1:
         raise ConfigError(f"--workers is at least 1, not {workers}")
     if rows is not None and rows < workers:
@@ -110,13 +110,13 @@ def _options(
     most_frame = parse_size("--max-frame", max_frame, least=1024)
     if most_frame > MOST_FRAME_BYTES:
         raise ConfigError("--max-frame is less than 4GiB, which is all that a frame can have")
-    return Options(
+    return BridgeOptions(
         workers=workers, rows=rows, silence_s=worker_timeout, most_frame=most_frame, wait_s=timeout
     )
 
 
 async def _serve_until_signal(
-    host: str, port: int, enter: Callable[[], Awaitable[Job]], options: Options
+    host: str, port: int, enter: Callable[[], Awaitable[Job]], options: BridgeOptions
 ) -> int:
     listeners = await _listen(host, port)
     name, taken = listeners[0].socket.getsockname()[:2]

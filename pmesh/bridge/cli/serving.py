@@ -13,8 +13,8 @@ from pmesh.bridge.rules import (
     Contribution,
     Layout,
     Part,
-    Whole,
     WholeLayout,
+    WholePart,
     answer_to,
     check,
     deal,
@@ -48,7 +48,7 @@ class Job(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class BridgeOptions:
     """What the user has chosen."""
 
     workers: int
@@ -62,7 +62,7 @@ class Options:
 class Bridge:
     """The coordinator of the workers. Each is served by a task of the nursery."""
 
-    def __init__(self, options: Options, nursery: trio.Nursery) -> None:
+    def __init__(self, options: BridgeOptions, nursery: trio.Nursery) -> None:
         self._options = options
         self._nursery = nursery
         self._strangers = 0
@@ -192,7 +192,7 @@ class Bridge:
         mean = mean_of([each.values for each in given])
         averaged = await job.average(mean, len(given))
         loss = 0.0
-        if isinstance(part, Whole):
+        if isinstance(part, WholePart):
             rows = sum(each.rows for each in given)
             total = sum(each.loss * each.rows for each in given)
             loss = await job.mean_loss(total / rows if rows else 0.0, rows)
@@ -234,7 +234,7 @@ def _address_of(stream: Stream) -> str:
 async def serve(
     listeners: Sequence[trio.abc.Listener[Stream]],
     enter: Callable[[], Awaitable[Job]],
-    options: Options,
+    options: BridgeOptions,
 ) -> int:
     """Let the workers in, enter the job, and train; return the number of steps.
 

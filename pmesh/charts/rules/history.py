@@ -11,7 +11,7 @@ KEPT_SLOTS: Final = 720
 MOST_CHARTS: Final = 64  # with 720 points each they take 0.8 MB
 
 
-class Reading(NamedTuple):
+class ChartReading(NamedTuple):
     """A number of a job, as it is now."""
 
     job: str
@@ -47,7 +47,7 @@ class ChartHistory:
     def __init__(self) -> None:
         self._charts: dict[tuple[str, str], _Points] = {}
 
-    def note(self, slot: int, readings: Iterable[Reading]) -> None:
+    def note(self, slot: int, readings: Iterable[ChartReading]) -> None:
         """Keep these readings; the last one of a slot counts, and slots never decrease.
 
         Beyond `MOST_CHARTS` numbers, the one whose last reading is the oldest is dropped.

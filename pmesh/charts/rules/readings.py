@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
-from pmesh.charts.rules.history import Reading
+from pmesh.charts.rules.history import ChartReading
 
 STEPS: Final = "steps a second"
 OPS: Final = "ops a second"
@@ -15,7 +15,7 @@ def readings_of_job(
     steps_per_s: float | None,
     ops_per_s: float | None,
     reports: Iterable[Mapping[str, float]],
-) -> Iterator[Reading]:
+) -> Iterator[ChartReading]:
     """Yield the speeds that are known, and the mean of each number that ranks report.
 
     Args:
@@ -26,7 +26,7 @@ def readings_of_job(
     """
     for what, speed in ((STEPS, steps_per_s), (OPS, ops_per_s)):
         if speed is not None and math.isfinite(speed):
-            yield Reading(job, what, speed)
+            yield ChartReading(job, what, speed)
     reported: dict[str, list[float]] = {}
     for report in reports:
         for what, value in report.items():
@@ -35,4 +35,4 @@ def readings_of_job(
     for what, values in reported.items():
         mean = sum(value / len(values) for value in values)
         if math.isfinite(mean):  # of three times the largest number it is not
-            yield Reading(job, what, mean)
+            yield ChartReading(job, what, mean)

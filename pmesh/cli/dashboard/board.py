@@ -9,7 +9,7 @@ import msgspec
 
 from pmesh.agent.events import EventPage
 from pmesh.agent.schema import Status
-from pmesh.charts.rules.history import SLOT_S, Chart, ChartHistory, Reading
+from pmesh.charts.rules.history import SLOT_S, Chart, ChartHistory, ChartReading
 from pmesh.cli.dashboard.picture import (
     ShownEvent,
     Update,
@@ -63,7 +63,7 @@ class Board:
 
     def refresh(self) -> None:
         """Ask the agent once, and put up an update."""
-        readings: list[Reading] = []
+        readings: list[ChartReading] = []
         lines: list[ShownEvent] = []
         picture, gone = self._last.picture, None
         try:

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from pmesh.agent.events import Event
 from pmesh.agent.schema import JobStatus, MemberHealth, RankStatus, Status, name_peer
-from pmesh.charts.rules.history import Chart, Reading
+from pmesh.charts.rules.history import Chart, ChartReading
 from pmesh.charts.rules.readings import readings_of_job
 from pmesh.cli.events import Mood, mood_of
 from pmesh.cli.status import find_slowest, headline, job_line, remarks_on, report_text
@@ -169,7 +169,7 @@ def _rank(rank: RankStatus, split: Split | None, *, is_slowest: bool) -> ShownRa
     )
 
 
-def readings_of(status: Status) -> Iterator[Reading]:
+def readings_of(status: Status) -> Iterator[ChartReading]:
     """Yield the numbers that are charted: speed, and the means of what the ranks report."""
     for job in status.jobs:
         reports = (

@@ -27,7 +27,7 @@ from pmesh.cli.doctor.programs import (
     program_text,
 )
 from pmesh.cli.doctor.rules import here, network, slow
-from pmesh.cli.doctor.rules.findings import Check, Finding
+from pmesh.cli.doctor.rules.findings import Finding, NamedCheck
 from pmesh.cli.keys import find_mesh_key, has_mesh_key
 from pmesh.client.control import ask_status
 from pmesh.core.identity.advertisement import Advertisement
@@ -53,7 +53,7 @@ _DENIED: Final = "macOS does not let this program talk"  # as the agent's LocalN
 
 
 @dataclass(slots=True, kw_only=True)
-class Machine:
+class OtherMachine:
     """Another machine of this mesh, as far as it is known."""
 
     name: str
@@ -82,30 +82,34 @@ class Looks:
         self._named = {_parse_peer(text): tuple[Address, ...]() for text in peers}
         """Their IP addresses, once they were looked up."""
 
-    def checks(self) -> tuple[Check, ...]:
+    def checks(self) -> tuple[NamedCheck, ...]:
         """Return all checks, in the order in which causes hide others."""
         return (
-            Check("home", lambda: here.judge_home(self._look_at_home())),
-            Check("settings", lambda: here.judge_settings(self._look_at_settings())),
-            Check("key", lambda: here.judge_key(self._look_at_key())),
-            Check("packages", lambda: here.judge_packages(tuple(find_other_packages()))),
-            Check("port", lambda: here.judge_port(self._look_at_port())),
-            Check("agent", lambda: here.judge_agent(self._agent)),
-            Check("versions", lambda: here.judge_versions(self._look_at_versions())),
-            Check("interfaces", lambda: network.judge_interfaces(self._look_at_interfaces())),
-            Check("firewall", lambda: network.judge_firewall(self._look_at_firewall())),
-            *([Check("local network", self._judge_permission)] if sys.platform == "darwin" else []),
-            Check("mDNS", lambda: network.judge_mdns(self._look_at_mdns())),
-            Check("mesh keys", lambda: network.judge_mesh(self._look_at_meshes())),
-            Check("protocols", lambda: network.judge_protocols(self._look_at_protocols())),
-            Check("routes", lambda: network.judge_routes(tuple(self._look_at_routes()))),
-            Check("connections", lambda: network.judge_ways(self._ways, alone=self._alone)),
-            Check("large packets", lambda: network.judge_large_packets(self._ways)),
-            Check("links", self._judge_links),
-            Check("speed", self._judge_speed),
-            Check("native", lambda: slow.judge_native(self._look_at_native())),
-            Check("clocks", lambda: slow.judge_clocks(tuple(self._look_at_clocks()))),
-            Check("sleep", lambda: slow.judge_sleep(self._nearby.sleep)),
+            NamedCheck("home", lambda: here.judge_home(self._look_at_home())),
+            NamedCheck("settings", lambda: here.judge_settings(self._look_at_settings())),
+            NamedCheck("key", lambda: here.judge_key(self._look_at_key())),
+            NamedCheck("packages", lambda: here.judge_packages(tuple(find_other_packages()))),
+            NamedCheck("port", lambda: here.judge_port(self._look_at_port())),
+            NamedCheck("agent", lambda: here.judge_agent(self._agent)),
+            NamedCheck("versions", lambda: here.judge_versions(self._look_at_versions())),
+            NamedCheck("interfaces", lambda: network.judge_interfaces(self._look_at_interfaces())),
+            NamedCheck("firewall", lambda: network.judge_firewall(self._look_at_firewall())),
+            *(
+                [NamedCheck("local network", self._judge_permission)]
+                if sys.platform == "darwin"
+                else []
+            ),
+            NamedCheck("mDNS", lambda: network.judge_mdns(self._look_at_mdns())),
+            NamedCheck("mesh keys", lambda: network.judge_mesh(self._look_at_meshes())),
+            NamedCheck("protocols", lambda: network.judge_protocols(self._look_at_protocols())),
+            NamedCheck("routes", lambda: network.judge_routes(tuple(self._look_at_routes()))),
+            NamedCheck("connections", lambda: network.judge_ways(self._ways, alone=self._alone)),
+            NamedCheck("large packets", lambda: network.judge_large_packets(self._ways)),
+            NamedCheck("links", self._judge_links),
+            NamedCheck("speed", self._judge_speed),
+            NamedCheck("native", lambda: slow.judge_native(self._look_at_native())),
+            NamedCheck("clocks", lambda: slow.judge_clocks(tuple(self._look_at_clocks()))),
+            NamedCheck("sleep", lambda: slow.judge_sleep(self._nearby.sleep)),
         )
 
     # --- this machine
@@ -296,19 +300,19 @@ class Looks:
             if ad.tag == tag and ad.protocol == PROTOCOL_VERSION and ad is not own:
                 yield ad
 
-    def _machines(self, heard: Heard) -> dict[str, Machine]:
+    def _machines(self, heard: Heard) -> dict[str, OtherMachine]:
         """Return all machines that are or should be in this mesh, by id or address."""
-        found: dict[str, Machine] = {}
+        found: dict[str, OtherMachine] = {}
         for peer in self._status.peers:
             if peer.state not in {"other_mesh_key", "other_version"}:
                 addresses = tuple(Address(*parse_host_port(text)) for text in peer.addresses)
-                found[_key_of(peer)] = Machine(
+                found[_key_of(peer)] = OtherMachine(
                     name=name_peer(peer, self._status.node.name),
                     addresses=addresses,
                     linked=peer.state == "linked",
                 )
         for ad in self._members_heard(heard):
-            known = found.setdefault(node_text(ad.node), Machine(name=ad.name, addresses=()))
+            known = found.setdefault(node_text(ad.node), OtherMachine(name=ad.name, addresses=()))
             known.heard = True
             if not known.linked:  # then the agent may know its address alone
                 known.name = ad.name
@@ -316,12 +320,12 @@ class Looks:
         for address, at in self._named.items():
             known_as = next((one for one in found.values() if {*at} & {*one.addresses}), None)
             if known_as is None:
-                known_as = found[str(address)] = Machine(name=str(address), addresses=at)
+                known_as = found[str(address)] = OtherMachine(name=str(address), addresses=at)
             known_as.named = True
         return found
 
     @cached_property
-    def _others(self) -> dict[str, Machine]:
+    def _others(self) -> dict[str, OtherMachine]:
         return self._machines(self._nearby.heard)
 
     def _look_at_firewall(self) -> network.FirewallFacts:
@@ -360,7 +364,7 @@ class Looks:
             knows_others=any(not one.named for _, one in others) or bool(self._status.peers),
         )
 
-    def _should_be_heard(self, key: str, one: Machine) -> bool:
+    def _should_be_heard(self, key: str, one: OtherMachine) -> bool:
         """Return True for a machine that was not heard, though it answers on a network of ours."""
         neighbour = any(own.reaches(a.host) for own in self._used for a in one.addresses)
         from_it = {address.host for address in one.addresses} & self._nearby.heard.hosts
@@ -459,7 +463,7 @@ def _arrived(tried: Tried) -> bool:
     return tried.state not in {"unreachable", "denied"}
 
 
-def _way_facts(machine: Machine, tried: Tried) -> network.WayFacts:
+def _way_facts(machine: OtherMachine, tried: Tried) -> network.WayFacts:
     return network.WayFacts(
         name=machine.name,
         address=tried.address,

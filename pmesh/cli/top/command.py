@@ -23,7 +23,7 @@ from pmesh.agent.events import Event
 from pmesh.agent.schema import decode_status
 from pmesh.cli.events import Reader
 from pmesh.cli.top.history import Losses
-from pmesh.cli.top.screen import Seen, lines_of
+from pmesh.cli.top.screen import Shown, lines_of
 from pmesh.client.control import ask_status
 from pmesh.errors import AgentNotRunning, AgentStopped
 from pmesh.home_paths import home_directory
@@ -44,9 +44,9 @@ class Feed:
         self._reader = Reader(home)
         self._losses = Losses()
         self._events = deque[Event](maxlen=MOST_EVENTS)
-        self._seen: Seen | None = None
+        self._seen: Shown | None = None
 
-    def read(self) -> Seen:
+    def read(self) -> Shown:
         """Return what is so now; what was so before, and why, if the agent has ended since.
 
         Raises:
@@ -65,7 +65,7 @@ class Feed:
             )
         else:
             self._losses.note(status.jobs)
-            self._seen = Seen(status=status, losses=self._losses, events=tuple(self._events))
+            self._seen = Shown(status=status, losses=self._losses, events=tuple(self._events))
         return self._seen
 
 
@@ -82,7 +82,7 @@ def show_top(home: Path | None) -> int:
 
 
 def _show(
-    feed: Feed, seen: Seen, console: Console, key_within: Callable[[float], bytes | None]
+    feed: Feed, seen: Shown, console: Console, key_within: Callable[[float], bytes | None]
 ) -> None:
     with Live(console=console, auto_refresh=False, screen=True) as live:
         for beat in count():
@@ -98,7 +98,7 @@ def _show(
             seen = feed.read()
 
 
-def _picture(seen: Seen, console: Console, *, height: int | None, beat: int | None = None) -> Text:
+def _picture(seen: Shown, console: Console, *, height: int | None, beat: int | None = None) -> Text:
     lines = lines_of(seen, width=console.width, height=height, beat=beat)
     return Text("\n", no_wrap=True, overflow="crop").join(lines)
 

@@ -27,7 +27,7 @@ GAP: Final = "  "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class Shown:
     """All that is shown."""
 
     status: Status
@@ -127,7 +127,7 @@ def gbit_text(mbit_s: int | None) -> str:
 # --- lines
 
 
-def lines_of(seen: Seen, *, width: int, height: int | None, beat: int | None = None) -> list[Text]:
+def lines_of(seen: Shown, *, width: int, height: int | None, beat: int | None = None) -> list[Text]:
     """Lay out the screen.
 
     Args:
@@ -160,7 +160,7 @@ def lines_of(seen: Seen, *, width: int, height: int | None, beat: int | None = N
     return lines
 
 
-def _without_events(seen: Seen, width: int, *, beat: int | None, ring: bool) -> Iterator[Text]:
+def _without_events(seen: Shown, width: int, *, beat: int | None, ring: bool) -> Iterator[Text]:
     status = seen.status
     yield Text(printable(seen.trouble), "red") if seen.trouble else headline(status)
     speeds = [gbit_text(edge.mbit_s) for edge in status.view.edges]
@@ -178,7 +178,7 @@ def _without_events(seen: Seen, width: int, *, beat: int | None, ring: bool) -> 
     yield from list(describe_troubles(status))[:MOST_TROUBLES]
 
 
-def _job_lines(job: JobStatus, seen: Seen, width: int) -> Iterator[Text]:
+def _job_lines(job: JobStatus, seen: Shown, width: int) -> Iterator[Text]:
     if job.state != "running":
         yield job_line(job)
         if job.ranks:

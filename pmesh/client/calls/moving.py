@@ -11,7 +11,7 @@ from pmesh.client.calls.queue import Caller, Handle, check_timeout
 from pmesh.client.calls.reducing import DEFAULT_TIMEOUT_S
 from pmesh.client.collective.bucketed import ALONE, LastOp
 from pmesh.client.collective.gather_ops import (
-    Block,
+    ArrayBytes,
     Head,
     block_of,
     build,
@@ -163,7 +163,7 @@ class Moving(Caller):
         size, is_root, trainer = self.size, root == self.rank, self._trainer_at(root)
         ranks = self._world.trainers
         timeout_s = check_timeout(timeout_s)
-        blocks: list[Block] = []
+        blocks: list[ArrayBytes] = []
         if is_root:
             blocks = self._blocks(xs, "scatter")
         firsts = [(block.data.size, *block.head.shape[:1]) for block in blocks]
@@ -305,7 +305,7 @@ class Moving(Caller):
 
         return self._call(ops, alone, _built, timeout_s=timeout_s, async_op=async_op)
 
-    def _blocks(self, xs: Sequence[object] | None, what: str) -> list[Block]:
+    def _blocks(self, xs: Sequence[object] | None, what: str) -> list[ArrayBytes]:
         """Return the bytes of the array for each rank; raise UsageError if they do not fit."""
         if xs is None:
             raise UsageError(f"{what} takes one array for each rank")
@@ -328,7 +328,7 @@ _Parts = tuple[Head, Values, object]
 """The arguments of `build`."""
 
 
-def _copy_of(block: Block) -> _Parts:
+def _copy_of(block: ArrayBytes) -> _Parts:
     return block.head, block.data.copy(), block.like
 
 

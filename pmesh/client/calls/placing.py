@@ -11,7 +11,7 @@ from pmesh.client.collective.bucketed import (
     take_apart,
     written_into,
 )
-from pmesh.client.collective.gather_ops import Block, block_of, check_count, exchange
+from pmesh.client.collective.gather_ops import ArrayBytes, block_of, check_count, exchange
 from pmesh.client.session.session import Done, TrainerSession
 from pmesh.client.trees.arrays import Leaf, digest, evaluate_mlx
 from pmesh.core.ops.reductions import Values
@@ -113,7 +113,7 @@ class Placing(Caller):
         """
         trainer, target = self._trainer_at(root), _targets([out])[0]
         expected = _given([out])[0].head.dtype
-        blocks: list[Block] = []
+        blocks: list[ArrayBytes] = []
         if root == self.rank:
             check_count(xs or (), self.size, "scatter_into")
             blocks = _given(xs or ())
@@ -253,7 +253,7 @@ def _refuse_alone(world: World) -> tuple[None, LastOp]:
     raise RosterChanged("this rank is alone, and the call has arrays for several")
 
 
-def _given(xs: Sequence[object]) -> list[Block]:
+def _given(xs: Sequence[object]) -> list[ArrayBytes]:
     evaluate_mlx(list(xs))
     return [block_of(x) for x in xs]
 
@@ -273,7 +273,7 @@ def _target(out: object) -> Values:
 
 
 def _equal_targets(
-    outs: Sequence[object] | None, given: Block, size: int, what: str
+    outs: Sequence[object] | None, given: ArrayBytes, size: int, what: str
 ) -> list[Values]:
     check_count(outs or (), size, what)
     targets = _targets(outs or ())
@@ -340,7 +340,7 @@ def _take(session: TrainerSession, done: Done, targets: Sequence[Values]) -> Las
 
 def _agreed(
     session: TrainerSession,
-    block: Block,
+    block: ArrayBytes,
     gives: Sequence[int],
     expects: Sequence[int],
     timeout_s: float,

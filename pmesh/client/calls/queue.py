@@ -225,7 +225,7 @@ class Turn:
 
 
 @dataclass(slots=True, eq=False)
-class Work(Generic[R, T]):
+class PendingCall(Generic[R, T]):
     """One call, from when it is made until its result is taken."""
 
     number: int
@@ -321,14 +321,14 @@ class Caller:
         async_op: bool = False,
         turn: Turn | None = None,
     ) -> T | Handle[T]:
-        work = Work(next(self._numbers), run, finish, turn=turn)
+        work = PendingCall(next(self._numbers), run, finish, turn=turn)
         if not async_op and (self._line.idle or (turn is not None and turn.is_kept)):
             return self._take(work, None)
         work.queued = self._line.submit(partial(self._execute, work))
         handle = Handle(work.queued.done, partial(self._take, work))
         return handle if async_op else handle.wait()
 
-    def _take(self, work: Work[R, T], timeout_s: float | None) -> T:
+    def _take(self, work: PendingCall[R, T], timeout_s: float | None) -> T:
         last: LastOp | None = None
         try:
             if work.queued is None:
@@ -342,7 +342,7 @@ class Caller:
                 self._last_op = last or self._last_op
         return work.finish(value)
 
-    def _execute(self, work: Work[R, T]) -> tuple[R, LastOp | None]:
+    def _execute(self, work: PendingCall[R, T]) -> tuple[R, LastOp | None]:
         if os.getpid() != self._process:
             raise _forked()
         turn = work.turn

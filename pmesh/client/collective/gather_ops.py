@@ -54,7 +54,7 @@ class Head(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class ArrayBytes:
     """An array as the bytes that are sent."""
 
     head: Head
@@ -64,7 +64,7 @@ class Block:
     """The user's array."""
 
 
-def block_of(x: object, where: str = "") -> Block:
+def block_of(x: object, where: str = "") -> ArrayBytes:
     """Return the array's bytes; raise UnsupportedArray if it can't be sent as bytes."""
     raw = to_raw(x, f"{where}: " if where else "")
     if raw is None:
@@ -76,7 +76,7 @@ def block_of(x: object, where: str = "") -> Block:
             f"{where or 'x'}: arrays of numbers in the machine's byte order, with at most "
             f"{MAX_DIMENSIONS} dimensions, can be moved; not {raw.dtype} with {len(raw.shape)}"
         )
-    return Block(Head(library, dtype, raw.shape), raw.data, x)
+    return ArrayBytes(Head(library, dtype, raw.shape), raw.data, x)
 
 
 def build(head: Head, data: Values, like: object) -> object:

@@ -300,7 +300,8 @@ class _FeedbackCall:
         """
         weight = 1.0 if self.wanted.weight is None else self.wanted.weight
         trials = self.memory.trials
-        own = Share(weight, self.memory.step, *(trials.latest() if trials else ()))
+        done_trials, took_ns = trials.latest() if trials else (0, 0)
+        own = Share(weight, self.memory.step, done_trials, took_ns)
         row, name = own.to_row(), spec(self.compression.scheme)
         if self.guards:
             row.append(int(given_by(self.arrays, weight)))

@@ -33,7 +33,7 @@ from pmesh.client.session.connection import (
     error_of,
     mesh_ended,
 )
-from pmesh.client.session.waiting import Waiting
+from pmesh.client.session.waiting import WaitNotices
 from pmesh.compression.blocks import Float32s
 from pmesh.core.jobs.call_count import CallCount
 from pmesh.core.ops.kinds import KINDS, extent_of
@@ -133,7 +133,7 @@ class TrainerSession:
         self._compression = ""
         self.enters = False
         """True if the next op must be the `sync` in which it enters the job, or comes back."""
-        self._waiting = Waiting()
+        self._waiting = WaitNotices()
         self.ended: str | None = None
         """Why the session has ended."""
 

@@ -8,7 +8,7 @@ from pmesh.core.wire.trainer import StillWaiting
 _logger = logging.getLogger("pmesh")
 
 
-class Waiting:
+class WaitNotices:
     """The messages to the user while a call waits.
 
     Until the job begins, the agent reports every second what it waits for. Each change is logged,

@@ -59,7 +59,7 @@ class ReportLate:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class WaitForNews:
     """Call `next_step` again once there is room, a quorum, more ranks, or no fence.
 
     There is room once enough ops are stable (O2).
@@ -77,7 +77,7 @@ class RequestView:
 
 
 @dataclass(frozen=True, slots=True)
-class Fetch:
+class FetchResult:
     """O2: fetch the result from a rank that has completed the op."""
 
     outcome: OpOutcome
@@ -88,7 +88,7 @@ class Run:
     """Run the op among the ranks of the current roster."""
 
 
-NextStep: TypeAlias = Fail | ReportLate | Wait | RequestView | Fetch | Run
+NextStep: TypeAlias = Fail | ReportLate | WaitForNews | RequestView | FetchResult | Run
 
 
 def next_step(  # noqa: PLR0911 - the rules, in their order
@@ -112,17 +112,18 @@ def next_step(  # noqa: PLR0911 - the rules, in their order
     if op.doomed is not None:
         return _give_up(rank, op, op.doomed)
     if len(rank.ledger.ops) > MAX_UNSTABLE_OPS or retained_bytes > MAX_UNSTABLE_BYTES:
-        return Wait("room")  # O2: unstable ops are bounded in number and bytes
+        return WaitForNews("room")  # O2: unstable ops are bounded in number and bytes
     if not rank.may_run:
-        return Wait("quorum")  # V10: also before it fetches what others completed
+        return WaitForNews("quorum")  # V10: also before it fetches what others completed
     if elsewhere is not None:
-        return Fetch(elsewhere)
+        return FetchResult(elsewhere)
     if rank.is_short_of_ranks(0) and rank.is_short_of_ranks(newcomers()):
-        return Wait("ranks")
+        return WaitForNews("ranks")
     if op.call.kind == "sync" and newcomers():
         return _let_in(rank, op)
     if rank.fences:
-        return Wait("fence")  # V3: our flush answer did not name this op, so it may send nothing
+        # V3: our flush answer did not name this op, so it may send nothing.
+        return WaitForNews("fence")
     verdict = _without_some(rank, op)
     return Run() if verdict is None else RequestView(verdict, op.number)
 
@@ -130,7 +131,7 @@ def next_step(  # noqa: PLR0911 - the rules, in their order
 def _let_in(rank: RankState[Any], op: OpState) -> NextStep:
     """O6: a view lets newcomers in, and the sync runs with them."""
     if any(KINDS[r.call.kind].bound and r.completed for r in rank.ledger.ops.values()):
-        return Wait("room")  # O4: a view would fail that op, if it has not ended everywhere
+        return WaitForNews("room")  # O4: a view would fail that op, if it has not ended everywhere
     return RequestView(None, op.number)
 
 

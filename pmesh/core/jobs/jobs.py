@@ -20,11 +20,11 @@ from pmesh.core.views.state import Facts, MemberState
 from pmesh.core.wire.views import (
     MAX_REQUESTS_BYTES,
     MAX_WAITING,
+    Candidate,
     Heartbeat,
     JobReport,
     RankProgress,
     ViewRequest,
-    Waiting,
 )
 from pmesh.ids import JobName, Member, OpNumber, Slot, TrainerId
 
@@ -163,7 +163,7 @@ class JobsState(Generic[AnyWaiting, AnyRank]):
         admitted = {waiting.slot for waiting in self._admitted(state, now)[self.me]}
         return waiter.slot in wait - admitted
 
-    def _admitted(self, state: MemberState, now: float) -> dict[Member, tuple[Waiting, ...]]:
+    def _admitted(self, state: MemberState, now: float) -> dict[Member, tuple[Candidate, ...]]:
         waiting = {member: _waiting_at(state, member) for member in state.view.members}
         waiting[self.me] = self._waiting(state, now)
         return room.admit(state.view.rosters, waiting, room.names_in(state.view, waiting))
@@ -185,7 +185,7 @@ class JobsState(Generic[AnyWaiting, AnyRank]):
             progress=tuple(rank.progress() for rank in self.ranks),
         )
 
-    def _waiting(self, state: MemberState, now: float) -> tuple[Waiting, ...]:
+    def _waiting(self, state: MemberState, now: float) -> tuple[Candidate, ...]:
         waits, runs = self._may_begin(state, now), {roster.job for roster in state.view.rosters}
         waiters = [
             c
@@ -193,7 +193,7 @@ class JobsState(Generic[AnyWaiting, AnyRank]):
             if waits and c.rank is None and not (c.begins and c.job in runs)
         ]
         return tuple(
-            Waiting(c.job, c.slot, c.wait_for, c.terms, c.place) for c in waiters[:MAX_WAITING]
+            Candidate(c.job, c.slot, c.wait_for, c.terms, c.place) for c in waiters[:MAX_WAITING]
         )
 
     def _reports(self) -> Iterator[JobReport]:
@@ -324,7 +324,7 @@ class JobsState(Generic[AnyWaiting, AnyRank]):
         return next((r for r in of_job(self.ranks, rank.roster) if r.id == other), None)
 
 
-def _waiting_at(state: MemberState, member: Member) -> tuple[Waiting, ...]:
+def _waiting_at(state: MemberState, member: Member) -> tuple[Candidate, ...]:
     peer = state.peers.get(member.node)
     return () if peer is None else peer.heartbeat.waiting
 

@@ -19,14 +19,14 @@ from pmesh.compression.codecs import Codec
 from pmesh.core.ops.plan import (
     SEGMENT_BYTES,
     SMALL_BYTES,
-    Event,
+    CodecWork,
     Need,
+    PlanEvent,
     PlanMaker,
     RankPlan,
     Receive,
     Region,
-    Send,
-    Work,
+    SendRecord,
     chunk_bounds,
 )
 
@@ -89,13 +89,13 @@ def _plan_coded_ring(rank: int, size: int, count: int, codec: Codec) -> RankPlan
         before, arrived = arrived, []
         for i, piece in enumerate(chunks[number]):
             place = places.of(number, piece)
-            work = Work(piece.begin, piece.length, *place, piece.nbytes, ())
+            work = CodecWork(piece.begin, piece.length, *place, piece.nbytes, ())
             needs: tuple[Need, ...] = (before[i][1],) if step else ()
             if step < size:
                 at = before[i][0] if step else -1
                 hop = work._replace(needs=needs, arrived=at, divides=step == size - 1)
                 needs = (maker.work(_HOPS, hop),)
-            gone = maker.send(following, Send(step, *place, piece.nbytes, needs))
+            gone = maker.send(following, SendRecord(step, *place, piece.nbytes, needs))
             if step >= size - 1:
                 maker.work(_SENT, work._replace(needs=(gone,), decodes=True))
         number = (number - 1) % size
@@ -105,7 +105,7 @@ def _plan_coded_ring(rank: int, size: int, count: int, codec: Codec) -> RankPlan
             landed = maker.receive(previous, Receive(step, *place, piece.nbytes, needs))
             arrived.append((place[1], landed))
             if step == 2 * size - 3:
-                last = Work(
+                last = CodecWork(
                     piece.begin, piece.length, *place, piece.nbytes, (landed,), decodes=True
                 )
                 maker.work(_LAST, last)
@@ -139,8 +139,8 @@ class _Places:
         if earlier < 0:
             return place, ()
         if earlier < self._partial:
-            return place, (Need(_HOPS, self._own + earlier + 1, Event.COMPUTED),)
-        return place, (Need(_LAST, earlier - self._partial + 1, Event.COMPUTED),)
+            return place, (Need(_HOPS, self._own + earlier + 1, PlanEvent.COMPUTED),)
+        return place, (Need(_LAST, earlier - self._partial + 1, PlanEvent.COMPUTED),)
 
 
 def coded_chunks(*, size: int, count: int, codec: Codec) -> list[list[CodedPiece]]:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Final
 
 from pmesh.core.ops.plan import RankPlan
-from pmesh.core.ops.together import Fold, Place, Together
+from pmesh.core.ops.together import Fold, Together, ValuesAt
 
 BY_MACHINES: Final = frozenset({"all_reduce", "barrier"})
 """The kinds of ops, without a codec in the ring, in which machines take part, not ranks."""
@@ -53,6 +53,6 @@ def plan_fold(nbytes: int, size: int) -> Together:
     The first one's result can't take it: the plan among the machines writes there while it still
     reads what it folds. `nbytes` are those of one rank's values.
     """
-    takes = tuple(Place(rank, 0) for rank in range(size))
-    folds = (Fold(takes, (Place(1, 0),), nbytes),) if nbytes else ()
+    takes = tuple(ValuesAt(rank, 0) for rank in range(size))
+    folds = (Fold(takes, (ValuesAt(1, 0),), nbytes),) if nbytes else ()
     return Together(size, folds, reduces=True, makes_nan_equal=False)

@@ -15,7 +15,7 @@ from pmesh.core.ops.plan import (
     RankPlan,
     Receive,
     Region,
-    Send,
+    SendRecord,
     remembered,
     segments,
 )
@@ -52,9 +52,9 @@ def plan_broadcast(
         if distance:
             needs = (maker.receive(previous, Receive(distance - 1, Region.RESULT, *segment)),)
         if distance < reach:
-            maker.send(following, Send(distance, region, *segment, needs))
+            maker.send(following, SendRecord(distance, region, *segment, needs))
     if reach <= distance < size - 1:
-        maker.send(following, Send(distance, region, *nothing[0], needs))
+        maker.send(following, SendRecord(distance, region, *nothing[0], needs))
     return maker.plan(small=nbytes <= IN_LINE_BYTES)
 
 
@@ -80,10 +80,12 @@ def plan_all_gather(
         block = segments(bounds[mine], bounds[mine + 1], segment_bytes=segment_bytes)
         for i, (offset, length) in enumerate(block):
             if step:
-                onward = Send(step, Region.RESULT, offset, length, (arrived[i],))
+                onward = SendRecord(step, Region.RESULT, offset, length, (arrived[i],))
                 maker.send(following, onward)
             else:
-                maker.send(following, Send(step, Region.SOURCE, offset - bounds[rank], length))
+                maker.send(
+                    following, SendRecord(step, Region.SOURCE, offset - bounds[rank], length)
+                )
         block = segments(bounds[theirs], bounds[theirs + 1], segment_bytes=segment_bytes)
         arrived = [
             maker.receive(previous, Receive(step, Region.RESULT, *segment)) for segment in block
@@ -185,7 +187,7 @@ class _Blocks:
         """Send a block from `offset` of the source; return what to wait for until it is sent."""
         sent: tuple[Need, ...] = ()
         for segment in self._segments(offset, nbytes):
-            sent = (self.maker.send(to, Send(step, Region.SOURCE, *segment, needs)),)
+            sent = (self.maker.send(to, SendRecord(step, Region.SOURCE, *segment, needs)),)
         return sent
 
     def receive(self, from_: int, step: int, offset: int, nbytes: int) -> None:

@@ -57,7 +57,7 @@ class Then(enum.IntEnum):
     """It is added to the result's values at `other`."""
 
 
-class Event(enum.IntEnum):
+class PlanEvent(enum.IntEnum):
     """What a transfer or a computation may wait for."""
 
     LANDED = 0
@@ -74,10 +74,10 @@ class Need(NamedTuple):
     peer: int
     """The rank, or the queue."""
     number: int
-    event: Event = Event.LANDED
+    event: PlanEvent = PlanEvent.LANDED
 
 
-class Send(NamedTuple):
+class SendRecord(NamedTuple):
     """One record to a rank."""
 
     step: int
@@ -115,7 +115,7 @@ class Copy(NamedTuple):
     nbytes: int
 
 
-class Work(NamedTuple):
+class CodecWork(NamedTuple):
     """A hop of a codec (`pmesh.compression.codecs`), or a decoding, for one part of the tensor."""
 
     begin: int
@@ -139,12 +139,12 @@ class RankPlan:
 
     size: int
     """The number of ranks that take part, by which a mean is divided."""
-    sends: Mapping[int, tuple[Send, ...]]
+    sends: Mapping[int, tuple[SendRecord, ...]]
     """The records to each rank that gets any."""
     receives: Mapping[int, tuple[Receive, ...]]
     """The records from each rank that sends any."""
     copies: tuple[Copy, ...]
-    works: tuple[tuple[Work, ...], ...]
+    works: tuple[tuple[CodecWork, ...], ...]
     """Queues of works. One stage does the first queue, another all others, each in its order."""
     scratch_bytes: int
     in_line: tuple[int, ...]
@@ -186,19 +186,19 @@ class PlanMaker:
 
     def __init__(self, *, size: int) -> None:
         self._size = size
-        self._sends: dict[int, list[Send]] = {}
+        self._sends: dict[int, list[SendRecord]] = {}
         self._receives: dict[int, list[Receive]] = {}
         self._arrivals: list[int] = []
         self._copies: list[Copy] = []
-        self._works: dict[int, list[Work]] = {}
+        self._works: dict[int, list[CodecWork]] = {}
         self._scratch_bytes = 0
 
-    def send(self, to: int, send: Send) -> Need:
+    def send(self, to: int, send: SendRecord) -> Need:
         """Add a record to `to`; return what to wait for before its place may be written again."""
         sends = self._sends.setdefault(to, [])
         sends.append(send)
         self._use(send.region, send.offset + send.nbytes)
-        return Need(to, len(sends), Event.SENT)
+        return Need(to, len(sends), PlanEvent.SENT)
 
     def receive(self, from_: int, receive: Receive) -> Need:
         """Add a record from `from_`; return what to wait for until it has landed."""
@@ -213,12 +213,12 @@ class PlanMaker:
         if nbytes:
             self._copies.append(Copy(source, result, nbytes))
 
-    def work(self, queue: int, work: Work) -> Need:
+    def work(self, queue: int, work: CodecWork) -> Need:
         """Add a work to a queue, counted from 0; return what to wait for until it is done."""
         works = self._works.setdefault(queue, [])
         works.append(work)
         self._use(work.region, work.offset + work.nbytes)
-        return Need(queue, len(works), Event.COMPUTED)
+        return Need(queue, len(works), PlanEvent.COMPUTED)
 
     def landed(self) -> tuple[Need, ...]:
         """Return what to wait for until all receives so far have landed."""

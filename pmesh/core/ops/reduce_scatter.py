@@ -13,7 +13,7 @@ from pmesh.core.ops.plan import (
     RankPlan,
     Receive,
     Region,
-    Send,
+    SendRecord,
     Then,
     remembered,
     segments,
@@ -53,10 +53,12 @@ def plan_reduce(
             place, free = window.take()
             passing = _passing(distance - 1, place, length, offset, free)
             landed = maker.receive(previous, passing)
-            sent = maker.send(following, Send(distance, Region.SCRATCH, place, length, (landed,)))
+            sent = maker.send(
+                following, SendRecord(distance, Region.SCRATCH, place, length, (landed,))
+            )
             window.use(sent)
         else:
-            maker.send(following, Send(0, Region.SOURCE, offset, length))
+            maker.send(following, SendRecord(0, Region.SOURCE, offset, length))
     return maker.plan()
 
 
@@ -99,10 +101,10 @@ def plan_reduce_scatter(
             for i, (offset, length) in enumerate(chunks[(rank - step - 1) % size][batch]):
                 if step:
                     place, landed = arrived[i]
-                    onward = Send(step, Region.SCRATCH, place, length, (landed,))
+                    onward = SendRecord(step, Region.SCRATCH, place, length, (landed,))
                     window.use(maker.send(following, onward))
                 else:
-                    maker.send(following, Send(step, Region.SOURCE, offset, length))
+                    maker.send(following, SendRecord(step, Region.SOURCE, offset, length))
             for offset, length in chunks[(rank - step - 2) % size][batch]:
                 if step == size - 2:
                     own = _added(step, offset - bounds[rank], length, offset, finishes=True)

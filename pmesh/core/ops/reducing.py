@@ -37,7 +37,7 @@ from pmesh.core.ops.plan import (
     RankPlan,
     Receive,
     Region,
-    Send,
+    SendRecord,
     Then,
     chain_segment_bytes,
     chunk_bounds,
@@ -457,8 +457,8 @@ def _alone(nbytes: int) -> RankPlan:
     return maker.plan()
 
 
-def _send(step: int, region: Region, record: _Record, needs: _Needs = ()) -> Send:
-    return Send(step, region, record.offset, record.nbytes, needs)
+def _send(step: int, region: Region, record: _Record, needs: _Needs = ()) -> SendRecord:
+    return SendRecord(step, region, record.offset, record.nbytes, needs)
 
 
 def _keep(step: int, record: _Record) -> Receive:

@@ -20,7 +20,7 @@ from pmesh.core.ops.reductions import WIRE_DTYPES, is_exact
 from pmesh.core.wire.trainer import StartOp
 
 
-class Place(NamedTuple):
+class ValuesAt(NamedTuple):
     """Where values begin, in the source or in the result of a rank."""
 
     rank: int
@@ -31,9 +31,9 @@ class Place(NamedTuple):
 class Fold(NamedTuple):
     """Values that are reduced, or one rank's that are only copied."""
 
-    takes: tuple[Place, ...]
+    takes: tuple[ValuesAt, ...]
     """In the sources: at least one, in the order in which they are reduced."""
-    gives: tuple[Place, ...]
+    gives: tuple[ValuesAt, ...]
     """In the results."""
     nbytes: int
 
@@ -119,8 +119,8 @@ def _plan_all_to_all(parts: tuple[tuple[int, ...], ...], itemsize: int) -> Toget
         for getter, amount in enumerate(amounts):
             nbytes = amount * itemsize
             if nbytes:
-                gives = (Place(getter, results[getter]),)
-                folds.append(Fold((Place(giver, source),), gives, nbytes))
+                gives = (ValuesAt(getter, results[getter]),)
+                folds.append(Fold((ValuesAt(giver, source),), gives, nbytes))
             source += nbytes
             results[getter] += nbytes
     return Together(size, tuple(folds), reduces=False, makes_nan_equal=False)
@@ -143,12 +143,12 @@ class _Setting:
     def nbytes(self) -> int:
         return self.count * self.itemsize
 
-    def from_all(self, first: int, offset: int) -> tuple[Place, ...]:
+    def from_all(self, first: int, offset: int) -> tuple[ValuesAt, ...]:
         """Return a place in the source of every rank, in ring order from the first on."""
-        return tuple(Place((first + step) % self.size, offset) for step in range(self.size))
+        return tuple(ValuesAt((first + step) % self.size, offset) for step in range(self.size))
 
-    def to_all(self, offset: int) -> tuple[Place, ...]:
-        return tuple(Place(rank, offset) for rank in range(self.getters))
+    def to_all(self, offset: int) -> tuple[ValuesAt, ...]:
+        return tuple(ValuesAt(rank, offset) for rank in range(self.getters))
 
     def parts(self) -> Iterator[tuple[int, int, int]]:
         """Yield each rank, where its part begins, and the bytes of it."""
@@ -164,27 +164,27 @@ def _all_reduce(at: _Setting) -> Iterator[Fold]:
 
 
 def _reduce(at: _Setting) -> Iterator[Fold]:
-    yield Fold(at.from_all(at.root + 1, 0), (Place(at.root, 0),), at.nbytes)
+    yield Fold(at.from_all(at.root + 1, 0), (ValuesAt(at.root, 0),), at.nbytes)
 
 
 def _reduce_scatter(at: _Setting) -> Iterator[Fold]:
     for rank, begin, nbytes in at.parts():
-        yield Fold(at.from_all(rank + 1, begin), (Place(rank, 0),), nbytes)
+        yield Fold(at.from_all(rank + 1, begin), (ValuesAt(rank, 0),), nbytes)
 
 
 def _all_gather(at: _Setting) -> Iterator[Fold]:
     for rank, begin, nbytes in at.parts():
-        yield Fold((Place(rank, 0),), at.to_all(begin), nbytes)
+        yield Fold((ValuesAt(rank, 0),), at.to_all(begin), nbytes)
 
 
 def _gather(at: _Setting) -> Iterator[Fold]:
     for rank, begin, nbytes in at.parts():
-        yield Fold((Place(rank, 0),), (Place(at.root, begin),), nbytes)
+        yield Fold((ValuesAt(rank, 0),), (ValuesAt(at.root, begin),), nbytes)
 
 
 def _scatter(at: _Setting) -> Iterator[Fold]:
     for rank, begin, nbytes in at.parts():
-        yield Fold((Place(at.root, begin),), (Place(rank, 0),), nbytes)
+        yield Fold((ValuesAt(at.root, begin),), (ValuesAt(rank, 0),), nbytes)
 
 
 def _barrier(_: _Setting) -> Iterator[Fold]:

@@ -38,7 +38,7 @@ from pmesh.core.views.state import (
     MemberState,
     MemberStep,
     Peer,
-    Send,
+    SendOnLink,
     Skip,
     continuing_members,
     follows,
@@ -128,7 +128,7 @@ def _receive(  # noqa: C901, PLR0911 - one arm for each message
         case Heartbeat():
             return _receive_heartbeat(state, sender, message, now)
         case AskView():
-            return MemberStep(state, (Send(sender, TellView(state.view)),))
+            return MemberStep(state, (SendOnLink(sender, TellView(state.view)),))
         case TellView():
             return _receive_view(state, sender, message.view, now)
         case AskToJoin():
@@ -156,7 +156,9 @@ def _receive_heartbeat(
     view = _known_view(state, sender.node, beat.view)
     if view is None:
         unplaced = {**state.unplaced, sender.node: beat}
-        return MemberStep(replace(state, unplaced=unplaced), (Send(sender, AskView(beat.view)),))
+        return MemberStep(
+            replace(state, unplaced=unplaced), (SendOnLink(sender, AskView(beat.view)),)
+        )
     if not _is_credible(state, beat.promised.counter, view):
         return MemberStep(_without(state, sender.node))
     peer = Peer(member=sender, heartbeat=beat, view=view)
@@ -221,7 +223,7 @@ def _receive_proposal(
     limits.check_pace(state, sender, now)
     answer = _objection(state, sender, message, now)
     if answer is not None:
-        return MemberStep(state, (Send(sender, answer),))
+        return MemberStep(state, (SendOnLink(sender, answer),))
     return _flush(replace(state, proposal=None), sender, message, facts, now)
 
 
@@ -286,7 +288,7 @@ def _flush(
     )
     if sender == state.me:
         return MemberStep(leader.begin(state, message, answer, now), (FenceJobs(jobs),))
-    return MemberStep(state, (FenceJobs(jobs), Send(sender, fit_answer(answer))))
+    return MemberStep(state, (FenceJobs(jobs), SendOnLink(sender, fit_answer(answer))))
 
 
 def _came_to_nothing(state: MemberState, sender: Member, message: Propose, now: float) -> bool:
@@ -459,10 +461,10 @@ def _consider(step: MemberStep, facts: Facts, now: float) -> MemberStep:
         flushed = _flush(state, state.me, message, facts, now)
         others = [member for member in message.members if member != state.me]
         state = flushed.state
-        actions += [*flushed.actions, *(Send(member, message) for member in others)]
+        actions += [*flushed.actions, *(SendOnLink(member, message) for member in others)]
     commit = leader.decide(state, facts)
     if commit is not None:
-        actions += [Send(m, commit) for m in commit.view.members if m != state.me]
+        actions += [SendOnLink(m, commit) for m in commit.view.members if m != state.me]
         installed = _install(state, commit.view, now)
         state = installed.state
         actions += installed.actions
@@ -494,7 +496,7 @@ def _ask_to_join(state: MemberState, now: float) -> MemberStep:
     if asked_lately or not (whole or now - met_at >= PATIENCE_S * patience(state)):
         return MemberStep(state)
     state = replace(state, asked_to_join_at=now)
-    return MemberStep(state, (Send(best.member, AskToJoin(state.view.epoch, whole)),))
+    return MemberStep(state, (SendOnLink(best.member, AskToJoin(state.view.epoch, whole)),))
 
 
 def _can_come_whole(state: MemberState, view: View, now: float) -> bool:

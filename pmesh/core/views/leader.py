@@ -35,7 +35,7 @@ from pmesh.core.views.state import (
     needs_epoch,
     patience,
 )
-from pmesh.core.wire.views import Commit, Flushed, Propose, ViewRequest, Waiting
+from pmesh.core.wire.views import Candidate, Commit, Flushed, Propose, ViewRequest
 from pmesh.ids import Epoch, JobName, Member
 
 
@@ -195,7 +195,7 @@ def _is_concerned(state: MemberState, member: Member, view_request: ViewRequest)
 
 def _known_waiting(
     state: MemberState, facts: Facts, members: tuple[Member, ...]
-) -> Mapping[Member, tuple[Waiting, ...]]:
+) -> Mapping[Member, tuple[Candidate, ...]]:
     waiting = {
         member: facts.waiting if member == state.me else state.peers[member.node].heartbeat.waiting
         for member in members

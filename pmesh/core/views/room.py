@@ -26,7 +26,7 @@ from pmesh.core.values import (
     cut_text,
     nbytes_of,
 )
-from pmesh.core.wire.views import Flushed, OpReport, Waiting
+from pmesh.core.wire.views import Candidate, Flushed, OpReport
 from pmesh.ids import MAX_NAME, JobName, Member, Slot
 
 ADMITTED_BYTES: Final = 64 * 1024
@@ -45,7 +45,7 @@ _TRAINER_BYTES = 200  # a trainer without the name of its machine, and it as a v
 
 class _Occupant(NamedTuple):
     member: Member
-    waiting: Waiting
+    waiting: Candidate
 
 
 class _Room:
@@ -84,9 +84,9 @@ class _Room:
 
 def admit(
     rosters: Iterable[Roster],
-    waiting: Mapping[Member, Sequence[Waiting]],
+    waiting: Mapping[Member, Sequence[Candidate]],
     names: Mapping[Member, str],
-) -> dict[Member, tuple[Waiting, ...]]:
+) -> dict[Member, tuple[Candidate, ...]]:
     """Return the waiting trainers for which a view with these rosters has room.
 
     Args:
@@ -94,7 +94,7 @@ def admit(
         waiting: The trainers that wait at each member.
         names: The names of the members' machines.
     """
-    admitted: dict[Member, list[Waiting]] = {member: [] for member in waiting}
+    admitted: dict[Member, list[Candidate]] = {member: [] for member in waiting}
     if any(waiting.values()):
         room = _Room(tuple(rosters))
         for entry in _in_turns(waiting):
@@ -109,7 +109,7 @@ def names_in(view: View, members: Iterable[Member]) -> dict[Member, str]:
     return {member: seats.get(member, _LONGEST_NAME) for member in members}
 
 
-def _in_turns(waiting: Mapping[Member, Sequence[Waiting]]) -> Iterable[_Occupant]:
+def _in_turns(waiting: Mapping[Member, Sequence[Candidate]]) -> Iterable[_Occupant]:
     """Yield one trainer of each member, the longest there, then the next one of each."""
     slot: Callable[[_Occupant], Slot] = lambda entry: entry.waiting.slot  # noqa: E731 - the key twice
     lists = [

@@ -16,7 +16,7 @@ from pmesh.core.views.outcomes import (
 )
 from pmesh.core.views.quorum import Voters, has_majorities, may_run, needed_voters
 from pmesh.core.views.room import admit
-from pmesh.core.wire.views import Flushed, JobReport, KnownPrimary, ViewRequest, Waiting
+from pmesh.core.wire.views import Candidate, Flushed, JobReport, KnownPrimary, ViewRequest
 from pmesh.ids import Epoch, JobName, Member, OpNumber, Slot, TrainerId
 
 
@@ -39,7 +39,7 @@ def jobs_to_settle(
     view: View,
     kept: Collection[Member],
     view_requests: Iterable[ViewRequest],
-    waiting: Mapping[Member, Sequence[Waiting]],
+    waiting: Mapping[Member, Sequence[Candidate]],
 ) -> tuple[JobName, ...]:
     """Return the jobs that need a view change: a rank is lost, an op is stuck, or one can begin."""
     kept = frozenset(kept)  # every message looks up each trainer of each job
@@ -328,7 +328,7 @@ def _voters(trainers: Iterable[Trainer]) -> tuple[Member, ...]:
     return tuple(trainer.member for trainer in sorted(trainers, key=lambda t: t.id))
 
 
-def _ready_jobs(waiting: Mapping[Member, Sequence[Waiting]]) -> tuple[JobName, ...]:
+def _ready_jobs(waiting: Mapping[Member, Sequence[Candidate]]) -> tuple[JobName, ...]:
     wanted: dict[JobName, list[int]] = {}
     for trainers in waiting.values():
         for trainer in trainers:
@@ -337,7 +337,7 @@ def _ready_jobs(waiting: Mapping[Member, Sequence[Waiting]]) -> tuple[JobName, .
 
 
 def _first_roster(
-    job: JobName, change: Change, waiting: Mapping[Member, Sequence[Waiting]]
+    job: JobName, change: Change, waiting: Mapping[Member, Sequence[Candidate]]
 ) -> Roster:
     """Ranks follow the view's ring order, with the trainers of one machine side by side.
 
@@ -360,7 +360,7 @@ def _first_roster(
 
 
 def _slots_waiting(
-    job: JobName, waiting: Mapping[Member, Sequence[Waiting]]
+    job: JobName, waiting: Mapping[Member, Sequence[Candidate]]
 ) -> list[tuple[Member, Slot]]:
     return [
         (member, trainer.slot)
@@ -379,7 +379,7 @@ def _enter(
     ]
 
 
-def _join_terms(terms: Terms, job: JobName, waiting: Mapping[Member, Sequence[Waiting]]) -> Terms:
+def _join_terms(terms: Terms, job: JobName, waiting: Mapping[Member, Sequence[Candidate]]) -> Terms:
     for theirs in waiting.values():
         for trainer in theirs:
             if trainer.job == job:

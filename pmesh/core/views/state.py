@@ -9,6 +9,7 @@ from pmesh.core.values import SignedName, View
 from pmesh.core.wire.views import (
     MAX_WAITING,
     AgreementMessage,
+    Candidate,
     Flushed,
     Heartbeat,
     JobReport,
@@ -17,7 +18,6 @@ from pmesh.core.wire.views import (
     Propose,
     RankProgress,
     ViewRequest,
-    Waiting,
 )
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId
 
@@ -88,7 +88,7 @@ class Facts:
     """What the local agent knows at this instant, passed in because the core performs no I/O."""
 
     reports: tuple[JobReport, ...] = ()
-    waiting: tuple[Waiting, ...] = ()
+    waiting: tuple[Candidate, ...] = ()
     view_requests: tuple[ViewRequest, ...] = ()
     progress: tuple[RankProgress, ...] = ()
     edges: Mapping[Incarnation, MeasuredEdge] = field(
@@ -230,7 +230,7 @@ class MemberState:
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class SendOnLink:
     """Send a message on the link to a member."""
 
     to: Member
@@ -251,7 +251,7 @@ class Install:
     view: View
 
 
-MemberAction = Send | FenceJobs | Install
+MemberAction = SendOnLink | FenceJobs | Install
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ class StatusReply(SessionMessage, frozen=True, tag="status"):
     json: bytes
 
 
-class Events(SessionMessage, frozen=True, tag="events"):
+class AgentEvents(SessionMessage, frozen=True, tag="events"):
     """The agent's events, as the JSON that `pmesh events --json` prints."""
 
     json: bytes
@@ -98,5 +98,7 @@ class Stopping(SessionMessage, frozen=True, tag="stopping"):
 
 
 ControlRequest: TypeAlias = AskStatus | AskEvents | AskPing | AskMachines | ForgetName | StopAgent
-ControlReply: TypeAlias = Refused | StatusReply | Events | WayTried | Pinged | Machines | Stopping
+ControlReply: TypeAlias = (
+    Refused | StatusReply | AgentEvents | WayTried | Pinged | Machines | Stopping
+)
 CONTROL_REPLIES: SessionDecoder[ControlReply] = SessionDecoder("reply", ControlReply)

@@ -110,7 +110,7 @@ class RankProgress(msgspec.Struct, frozen=True, array_like=True):
     """What the ranks have found last of their states; None if they never compared them."""
 
 
-class Waiting(msgspec.Struct, frozen=True, array_like=True):
+class Candidate(msgspec.Struct, frozen=True, array_like=True):
     """A trainer that waits for its job to begin, or in a `sync` to enter it (O6)."""
 
     job: Job
@@ -172,7 +172,7 @@ class Heartbeat(_ViewMessage, frozen=True, tag=2):
         Meta(max_length=MAX_ENTRIES),
     ]
     """The peers that it hears (V5), with what it has measured of the way to each."""
-    waiting: Annotated[tuple[Waiting, ...], Meta(max_length=MAX_WAITING)] = ()
+    waiting: Annotated[tuple[Candidate, ...], Meta(max_length=MAX_WAITING)] = ()
     view_requests: Annotated[tuple[ViewRequest, ...], Meta(max_length=MAX_ENTRIES)] = ()
     progress: Annotated[tuple[RankProgress, ...], Meta(max_length=MAX_WAITING)] = ()
     sent_us: _Microseconds = 0
@@ -238,7 +238,7 @@ class Flushed(_ViewMessage, frozen=True, tag=7):
     view: View
     """The view that the sender has installed."""
     jobs: Annotated[tuple[JobReport, ...], Meta(max_length=MAX_ENTRIES)]
-    waiting: Annotated[tuple[Waiting, ...], Meta(max_length=MAX_WAITING)] = ()
+    waiting: Annotated[tuple[Candidate, ...], Meta(max_length=MAX_WAITING)] = ()
     primaries: Annotated[tuple[KnownPrimary, ...], Meta(max_length=MAX_PRIMARIES)] = ()
     """Only of jobs that require a quorum."""
 

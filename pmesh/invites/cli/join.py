@@ -45,7 +45,7 @@ from pmesh.invites.agent import EXCHANGE_S, GuestStream
 from pmesh.invites.cli.find import find_inviter
 from pmesh.invites.rules.codes import Code, parse_code
 from pmesh.invites.rules.exchange import Guest, WrongCodeError
-from pmesh.invites.wire import Declined, Knock, Offer, Party, SealedKey, Stored, WrongCode
+from pmesh.invites.wire import Declined, InviterHalf, KeyStored, Knock, Party, SealedKey, WrongCode
 from pmesh.net.links.dialer import dial
 from pmesh.terminal.lines import complain, say
 
@@ -203,7 +203,7 @@ async def _exchange(
     guest: GuestStream, exchange: Guest, newcomer: Newcomer, store: Callable[[MeshKey], None]
 ) -> Party:
     offer = await guest.receive()
-    if not isinstance(offer, Offer):
+    if not isinstance(offer, InviterHalf):
         raise _why_declined(offer, newcomer)
     try:
         proof = exchange.prove(offer)
@@ -216,7 +216,7 @@ async def _exchange(
         raise _why_declined(sealed, newcomer)
     store(exchange.open(sealed))
     with contextlib.suppress(PeerUnreachable):  # it is stored, whether the inviter learns it or not
-        await guest.send(Stored())
+        await guest.send(KeyStored())
     return offer.party
 
 

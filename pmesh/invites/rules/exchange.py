@@ -27,8 +27,8 @@ from pmesh.invites.rules.codes import Code
 from pmesh.invites.wire import (
     PROOF_BYTES,
     Element,
+    InviterHalf,
     Knock,
-    Offer,
     Party,
     Proof,
     SealedKey,
@@ -62,7 +62,7 @@ class Guest:
         self.knock = Knock(me, code.number, self._pake.element)
         self._keys: _Keys | None = None
 
-    def prove(self, offer: Offer) -> Proof:
+    def prove(self, offer: InviterHalf) -> Proof:
         """Check the offer's proof, and return ours.
 
         Raises:
@@ -95,13 +95,13 @@ class Inviter:
         self._entropy = entropy
         self._keys: _Keys | None = None
 
-    def offer(self, knock: Knock) -> Offer:
+    def offer(self, knock: Knock) -> InviterHalf:
         """Answer a knock. Raises ProtocolError if its element is none."""
         if knock.element is None:
             raise ProtocolError("a knock without an element")
         pake = _start(self._code, "inviter", self._entropy)
         secret = pake.finish_untrusted(knock.element)
-        offer = Offer(self._me, pake.element, _NO_PROOF)
+        offer = InviterHalf(self._me, pake.element, _NO_PROOF)
         self._keys = _derive(secret, knock, offer)
         return msgspec.structs.replace(offer, proof=_proof(self._keys.inviter, self._keys))
 
@@ -114,7 +114,7 @@ class Inviter:
         return SealedKey(cipher.encrypt(_NONCE, self._key, self._keys.transcript))
 
 
-def _derive(secret: bytes, knock: Knock, offer: Offer) -> _Keys:
+def _derive(secret: bytes, knock: Knock, offer: InviterHalf) -> _Keys:
     """Derive the keys; the offer's own proof is no part of what they depend on."""
     unproven = msgspec.structs.replace(offer, proof=_NO_PROOF)
     said = (_LABEL, GUEST_MAGIC, encode_guest(knock), encode_guest(unproven))

@@ -19,7 +19,15 @@ from pmesh.launches.agent.spool import Spool
 from pmesh.launches.rules import part as decide
 from pmesh.launches.rules.engines import environment_of, ranks_untrusted, settings_of
 from pmesh.launches.rules.lines import ERROR, MACHINE, OUT, LineSplitter, note
-from pmesh.launches.rules.part import Part, PartStep, Report, Say, SignalRank, StartRank, Warn
+from pmesh.launches.rules.part import (
+    LocalRanks,
+    PartStep,
+    ReportEnd,
+    Say,
+    SignalRank,
+    StartRank,
+    Warn,
+)
 from pmesh.launches.rules.restarts import exit_code
 from pmesh.launches.wire.messages import (
     AnyLaunchMessage,
@@ -62,7 +70,7 @@ class PartHere:
         self.since = trio.current_time()
         elastic = prepare.terms.engine == "pmesh"
         restarts = prepare.terms.restarts if elastic else 0
-        self.state = Part(restarts=restarts, grace_s=prepare.terms.grace_s)
+        self.state = LocalRanks(restarts=restarts, grace_s=prepare.terms.grace_s)
         self._unstarted_s = UNSTARTED_S if prepare.command.tree is None else UNSTARTED_SYNCED_S
         self.over = trio.Event()
         """Set once all ranks have ended, or the launch was cancelled before they began."""
@@ -246,7 +254,7 @@ class PartHere:
                     child = self._children.get(rank)
                     if child is not None:
                         child.send_signal(number)
-                case Report(rank, code):
+                case ReportEnd(rank, code):
                     launch, generation = self.prepare.launch, self.state.generation
                     number = self._numbers.get(rank, -1)
                     ended = RankEnded(launch, generation, rank, code, number)

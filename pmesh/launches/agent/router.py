@@ -35,7 +35,7 @@ from pmesh.launches.agent.syncing import Syncing
 from pmesh.launches.agent.ways import best_way
 from pmesh.launches.rules.engines import LOOPBACK, MAX_RDMA_RANKS
 from pmesh.launches.rules.lines import MACHINE, STARTER, note, seated
-from pmesh.launches.rules.starting import Seat
+from pmesh.launches.rules.starting import LaunchMember
 from pmesh.launches.wire.messages import (
     MAX_PORTS,
     AnyLaunchMessage,
@@ -394,7 +394,7 @@ class Launches:
         directory = self._home / "launches" / path_name(f"{kind}-{next(self._spools)}")
         return Spool(directory, describe=describe)
 
-    def _seats(self, request: Launch | AskHosts) -> list[Seat]:
+    def _seats(self, request: Launch | AskHosts) -> list[LaunchMember]:
         here = {seat.member.node: self._names.of_seat(seat) for seat in self._view().seats}
         named = self._names.find_each_here(request.on) if request.on else here.keys()
         nodes = [node for node in here if node in named]
@@ -414,7 +414,7 @@ class Launches:
         if sum(counts) > MAX_TRAINERS:
             raise UsageError(f"{sum(counts)} ranks are too many: at most {MAX_TRAINERS}")
         return [
-            Seat(node=node, name=here[node], count=count)
+            LaunchMember(node=node, name=here[node], count=count)
             for node, count in zip(nodes, counts, strict=True)
             if count
         ]

@@ -11,14 +11,14 @@ from pmesh.errors import ProtocolError
 from pmesh.ids import JobName, Member, NodeId, PathName
 from pmesh.launches.agent.spool import Spool
 from pmesh.launches.rules import starting as decide
-from pmesh.launches.rules.engines import Place, begin_messages, unreachable
+from pmesh.launches.rules.engines import LaunchPlace, begin_messages, unreachable
 from pmesh.launches.rules.lines import STARTER, note, seated
 from pmesh.launches.rules.starting import (
-    Ask,
+    AskMachine,
     Begin,
-    GiveUp,
+    LaunchMember,
+    NoRestart,
     Over,
-    Seat,
     Signal,
     Started,
     Step,
@@ -74,7 +74,7 @@ class StartedHere:
         self,
         launch: PathName,
         request: Launch,
-        seats: Sequence[Seat],
+        seats: Sequence[LaunchMember],
         *,
         spool: Spool,
         send: Deliver,
@@ -212,7 +212,7 @@ class StartedHere:
         now = trio.current_time()
         return decide.rank_ended(state, node, rank, message.code, now=now)
 
-    def _take_answer(self, seat: Seat, message: LaunchPrepared) -> None:
+    def _take_answer(self, seat: LaunchMember, message: LaunchPrepared) -> None:
         if len(message.ports) < 2 * seat.count and not message.refusal:
             raise ProtocolError("a launch was prepared without ports")
         if seat.phase == "asked":
@@ -221,7 +221,7 @@ class StartedHere:
             why = f"{seat.name}: {message.refusal}" if message.refusal else ""
             self._apply(decide.prepared(self.state, seat.node, why, now=trio.current_time()))
 
-    def _stop(self, seat: Seat) -> None:
+    def _stop(self, seat: LaunchMember) -> None:
         if not (self.state.signal or self.is_over):  # only once, so that nobody delays the end
             self._note(f"stopped on {seat.name}")
             self.interrupt(_SIGTERM)
@@ -257,7 +257,7 @@ class StartedHere:
         refusal = f"{self.name_of(node)}: {why}"
         self._apply(decide.prepared(self.state, node, refusal, now=trio.current_time()))
 
-    def _take_part(self, seat: Seat, message: LaunchPart) -> None:
+    def _take_part(self, seat: LaunchMember, message: LaunchPart) -> None:
         """Store what a machine's ranks print, and note what input rank 0 has taken.
 
         Output of ranks that can't print is acknowledged and dropped: the launch may have ended
@@ -291,7 +291,7 @@ class StartedHere:
         parts = self._parts_of([a.node for a in step.actions if isinstance(a, Begin)])
         for action in step.actions:
             match action:
-                case Ask(node):
+                case AskMachine(node):
                     self._questions[node] = 0
                     self._send(node, self._prepare(node))
                 case Begin(node):
@@ -299,7 +299,7 @@ class StartedHere:
                         self._begin(node, parts[node])
                 case Signal(node, number):
                     self._send(node, SignalRanks(self.launch, number))
-                case GiveUp(node, rank):
+                case NoRestart(node, rank):
                     self._send(node, GiveUpRank(self.launch, self.state.generation, rank))
                 case Tell(text):
                     self._note(text)
@@ -349,8 +349,8 @@ class StartedHere:
         self.begun.set()
         return begin_messages(self.launch, self.state.generation, places)
 
-    def _place(self, seat: Seat) -> Place:
+    def _place(self, seat: LaunchMember) -> LaunchPlace:
         said = self._prepared[seat.node]
         ways = {way.node: (way.host, way.interface) for way in said.ways}
         ranks = seat.ranks if seat.phase != "lost" or self.state.elastic else ()
-        return Place(node=seat.node, ranks=ranks, ports=said.ports, ways=ways)
+        return LaunchPlace(node=seat.node, ranks=ranks, ports=said.ports, ways=ways)

@@ -75,7 +75,7 @@ def environment_of(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class LaunchPlace:
     """One machine that runs ranks, as it has described itself."""
 
     node: NodeId
@@ -89,7 +89,7 @@ class Place:
         return LOOPBACK if other == self.node else self.ways.get(other, ("", ""))[0]
 
 
-def unreachable(engine: Engine, places: Sequence[Place]) -> tuple[NodeId, NodeId] | None:
+def unreachable(engine: Engine, places: Sequence[LaunchPlace]) -> tuple[NodeId, NodeId] | None:
     """Return two neighbours without the IPv4 addresses that the engine needs; None if all have."""
     if engine == "pmesh":
         return None
@@ -101,7 +101,7 @@ def unreachable(engine: Engine, places: Sequence[Place]) -> tuple[NodeId, NodeId
 
 
 def begin_messages(
-    launch: PathName, generation: int, places: Sequence[Place]
+    launch: PathName, generation: int, places: Sequence[LaunchPlace]
 ) -> Mapping[NodeId, BeginRanks]:
     """Return what each machine needs to know to start its ranks."""
     groups = tuple(
@@ -114,7 +114,7 @@ def begin_messages(
     }
 
 
-def _group(place: Place, before: Place, places: Sequence[Place]) -> RankGroup:
+def _group(place: LaunchPlace, before: LaunchPlace, places: Sequence[LaunchPlace]) -> RankGroup:
     count = len(place.ranks)
     interfaces = tuple(place.ways.get(other.node, ("", ""))[1] for other in places)
     return RankGroup(count, before.host_of(place.node), tuple(place.ports[:count]), interfaces)

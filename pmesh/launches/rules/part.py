@@ -43,7 +43,7 @@ class RankHere:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class LocalRanks:
     """The ranks of this machine, by number."""
 
     restarts: int
@@ -75,7 +75,7 @@ class SignalRank:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ReportEnd:
     """The rank has ended for good."""
 
     rank: int
@@ -98,25 +98,25 @@ class Warn:
     how: Failure
 
 
-PartAction: TypeAlias = StartRank | SignalRank | Report | Say | Warn
+PartAction: TypeAlias = StartRank | SignalRank | ReportEnd | Say | Warn
 
 
 @dataclass(frozen=True, slots=True)
 class PartStep:
     """The next state, and what to do."""
 
-    part: Part
+    part: LocalRanks
     actions: tuple[PartAction, ...] = ()
 
 
-def begin(part: Part, generation: int, ranks: Iterable[int], *, now: float) -> PartStep:
+def begin(part: LocalRanks, generation: int, ranks: Iterable[int], *, now: float) -> PartStep:
     """Start these ranks; those of an earlier generation have ended."""
     begun = {rank: RankHere(began=now) for rank in ranks}
     after = replace(part, generation=generation, ranks=begun, ends=False, kill_at=None)
     return PartStep(after, tuple(map(StartRank, begun)))
 
 
-def rank_ended(part: Part, rank: int, code: int, *, now: float) -> PartStep:
+def rank_ended(part: LocalRanks, rank: int, code: int, *, now: float) -> PartStep:
     """The process of a rank has ended; `code` as in `subprocess`."""
     before = part.ranks[rank]
     ran_s = now - before.began
@@ -125,7 +125,7 @@ def rank_ended(part: Part, rank: int, code: int, *, now: float) -> PartStep:
         code = before.failed_with  # of the run that it was given up for
     if code == 0 or part.ends or before.is_given_up or failures > part.restarts:
         after = _with(part, rank, replace(before, code=code))
-        report = Report(rank, code)
+        report = ReportEnd(rank, code)
         if code == 0 or part.ends or before.is_given_up or not part.restarts:
             return PartStep(after, (report,))
         text = (
@@ -147,7 +147,7 @@ def rank_ended(part: Part, rank: int, code: int, *, now: float) -> PartStep:
     return PartStep(_with(part, rank, waits), (Say(rank, text), *warning))
 
 
-def op_completed(part: Part, rank: int, *, syncs: bool) -> PartStep:
+def op_completed(part: LocalRanks, rank: int, *, syncs: bool) -> PartStep:
     """The program of a rank that runs has completed an op; `syncs` if one of them was a `sync`."""
     here = part.ranks.get(rank)
     if here is None or not here.runs:
@@ -157,7 +157,7 @@ def op_completed(part: Part, rank: int, *, syncs: bool) -> PartStep:
     return PartStep(_with(part, rank, replace(here, job=job, failed_with=0)), actions)
 
 
-def give_up(part: Part, rank: int) -> PartStep:
+def give_up(part: LocalRanks, rank: int) -> PartStep:
     """The starter does not want a rank that fails to be started again."""
     here = part.ranks.get(rank)
     if here is None or here.code is not None or not here.failed_with:
@@ -166,10 +166,10 @@ def give_up(part: Part, rank: int) -> PartStep:
         killed = replace(here, is_given_up=True)
         return PartStep(_with(part, rank, killed), (SignalRank(rank, signal.SIGKILL),))
     ended = replace(here, due=None, code=here.failed_with)
-    return PartStep(_with(part, rank, ended), (Report(rank, here.failed_with),))
+    return PartStep(_with(part, rank, ended), (ReportEnd(rank, here.failed_with),))
 
 
-def end(part: Part, number: int, *, now: float, is_lost: bool = False) -> PartStep:
+def end(part: LocalRanks, number: int, *, now: float, is_lost: bool = False) -> PartStep:
     """End all ranks by a signal; those that remain after the grace are killed.
 
     Args:
@@ -185,14 +185,14 @@ def end(part: Part, number: int, *, now: float, is_lost: bool = False) -> PartSt
             actions.append(SignalRank(rank, number))
         elif here.due is not None:  # it fails at this moment: nobody would start it again
             ranks[rank] = replace(here, due=None, code=-number)
-            actions.append(Report(rank, -number))
+            actions.append(ReportEnd(rank, -number))
     kill_at = now + min(part.grace_s, LOST_GRACE_S if is_lost else math.inf)
     before = part.kill_at if part.ends else math.inf  # None: they were killed already
     kills = None if before is None else min(before, kill_at)
     return PartStep(replace(part, ranks=ranks, ends=True, kill_at=kills), tuple(actions))
 
 
-def pass_time(part: Part, *, now: float) -> PartStep:
+def pass_time(part: LocalRanks, *, now: float) -> PartStep:
     """Start the ranks that are due, and kill those whose grace is over."""
     actions: list[PartAction] = []
     ranks = dict(part.ranks)
@@ -207,7 +207,7 @@ def pass_time(part: Part, *, now: float) -> PartStep:
     return PartStep(replace(part, ranks=ranks), tuple(actions))
 
 
-def next_deadline(part: Part) -> float | None:
+def next_deadline(part: LocalRanks) -> float | None:
     """Return when `pass_time` must be called; None if nothing is due."""
     due = [here.due for here in part.ranks.values() if here.due is not None]
     if part.kill_at is not None and not part.is_over:
@@ -215,5 +215,5 @@ def next_deadline(part: Part) -> float | None:
     return min(due, default=None)
 
 
-def _with(part: Part, rank: int, here: RankHere) -> Part:
+def _with(part: LocalRanks, rank: int, here: RankHere) -> LocalRanks:
     return replace(part, ranks={**part.ranks, rank: here})

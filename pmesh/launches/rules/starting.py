@@ -23,7 +23,7 @@ SeatPhase: TypeAlias = Literal["asked", "ready", "runs", "over", "lost"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class LaunchMember:
     """One machine of the launch."""
 
     node: NodeId
@@ -60,7 +60,7 @@ class Started:
     """True if the ranks go on without one that is lost."""
     restarts: int
     grace_s: float
-    seats: tuple[Seat, ...]
+    seats: tuple[LaunchMember, ...]
     phase: Phase = "asking"
     generation: int = 0
     failures: int = 0
@@ -74,12 +74,12 @@ class Started:
     failed_at_once: int = 0
     """How many generations in a row have failed in their first seconds."""
 
-    def seat_of(self, node: NodeId) -> Seat | None:
+    def seat_of(self, node: NodeId) -> LaunchMember | None:
         return next((seat for seat in self.seats if seat.node == node), None)
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class AskMachine:
     """Ask this machine whether it can run its ranks."""
 
     node: NodeId
@@ -101,7 +101,7 @@ class Signal:
 
 
 @dataclass(frozen=True, slots=True)
-class GiveUp:
+class NoRestart:
     """Tell this machine not to start a rank again that fails."""
 
     node: NodeId
@@ -124,7 +124,7 @@ class Over:
     """Set if nothing was started."""
 
 
-Action: TypeAlias = Ask | Begin | Signal | GiveUp | Tell | Over
+Action: TypeAlias = AskMachine | Begin | Signal | NoRestart | Tell | Over
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class Step:
 def first_step(launch: Started, *, now: float) -> Step:
     """Ask all machines."""
     asked = replace(launch, deadline=now + ANSWER_S)
-    return Step(asked, tuple(Ask(seat.node) for seat in launch.seats))
+    return Step(asked, tuple(AskMachine(seat.node) for seat in launch.seats))
 
 
 def prepared(launch: Started, node: NodeId, refusal: str, *, now: float) -> Step:
@@ -222,7 +222,7 @@ def machine_back(launch: Started, node: NodeId, *, now: float) -> Step:
     launch = _seated(launch, replace(seat, phase="asked", refusal="", codes={}))
     return Step(
         replace(launch, deadline=now + ANSWER_S),
-        (Tell(f"{seat.name} is back: its ranks are started again"), Ask(node)),
+        (Tell(f"{seat.name} is back: its ranks are started again"), AskMachine(node)),
     )
 
 
@@ -277,7 +277,7 @@ _KILL: SignalNumber = 9
 _TERM: SignalNumber = 15
 
 
-def _seated(launch: Started, seat: Seat) -> Started:
+def _seated(launch: Started, seat: LaunchMember) -> Started:
     seats = tuple(seat if other.node == seat.node else other for other in launch.seats)
     return replace(launch, seats=seats)
 
@@ -302,7 +302,7 @@ def _answered(launch: Started, *, now: float) -> Step:
 
 def _begin(launch: Started) -> Started:
     """Give the machines that are ready their ranks; those that were there keep theirs."""
-    seats: list[Seat] = []
+    seats: list[LaunchMember] = []
     first = 0
     for seat in launch.seats:
         ready = seat.phase == "ready"
@@ -334,7 +334,7 @@ def _give_up(step: Step) -> Step:
         for seat, rank in given_up:
             actions.append(Tell(_waits_in_vain(seat, rank, *finished[0])))
     for seat, rank in given_up:
-        actions.append(GiveUp(seat.node, rank))
+        actions.append(NoRestart(seat.node, rank))
     gone = {(seat.node, rank) for seat, rank in given_up}
     left = [
         replace(seat, fails={r: how for r, how in seat.fails.items() if (seat.node, r) not in gone})
@@ -349,14 +349,14 @@ _AT_ONCE = (
 )
 
 
-def _all_failed_at_once(seats: Sequence[Seat]) -> bool:
+def _all_failed_at_once(seats: Sequence[LaunchMember]) -> bool:
     """Not if a machine is lost: the others may have failed by that."""
     if any(seat.phase == "lost" for seat in seats):
         return False
     return all(seat.fails.get(rank) == "at once" for seat in seats for rank in seat.ranks)
 
 
-def _waits_in_vain(seat: Seat, rank: int, finished: int, where: Seat) -> str:
+def _waits_in_vain(seat: LaunchMember, rank: int, finished: int, where: LaunchMember) -> str:
     return (
         f"rank {seat.number(rank)} on {seat.name} is not started again: "
         f"rank {where.number(finished)} on {where.name} has "
@@ -414,7 +414,7 @@ def _settle(launch: Started, actions: tuple[Action, ...] = (), *, now: float) ->
                 deadline=now + ANSWER_S,
                 code=0,
             )
-            return Step(again, (*actions, *(Ask(seat.node) for seat in there)))
+            return Step(again, (*actions, *(AskMachine(seat.node) for seat in there)))
     code = _final_code(launch)
     return Step(replace(launch, phase="over", code=code, deadline=None), (*actions, Over(code)))
 

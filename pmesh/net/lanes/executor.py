@@ -28,21 +28,21 @@ import trio
 
 from pmesh.core.ops.plan import (
     SEGMENT_BYTES,
+    CodecWork,
     Copy,
     Need,
     RankPlan,
     Receive,
     Region,
-    Send,
+    SendRecord,
     Then,
-    Work,
 )
 from pmesh.core.ops.reductions import WIRE_DTYPES, accumulate, finish, make_nan_equal
 from pmesh.core.wire.records import RecordHeader
 from pmesh.errors import LaneBroken
 from pmesh.net.lanes import native
 from pmesh.net.lanes.folding import SourceFold, folded_first
-from pmesh.net.lanes.lane import CallsDiffer, Lane, Steps, Wait
+from pmesh.net.lanes.lane import CallsDiffer, Lane, LaneWait, Steps
 
 THREADS_FROM_BYTES = 16 * 1024 * 1024  # below, to start them costs more than they save
 COMPUTING_THREADS_FROM_BYTES = 128 * 1024
@@ -109,7 +109,7 @@ def begin_plan(
     result: memoryview,
     dtype: str,
     reduction: str,
-) -> native.Runner | None:
+) -> native.LibraryThreads | None:
     """Begin a plan, if the native library can run it: over lanes as `native.begin` takes them.
 
     For the other arguments see `run_plan`.
@@ -155,7 +155,7 @@ def lanes_of(
     return [*map(lanes_from.__getitem__, plan.receives), *map(lanes_to.__getitem__, plan.sends)]
 
 
-def _keep(_: Receive | Work) -> None:
+def _keep(_: Receive | CodecWork) -> None:
     """Leave a record, or a work, as it is."""
 
 
@@ -167,7 +167,7 @@ def execute(
     regions: Sequence[memoryview],
     *,
     landed: Callable[[Receive], None] = _keep,
-    work: Callable[[Work], None] = _keep,
+    work: Callable[[CodecWork], None] = _keep,
 ) -> Coroutine[Any, Any, None]:
     """Return what runs a plan, as that of `run_plan` does, with these regions and functions.
 
@@ -219,11 +219,11 @@ def _adding(
 class _Queue:
     """A queue of works, and how many are done."""
 
-    works: Sequence[Work]
+    works: Sequence[CodecWork]
     done: int = 0
 
 
-_T = TypeVar("_T", Send, Receive)
+_T = TypeVar("_T", SendRecord, Receive)
 
 
 @dataclass(slots=True)
@@ -251,11 +251,11 @@ class _Execution:
         *,
         regions: Sequence[memoryview],
         landed: Callable[[Receive], None],
-        work: Callable[[Work], None],
+        work: Callable[[CodecWork], None],
     ) -> None:
         lanes_of(plan, lanes_to, lanes_from)
         self._plan = plan
-        self._to: dict[int, _Track[Send]] = {}
+        self._to: dict[int, _Track[SendRecord]] = {}
         for peer, sends in plan.sends.items():
             self._to[peer] = _Track(lanes_to[peer], sends)
         self._from: dict[int, _Track[Receive]] = {}
@@ -295,13 +295,13 @@ class _Execution:
         await self._run_pipeline(())
 
     async def _run_pipeline(self, copies: Sequence[Copy]) -> None:
-        pipe = Pipeline()
+        pipe = StageRunner()
         workers = self._queues[:1], self._queues[1:]
-        stages = [Stage(self._copy_all(copies))] if copies else []
-        stages += [Stage(self._work_off(queues, pipe)) for queues in workers if queues]
-        stages += [Stage(self._send_all(track, pipe), track.lane) for track in self._to.values()]
+        stages = [OpStage(self._copy_all(copies))] if copies else []
+        stages += [OpStage(self._work_off(queues, pipe)) for queues in workers if queues]
+        stages += [OpStage(self._send_all(track, pipe), track.lane) for track in self._to.values()]
         stages += [
-            Stage(self._receive_all(track, pipe), track.lane)
+            OpStage(self._receive_all(track, pipe), track.lane)
             for track in self._from.values()
             if not track.is_over
         ]
@@ -327,13 +327,13 @@ class _Execution:
             pass
         return True
 
-    def _work_off(self, queues: Sequence[_Queue], pipe: "Pipeline") -> Steps:
+    def _work_off(self, queues: Sequence[_Queue], pipe: "StageRunner") -> Steps:
         while any(queue.done < len(queue.works) for queue in queues):
             if self._work_some(queues):
                 pipe.note_progress()
-                yield Wait.TURN
+                yield LaneWait.TURN
             else:
-                yield Wait.PROGRESS
+                yield LaneWait.PROGRESS
 
     def _work_some(self, queues: Sequence[_Queue]) -> int:
         """Do one work of each queue, if it may begin; return how many were done."""
@@ -349,7 +349,7 @@ class _Execution:
         for copy in copies:
             for begin in range(0, copy.nbytes, SEGMENT_BYTES):
                 self._copy(copy, begin, min(begin + SEGMENT_BYTES, copy.nbytes))
-                yield Wait.TURN
+                yield LaneWait.TURN
 
     def _copy(self, copy: Copy, begin: int, end: int) -> None:
         source, result = self._regions[Region.SOURCE], self._regions[Region.RESULT]
@@ -357,26 +357,26 @@ class _Execution:
             copy.source + begin : copy.source + end
         ]
 
-    def _send_all(self, track: _Track[Send], pipe: "Pipeline") -> Steps:
+    def _send_all(self, track: _Track[SendRecord], pipe: "StageRunner") -> Steps:
         lane = track.lane
         yield from lane.flushes()
         while not track.is_over:
             while not self._has(track.records[track.done].needs):
-                yield Wait.PROGRESS if lane.idle else Wait.PROGRESS_OR_NETWORK
+                yield LaneWait.PROGRESS if lane.idle else LaneWait.PROGRESS_OR_NETWORK
             yield from lane.sends(*self._next_record(track))
             track.done += 1
             pipe.note_progress()
         yield from lane.flushes()
 
     def _next_record(
-        self, track: _Track[Send] | _Track[Receive]
+        self, track: _Track[SendRecord] | _Track[Receive]
     ) -> tuple[RecordHeader, memoryview]:
         record, segment = track.records[track.done], track.done
         place = self._regions[record.region][record.offset : record.offset + record.nbytes]
         _, roster, op, _, fingerprint, completed = self._header
         return RecordHeader(record.nbytes, roster, op, segment, fingerprint, completed), place
 
-    def _receive_all(self, track: _Track[Receive], pipe: "Pipeline") -> Steps:
+    def _receive_all(self, track: _Track[Receive], pipe: "StageRunner") -> Steps:
         while not track.is_over:
             yield from self._receive_one(track)
             pipe.note_progress()
@@ -384,7 +384,7 @@ class _Execution:
     def _receive_one(self, track: _Track[Receive]) -> Steps:
         receive = track.records[track.done]
         while receive.needs and not self._has(receive.needs):
-            yield Wait.PROGRESS
+            yield LaneWait.PROGRESS
         yield from track.lane.receives(*self._next_record(track))
         self._landed(receive)
         track.done += 1
@@ -399,7 +399,7 @@ class _Execution:
 # --- the stages of one op, side by side
 
 
-class Stage(NamedTuple):
+class OpStage(NamedTuple):
     """One stage of a pipeline."""
 
     steps: Steps
@@ -407,7 +407,7 @@ class Stage(NamedTuple):
     """The lane for which the steps wait, in one direction; None if they never wait for a lane."""
 
 
-class Pipeline:
+class StageRunner:
     """Runs the stages of one op, side by side."""
 
     def __init__(self) -> None:
@@ -422,7 +422,7 @@ class Pipeline:
             self._threads.note_progress()
 
     async def run(
-        self, stages: Sequence[Stage], *, moving_bytes: int, computing: bool = False
+        self, stages: Sequence[OpStage], *, moving_bytes: int, computing: bool = False
     ) -> None:
         """Run all stages to their ends; the first that fails ends the others.
 
@@ -451,13 +451,13 @@ class Pipeline:
         finally:
             self._threads = None
 
-    async def _run_in_tasks(self, stages: Sequence[Stage]) -> None:
+    async def _run_in_tasks(self, stages: Sequence[OpStage]) -> None:
         if len(stages) == 1:
             await self._follow(stages[0])
             return
         failures: list[LaneBroken | CallsDiffer] = []
 
-        async def follow(stage: Stage) -> None:
+        async def follow(stage: OpStage) -> None:
             try:
                 await self._follow(stage)
             except (LaneBroken, CallsDiffer) as e:  # a plain error; a nursery would raise a group
@@ -470,9 +470,10 @@ class Pipeline:
         if failures:
             raise failures[0]
 
-    async def _follow(self, stage: Stage) -> None:
+    async def _follow(self, stage: OpStage) -> None:
         for wait in stage.steps:
-            if wait in {Wait.PROGRESS, Wait.PROGRESS_OR_NETWORK}:  # the event loop tends the lane
+            # The event loop tends the lane.
+            if wait in {LaneWait.PROGRESS, LaneWait.PROGRESS_OR_NETWORK}:
                 await self._waiting.park()
             elif stage.lane is None:
                 await trio.lowlevel.checkpoint()
@@ -486,7 +487,7 @@ class _Threads:
     If that task is cancelled, each thread ends at its next wait, at which lanes are whole (V7).
     """
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
+    def __init__(self, stages: Sequence[OpStage]) -> None:
         self._stages = stages
         self._lanes = [stage.lane for stage in stages if stage.lane is not None]
         self._progress = threading.Condition()
@@ -545,7 +546,7 @@ class _Threads:
 
     # --- in a thread
 
-    def _work(self, stage: Stage, wake: Callable[[], None]) -> None:
+    def _work(self, stage: OpStage, wake: Callable[[], None]) -> None:
         try:
             self._follow(stage)
         except BaseException as e:  # noqa: BLE001 - the task raises it
@@ -561,7 +562,7 @@ class _Threads:
         if last:
             wake()
 
-    def _follow(self, stage: Stage) -> None:
+    def _follow(self, stage: OpStage) -> None:
         network = select.poll()
         network.register(self._stops, select.POLLIN)
         if stage.lane is not None:
@@ -571,15 +572,15 @@ class _Threads:
             match next(stage.steps, None):
                 case None:
                     return
-                case Wait.READABLE | Wait.WRITABLE:
+                case LaneWait.READABLE | LaneWait.WRITABLE:
                     network.poll()
-                case Wait.PROGRESS:
+                case LaneWait.PROGRESS:
                     self._await_progress(beyond=seen)
-                case Wait.PROGRESS_OR_NETWORK:
+                case LaneWait.PROGRESS_OR_NETWORK:
                     self._await_either(network, beyond=seen)
-                case Wait.CLOSED:
+                case LaneWait.CLOSED:
                     self._await_stop()
-                case Wait.TURN:
+                case LaneWait.TURN:
                     pass
 
     def _await_progress(self, *, beyond: int) -> None:

@@ -59,7 +59,7 @@ class PathLost(LaneBroken):
     """The path under a lane has failed; its peer is still reached, over another one."""
 
 
-class Wait(Enum):
+class LaneWait(Enum):
     """What must happen before the next step."""
 
     READABLE = auto()
@@ -76,11 +76,11 @@ class Wait(Enum):
     """Nothing, but other tasks run first: a fast network must not starve them."""
 
 
-Steps: TypeAlias = Generator[Wait, None, None]
+Steps: TypeAlias = Generator[LaneWait, None, None]
 """Resume it when what it has yielded has happened, or may have. It may be closed at any yield."""
 
 
-class Pace(NamedTuple):
+class Throughput(NamedTuple):
     """How many bytes came, and how long they took."""
 
     nbytes: int = 0
@@ -114,7 +114,7 @@ class Lane:
         """Whether the peer is at another agent."""
         self.state = LaneState(peer_completed=-1, wake_up_bytes=wake_up_bytes, asked=1)
         """What the native library reads and writes, too."""
-        self.paces: dict[tuple[str, str], Pace] = {}
+        self.paces: dict[tuple[str, str], Throughput] = {}
         """For each pair of `hosts`, what has come while this end waited in the middle of a record.
         The peer had it ready, so it came as fast as the network allowed."""
         self._roster = offer.number
@@ -259,7 +259,7 @@ class Lane:
         """Yield the steps of `send`."""
         yield from self.flushes()
         if self.post(header, body):
-            yield Wait.TURN
+            yield LaneWait.TURN
         else:
             yield from self.flushes()
 
@@ -295,7 +295,7 @@ class Lane:
     def flushes(self) -> Steps:
         """Yield the steps of `flush`."""
         while not self._is_flushed:
-            yield Wait.WRITABLE
+            yield LaneWait.WRITABLE
             self._send_some()
 
     def _send_some(self) -> None:
@@ -333,7 +333,7 @@ class Lane:
             waited |= yield from self._fill(HEADER_BYTES, OVERHEAD_BYTES + expected.body_bytes)
             header = self._header()
             while header.roster > expected.roster:
-                yield Wait.CLOSED
+                yield LaneWait.CLOSED
             if header[:5] == expected[:5]:
                 break
             yield from self._refuse(header, expected)
@@ -348,14 +348,14 @@ class Lane:
         self._open(end, into)
         self.state.peer_completed = header.completed
         if not waited:
-            yield Wait.TURN
+            yield LaneWait.TURN
 
     def _note_paces(self, came: Mapping[tuple[str, str], int], took_s: float) -> None:
         if sum(came.values()) < WAKE_UP_BYTES:
             return  # too little to tell
         for hosts, nbytes in came.items():
-            before = self.paces.get(hosts, Pace())
-            self.paces[hosts] = Pace(before.nbytes + nbytes, before.took_s + took_s)
+            before = self.paces.get(hosts, Throughput())
+            self.paces[hosts] = Throughput(before.nbytes + nbytes, before.took_s + took_s)
 
     def _refuse(self, header: RecordHeader, expected: RecordHeader) -> Steps:
         """Drop a record that comes too late; raise for any other that is not the expected one."""
@@ -369,9 +369,9 @@ class Lane:
             # The lower op has ended at one end, without its record being read here or sent there.
             raise CallsDiffer(min(header.op, expected.op), self.peer)
         self.state.dropped += 1
-        yield Wait.TURN
+        yield LaneWait.TURN
 
-    def _fill(self, enough: int, limit: int) -> Generator[Wait, None, bool]:
+    def _fill(self, enough: int, limit: int) -> Generator[LaneWait, None, bool]:
         """Receive until `_in` holds `enough`, at most `limit`; return True if that took a wait."""
         waited, state = False, self.state
         if len(self._in) < limit:
@@ -382,7 +382,7 @@ class Lane:
             except BlockingIOError:
                 waited = True
                 self._ask_for(enough - state.filled)
-                yield Wait.READABLE
+                yield LaneWait.READABLE
                 continue
             except OSError as e:
                 raise self.broken(f"broke: {e.strerror}") from e
@@ -400,15 +400,15 @@ class Lane:
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, asked)
             self.state.asked = asked
 
-    async def wait_for(self, wait: Wait) -> None:
+    async def wait_for(self, wait: LaneWait) -> None:
         """Wait, in the event loop, for what a step of this lane has yielded."""
         try:
             match wait:
-                case Wait.READABLE:
+                case LaneWait.READABLE:
                     await trio.lowlevel.wait_readable(self._socket)
-                case Wait.WRITABLE:
+                case LaneWait.WRITABLE:
                     await trio.lowlevel.wait_writable(self._socket)
-                case Wait.CLOSED:
+                case LaneWait.CLOSED:
                     await self._closed.wait()
                     self.check_open()
                 case _:

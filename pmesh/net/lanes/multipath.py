@@ -24,7 +24,7 @@ from pmesh.core.wire import subflows as core
 from pmesh.core.wire.lanes import OfferLane
 from pmesh.core.wire.records import OVERHEAD_BYTES, Opener, RecordHeader, Sealer
 from pmesh.errors import ProtocolError
-from pmesh.net.lanes.lane import Lane, Steps, Wait
+from pmesh.net.lanes.lane import Lane, LaneWait, Steps
 
 MAX_SUBFLOWS = 16  # twice as many as a link has paths; more is an attack
 MAX_INDICES = 65_536  # in a lane's life: for a path that comes and goes each minute, six weeks
@@ -37,19 +37,19 @@ _ACK = RecordHeader(core.ACK_BODY_BYTES, 0, op=0, segment=0, fingerprint=0, comp
 _ACK_BYTES = OVERHEAD_BYTES + core.ACK_BODY_BYTES
 
 
-class Facts(NamedTuple):
+class ConnectionFacts(NamedTuple):
     """What is known of a connection before anything was sent over it."""
 
     bytes_per_s: float = UNKNOWN_BYTES_PER_S
     round_trip_s: float = 0.0
 
 
-class Carrier(NamedTuple):
+class LanePath(NamedTuple):
     """A path between two agents, over which each lane gets a connection."""
 
     hosts: tuple[AbstractSet[str], AbstractSet[str]]
     """The addresses of its two interfaces, ours first."""
-    facts: Facts
+    facts: ConnectionFacts
     dial: Callable[[], Awaitable[trio.SocketStream]]
     """Opens another connection over it, to the peer's door; may raise NetworkError."""
 
@@ -106,7 +106,7 @@ class MultipathLane(Lane):
 
     has_one_socket = False
 
-    def __init__(self, first: Lane, facts: Facts, offer: OfferLane) -> None:
+    def __init__(self, first: Lane, facts: ConnectionFacts, offer: OfferLane) -> None:
         """Make the lane of `offer` from its connection with index 0, which has been greeted.
 
         Raises:
@@ -152,7 +152,7 @@ class MultipathLane(Lane):
 
     # --- its connections
 
-    def join(self, connection: Lane, index: int, facts: Facts) -> None:
+    def join(self, connection: Lane, index: int, facts: ConnectionFacts) -> None:
         """Add a connection, which has been greeted with the keys of this index.
 
         Raises:
@@ -249,9 +249,9 @@ class MultipathLane(Lane):
         """Make a thread's `poll` return when the lane's steps may go on."""
         poll.register(self._selector.fileno(), select.POLLIN)
 
-    async def wait_for(self, wait: Wait) -> None:
+    async def wait_for(self, wait: LaneWait) -> None:
         """Wait, in the event loop, for what a step of this lane has yielded."""
-        if wait not in {Wait.READABLE, Wait.WRITABLE}:
+        if wait not in {LaneWait.READABLE, LaneWait.WRITABLE}:
             await super().wait_for(wait)
             return
         self.check_open()
@@ -358,10 +358,10 @@ class MultipathLane(Lane):
         while not self._has_room:
             self.pump()
             if not self._has_room:
-                yield Wait.WRITABLE
+                yield LaneWait.WRITABLE
                 self.check_open()
         self.post(header, body)
-        yield Wait.TURN
+        yield LaneWait.TURN
 
     def flushes(self) -> Steps:
         """Yield the steps until all has been handed to the system."""
@@ -369,7 +369,7 @@ class MultipathLane(Lane):
             self.pump()
             if self._has_unsent:
                 self.check_open()
-                yield Wait.WRITABLE
+                yield LaneWait.WRITABLE
 
     def pump(self, *, outside: bool = False) -> None:
         """Write and acknowledge what is possible without waiting; from any thread, at any time.
@@ -446,7 +446,7 @@ class MultipathLane(Lane):
 
     # --- what comes in
 
-    def _fill(self, enough: int, limit: int) -> Generator[Wait, None, bool]:
+    def _fill(self, enough: int, limit: int) -> Generator[LaneWait, None, bool]:
         """Receive until the next record is there, whole; return True if that took a wait."""
         del enough, limit
         waited = all_flow = False
@@ -475,7 +475,7 @@ class MultipathLane(Lane):
                 return waited
             self.check_open()
             waited = True
-            yield Wait.READABLE
+            yield LaneWait.READABLE
 
     def _came_since(self, before: Mapping[int, int]) -> Counter[tuple[str, str]]:
         """Return the bytes that came on each path, which may have several connections."""

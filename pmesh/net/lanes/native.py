@@ -19,7 +19,7 @@ import trio
 from pmesh import native
 from pmesh.compression.codecs import Codec, codec_of
 from pmesh.compression.compiled import kernels
-from pmesh.core.ops.plan import Event, Need, RankPlan, Receive, Send, Work
+from pmesh.core.ops.plan import CodecWork, Need, PlanEvent, RankPlan, Receive, SendRecord
 from pmesh.core.ops.reductions import REDUCTIONS, WIRE_DTYPES
 from pmesh.core.wire import aead
 from pmesh.core.wire.records import RecordHeader, too_large
@@ -39,7 +39,7 @@ from pmesh.native.layout import (
     RunStatus,
     address_of,
 )
-from pmesh.net.lanes.lane import CallsDiffer, Lane, Wait
+from pmesh.net.lanes.lane import CallsDiffer, Lane, LaneWait
 
 HAS_CORES: Final = (os.cpu_count() or 1) > 2  # noqa: PLR2004 - the trainer needs one, too
 TWO_THREADS_FROM_BYTES: Final = 512 * 1024 if HAS_CORES else 4 * 1024 * 1024
@@ -118,7 +118,7 @@ def begin(
     reduction: str = "",
     coding: Coding | None = None,
     fold: int = 0,
-) -> "Runner":
+) -> "LibraryThreads":
     """Begin a plan, and do what can be done at once.
 
     Args:
@@ -137,7 +137,7 @@ def begin(
     Raises:
         LaneBroken: one of the lanes is closed.
     """
-    runner = _idle.pop() if _idle else Runner(library)
+    runner = _idle.pop() if _idle else LibraryThreads(library)
     _busy.add(runner)
     try:
         values = (_DTYPES[dtype], _REDUCTIONS[reduction]) if dtype else (-1, -1)
@@ -175,7 +175,7 @@ async def run(
     await runner.finish()
 
 
-class Runner:
+class LibraryThreads:
     """Two threads of the library, which run one op at a time. They begin when they are needed."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -276,7 +276,7 @@ class Runner:
             if state == RunState.OVER:
                 await trio.lowlevel.checkpoint()
             elif state == RunState.AWAITS and self._flat is not None and self._flat.awaits_here:
-                await lanes[0].wait_for(Wait.READABLE)
+                await lanes[0].wait_for(LaneWait.READABLE)
                 for lane in lanes:
                     lane.check_open()
                 state = library.pmesh_advance(runner)
@@ -305,8 +305,8 @@ class Runner:
                 return _failure_of(lanes[self._op.track], status, self._op.detail)
 
 
-_idle: list[Runner] = []
-_busy: set[Runner] = set()
+_idle: list[LibraryThreads] = []
+_busy: set[LibraryThreads] = set()
 
 
 def _failure_of(lane: Lane, status: int, detail: int) -> PmeshError:
@@ -334,12 +334,15 @@ class _FlatPlan:
     def __init__(self, plan: RankPlan) -> None:
         self.plan = plan
         """Kept, so that no other plan gets its id."""
-        peers = [(Event.LANDED, peer) for peer in plan.receives]
-        peers += [(Event.SENT, peer) for peer in plan.sends]
-        peers += [(Event.COMPUTED, queue) for queue in range(len(plan.works))]
+        peers = [(PlanEvent.LANDED, peer) for peer in plan.receives]
+        peers += [(PlanEvent.SENT, peer) for peer in plan.sends]
+        peers += [(PlanEvent.COMPUTED, queue) for queue in range(len(plan.works))]
         self._tracks = {at: number for number, at in enumerate(peers)}
         self._needs = list[tuple[int, int]]()
-        queues: list[tuple[Send | Receive, ...]] = [*plan.receives.values(), *plan.sends.values()]
+        queues: list[tuple[SendRecord | Receive, ...]] = [
+            *plan.receives.values(),
+            *plan.sends.values(),
+        ]
         records = [self._record(record) for queue in queues for record in queue]
         works = [self._work(work) for queue in plan.works for work in queue]
         self._tables = (
@@ -366,7 +369,7 @@ class _FlatPlan:
         """Whether so little is awaited that the event loop wakes up sooner than a thread and the
         event loop."""
 
-    def _record(self, record: Send | Receive) -> tuple[int, ...]:
+    def _record(self, record: SendRecord | Receive) -> tuple[int, ...]:
         begin = len(self._needs)
         self._needs += map(self._need, record.needs)
         receive = record if isinstance(record, Receive) else None
@@ -381,7 +384,7 @@ class _FlatPlan:
             receive is not None and receive.finishes,
         )
 
-    def _work(self, work: Work) -> tuple[int, ...]:
+    def _work(self, work: CodecWork) -> tuple[int, ...]:
         begin = len(self._needs)
         self._needs += map(self._need, work.needs)
         return (

@@ -11,7 +11,7 @@ from pmesh.compression.codecs import Codec, residual_factor
 from pmesh.compression.compiled import address_of_floats
 from pmesh.core.ops.coded import PIECE_VALUES, draw_key, hop_terms, plan_coded_ring
 from pmesh.core.ops.moving import plan_broadcast
-from pmesh.core.ops.plan import RankPlan, Region, Work
+from pmesh.core.ops.plan import CodecWork, RankPlan, Region
 from pmesh.core.ops.reducing import plan_along_ring
 from pmesh.core.ops.reductions import WIRE_DTYPES, check_reduction
 from pmesh.core.wire.records import RecordHeader
@@ -251,7 +251,7 @@ class _Kernels:
         self._bytes = {Region.RESULT: tensors.result.view(np.uint8), Region.SCRATCH: scratch}
         self._bounce = np.empty(_bounce_bytes(plan), np.uint8)
 
-    def work(self, work: Work) -> None:
+    def work(self, work: CodecWork) -> None:
         """Do one work of the plan."""
         if not work.length:
             return
@@ -266,7 +266,7 @@ class _Kernels:
             wire = bounce
         self._codec.decode(wire, self._tensors.result[values])
 
-    def _hop(self, work: Work, values: slice, outgoing: Bytes) -> int:
+    def _hop(self, work: CodecWork, values: slice, outgoing: Bytes) -> int:
         tensors, at = self._tensors, work.arrived
         terms = hop_terms(self._codec, self._reduction, size=self._size, owner=work.divides)
         return self._codec.hop(

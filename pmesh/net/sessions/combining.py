@@ -25,7 +25,7 @@ from pmesh.core.ops.reductions import (
     finish,
     make_nan_equal,
 )
-from pmesh.core.ops.together import Fold, Place, Together
+from pmesh.core.ops.together import Fold, Together, ValuesAt
 from pmesh.native.layout import address_of
 
 SLICE_BYTES: Final = 64 * 1024
@@ -219,7 +219,7 @@ class InNumpy:
         plan = self._plan
         dtype = self._dtype if plan.reduces else np.dtype(np.uint8)
 
-        def at(memory: Sequence[memoryview], place: Place) -> Values:
+        def at(memory: Sequence[memoryview], place: ValuesAt) -> Values:
             start = place.offset + begin
             return np.frombuffer(memory[place.rank][start : start + nbytes], dtype)
 

@@ -18,7 +18,7 @@ from typing import NamedTuple, assert_never
 from pmesh.core.values import Roster
 from pmesh.errors import ProtocolError
 from pmesh.ids import Member, TrainerId
-from pmesh.store.rules.table import REMEMBERED, Copy
+from pmesh.store.rules.table import REMEMBERED, StoreCopy
 from pmesh.store.rules.waiting import CallId, Waiting, awaited
 from pmesh.store.wire import (
     NO_COPY,
@@ -133,7 +133,7 @@ class Coordinator:
         self.reports: dict[Member, tuple[int, int]] = {}
         self.fetches_from: Member | None = None
         """The machine that sends us the furthest copy; None while we fetch none."""
-        self.copy: Copy | None = None
+        self.copy: StoreCopy | None = None
         """Our copy, once all machines have reported and it equals the furthest copy (S2)."""
         self.have: dict[Member, int] = {}
         """The last entry of each other machine; a machine is missing until its copy equals ours."""
@@ -180,12 +180,12 @@ class Replica:
 
     def __init__(self, me: Member) -> None:
         self.me = me
-        self.copy: Copy | None = None
+        self.copy: StoreCopy | None = None
         """None on a machine that has just entered, until it has received a copy."""
         self._keepers: Keepers | None = None
         self._coordinator: Coordinator | None = None
         self._outgoing: dict[Member, _Outgoing] = {}
-        self._arriving: Copy | None = None
+        self._arriving: StoreCopy | None = None
         self._is_synced = False
         """True once our copy equals that of the coordinator, if that is another machine."""
         self._have: int | None = None
@@ -207,7 +207,7 @@ class Replica:
         self._outgoing = {host: _Outgoing() for host in keepers.hosts if host != self.me}
         self._arriving, self._is_synced, self._have = None, False, None
         if self.copy is None and keepers.is_first:
-            self.copy = Copy()
+            self.copy = StoreCopy()
         if self.copy is not None:
             self.copy.forget_all_but(keepers.homes)
         self._coordinator = Coordinator(keepers) if keepers.hosts[0] == self.me else None
@@ -356,7 +356,7 @@ class Replica:
     def _take_part_untrusted(self, part: CopyBegins | CopyValue | CopyAnswer | CopyEnds) -> None:
         match part:
             case CopyBegins():
-                self._arriving = self._arriving or Copy()
+                self._arriving = self._arriving or StoreCopy()
             case CopyEnds():
                 self._take_copy_untrusted()
             case _:
@@ -429,10 +429,10 @@ class Replica:
             self._tell(furthest, Fetch())
             return
         if self.copy is None:  # no machine has a copy: all that had one are lost
-            self.copy = Copy()
+            self.copy = StoreCopy()
         self._begin_to_order(lead, self.copy)
 
-    def _begin_to_order(self, lead: Coordinator, copy: Copy) -> None:
+    def _begin_to_order(self, lead: Coordinator, copy: StoreCopy) -> None:
         """Make all copies equal. Until then nothing is ordered, so our copy does not change."""
         lead.copy, lead.fetches_from = copy, None
         furthest = max(lead.reports.values())

@@ -220,7 +220,7 @@ REMEMBERED = 64
 on, a machine asks for no more writes than this."""
 
 
-class Copy:
+class StoreCopy:
     """The result of all entries so far, applied to an empty store."""
 
     def __init__(self) -> None:

@@ -13,8 +13,8 @@ from typing import Any, Final, TypeAlias
 from pmesh.core.jobs.op_times import MESSAGES
 from pmesh.ids import TrainerId
 from pmesh.terminal.sizes import rounded
-from pmesh.traces.rules.timeline import PlacedOp, Process, Wait, find_meetings
-from pmesh.traces.wire import Change, Machine
+from pmesh.traces.rules.timeline import PlacedOp, Process, Waited, find_meetings
+from pmesh.traces.wire import TracedEvent, TracedMachine
 
 Entry: TypeAlias = dict[str, Any]
 
@@ -24,9 +24,9 @@ MESH: Final = 1
 
 def entries_of(
     ops: Sequence[PlacedOp],
-    waits: Mapping[int, Wait],
-    machines: Sequence[Machine],
-    changes: Iterable[Change],
+    waits: Mapping[int, Waited],
+    machines: Sequence[TracedMachine],
+    changes: Iterable[TracedEvent],
     *,
     job: str,
     since_us: int,

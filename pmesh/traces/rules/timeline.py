@@ -9,7 +9,7 @@ from typing import NamedTuple
 from pmesh.core.jobs.op_times import MESSAGES, OpTime
 from pmesh.core.links.clocks import by_our_clock
 from pmesh.core.ops.kinds import KINDS
-from pmesh.traces.wire import Machine, RankOps, TracedOps
+from pmesh.traces.wire import RankOps, TracedMachine, TracedOps
 
 
 class Process(NamedTuple):
@@ -56,7 +56,7 @@ class PlacedOp:
 
 
 def place_ops(
-    traced: Iterable[TracedOps], machines: Sequence[Machine], *, since_us: int, until_us: int
+    traced: Iterable[TracedOps], machines: Sequence[TracedMachine], *, since_us: int, until_us: int
 ) -> list[PlacedOp]:
     """Place the ops on one clock, by their ends; only those that ended within these bounds.
 
@@ -88,7 +88,7 @@ def only_latest_run(ops: Sequence[PlacedOp], job: str) -> tuple[list[PlacedOp], 
     return [each for each in ops if each.run >= latest], max(0, len(runs) - 1)
 
 
-def _placed(place: int, ops: RankOps, op: OpTime, machine: Machine) -> PlacedOp:
+def _placed(place: int, ops: RankOps, op: OpTime, machine: TracedMachine) -> PlacedOp:
     ended_us, error_us = float(op.began_us + op.took_us), 0.0
     if not machine.me:
         ended_us, error_us = by_our_clock(machine.clock, op.began_us + op.took_us)
@@ -105,7 +105,7 @@ def _placed(place: int, ops: RankOps, op: OpTime, machine: Machine) -> PlacedOp:
     )
 
 
-class Wait(NamedTuple):
+class Waited(NamedTuple):
     """How long a rank waited in an op or a message until the last rank had called it."""
 
     until_us: float
@@ -122,25 +122,25 @@ def find_meetings(ops: Iterable[PlacedOp]) -> list[list[int]]:
     return list(found.values())
 
 
-def find_waits(ops: Iterable[PlacedOp]) -> dict[int, Wait]:
+def find_waits(ops: Iterable[PlacedOp]) -> dict[int, Waited]:
     """Return the waits by the places of their ops in `ops`.
 
     A wait that is shorter than the error of the two clocks is none.
     """
     ordered = list(ops)
-    waits: dict[int, Wait] = {}
+    waits: dict[int, Waited] = {}
     for places in find_meetings(ordered):
         last = max((ordered[place] for place in places), key=attrgetter("began_us"))
         for place in places:
             each = ordered[place]
             until_us = min(last.began_us, each.ended_us)
             if each is not last and until_us - each.began_us > each.error_us + last.error_us:
-                waits[place] = Wait(until_us, last)
+                waits[place] = Waited(until_us, last)
     return waits
 
 
 @dataclass(slots=True)
-class Shares:
+class TimeShares:
     """What one process did from its first op to its last one, in microseconds."""
 
     calls: int = 0
@@ -152,18 +152,18 @@ class Shares:
     """The rest of its ops: values were sent, received, added and sealed."""
 
 
-def share_out(ops: Sequence[PlacedOp], waits: Mapping[int, Wait]) -> dict[Process, Shares]:
+def share_out(ops: Sequence[PlacedOp], waits: Mapping[int, Waited]) -> dict[Process, TimeShares]:
     """Return how each process has spent its time; where its groups' ops overlap, it counts once.
 
     Args:
         ops: all ops, by their ends.
         waits: as `find_waits` returns them.
     """
-    shares: dict[Process, Shares] = {}
+    shares: dict[Process, TimeShares] = {}
     busy: dict[Process, list[tuple[float, float]]] = defaultdict(list)
     waiting: dict[Process, list[tuple[float, float]]] = defaultdict(list)
     for place, each in enumerate(ops):
-        shares.setdefault(each.process, Shares()).calls += 1
+        shares.setdefault(each.process, TimeShares()).calls += 1
         busy[each.process].append((each.began_us, each.ended_us))
         if place in waits:
             waiting[each.process].append((each.began_us, waits[place].until_us))

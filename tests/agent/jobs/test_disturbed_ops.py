@@ -222,7 +222,7 @@ async def test_an_op_for_which_the_system_has_no_pipe_runs_as_soon_as_it_has_one
         await reduce_all(trainers)
         real = native.begin
 
-        def begin(*arguments: object, **named: object) -> native.Runner:
+        def begin(*arguments: object, **named: object) -> native.LibraryThreads:
             if next(fails, False):
                 raise LaneBroken("the data connections have no pipe: the system has no room for it")
             return real(*arguments, **named)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from pmesh.agent.jobs.ranks import LocalRank, Result
+from pmesh.agent.jobs.ranks import KeptResult, LocalRank
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
 from pmesh.net.sessions.arena_pools import SessionArenas
 from tests.worlds.lanes import share_of_one
@@ -36,8 +36,8 @@ async def rank_of() -> AsyncGenerator[LocalRank]:
         await arenas.aclose()
 
 
-async def output(rank: LocalRank, nbytes: int = 8) -> Result:
-    return Result(arena=await rank.arenas.outputs.acquire(nbytes), nbytes=nbytes)
+async def output(rank: LocalRank, nbytes: int = 8) -> KeptResult:
+    return KeptResult(arena=await rank.arenas.outputs.acquire(nbytes), nbytes=nbytes)
 
 
 async def test_what_waits_behind_a_fence_is_delivered_when_the_roster_stays() -> None:

@@ -13,7 +13,7 @@ from pmesh.core.wire.preamble import PREAMBLE_BYTES
 from pmesh.errors import NetworkError, PeerUnreachable
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, TrainerId
 from pmesh.net.lanes.lane import Lane
-from pmesh.net.lanes.multipath import Carrier
+from pmesh.net.lanes.multipath import LanePath
 
 A, B, C = (Member(NodeId(bytes([i]) * 32), Incarnation(i)) for i in (1, 2, 3))
 JOB = JobName("digits")
@@ -82,7 +82,7 @@ class Side:
     def relay_of(self, _: Member) -> Member | None:
         return None
 
-    def paths_to(self, _: Member) -> tuple[Carrier, ...]:
+    def paths_to(self, _: Member) -> tuple[LanePath, ...]:
         return ()
 
     async def answer_acceptor(self, stream: trio.SocketStream) -> None:

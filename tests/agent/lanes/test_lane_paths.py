@@ -21,7 +21,7 @@ from pmesh.ids import Member
 from pmesh.net.lanes import lane as lane_module
 from pmesh.net.lanes import multipath
 from pmesh.net.lanes.lane import Lane, PathLost
-from pmesh.net.lanes.multipath import Carrier, Facts, MultipathLane
+from pmesh.net.lanes.multipath import ConnectionFacts, LanePath, MultipathLane
 from tests.agent.lanes.sides import A, B, Side, edge, opened, take
 from tests.worlds.lanes import descriptors, header
 from tests.worlds.trainer import until
@@ -49,9 +49,9 @@ class Cabled(Side):
     def peer(self) -> int:
         return self.other.me.incarnation
 
-    def paths_to(self, _: Member) -> tuple[Carrier, ...]:
+    def paths_to(self, _: Member) -> tuple[LanePath, ...]:
         return tuple(
-            Carrier(self.hosts(cable), Facts(1e6), partial(self.dial_over, cable))
+            LanePath(self.hosts(cable), ConnectionFacts(1e6), partial(self.dial_over, cable))
             for cable in self.cables
         )
 
@@ -229,7 +229,7 @@ async def test_a_lane_whose_paths_are_all_lost_has_lost_its_path(joined: Joined)
         side.lose("wifi")
     for lane in lanes:
         with pytest.raises(PathLost), trio.fail_after(5):
-            await lane.wait_for(lane_module.Wait.CLOSED)
+            await lane.wait_for(lane_module.LaneWait.CLOSED)
 
 
 async def test_a_lane_of_one_connection_is_broken_once_for_a_second_path(
@@ -240,7 +240,7 @@ async def test_a_lane_of_one_connection_is_broken_once_for_a_second_path(
         for side in (ada, bob):
             side.cables.append("new")
         with pytest.raises(PathLost), trio.fail_after(5):
-            await plain[0].wait_for(lane_module.Wait.CLOSED)
+            await plain[0].wait_for(lane_module.LaneWait.CLOSED)
         plain[1].close()
         lanes = await both_ends(ada, bob)  # by the view that follows
         await trio.sleep(1)

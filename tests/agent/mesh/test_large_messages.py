@@ -15,7 +15,7 @@ from trio.testing import MockClock
 from pmesh.agent.mesh.links import Link
 from pmesh.core.wire.channels import CHANNEL_BYTES, encode
 from pmesh.core.wire.link import MAX_ADDRESSES, PROTOCOL_VERSION, Hello, PeerInterface
-from pmesh.core.wire.views import AskToJoin, Flushed, Heartbeat, Propose, TellView, Waiting
+from pmesh.core.wire.views import AskToJoin, Candidate, Flushed, Heartbeat, Propose, TellView
 from pmesh.errors import PmeshError
 from pmesh.ids import JobName, Slot
 from simulation.wire import AnyMessage, encode_unbounded
@@ -84,7 +84,7 @@ async def test_trainers_that_wait_in_any_number_part_nobody(clock: MockClock, co
     async with village(clock, 2) as here:
         one, two = here.machines
         trainers, links = await here.job(one, two), links_between(one, two)
-        waiting = tuple(Waiting(JobName("theirs"), Slot(slot), 1) for slot in range(count))
+        waiting = tuple(Candidate(JobName("theirs"), Slot(slot), 1) for slot in range(count))
         async with lying_to(one) as first, lying_to(two) as second:
             view = make_view(1, LIAR)
             beat = make_heartbeat(view, of(one), of(two), waiting=waiting)

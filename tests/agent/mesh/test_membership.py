@@ -28,7 +28,7 @@ from pmesh.core.links.health import DEAF, LONGEST_SILENCE_S, WIRED, Condition
 from pmesh.core.values import Seat, SignedName, View
 from pmesh.core.views.state import Facts
 from pmesh.core.wire.channels import Message
-from pmesh.core.wire.views import AgreementMessage, Commit, Heartbeat, Propose, TellView, Waiting
+from pmesh.core.wire.views import AgreementMessage, Candidate, Commit, Heartbeat, Propose, TellView
 from pmesh.errors import ProtocolError
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, Slot
 from pmesh.net.sessions.processes import Clocks, Stall, tick
@@ -264,7 +264,7 @@ async def test_what_others_must_know_is_told_at_once_and_only_once() -> None:
     one = world.sides[A].membership
     one.reevaluate()
     assert not world.sides[B].inbox
-    waiting = (Waiting(JobName("digits"), Slot(0), 2),)
+    waiting = (Candidate(JobName("digits"), Slot(0), 2),)
     world.sides[A].follower.now = Facts(waiting=waiting)
     one.reevaluate()
     one.reevaluate()
@@ -327,7 +327,7 @@ async def test_silence_is_noticed_as_soon_while_no_trainer_is_there(
     world = await in_a_view(A, B, C)
     one = world.sides[A]
     if with_a_trainer:
-        one.follower.now = Facts(waiting=(Waiting(JobName("digits"), Slot(0), 2),))
+        one.follower.now = Facts(waiting=(Candidate(JobName("digits"), Slot(0), 2),))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(deliver)
         for side in world.sides.values():

@@ -20,7 +20,7 @@ from pmesh.agent.mesh.probing import (
 )
 from pmesh.core.links.bandwidth import STEADY_S
 from pmesh.core.wire.probes import MAX_PROBE_BYTES, AskProbe, Probe
-from pmesh.net.lanes.lane import Pace
+from pmesh.net.lanes.lane import Throughput
 from tests.agent.mesh.paths import path_to
 from tests.worlds.builders import BERT, CARA
 from tests.worlds.trainer import until
@@ -344,7 +344,7 @@ async def test_the_data_of_an_op_measure_the_edge_that_they_come_over(clock: Moc
         path = path_to(*here.machines)
         for nbytes, settled in ((MEASURED_BYTES - 1, 0), (2 * MEASURED_BYTES, 17)):
             path.bandwidth = PathBandwidth(path.path.send, path.ask)
-            lane.paces = {lane.hosts: Pace(nbytes, 1.0)}
+            lane.paces = {lane.hosts: Throughput(nbytes, 1.0)}
             one.jobs.poll()
             assert one.membership.probing.settled_mbit_s(member) == settled
         path.bandwidth = PathBandwidth(path.path.send, path.ask)

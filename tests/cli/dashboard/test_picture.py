@@ -8,7 +8,7 @@ import pytest
 
 from pmesh.agent.events import Event, EventKind
 from pmesh.agent.schema import EdgeStatus, JobStatus, RankStatus, Status
-from pmesh.charts.rules.history import Reading
+from pmesh.charts.rules.history import ChartReading
 from pmesh.charts.rules.readings import OPS, STEPS
 from pmesh.cli.dashboard.picture import (
     line_of,
@@ -106,9 +106,9 @@ def test_what_ranks_report_is_shown_for_each_and_charted_as_the_mean_of_the_fini
         {"loss": "nan", "grad": "inf"},
     ]
     assert [*readings_of(status)] == [
-        Reading("digits", STEPS, 9.5),
-        Reading("digits", "loss", 0.5),
-        Reading("digits", "accuracy", 0.912345),
+        ChartReading("digits", STEPS, 9.5),
+        ChartReading("digits", "loss", 0.5),
+        ChartReading("digits", "accuracy", 0.912345),
     ]
 
 
@@ -120,8 +120,8 @@ def test_a_job_that_never_syncs_is_charted_by_its_ops_and_odd_numbers_are_not_ch
     )
     status = with_jobs(job(*ranks, ops_per_s=3.0), job(name="new", steps_per_s=None))
     assert [*readings_of(status)] == [
-        Reading("digits", OPS, 3.0),
-        Reading("digits", "loss", 4.0),
+        ChartReading("digits", OPS, 3.0),
+        ChartReading("digits", "loss", 4.0),
     ]
 
 

@@ -6,24 +6,24 @@ from collections.abc import Sequence
 import pytest
 
 from pmesh.cli.doctor.command import show
-from pmesh.cli.doctor.rules.findings import Check, Finding, cause, diagnose, remark, well
+from pmesh.cli.doctor.rules.findings import Finding, NamedCheck, cause, diagnose, remark, well
 from pmesh.terminal.rows import Output
 
 EVIL = "\x1b[2Jmac\n✓ home"
 
 
-def shown(width: int, *checks: Check) -> list[str]:
+def shown(width: int, *checks: NamedCheck) -> list[str]:
     console = Output(width=width)
     console.file = io.StringIO()
     show(diagnose(checks), console)
     return console.file.getvalue().splitlines()
 
 
-def check(name: str, *findings: Finding) -> Check:
+def check(name: str, *findings: Finding) -> NamedCheck:
     def run() -> Sequence[Finding]:
         return findings
 
-    return Check(name, run)
+    return NamedCheck(name, run)
 
 
 def test_each_finding_has_a_line_and_what_it_means_below() -> None:

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from pmesh.cli.doctor.rules.findings import (
-    Check,
     Finding,
+    NamedCheck,
     Verdict,
     cause,
     cause_of,
@@ -25,12 +25,12 @@ def fails() -> Iterator[Finding]:
 def test_checks_end_at_the_first_cause_and_the_others_are_named() -> None:
     made: list[str] = []
 
-    def check(name: str, *findings: Finding) -> Check:
+    def check(name: str, *findings: Finding) -> NamedCheck:
         def run() -> Iterator[Finding]:
             made.append(name)
             yield from findings
 
-        return Check(name, run)
+        return NamedCheck(name, run)
 
     checks = (
         check("first", well("1"), remark("2")),
@@ -54,7 +54,11 @@ def test_a_check_that_cannot_look_says_so_and_the_next_one_is_made() -> None:
         raise OSError("the agent does not answer")
         yield
 
-    checks = (Check("a", fails), Check("b", names_nothing), Check("c", lambda: [well("3")]))
+    checks = (
+        NamedCheck("a", fails),
+        NamedCheck("b", names_nothing),
+        NamedCheck("c", lambda: [well("3")]),
+    )
     assert [(each.check, each.verdict, each.found) for each in diagnose(checks)] == [
         ("a", "well", "so far"),
         ("a", "failed", "can't look: Permission denied"),

@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from pmesh.agent.events import Event
 from pmesh.agent.schema import EdgeStatus, JobStatus, MemberStatus, RankStatus, Status
 from pmesh.cli.top.history import Losses, sparkline
-from pmesh.cli.top.screen import Seen, Split, bar, explain_pace, lines_of, split_of
+from pmesh.cli.top.screen import Shown, Split, bar, explain_pace, lines_of, split_of
 from tests.worlds.fake_status_agent import PATHS, SNAPSHOT, make_chronicle
 
 SPEEDS = (18_400, 940, 54, 310, 9_400, 2_500, 10_000, 1_000)
@@ -86,20 +86,20 @@ def events_of(count: int) -> tuple[Event, ...]:
     return log.since(-1).events
 
 
-def seen_of(status: Status, *, events: int = 5, trouble: str = "") -> Seen:
+def seen_of(status: Status, *, events: int = 5, trouble: str = "") -> Shown:
     losses = Losses()
     for step in range(100):
         losses.note(
             [replace(job, step=step, ranks=reporting(job, 100 - step)) for job in status.jobs]
         )
-    return Seen(status=status, losses=losses, events=events_of(events), trouble=trouble)
+    return Shown(status=status, losses=losses, events=events_of(events), trouble=trouble)
 
 
 def reporting(job: JobStatus, loss: float) -> tuple[RankStatus, ...]:
     return tuple(replace(rank, reports={"loss": float(loss)}) for rank in job.ranks)
 
 
-def shown(seen: Seen, *, width: int = 80, height: int | None = 24) -> list[str]:
+def shown(seen: Shown, *, width: int = 80, height: int | None = 24) -> list[str]:
     return [line.plain for line in lines_of(seen, width=width, height=height)]
 
 
@@ -214,7 +214,7 @@ def test_jobs_that_do_not_train_say_why() -> None:
 def test_a_loss_that_is_no_number_is_said_to_be_none() -> None:
     job = job_of(50, 50)
     ranks = (replace(job.ranks[0], reports={"loss": "nan"}), replace(job.ranks[1], reports={}))
-    lines = shown(Seen(status=mesh_of(2, replace(job, ranks=ranks)), losses=Losses(), events=()))
+    lines = shown(Shown(status=mesh_of(2, replace(job, ranks=ranks)), losses=Losses(), events=()))
     assert "Job digits: step 812, 9.4 steps a second; loss nan" in lines
     assert next(line for line in lines if line.startswith("0 ")).split()[2] == "nan"
 
@@ -222,7 +222,7 @@ def test_a_loss_that_is_no_number_is_said_to_be_none() -> None:
 def test_a_job_without_reports_has_no_loss() -> None:
     job = job_of(50, 50)
     ranks = tuple(replace(rank, reports={}, share_percent=None) for rank in job.ranks)
-    lines = shown(Seen(status=mesh_of(2, replace(job, ranks=ranks)), losses=Losses(), events=()))
+    lines = shown(Shown(status=mesh_of(2, replace(job, ranks=ranks)), losses=Losses(), events=()))
     assert "Job digits: step 812, 9.4 steps a second" in lines
     assert "rank  machine  █comp ▒wait ░net  %" in lines
 

@@ -8,13 +8,13 @@ import pytest
 from pmesh.core.jobs import attempt as attempts
 from pmesh.core.jobs.attempt import (
     Fail,
-    Fetch,
+    FetchResult,
     NextStep,
     OpState,
     ReportLate,
     RequestView,
     Run,
-    Wait,
+    WaitForNews,
 )
 from pmesh.core.jobs.progress import Progress
 from pmesh.core.jobs.rank import RankState
@@ -113,7 +113,7 @@ def test_what_others_have_completed_is_fetched_before_a_late_failure_is_reported
     op = call(rank)
     elsewhere = msgspec.structs.replace(ELSEWHERE, op=ONE)
     rank.follow(roster(3, failed(ZERO), elsewhere))
-    assert next_of(rank, op) == Fetch(elsewhere)
+    assert next_of(rank, op) == FetchResult(elsewhere)
     other = Verdict("RankLost", "its last holder is lost")
     assert attempts.end_failed(rank, op, failed(ONE, other)).verdict == FAILED
 
@@ -147,25 +147,25 @@ def test_unstable_ops_are_bounded_in_number_and_bytes() -> None:
     for _ in range(attempts.MAX_UNSTABLE_OPS):
         end(rank)
     op = call(rank)
-    assert next_of(rank, op) == Wait("room")
+    assert next_of(rank, op) == WaitForNews("room")
     rank.stabilize(0)
     assert next_of(rank, op) == Run()
-    assert next_of(rank, op, nbytes=attempts.MAX_UNSTABLE_BYTES + 1) == Wait("room")
+    assert next_of(rank, op, nbytes=attempts.MAX_UNSTABLE_BYTES + 1) == WaitForNews("room")
 
 
 def test_an_op_waits_for_a_quorum_for_ranks_and_for_the_end_of_a_fence() -> None:
     rank = rank_of()
     op = call(rank)
     rank.fence("own stall")
-    assert next_of(rank, op) == Wait("fence")
+    assert next_of(rank, op) == WaitForNews("fence")
     rank.roster = msgspec.structs.replace(rank.roster, terms=Terms(min_ranks=3))
-    assert next_of(rank, op) == Wait("ranks")
-    assert next_of(rank, op, newcomers=1) == Wait("fence")
+    assert next_of(rank, op) == WaitForNews("ranks")
+    assert next_of(rank, op, newcomers=1) == WaitForNews("fence")
     rank.in_force = False
-    assert next_of(rank, op) == Wait("quorum")
+    assert next_of(rank, op) == WaitForNews("quorum")
     rank.follow(roster(3, ELSEWHERE))
     rank.in_force = False
-    assert next_of(rank, op) == Wait("quorum")  # V10: for what others have completed too
+    assert next_of(rank, op) == WaitForNews("quorum")  # V10: for what others have completed too
 
 
 def test_newcomers_wait_for_an_op_that_their_view_would_fail() -> None:
@@ -173,7 +173,7 @@ def test_newcomers_wait_for_an_op_that_their_view_would_fail() -> None:
     rank = rank_of()
     end(rank, Call("scatter", "float32", (8,)))
     op = call(rank, Call("sync", "int64", (8,)))
-    assert next_of(rank, op, newcomers=1) == Wait("room")
+    assert next_of(rank, op, newcomers=1) == WaitForNews("room")
     assert next_of(rank, op) == Run()
     rank.stabilize(0)
     assert next_of(rank, op, newcomers=1) == RequestView(None, op.number)

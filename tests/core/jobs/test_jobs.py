@@ -11,7 +11,7 @@ from pmesh.core.jobs.rank import RankState
 from pmesh.core.values import Roster, Terms, Trainer, View, nbytes_of
 from pmesh.core.views.state import MemberState, Peer
 from pmesh.core.wire.calls import Call
-from pmesh.core.wire.views import MAX_REQUESTS_BYTES, RankProgress, Waiting
+from pmesh.core.wire.views import MAX_REQUESTS_BYTES, Candidate, RankProgress
 from pmesh.ids import Slot
 from tests.worlds.builders import (
     BERT,
@@ -52,7 +52,7 @@ def view_of(*rosters: Roster) -> View:
     return View(make_epoch(3, A), seats, rosters)
 
 
-def told_by_bert(view: View, *progress: RankProgress, waiting: Iterable[Waiting] = ()) -> Peer:
+def told_by_bert(view: View, *progress: RankProgress, waiting: Iterable[Candidate] = ()) -> Peer:
     beat = msgspec.structs.replace(make_heartbeat(view, A, waiting=waiting), progress=progress)
     return Peer(member=BERT, heartbeat=beat, view=view)
 

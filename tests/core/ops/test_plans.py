@@ -23,8 +23,8 @@ from pmesh.core.ops.plan import (
     LARGE_SEGMENT_BYTES,
     SEGMENT_BYTES,
     SHORT_SEGMENT_BYTES,
-    Event,
     Need,
+    PlanEvent,
     RankPlan,
     chunk_bounds,
 )
@@ -417,7 +417,7 @@ def test_an_all_to_all_begins_at_every_rank_with_another_and_goes_on_one_by_one(
         assert sorted(receivers) == list(range(size))
     for plan in plans:
         for before, peer in itertools.pairwise(plan.sends):
-            assert {send.needs for send in plan.sends[peer]} == {((before, 3, Event.SENT),)}
+            assert {send.needs for send in plan.sends[peer]} == {((before, 3, PlanEvent.SENT),)}
 
 
 def test_plans_of_shapes_that_come_again_are_kept() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pmesh.core.ops.kinds import KINDS, Setting, extent_of
 from pmesh.core.ops.reductions import REDUCTIONS, WIRE_DTYPES, Values, check_reduction
-from pmesh.core.ops.together import SAME_FOR_ALL, Fold, Place, Together, plan_together
+from pmesh.core.ops.together import SAME_FOR_ALL, Fold, Together, ValuesAt, plan_together
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.trainer import StartOp
 from pmesh.ids import OpNumber
@@ -142,4 +142,4 @@ def test_what_moves_is_read_once_and_written_once() -> None:
     """Item 5 of issue 36: each input once, each output once."""
     sums = plan_together([request(Call("all_reduce", "float32", (), "sum"), 100)] * 3, root=0)
     assert sums.moving_bytes == 2 * 3 * 400
-    assert replace(sums, folds=(Fold((Place(0, 0),), (Place(1, 0),), 8),)).moving_bytes == 16
+    assert replace(sums, folds=(Fold((ValuesAt(0, 0),), (ValuesAt(1, 0),), 8),)).moving_bytes == 16

@@ -13,7 +13,7 @@ from pmesh.core.views.state import (
     Install,
     MemberState,
     MemberStep,
-    Send,
+    SendOnLink,
     heartbeat_of,
 )
 from pmesh.core.wire.channels import encode
@@ -126,7 +126,7 @@ class Circle:
         installed = before.view
         for action in step.actions:
             match action:
-                case Send(to, message):
+                case SendOnLink(to, message):
                     self.send(member, to, message)
                 case FenceJobs():
                     self.fences.append((member, action))

@@ -3,7 +3,7 @@
 from pmesh.core.topology.graph import USUAL, edge_cost
 from pmesh.core.values import View
 from pmesh.core.views.agreement import receive
-from pmesh.core.views.state import Facts, Install, MemberState, MemberStep, Send
+from pmesh.core.views.state import Facts, Install, MemberState, MemberStep, SendOnLink
 from pmesh.core.wire.views import AgreementMessage, Commit
 from pmesh.ids import Member
 from tests.worlds.builders import (
@@ -32,7 +32,9 @@ def told(
 
 
 def sent(step: MemberStep) -> list[tuple[Member, AgreementMessage]]:
-    return [(action.to, action.message) for action in step.actions if isinstance(action, Send)]
+    return [
+        (action.to, action.message) for action in step.actions if isinstance(action, SendOnLink)
+    ]
 
 
 def installed(step: MemberStep) -> list[View]:

@@ -16,7 +16,7 @@ from pmesh.core.views.outcomes import outcome_of
 from pmesh.core.views.rosters import is_same_history
 from pmesh.core.views.state import Facts, MemberState
 from pmesh.core.wire.calls import Call
-from pmesh.core.wire.views import Flushed, JobReport, Propose, ViewRequest, Waiting
+from pmesh.core.wire.views import Candidate, Flushed, JobReport, Propose, ViewRequest
 from pmesh.ids import Epoch, Member, OpNumber, Slot, TrainerId
 from tests.worlds.builders import DIGITS, make_call, make_verdict, said_by
 
@@ -74,7 +74,7 @@ class Agent:
     fenced: bool = False
     promised: Epoch | None = None
     ranks: list[Rank] = field(default_factory=list)
-    waiting: list[Waiting] = field(default_factory=list)
+    waiting: list[Candidate] = field(default_factory=list)
     next_slot: int = 0
 
     @property
@@ -105,7 +105,7 @@ class RingWorld:
 
     def connect(self, member: Member, wait_for: int, terms: Terms) -> None:
         agent = self.agents[member]
-        agent.waiting.append(Waiting(DIGITS, Slot(agent.next_slot), wait_for, terms))
+        agent.waiting.append(Candidate(DIGITS, Slot(agent.next_slot), wait_for, terms))
         agent.next_slot += 1
 
     def ranks(self) -> Iterator[tuple[Agent, Rank]]:

@@ -26,7 +26,7 @@ from pmesh.core.views.state import (
     MemberState,
     MemberStep,
     Peer,
-    Send,
+    SendOnLink,
     Skip,
     needs_epoch,
 )
@@ -448,7 +448,7 @@ def test_the_commit_follows_the_last_answer_in_one_step() -> None:
     (view,) = installed(step)
     assert view.members == (BERT, CARA)
     assert sent(step) == [(CARA, commit(view))]
-    assert isinstance(step.actions[0], Send), "the commit is on its way before it is in force"
+    assert isinstance(step.actions[0], SendOnLink), "the commit is on its way before it is in force"
 
 
 AWAKE_US = 100_000_000

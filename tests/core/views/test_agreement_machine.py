@@ -18,7 +18,7 @@ from pmesh.core.values import Roster, Terms
 from pmesh.core.views.bound import agreement_bound_s
 from pmesh.core.views.quorum import may_run
 from pmesh.core.views.state import FLUSH_DEADLINE_S, MOST_FAILURES, Facts, Install, MemberStep
-from pmesh.core.wire.views import Commit, Flushed, Propose, Waiting
+from pmesh.core.wire.views import Candidate, Commit, Flushed, Propose
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, Slot
 from tests.core.views.circle import HEARTBEAT_S, Circle, gathered
 from tests.worlds.builders import (
@@ -135,7 +135,7 @@ class ThreeAgents(RuleBasedStateMachine):
     ) -> None:
         job, terms = JobName(f"for {wait_for}"), Terms(quorum=quorum)
         self.circle.facts[self.now_running[node]] = Facts(
-            waiting=(Waiting(job, Slot(0), wait_for, terms),)
+            waiting=(Candidate(job, Slot(0), wait_for, terms),)
         )
 
     @rule()

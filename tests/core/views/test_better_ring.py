@@ -9,7 +9,7 @@ import pytest
 from pmesh.core.values import Roster
 from pmesh.core.views.agreement import pass_time
 from pmesh.core.views.rosters import is_reordered
-from pmesh.core.views.state import RING_PAUSE_S, RING_RETRY_S, Facts, MemberState, Send
+from pmesh.core.views.state import RING_PAUSE_S, RING_RETRY_S, Facts, MemberState, SendOnLink
 from pmesh.core.wire.views import Commit, Flushed, MeasuredEdge, OpReport, Propose, RankProgress
 from pmesh.ids import Incarnation, Member, OpNumber, TrainerId
 from tests.core.views.one_member import NOW, told
@@ -61,7 +61,7 @@ def proposed(
     state: MemberState, known: Facts, now: float = NOW
 ) -> tuple[MemberState, Propose | None]:
     step = pass_time(state, known, now=now)
-    sent = [a.message for a in step.actions if isinstance(a, Send)]
+    sent = [a.message for a in step.actions if isinstance(a, SendOnLink)]
     return step.state, next((m for m in sent if isinstance(m, Propose)), None)
 
 
@@ -77,7 +77,7 @@ def after_answers(state: MemberState, ops: Mapping[int, list[OpReport]]) -> Memb
         else:
             step = told(state, member, answer)
             state = step.state
-    assert any(isinstance(a, Send) and isinstance(a.message, Commit) for a in step.actions)
+    assert any(isinstance(a, SendOnLink) and isinstance(a.message, Commit) for a in step.actions)
     return state
 
 

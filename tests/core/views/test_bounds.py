@@ -37,7 +37,7 @@ from pmesh.core.values import (
 from pmesh.core.views import agreement
 from pmesh.core.views.limits import check_message
 from pmesh.core.views.room import ADMITTED_BYTES, SHARE_BYTES
-from pmesh.core.views.state import Facts, Install, MemberState, MemberStep, Send, heartbeat_of
+from pmesh.core.views.state import Facts, Install, MemberState, MemberStep, SendOnLink, heartbeat_of
 from pmesh.core.wire import link, views
 from pmesh.core.wire.channels import encode
 from pmesh.core.wire.views import (
@@ -46,6 +46,7 @@ from pmesh.core.wire.views import (
     MAX_WAITING,
     AgreementMessage,
     AskToJoin,
+    Candidate,
     Commit,
     Flushed,
     Heartbeat,
@@ -58,7 +59,6 @@ from pmesh.core.wire.views import (
     RankReport,
     TellView,
     ViewRequest,
-    Waiting,
 )
 from pmesh.errors import ProtocolError
 from pmesh.ids import (
@@ -152,7 +152,7 @@ class Mesh:
         self.states[member] = step.state
         for action in step.actions:
             match action:
-                case Send(to, message):
+                case SendOnLink(to, message):
                     decoded = decode_untrusted(encode(message))
                     assert decoded == message
                     check_message(member, message)  # what it raises bans an honest member
@@ -240,10 +240,10 @@ def several(items: st.SearchStrategy[typing.Any], most: int = 2) -> st.SearchStr
     return st.lists(items, max_size=most).map(tuple)
 
 
-def _many_waiting(count: int, job: JobName, *, apart: bool) -> tuple[Waiting, ...]:
+def _many_waiting(count: int, job: JobName, *, apart: bool) -> tuple[Candidate, ...]:
     """All of one job, or each of its own."""
     return tuple(
-        Waiting(JobName(f"{i:03}{job}"[:MAX_JOB_BYTES]) if apart else job, Slot(i), 1)
+        Candidate(JobName(f"{i:03}{job}"[:MAX_JOB_BYTES]) if apart else job, Slot(i), 1)
         for i in range(count)
     )
 
@@ -366,7 +366,7 @@ def beats_of(view: View) -> st.SearchStrategy[Heartbeat]:
 def test_whatever_a_member_with_a_seat_says_of_its_jobs(
     beats: Heartbeat,
     jobs: tuple[JobReport, ...],
-    waiting: tuple[Waiting, ...],
+    waiting: tuple[Candidate, ...],
     name: str,
     *,
     idle: bool,
@@ -533,7 +533,7 @@ MEMBERS = tuple(
     Member(NodeId(bytes([i]) * 32), Incarnation(2**63 - 1 - i)) for i in range(MAX_MEMBERS)
 )
 PRIMARY = KnownPrimary(LONGEST_JOB, LATE, LATE, in_force=True)
-WAITS = Waiting(LONGEST_JOB, Slot(2**62), MAX_TRAINERS, Terms(1024, "continue", "majority"))
+WAITS = Candidate(LONGEST_JOB, Slot(2**62), MAX_TRAINERS, Terms(1024, "continue", "majority"))
 
 
 def bytes_beside_the_view(message: Propose | Commit | Flushed) -> int:

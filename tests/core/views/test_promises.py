@@ -11,7 +11,7 @@ from pmesh.core.views.state import (
     Install,
     JoinRequest,
     MemberStep,
-    Send,
+    SendOnLink,
 )
 from pmesh.core.wire.views import Commit, Flushed, Propose, Refuse, Superseded, TellView, Veto
 from pmesh.errors import ProtocolError
@@ -57,7 +57,7 @@ class TestAProposalIsAnswered:
     def test_with_a_promise_and_what_the_member_has_installed(self) -> None:
         step = told(BERTS, ANNA, self.PROPOSAL)
         answer = make_flushed(BERT, TRIO, epoch=make_epoch(6))
-        assert step.actions == (FenceJobs(()), Send(ANNA, answer))
+        assert step.actions == (FenceJobs(()), SendOnLink(ANNA, answer))
         assert (step.state.promised, step.state.flushed_at) == (make_epoch(6), NOW)
         assert step.state.highest_counter == 6
 
@@ -74,7 +74,7 @@ class TestAProposalIsAnswered:
         proposal = make_proposal(ANNA, 6, TRIO, ANNA, BERT, jobs=[DIGITS])
         fence, answer = told(BERTS, ANNA, proposal, facts=Facts(reports=tuple(reports))).actions
         assert fence == FenceJobs((DIGITS,))
-        assert isinstance(answer, Send)
+        assert isinstance(answer, SendOnLink)
         assert isinstance(answer.message, Flushed)
         assert [(r.job, r.fenced) for r in answer.message.jobs] == [(DIGITS, True), (FACES, False)]
 

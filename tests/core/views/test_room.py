@@ -16,7 +16,7 @@ from pmesh.core.values import (
 from pmesh.core.views.limits import check_view
 from pmesh.core.views.room import ADMITTED_BYTES, admit, fit, fit_answer
 from pmesh.core.wire.channels import MAX_MESSAGE_BYTES, encode
-from pmesh.core.wire.views import MAX_WAITING, OpReport, Waiting
+from pmesh.core.wire.views import MAX_WAITING, Candidate, OpReport
 from pmesh.errors import ProtocolError
 from pmesh.ids import (
     MAX_NAME,
@@ -48,8 +48,8 @@ OURS = make_roster(ANNA, BERT, CARA)
 BASE = make_view(5, ANNA, BERT, CARA, rosters=[OURS])
 
 
-def trainers_of(*jobs: str) -> tuple[Waiting, ...]:
-    return tuple(Waiting(JobName(job), Slot(i), 1) for i, job in enumerate(jobs))
+def trainers_of(*jobs: str) -> tuple[Candidate, ...]:
+    return tuple(Candidate(JobName(job), Slot(i), 1) for i, job in enumerate(jobs))
 
 
 def test_one_members_waiting_trainers_displace_nobody_elses() -> None:

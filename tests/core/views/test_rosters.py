@@ -12,7 +12,7 @@ from pmesh.core.views.leader import ring_order
 from pmesh.core.views.outcomes import gather, op_to_enter, outcome_of
 from pmesh.core.views.rosters import in_ring_order, jobs_to_settle, keep_local_rosters
 from pmesh.core.views.state import Facts, FenceJobs, Install
-from pmesh.core.wire.views import Commit, JobReport, OpReport, ViewRequest, Waiting
+from pmesh.core.wire.views import Candidate, Commit, JobReport, OpReport, ViewRequest
 from pmesh.ids import JobName, Member, OpNumber, TrainerId
 from tests.core.views.settling import NEXT, TIMED_OUT, TRIO, running_everywhere, settle, settle_trio
 from tests.worlds.builders import (
@@ -45,7 +45,7 @@ from tests.worlds.builders import (
 class TestAJobBegins:
     """... when as many trainers wait as any of them asked for."""
 
-    def begin(self, waiting: Mapping[Member, Iterable[Waiting]]) -> tuple[Roster, ...]:
+    def begin(self, waiting: Mapping[Member, Iterable[Candidate]]) -> tuple[Roster, ...]:
         base = make_view(5, *waiting)
         return settle(
             base,
@@ -216,7 +216,7 @@ class TestJobsToSettle:
         self,
         *view_requests: ViewRequest,
         kept: Iterable[Member] = (ANNA, BERT, CARA),
-        waiting: Mapping[Member, tuple[Waiting, ...]] | None = None,
+        waiting: Mapping[Member, tuple[Candidate, ...]] | None = None,
     ) -> tuple[JobName, ...]:
         faces = make_roster(ANNA, job=FACES)
         view = make_view(5, ANNA, BERT, CARA, rosters=[TRIO, faces])
@@ -274,7 +274,7 @@ Ops = Mapping[Member, Iterable[OpReport]]
 
 
 def settle_with(
-    waiting: Mapping[Member, Iterable[Waiting]],
+    waiting: Mapping[Member, Iterable[Candidate]],
     ops: Ops = SYNCING,
     *,
     roster: Roster = PAIR,

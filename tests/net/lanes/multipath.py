@@ -9,11 +9,11 @@ import trio
 
 from pmesh.core.wire.lanes import OfferLane
 from pmesh.net.lanes.lane import Lane
-from pmesh.net.lanes.multipath import Facts, MultipathLane
+from pmesh.net.lanes.multipath import ConnectionFacts, MultipathLane
 from pmesh.net.lanes.opening import offer_of_connection
 from tests.worlds.lanes import offer_between
 
-UNKNOWN = Facts()
+UNKNOWN = ConnectionFacts()
 
 
 def connections(
@@ -61,7 +61,7 @@ class Paths:
     made: int = field(default=1)
     stalled: list[Lane] = field(default_factory=list)
 
-    def add(self, facts: Facts = UNKNOWN, *, stalled: bool = False) -> str:
+    def add(self, facts: ConnectionFacts = UNKNOWN, *, stalled: bool = False) -> str:
         """Return the new path's name. A stalled one takes a little, and brings nothing."""
         index, self.made = self.made, self.made + 1
         sends, receives = self._connect(index)
@@ -84,7 +84,7 @@ async def paths_between(
     """A lane with so many paths, path-0 and so on; `buffer_bytes` makes them slow."""
     offer = offer_between(0, 1, several=True)
     first = connections(offer, 0, buffer_bytes=buffer_bytes, tcp=tcp)
-    lanes = [MultipathLane(end, Facts(), offer) for end in first]
+    lanes = [MultipathLane(end, ConnectionFacts(), offer) for end in first]
     made = Paths(lanes[0], lanes[1], offer, buffer_bytes, tcp)
     async with trio.open_nursery() as nursery:
         for lane in lanes:

@@ -18,7 +18,7 @@ from pmesh.core.wire.records import (
     Sealer,
 )
 from pmesh.errors import LaneBroken
-from pmesh.net.lanes.lane import WAKE_UP_BYTES, CallsDiffer, Lane, PathLost, Wait
+from pmesh.net.lanes.lane import WAKE_UP_BYTES, CallsDiffer, Lane, LaneWait, PathLost
 from tests.worlds.lanes import header, lane_pair, offer_between, raw_receiving_lane
 
 
@@ -296,7 +296,7 @@ async def test_a_lane_wakes_up_for_a_header_for_much_of_a_body_and_for_its_rest(
     steps = lane.receives(head, memoryview(into))
 
     def asked_for() -> int:
-        assert next(steps) is Wait.READABLE
+        assert next(steps) is LaneWait.READABLE
         return ours.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT)
 
     with theirs:
@@ -330,7 +330,7 @@ async def test_what_comes_while_a_record_is_waited_for_shows_the_bandwidth(
             early = len(sent) - WAKE_UP_BYTES if pause_s else len(sent)
             theirs.sendall(sent[:early])
             if pause_s:
-                assert next(steps) is Wait.READABLE
+                assert next(steps) is LaneWait.READABLE
                 now += pause_s
                 theirs.sendall(sent[early:])
             list(steps)

@@ -15,9 +15,9 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 from pmesh.core.wire.records import MAX_BODY_BYTES
 from pmesh.core.wire.subflows import WINDOW_RECORDS
 from pmesh.errors import LaneBroken
-from pmesh.net.lanes.executor import Pipeline, Stage
-from pmesh.net.lanes.lane import WAKE_UP_BYTES, Lane, PathLost, Steps, Wait
-from pmesh.net.lanes.multipath import MAX_SUBFLOWS, Facts, MultipathLane
+from pmesh.net.lanes.executor import OpStage, StageRunner
+from pmesh.net.lanes.lane import WAKE_UP_BYTES, Lane, LaneWait, PathLost, Steps
+from pmesh.net.lanes.multipath import MAX_SUBFLOWS, ConnectionFacts, MultipathLane
 from tests.net.lanes.multipath import Paths, connections, drop, names_of, paths_between
 from tests.net.lanes.parts import either_way, receive_all, send_all
 from tests.worlds.lanes import header
@@ -51,10 +51,10 @@ async def move(paths: Paths, moving_bytes: int, *, bodies: list[bytes] = BODIES)
         yield from paths.sending.flushes()
 
     parts = [
-        Stage(sends(), paths.sending),
-        Stage(receive_all(paths.receiving, [len(body) for body in bodies], got), paths.receiving),
+        OpStage(sends(), paths.sending),
+        OpStage(receive_all(paths.receiving, [len(body) for body in bodies], got), paths.receiving),
     ]
-    await Pipeline().run(parts, moving_bytes=moving_bytes)
+    await StageRunner().run(parts, moving_bytes=moving_bytes)
     assert got == bodies
 
 
@@ -91,7 +91,7 @@ async def test_an_op_does_not_wait_for_a_path_that_stalls_once_the_others_have_b
 ) -> None:
     """It has half of a record, which the receiver, whose op has ended, will not read."""
     async with paths_between(1, buffer_bytes=65536) as paths:
-        stalled = paths.add(Facts(bytes_per_s=30e6), stalled=True)
+        stalled = paths.add(ConnectionFacts(bytes_per_s=30e6), stalled=True)
         with trio.fail_after(20):
             await move(paths, moving_bytes)
             assert stalled in names_of(paths.sending)
@@ -140,7 +140,7 @@ async def test_without_any_path_a_lane_breaks_after_a_while(autojump_clock: Mock
         assert 1 < autojump_clock.current_time() < 4
         spare, other = connections(paths.offer, 2)
         with pytest.raises(LaneBroken):
-            paths.receiving.join(other, 2, Facts())  # too late
+            paths.receiving.join(other, 2, ConnectionFacts())  # too late
         spare.close()
 
 
@@ -150,11 +150,11 @@ async def test_closing_a_lane_ends_the_op_that_uses_it(moving_bytes: int) -> Non
 
         async def run() -> None:
             parts = [
-                Stage(receive_all(paths.receiving, [5], []), paths.receiving),
-                Stage(send_all(paths.sending, []), paths.sending),
+                OpStage(receive_all(paths.receiving, [5], []), paths.receiving),
+                OpStage(send_all(paths.sending, []), paths.sending),
             ]
             with pytest.raises(LaneBroken, match="from mac-0 was closed"):
-                await Pipeline().run(parts, moving_bytes=moving_bytes)
+                await StageRunner().run(parts, moving_bytes=moving_bytes)
 
         with trio.fail_after(10):
             nursery.start_soon(run)
@@ -246,9 +246,9 @@ async def end_while_it_waits(moving_bytes: int, who: str) -> None:
 
         async def run() -> None:
             steps = send_all(ours, 3 * BODIES) if ours.sending else receive_all(ours, [5], [])
-            idle = Stage(receive_all(ours, [], []), None)
+            idle = OpStage(receive_all(ours, [], []), None)
             with pytest.raises(LaneBroken, match=r"mac-. ended"):
-                await Pipeline().run([Stage(steps, ours), idle], moving_bytes=moving_bytes)
+                await StageRunner().run([OpStage(steps, ours), idle], moving_bytes=moving_bytes)
 
         nursery.start_soon(run)
         await wait_all_tasks_blocked()
@@ -262,7 +262,7 @@ async def test_a_connection_joins_once_and_not_too_many_do() -> None:
         for index in (0, 1, MAX_SUBFLOWS):
             spare, other = connections(paths.offer, index)
             with pytest.raises(LaneBroken, match=f"takes no connection with index {index}"):
-                paths.sending.join(spare, index, Facts())
+                paths.sending.join(spare, index, ConnectionFacts())
             assert spare.is_closed
             other.close()
 
@@ -275,7 +275,7 @@ async def receive_copy(paths: Paths, moving_bytes: int, nursery: trio.Nursery) -
 
     Returns the path that has brought it, where the sender has yet to read that it has arrived.
     """
-    paths.add(Facts(bytes_per_s=30e6), stalled=True)
+    paths.add(ConnectionFacts(bytes_per_s=30e6), stalled=True)
     for lane in (paths.sending, paths.receiving):
         drop(lane, "path-0")
 
@@ -283,8 +283,8 @@ async def receive_copy(paths: Paths, moving_bytes: int, nursery: trio.Nursery) -
         yield from send_all(paths.sending, BODIES[:1])
         yield from paths.sending.flushes()
 
-    stages = [Stage(sends(), paths.sending)]
-    nursery.start_soon(partial(Pipeline().run, stages, moving_bytes=moving_bytes))
+    stages = [OpStage(sends(), paths.sending)]
+    nursery.start_soon(partial(StageRunner().run, stages, moving_bytes=moving_bytes))
     while not paths.sending.bytes_sent:
         await trio.lowlevel.checkpoint()
     good, got = paths.add(), list[bytes]()
@@ -321,14 +321,16 @@ async def test_a_small_record_behind_the_rest_of_a_large_one_wakes_who_waits_for
     with trio.fail_after(20):
         async with paths_between(1, buffer_bytes=65536, tcp=True) as paths:
             paths.receiving.wake_up_bytes = WAKE_UP_BYTES
-            paths.add(Facts(bytes_per_s=1e9, round_trip_s=1e-3))  # takes the large one
-            stalled = paths.add(Facts(bytes_per_s=1e6), stalled=True)
+            paths.add(ConnectionFacts(bytes_per_s=1e9, round_trip_s=1e-3))  # takes the large one
+            stalled = paths.add(ConnectionFacts(bytes_per_s=1e6), stalled=True)
             for lane in (paths.sending, paths.receiving):
                 drop(lane, "path-0")
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(move_slowly, paths, bodies)
                 steps = receive_all(paths.receiving, [len(body) for body in bodies], [])
-                while next(steps) is Wait.TURN or paths.receiving.bytes_received < WAKE_UP_BYTES:
+                while (
+                    next(steps) is LaneWait.TURN or paths.receiving.bytes_received < WAKE_UP_BYTES
+                ):
                     await trio.lowlevel.checkpoint()
                 drop(paths.sending, stalled)  # so the small one goes behind the large one
                 for wait in steps:
@@ -346,7 +348,7 @@ async def test_acknowledgements_that_are_read_between_the_calls_wake_a_sender_th
                 steps = paths.receiving.receives(
                     header(1, segment=segment), memoryview(bytearray(1))
                 )
-                assert set(steps) <= {Wait.TURN}
+                assert set(steps) <= {LaneWait.TURN}
             paths.receiving.pump(outside=True)
             paths.sending.pump(outside=True)
 

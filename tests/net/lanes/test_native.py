@@ -19,7 +19,7 @@ from pmesh.core.wire.records import OVERHEAD_BYTES, RecordHeader, Sealer
 from pmesh.errors import LaneBroken, PmeshError
 from pmesh.net.lanes.executor import begin_plan, run_in_python, run_plan
 from pmesh.net.lanes.lane import CallsDiffer, Lane
-from pmesh.net.lanes.native import MOST_RUNNERS, Patience, Runner
+from pmesh.net.lanes.native import MOST_RUNNERS, LibraryThreads, Patience
 from tests.worlds.lanes import (
     Collective,
     Web,
@@ -263,7 +263,7 @@ class Outcome:
 WAYS = ("in Python", "in the library", "at once")
 
 
-def begin(lane: Lane, source: memoryview, result: memoryview) -> Runner:
+def begin(lane: Lane, source: memoryview, result: memoryview) -> LibraryThreads:
     begun = begin_plan(PLAN, [lane], EXPECTED, source=source, result=result, dtype="", reduction="")
     assert begun is not None
     return begun

@@ -13,7 +13,7 @@ from pmesh.core.wire.preamble import PREAMBLE_BYTES, Preamble, decode_preamble_u
 from pmesh.core.wire.records import OVERHEAD_BYTES, Sealer
 from pmesh.errors import LaneBroken
 from pmesh.net.lanes.lane import WAKE_UP_BYTES, Lane
-from pmesh.net.lanes.multipath import Facts, MultipathLane
+from pmesh.net.lanes.multipath import ConnectionFacts, MultipathLane
 from pmesh.net.lanes.opening import dial_lane, offer_of_connection, welcome_lane
 from tests.worlds.lanes import header, offer_between
 
@@ -82,9 +82,9 @@ async def test_connections_of_one_lane_greet_with_keys_of_their_own_and_carry_it
     first, second = (offer_of_connection(offer, index) for index in (0, 1))
     assert len({offer.key, offer.return_key, first.key, first.return_key, second.key}) == 5
     async with opened(offer, offer) as one, opened(offer, offer, index=1) as two:
-        ends = [MultipathLane(lane, Facts(), offer) for lane in one]
+        ends = [MultipathLane(lane, ConnectionFacts(), offer) for lane in one]
         for lane, more in zip(ends, two, strict=True):
-            lane.join(more, 1, Facts())
+            lane.join(more, 1, ConnectionFacts())
         sending, receiving = sorted(ends, key=lambda lane: not lane.sending)
         async with trio.open_nursery() as nursery:
             for lane in ends:

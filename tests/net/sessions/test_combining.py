@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pmesh import native
 from pmesh.core.ops.reductions import REDUCTIONS, WIRE_DTYPES, Values, check_reduction
-from pmesh.core.ops.together import Fold, Place, Together
+from pmesh.core.ops.together import Fold, Together, ValuesAt
 from pmesh.net.sessions import combining
 from pmesh.net.sessions.combining import (
     FOLD,
@@ -29,7 +29,7 @@ LENGTH = 3 * SLICE_BYTES + 48  # a multiple of every size of values
 
 
 def a_sum(ranks: int, nbytes: int, *, makes_nan_equal: bool = False) -> Together:
-    takes = tuple(Place(rank, 0) for rank in range(ranks))
+    takes = tuple(ValuesAt(rank, 0) for rank in range(ranks))
     return Together(
         ranks, (Fold(takes, takes, nbytes),), reduces=True, makes_nan_equal=makes_nan_equal
     )
@@ -96,10 +96,10 @@ def test_the_library_and_numpy_give_the_same_bits(
 @pytest.mark.parametrize(
     "fold",
     [
-        Fold((Place(0, 8),), (Place(1, 0),), 64),
-        Fold((Place(0, 0),), (Place(1, 8),), 64),
-        Fold((Place(0, 0), Place(1, 4)), (Place(1, 0),), 64),
-        Fold((Place(0, 0),), (Place(1, 0),), 1 << 40),
+        Fold((ValuesAt(0, 8),), (ValuesAt(1, 0),), 64),
+        Fold((ValuesAt(0, 0),), (ValuesAt(1, 8),), 64),
+        Fold((ValuesAt(0, 0), ValuesAt(1, 4)), (ValuesAt(1, 0),), 64),
+        Fold((ValuesAt(0, 0),), (ValuesAt(1, 0),), 1 << 40),
     ],
 )
 def test_a_plan_that_leaves_its_memory_is_refused(

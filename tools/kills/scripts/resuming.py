@@ -24,7 +24,7 @@ ROWS, SAVE_EVERY = 20, 3
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class Arguments:
     """What the command line says."""
 
     folder: Path
@@ -62,7 +62,7 @@ def digits_net() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Tanh(), torch.nn.Linear(32, 10))
 
 
-def plain(order: Order) -> None:
+def plain(order: Arguments) -> None:
     """Train by torch's own DDP over gloo, as one writes it for torchrun."""
     import torch.distributed as dist
     from torch.utils.data import DataLoader, TensorDataset
@@ -101,7 +101,7 @@ def plain(order: Order) -> None:
     dist.destroy_process_group()
 
 
-def transformers(order: Order) -> None:
+def transformers(order: Arguments) -> None:
     from transformers import (
         PreTrainedConfig,
         PreTrainedModel,
@@ -149,7 +149,7 @@ def transformers(order: Order) -> None:
     order.end(trainer.state.global_step, model.net)
 
 
-def lightning(order: Order) -> None:
+def lightning(order: Arguments) -> None:
     from lightning import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -188,7 +188,7 @@ LIBRARIES = {"torch": plain, "transformers": transformers, "lightning": lightnin
 
 
 def main(library: str, folder: str, steps: str = "12", pause_s: str = "0") -> None:
-    LIBRARIES[library](Order(Path(folder), int(steps), float(pause_s)))
+    LIBRARIES[library](Arguments(Path(folder), int(steps), float(pause_s)))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """What to type or to do; empty if nothing is to be done."""
 
 
-class Check(NamedTuple):
+class NamedCheck(NamedTuple):
     """One check, by the name that its findings have."""
 
     name: str
@@ -62,7 +62,7 @@ def cause_of(error: str, *, means: str = "") -> Finding:
     return cause(found or todo, means=means, todo=todo if found else "")
 
 
-def diagnose(checks: Sequence[Check]) -> Iterator[Finding]:
+def diagnose(checks: Sequence[NamedCheck]) -> Iterator[Finding]:
     """Make the checks in order, up to the first cause; name those that were not tried then."""
     found_cause = False
     for check in checks:
@@ -74,7 +74,7 @@ def diagnose(checks: Sequence[Check]) -> Iterator[Finding]:
             yield msgspec.structs.replace(finding, check=check.name)
 
 
-def _make(check: Check) -> Iterator[Finding]:
+def _make(check: NamedCheck) -> Iterator[Finding]:
     try:
         yield from check.run()
     except OSError as e:
