@@ -20,6 +20,7 @@ THINGS: Final[tuple[tuple[str, Any], ...]] = (
     ("pmesh.DeviceMesh", pmesh.DeviceMesh),
     ("pmesh.Handle", pmesh.Handle),
     ("pmesh.LastOp", pmesh.LastOp),
+    ("pmesh.Compared", pmesh.Compared),
     ("pmesh.Store", pmesh.Store),
     ("pmesh.Rpc", pmesh.Rpc),
     ("pmesh.RemoteCall", pmesh.RemoteCall),
@@ -35,13 +36,14 @@ THINGS: Final[tuple[tuple[str, Any], ...]] = (
     ("pmesh.mlx.language_model_blocks", pmesh.mlx.language_model_blocks),
     ("pmesh.mlx.split_layers", pmesh.mlx.split_layers),
     ("pmesh.mlx.Pipeline", pmesh.mlx.Pipeline),
+    ("pmesh.mlx.ElasticPipeline", pmesh.mlx.ElasticPipeline),
     ("pmesh.mlx.PipelineReport", pmesh.mlx.PipelineReport),
     ("pmesh.mlx.SyncBatchNorm", pmesh.mlx.SyncBatchNorm),
     ("pmesh.errors.PmeshError", pmesh.errors.PmeshError),
 )
 MADE_BY_CALLS: Final = frozenset(
     {
-        *("Mesh", "Group", "Handle", "LastOp", "Store", "FullySharded"),
+        *("Mesh", "Group", "Handle", "LastOp", "Compared", "Store", "FullySharded"),
         *("Rpc", "RemoteCall", "RemoteObject"),
     }
 )
