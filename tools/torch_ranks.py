@@ -107,5 +107,5 @@ def train_fixed(*, sharded: bool) -> None:
 
 def _message(error: RuntimeError) -> str:
     """The line with the message of pmesh: torch puts its own lines around it in C++."""
-    found = re.search(r"\w+: rank \d.*", str(error))
+    found = re.search(r"\w+: (rank|op) \d.*", str(error))
     return found[0] if found else repr(error)

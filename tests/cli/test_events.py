@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pmesh.agent.events import EVENTS_SCHEMA_VERSION
 from pmesh.cli.app import run
 from pmesh.cli.events import POLL_INTERVAL_S, Reader
 from pmesh.errors import AgentNotRunning
@@ -124,7 +125,7 @@ def test_json_is_one_line_with_all_events(socket: Path, capsys: pytest.CaptureFi
         assert run(["events", "--json"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     page = json.loads(line)
-    assert page["schema"] == 7
+    assert page["schema"] == EVENTS_SCHEMA_VERSION
     assert [event["number"] for event in page["events"]] == list(range(1000))
 
 

@@ -94,9 +94,24 @@ def test_an_item_that_two_living_processes_ran_is_a_violation() -> None:
 def test_another_error_or_a_late_one_is_a_violation(after_s: float, errors: list[str]) -> None:
     tally = Killed(recovery_s=[after_s])
 
-    judge_errors(tally, "kill 1", "RankLost: rank 1 ", errors)
+    judge_errors(tally, "kill 1", "rank 1 ", errors)
 
     assert len(tally.violations) == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "RankLost: rank 1 (b) is lost",
+        "RosterChanged: op 5 of job 'x' did not end at every rank it is bound to: rank 1 (b)",
+    ],
+)
+def test_the_same_error_at_all_that_names_the_lost_rank_is_none(error: str) -> None:
+    tally = Killed(recovery_s=[0.1])
+
+    judge_errors(tally, "kill 1", "rank 1 ", [error] * 2)
+
+    assert tally.violations == []
 
 
 def test_other_weights_after_a_step_are_a_violation() -> None:

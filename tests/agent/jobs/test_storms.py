@@ -26,6 +26,8 @@ class Storm:
         self.here = here
         self.dice = dice
         self.alive: dict[str, trio.CancelScope] = {}
+        self.entered: set[str] = set()
+        """The machines whose trainers have the job's history: one of them must stay."""
         self.results: dict[int, set[tuple[float, tuple[TrainerId, ...]]]] = defaultdict(set)
         self.sizes: list[int] = []
         self.calling = trio.Event()
@@ -43,25 +45,29 @@ class Storm:
         trainer = await Trainer.open(machine.settings.home)
         try:
             await trainer.join("digits", 1 if self.results else len(self.here.machines))
-            self.alive[machine.settings.name] = life
+            name = machine.settings.name
+            self.alive[name] = life
             while True:
                 await trio.sleep(0.1 * self.dice.random())  # it computes
                 with contextlib.suppress(OpError):
-                    await self.step(trainer)
+                    await self.step(trainer, name)
         finally:
             self.alive.pop(machine.settings.name, None)
+            self.entered.discard(machine.settings.name)
             with trio.CancelScope(shield=True):
                 await trainer.die()
 
-    async def step(self, trainer: Trainer) -> None:
+    async def step(self, trainer: Trainer, name: str) -> None:
         """As `mesh.sync` with `on_superseded="sync"`, and a reduction."""
         try:
             await trainer.sync(1)
+            self.entered.add(name)
             self.calling.set()
             result = await trainer.reduce(np.full(COUNT, 2.0**trainer.id, np.float64))
         except OpError as e:
             if e.verdict.error != "HistorySuperseded":
                 raise AssertionError(e.verdict) from e
+            self.entered.discard(name)
             return
         assert (result == sum(2.0**other for other in trainer.world.trainers)).all()
         self.results[trainer.next_op - 1].add((float(result[0]), trainer.world.trainers))
@@ -77,9 +83,11 @@ class Storm:
             await self.calling.wait()
         for _ in range(self.dice.randrange(200)):  # time stands still while data flows
             await trio.lowlevel.checkpoint()
-        if len(self.alive) < 2:
+        if not self.alive:
             return
         name, life = self.dice.choice(sorted(self.alive.items(), key=lambda item: item[0]))
+        if not self.entered - {name}:
+            return  # who is left would begin the job anew
         machine = next(m for m in self.here.machines if m.settings.name == name)
         if self.dice.random() < 0.3:
             machine.settings = self._to_be_found_again(machine)

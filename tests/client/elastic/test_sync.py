@@ -384,7 +384,7 @@ def test_a_state_that_can_not_be_read_is_an_error_of_the_run(
 
 def test_what_can_not_travel_raises_before_an_op_starts(agent: WatchedAgent) -> None:
     with pmesh.connect("job", home=agent.home) as mesh:
-        with pytest.raises(pmesh.UnsupportedArray, match=r"^model: a object"):
+        with pytest.raises(pmesh.UnsupportedArray, match=r"^model: a value of type object"):
             mesh.sync({"model": object()})
         with pytest.raises(pmesh.UsageError, match="timeout_s"):
             mesh.sync({}, timeout_s=0)

@@ -327,6 +327,7 @@ rows = st.builds(
     st.integers(0, 2**62),
     st.integers(0, 2**62),
     st.integers(0, 2**62),
+    st.just(value=False),  # it does not travel
 )
 
 
