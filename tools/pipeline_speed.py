@@ -9,7 +9,8 @@ Each keeps its activations. Torch's messages go by gloo.
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -159,19 +160,15 @@ def measure(*, rounds: int = 20, mbit: int = 200, sleeps_ms: float = 20.0) -> in
         sleeps_ms: what the forward pass of a layer takes.
     """
     lab = NetLab(RANKS)
-    with LabMesh(lab) as mesh:
-        for host in lab.hosts:
-            lab.shape(host, bits_per_s=mbit * 1_000_000)
-        mesh.start_agents()
-        mesh.await_view()
-        address = lab.hosts[0].ipv4
+    address = lab.hosts[0].ipv4
+    with slow_mesh(lab, mbit) as mesh:
         ranks = [
             mesh.start_program(
                 node, *words_for(work, i, address, rounds, sleeps_ms / 1e3), variables=ONE_THREAD
             )
             for i, node in enumerate(mesh.nodes)
         ]
-        first, last = (_result_of(rank) for rank in ranks)
+        first, last = map(result_of, ranks)
     medians = {name: statistics.median(first["seconds"][name]) for name in WAYS}
     for name, median_s in medians.items():
         times = first["seconds"][name]
@@ -191,7 +188,19 @@ def measure(*, rounds: int = 20, mbit: int = 200, sleeps_ms: float = 20.0) -> in
     return int(max(ratios) > STEP_BAR or bubble > by_schedule + BUBBLE_BAR)
 
 
-def _result_of(rank: LabProgram) -> dict[str, Any]:
+@contextmanager
+def slow_mesh(lab: NetLab, mbit: int) -> Generator[LabMesh]:
+    """Agents on all hosts, each with a line of this speed, that agree on a view."""
+    with LabMesh(lab) as mesh:
+        for host in lab.hosts:
+            lab.shape(host, bits_per_s=mbit * 1_000_000)
+        mesh.start_agents()
+        mesh.await_view()
+        yield mesh
+
+
+def result_of(rank: LabProgram) -> dict[str, Any]:
+    """What the rank has printed last, at its end. Raises LabError if it failed."""
     if rank.join(within_s=PATIENCE_S) or not rank.reports:
         raise LabError(rank.shown)
     return rank.reports[-1]

@@ -20,10 +20,16 @@ from mlx import nn
 import pmesh
 from pmesh.mlx import Pipeline, split_layers
 from tools.lab.call import words_for
-from tools.lab.commands import LabError
-from tools.lab.mesh import LabMesh
 from tools.lab.net import NetLab
-from tools.pipeline_speed import MICRO_BATCHES, ONE_THREAD, PATIENCE_S, ROWS, WIDTH, Layer
+from tools.pipeline_speed import (
+    MICRO_BATCHES,
+    ONE_THREAD,
+    ROWS,
+    WIDTH,
+    Layer,
+    result_of,
+    slow_mesh,
+)
 
 RANKS, LAYERS = 3, 6
 WAYS = ("direct", "store")
@@ -92,20 +98,13 @@ def measure(*, rounds: int = 5, mbit: int = 200, sleeps_ms: float = 20.0) -> Non
         mbit: the speed of each host's line.
         sleeps_ms: what the forward pass of a layer takes.
     """
-    lab = NetLab(RANKS)
-    with LabMesh(lab) as mesh:
-        for host in lab.hosts:
-            lab.shape(host, bits_per_s=mbit * 1_000_000)
-        mesh.start_agents()
-        mesh.await_view()
+    with slow_mesh(NetLab(RANKS), mbit) as mesh:
         words = words_for(work, rounds, sleeps_ms / 1e3)
         ranks = [mesh.start_program(node, *words, variables=ONE_THREAD) for node in mesh.nodes]
-        for rank in ranks:
-            if rank.join(within_s=PATIENCE_S) or not rank.reports:
-                raise LabError(rank.shown)
-    seconds = ranks[0].reports[-1]["seconds"]
+        results = [result_of(rank) for rank in ranks]
+    seconds = results[0]["seconds"]
     direct_s, store_s = (statistics.median(seconds[way]) for way in WAYS)
-    kept = sum(rank.reports[-1]["nbytes"] for rank in ranks)
+    kept = sum(result["nbytes"] for result in results)
     for way in WAYS:
         times = seconds[way]
         print(f"{way}: {statistics.median(times):.3f} s, {min(times):.3f} to {max(times):.3f}")
