@@ -34,6 +34,7 @@ MAX_JOB_BYTES = (
 )
 MAX_REPORTS = 8  # numbers that one rank reports of its step: its loss, and some more
 MAX_TEXT_BYTES = 2048  # of an error: 20 ranks, each with its call
+SURE_TO_FIT = MAX_TEXT_BYTES // 4  # characters: UTF-8 has up to four bytes for each
 
 MAX_ROSTERS_BYTES = 96 * 1024  # of all jobs in a view: 600 trainers of machines with short names
 MAX_SEAT_BYTES = 512  # with names of 256 bytes, as 64 characters may have, and a signature
@@ -140,9 +141,12 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
         >>> len(Verdict("RankLost", "x" * 5000).message.encode())
         2048
         """
-        message = self.message if self.message.isprintable() else printable(self.message)
-        msgspec.structs.force_setattr(self, "message", cut_text(message, MAX_TEXT_BYTES))
-        msgspec.structs.force_setattr(self, "trainers", self.trainers[:MAX_TRAINERS])
+        message = self.message
+        if not (len(message) <= SURE_TO_FIT and message.isprintable()):  # a view may have 40,000
+            message = cut_text(printable(message), MAX_TEXT_BYTES)
+            msgspec.structs.force_setattr(self, "message", message)
+        if len(self.trainers) > MAX_TRAINERS:
+            msgspec.structs.force_setattr(self, "trainers", self.trainers[:MAX_TRAINERS])
 
 
 class OpOutcome(msgspec.Struct, frozen=True, array_like=True):
@@ -224,7 +228,7 @@ class Roster(msgspec.Struct, frozen=True, array_like=True, dict=True):
     outcomes: tuple[OpOutcome, ...] = ()
     lost_holders: tuple[Trainer, ...] = ()
     """Lost trainers; only their agents still hold some results (O2)."""
-    losses: tuple[Verdict, ...] = ()
+    losses: Annotated[tuple[Verdict, ...], Meta(max_length=MAX_TRAINERS)] = ()
     """The trainers lost in the view that settled it, and why."""
     lanes: Annotated[tuple[tuple[Id, Id], ...], Meta(max_length=MAX_TRAINERS**2)] = ()
     """V4: The lanes of the number before that stay, each by its sender and its receiver."""

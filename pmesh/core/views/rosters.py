@@ -182,7 +182,7 @@ def _go_on(roster: Roster, members: frozenset[Member], change: Change) -> _Histo
         roster,
         number=change.epoch.counter,
         trainers=in_ring_order(staying, change.ring),
-        losses=_once(losses),
+        losses=_once(losses)[:MAX_TRAINERS],
     )
     outcomes = resolve_ops(roster, settled, known, about)
     holding = {holder for outcome in outcomes for holder in outcome.holders}

@@ -73,7 +73,7 @@ from pmesh.ids import (
     Slot,
     TrainerId,
 )
-from simulation.wire import AnyPathMessage, decode_untrusted
+from simulation.wire import AnyPathMessage, decode_untrusted, encode_unbounded
 from tests.worlds.builders import (
     ANNA,
     BERT,
@@ -421,6 +421,22 @@ def test_thousands_of_bytes_of_error_text_are_cut_where_they_are_made() -> None:
     (outcome,) = commits(mesh, (make_report(OURS, {2: [running(4)]}),)).rosters[0].outcomes
     assert outcome.verdict is not None
     assert len(outcome.verdict.message.encode()) == MAX_TEXT_BYTES
+
+
+def test_a_view_names_no_more_losses_than_a_job_may_have_ranks() -> None:
+    """A verdict takes six bytes and microseconds to read: a view could have had 40,000."""
+    mesh = new_mesh()
+    gone = [make_view_request(OURS, Verdict("", "", (TrainerId(i),))) for i in range(2, 1102)]
+    assert nbytes_of(tuple(gone)) <= MAX_REQUESTS_BYTES
+    mesh.facts[ANNA] = Facts(view_requests=tuple(gone[1000:]))
+    mesh.tell(ANNA, CARA, make_heartbeat(BASE, *HONEST, view_requests=gone[:1000]))
+    roster = commits(mesh).rosters[0]
+    assert (roster.job, len(roster.losses)) == (OURS.job, MAX_TRAINERS)
+    too_many = msgspec.structs.replace(roster, losses=(*roster.losses, Verdict("", "")))
+    with pytest.raises(ProtocolError, match=f"length <= {MAX_TRAINERS}"):
+        decode_untrusted(
+            encode_unbounded(TellView(msgspec.structs.replace(BASE, rosters=(too_many,))))
+        )
 
 
 def test_an_op_with_the_highest_number_ends_its_job_and_no_other() -> None:
