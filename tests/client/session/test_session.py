@@ -20,6 +20,7 @@ from pmesh.core.wire.session import ArenaGone, ArenaGranted, Refused, SessionMes
 from pmesh.core.wire.trainer import Joined, Leave, OpFailed, StartOp, StillWaiting
 from pmesh.ids import OpNumber
 from simulation.wire import AnyRequest
+from tests.worlds.lanes import shared_memory
 from tests.worlds.scripted_agent import (
     ALONE,
     VIEW,
@@ -41,17 +42,6 @@ LOST = Verdict("RankLost", "rank 1 is lost")
 def scripted(tmp_path: Path) -> Iterator[ScriptedAgent]:
     with ScriptedAgent(tmp_path, joins) as running:
         yield running
-
-
-def open_descriptors() -> int:
-    count = 0
-    for descriptor in range(256):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            continue
-        count += 1
-    return count
 
 
 GARBAGE: dict[str, Step] = {
@@ -121,12 +111,12 @@ def test_nothing_is_left_open_by_a_mesh_that_ends_badly(scripted: ScriptedAgent)
         trainer.send(granted, *[arena.descriptor] * 3)
 
     scripted.steps += [too_many, says(b"\xff\xff\xff\xff")]
-    before = open_descriptors()
+    before = shared_memory()
     mesh = pmesh.connect("job", home=scripted.home)
     with pytest.raises(pmesh.AgentStopped):
         mesh.all_reduce(ONE)
     scripted.wait_until_closed()
-    assert open_descriptors() == before
+    assert shared_memory() == before
 
 
 @pytest.mark.parametrize("step", [says(b""), says(b"\x00\x00")])

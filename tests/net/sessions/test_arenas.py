@@ -1,11 +1,9 @@
 import errno
 import fcntl
-import gc
 import importlib
 import mmap
 import os
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +13,7 @@ from hypothesis import strategies as st
 from pmesh.core.wire.session import ArenaKind
 from pmesh.net.sessions import arenas
 from pmesh.net.sessions.arenas import Arena, arena_bytes, create_arena
+from tests.worlds.lanes import shared_memory
 
 MIB = 1024 * 1024
 
@@ -26,27 +25,6 @@ def system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     if name == "macOS":
         monkeypatch.setattr(sys, "platform", "darwin")
     return name
-
-
-LINKS = Path("/proc/self/fd")
-
-
-def open_descriptors() -> set[int]:
-    """Which descriptors are of shared memory; what is garbage has none.
-
-    Threads of other tests may still open and close other ones. macOS does not tell which is which.
-    """
-    gc.collect()
-    found = set[int]()
-    for descriptor in range(256):
-        try:
-            os.fstat(descriptor)
-            target = str((LINKS / str(descriptor)).readlink()) if LINKS.exists() else "memfd"
-        except OSError:
-            continue
-        if "memfd" in target or "shm" in target:
-            found.add(descriptor)
-    return found
 
 
 @pytest.mark.parametrize("kind", ["input", "output"])
@@ -94,12 +72,12 @@ def test_nobody_changes_the_size_of_an_arena(kind: ArenaKind, size: int) -> None
 
 @pytest.mark.usefixtures("system")
 def test_closing_gives_back_every_descriptor() -> None:
-    before = open_descriptors()
+    before = shared_memory()
     made: list[Arena] = [create_arena("output", i, MIB) for i in range(3)]
-    assert open_descriptors() - before
+    assert shared_memory() - before
     for arena in made:
         arena.close()
-    assert open_descriptors() <= before
+    assert shared_memory() <= before
 
 
 def test_closing_while_a_view_is_held_leaves_the_memory_until_the_view_ends() -> None:
@@ -117,11 +95,11 @@ def test_a_failure_while_making_one_leaks_nothing(monkeypatch: pytest.MonkeyPatc
         raise OSError(errno.ENOMEM, "no memory")
 
     monkeypatch.setattr(os, "ftruncate", refuse)
-    before = open_descriptors()
+    before = shared_memory()
     for kind in ("input", "output"):
         with pytest.raises(OSError, match="no memory"):
             create_arena(kind, 0, MIB)
-    assert open_descriptors() <= before
+    assert shared_memory() <= before
 
 
 @pytest.mark.parametrize("kind", ["input", "output"])
