@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from pmesh.cli.demo import status_of
-from pmesh.cli.events import Reader
+from pmesh.cli.event_reader import Reader
 from pmesh.cli.ring import RingNode, draw_ring
 from pmesh.terminal.rows import output
 from tools.lab.mesh import ROOT, LabMesh, Node

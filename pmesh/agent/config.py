@@ -12,12 +12,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final, NamedTuple, cast, get_args
 
+from pmesh.agent.host_port import DEFAULT_PORT, host_port_text, parse_host_port
 from pmesh.agent.log_level import LogLevel
 from pmesh.compression.schemes import NAMES
 from pmesh.core.wire.link import Address
 from pmesh.errors import ConfigError
 
-DEFAULT_PORT = 24160  # outside 32768 to 65535, which kernels give to outgoing connections
 LONGEST_NAME_BYTES = 63  # a DNS label's length, which also fits in one TXT string
 
 
@@ -31,39 +31,6 @@ class Listen(NamedTuple):
 
 
 EVERYWHERE: Final = Listen()
-
-
-def parse_host_port(text: str) -> tuple[str, int]:
-    """Split HOST:PORT, [V6]:PORT, :PORT or HOST. Raises ValueError with the reason.
-
-    >>> parse_host_port("mac-1.local:7000"), parse_host_port("[fe80::1%en0]"), parse_host_port(":0")
-    (('mac-1.local', 7000), ('fe80::1%en0', 24160), ('', 0))
-    """
-    if text.startswith("["):
-        host, bracket, rest = text[1:].partition("]")
-        if not bracket or rest[:1] not in ("", ":"):
-            raise ValueError("an IPv6 address is written [ADDRESS]:PORT")
-        colon, port = rest[:1], rest[1:]
-    else:
-        host, colon, port = text.partition(":")
-        if ":" in port:
-            raise ValueError("an IPv6 address is written [ADDRESS]:PORT")
-    if any(character.isspace() or not character.isprintable() for character in host):
-        raise ValueError("a host must not contain spaces")
-    if not colon:
-        return host, DEFAULT_PORT
-    if not (port.isascii() and port.isdecimal() and int(port) <= 65535):  # noqa: PLR2004 - 16 bits
-        raise ValueError("a port must be a number from 0 to 65535")
-    return host, int(port)
-
-
-def host_port_text(host: str, port: int) -> str:
-    """The inverse of `parse_host_port`.
-
-    >>> host_port_text("::1", 24160)
-    '[::1]:24160'
-    """
-    return str(Address(host, port))
 
 
 def _text(value: object) -> str:

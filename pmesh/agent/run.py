@@ -18,10 +18,11 @@ import structlog
 import trio
 
 from pmesh.agent.changes import describe_change, describe_reordered
-from pmesh.agent.config import AgentSettings, host_port_text
+from pmesh.agent.config import AgentSettings
 from pmesh.agent.containment import ContainedTasks, Containment
 from pmesh.agent.events import Event, EventLog, encode_events
 from pmesh.agent.features import Kernel
+from pmesh.agent.host_port import host_port_text
 from pmesh.agent.jobs.driver import Jobs
 from pmesh.agent.jobs.ranks import sum_of
 from pmesh.agent.jobs.session import serve_trainer

@@ -24,7 +24,8 @@ from pmesh.agent.schema import decode_status
 from pmesh.cli.doctor.command import show
 from pmesh.cli.doctor.looks import Looks
 from pmesh.cli.doctor.rules.findings import diagnose
-from pmesh.cli.events import Reader, event_line
+from pmesh.cli.event_reader import Reader
+from pmesh.cli.events import event_line
 from pmesh.cli.status_all import render_all
 from pmesh.cli.version import version_text
 from pmesh.client.control import ask_status

@@ -25,10 +25,10 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from pmesh.agent.config import host_port_text, parse_host_port
 from pmesh.agent.events import EventKind, EventPage
+from pmesh.agent.host_port import host_port_text, parse_host_port
 from pmesh.agent.schema import JobState, JobStatus, Status, decode_status
-from pmesh.cli.events import Reader
+from pmesh.cli.event_reader import Reader
 from pmesh.client.control import ask_status
 from pmesh.errors import ConfigError, PmeshError, PortTaken
 from pmesh.home_paths import home_directory

@@ -6,7 +6,7 @@ Is all well? Do the jobs train, how fast, and whom do they wait for? Which way d
 import contextlib
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -20,12 +20,12 @@ from pmesh.agent.schema import (
     JobStatus,
     MemberStatus,
     PathStatus,
-    RankStatus,
     Status,
     decode_status,
     name_peer,
 )
 from pmesh.cli.ring import HEALTH_MARKS, draw_ring, nodes_of
+from pmesh.cli.sentences import find_slowest, headline, job_line, remarks_on, report_text
 from pmesh.cli.status_all import bandwidth_text, render_all, round_trip_text
 from pmesh.cli.troubles import describe_troubles
 from pmesh.client.control import ask_status
@@ -36,8 +36,6 @@ from pmesh.terminal.sizes import bytes_text
 from pmesh.texts import printable
 
 WIDE: Final = 80  # cells; a narrower terminal has no room for the loss
-DIGITS: Final = 12  # of the 32 of a hash; a person compares them with the eye
-SLOWER_PERCENT: Final = 10  # less is within what steps differ by from one to the next
 
 
 def render_status(status: Status, *, width: int = 80, beat: int | None = None) -> RenderableType:
@@ -53,92 +51,9 @@ def render_status(status: Status, *, width: int = 80, beat: int | None = None) -
     return Group(*parts, _footer(status))
 
 
-def headline(status: Status) -> Text:
-    """Say how many machines there are, and whether all is well."""
-    members = status.view.members
-    if len(members) == 1:
-        return Text.assemble(
-            (printable(status.node.name), "bold"), " is alone: no other machine of its mesh is here"
-        )
-    lost = [member for member in members if member.health not in {"self", "healthy"}]
-    leader = next(m.name for m in members if m.id == status.view.leader)
-    words = {"degraded": "is slow to answer", "suspect": "is silent", "gone": "is gone"}
-    troubles = [f"{printable(member.name)} {words[member.health]}" for member in lost]
-    return Text.assemble(
-        (printable(status.node.name), "bold"),
-        f" sees {len(members)} machines: ",
-        (", ".join(troubles), "red") if troubles else ("all are well", "green"),
-        f"; ★ {printable(leader)} leads",
-    )
-
-
 def _ring(status: Status, width: int, beat: int | None) -> RenderableType:
     ring = draw_ring(nodes_of(status), width=width, beat=beat)
     return Padding(ring, (1, 0, 0, 0), expand=False)  # a pipe has no width to fill
-
-
-def job_line(job: JobStatus) -> Text:
-    """Say in one sentence how a job gets on."""
-    name, count = printable(job.name), len(job.ranks)
-    if job.wait_for is not None:
-        here = len(job.newcomers)
-        return Text(
-            f"Job {name} waits to begin: {here} of {job.wait_for} trainers are here", "bold"
-        )
-    ranks = f"{count} rank{'s' * (count > 1)}"
-    if job.state != "running":
-        return Text.assemble(
-            (f"Job {name} stands still with {ranks}", "bold"),
-            (f": {printable(job.reason or job.state)}", "red"),
-        )
-    slowest = find_slowest(job.ranks)
-    return Text.assemble(
-        (f"Job {name} trains with {ranks}", "bold"),
-        f": {progress_text(job)}",
-        f"; slowest: {printable(slowest.name)}" if slowest else "",
-        _comparison_text(job),
-    )
-
-
-def _comparison_text(job: JobStatus) -> Text:
-    """Say whether all ranks have the same state; empty if they have not compared it."""
-    found = job.comparison
-    if found is None:
-        return Text()
-    differing = [rank for rank in job.ranks if rank.trainer in found.others]
-    if found.mended or not differing:  # the one that differed may have left
-        return Text(f"; state {found.digest[:DIGITS]} on all")
-    names = [f"rank {rank.rank} ({printable(rank.name)})" for rank in differing]
-    more = found.differing - len(found.others)
-    names += [f"{more} more"] * (more > 0)
-    return Text.assemble("; ", (f"another state than the others: {', '.join(names)}", "red"))
-
-
-def progress_text(job: JobStatus) -> str:
-    done = max(rank.completed for rank in job.ranks) + 1
-    steps, per_s = ("step", job.steps_per_s) if job.step else ("op", job.ops_per_s)
-    speed = "" if per_s is None else f", {speed_text(per_s)} {steps}s a second"
-    return f"{steps} {job.step or done}{speed}"
-
-
-def speed_text(per_s: float) -> str:
-    """Format a speed with the digits that count."""
-    return f"{per_s:.0f}" if per_s >= 100 or not per_s else f"{per_s:.2g}"  # noqa: PLR2004 - digits
-
-
-def find_slowest(ranks: Sequence[RankStatus]) -> RankStatus | None:
-    """Return the rank that the others wait for: it computes while they are in a call.
-
-    None if no rank is slower than all others, or nothing is known.
-    """
-    known = sorted(
-        ((rank.own_percent, rank) for rank in ranks if rank.own_percent is not None),
-        key=lambda pair: pair[0],
-    )
-    if len(known) <= 1 or len(known) < len(ranks):
-        return None
-    (second, _), (most, slowest) = known[-2:]
-    return slowest if most - second >= SLOWER_PERCENT else None
 
 
 def _reports_loss(job: JobStatus) -> bool:
@@ -163,26 +78,6 @@ def _ranks(job: JobStatus, *, loss: bool) -> Rows:
     rows += [("", Text(printable(one.name)), *[""] * (2 + loss), waits) for one in job.newcomers]
     step = "step" if job.step else "op"
     return Rows(("rank", "machine", step, *["loss"] * loss, "computes", ""), rows, compact=True)
-
-
-def report_text(value: float | str | None) -> str:
-    """Format a reported number with the digits that count; empty if there is none.
-
-    >>> report_text(0.0312345), report_text(12345.6), report_text("nan"), report_text(None)
-    ('0.03123', '1.235e+04', 'nan', '')
-    """
-    return "" if value is None else value if isinstance(value, str) else f"{value:.4g}"
-
-
-def remarks_on(rank: RankStatus, *, slow: bool) -> Iterator[str]:
-    if rank.stopped:
-        yield "its process is stopped: the others wait"
-    elif slow:
-        yield "the others wait for it in each step"
-    if rank.share_percent is not None:
-        yield f"takes {rank.share_percent} % of each batch"
-    if rank.compression is not None:
-        yield f"compression {printable(rank.compression)}"
 
 
 def _machines(status: Status) -> Rows:

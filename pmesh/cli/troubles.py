@@ -9,7 +9,6 @@ from rich.text import Text
 
 from pmesh.agent.schema import HeldOffStatus, MemberStatus, Status
 from pmesh.ids import shared_name
-from pmesh.native import describe
 from pmesh.texts import printable
 
 STALL_S = 0.5  # as long as a peer on a wire may be silent without being called late
@@ -20,9 +19,10 @@ def describe_troubles(status: Status) -> Iterator[Text]:
     """Yield a line for each thing that is wrong here, on a path, or with a machine."""
     members = status.view.members
     if status.node.without_native is not None:
-        yield Text(
-            f"! this agent works {describe(printable(status.node.without_native))}", "yellow"
-        )
+        from pmesh import native  # noqa: PLC0415 - ctypes, for a rare line
+
+        works = native.describe(printable(status.node.without_native))
+        yield Text(f"! this agent works {works}", "yellow")
     if status.node.slow_encryption is not None:
         from pmesh.core.wire import aead  # noqa: PLC0415 - the cipher itself, for a rare line
 

@@ -19,7 +19,7 @@ from typing import Final, TextIO
 import structlog
 import trio
 
-from pmesh.agent.config import AgentSettings, Listen, as_environment, host_port_text, load_settings
+from pmesh.agent.config import AgentSettings, Listen, as_environment, load_settings
 from pmesh.agent.home import (
     NODE_KEY_BYTES,
     LogFile,
@@ -28,6 +28,7 @@ from pmesh.agent.home import (
     open_home,
     open_own_file,
 )
+from pmesh.agent.host_port import host_port_text
 from pmesh.agent.limits import raise_open_files
 from pmesh.agent.log_level import LogLevel
 from pmesh.agent.schema import decode_status, describe_other_mesh

@@ -7,14 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pmesh.agent.config import (
-    DEFAULT_PORT,
     AgentSettings,
     Listen,
     as_environment,
-    host_port_text,
     load_settings,
-    parse_host_port,
 )
+from pmesh.agent.host_port import DEFAULT_PORT, host_port_text, parse_host_port
 from pmesh.compression.schemes import NAMES
 from pmesh.core.wire.link import Address
 from pmesh.errors import ConfigError

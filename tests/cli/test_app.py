@@ -157,14 +157,23 @@ print("imported:", *[name for name in heavy if name in sys.modules])
     assert done.stdout.splitlines()[-1] == "imported:"
 
 
+def imported_by(program: str) -> set[str]:
+    """Run these lines of Python, and return all modules that they have imported."""
+    words = [sys.executable, "-c", f"import sys\n{program}\nprint(*sys.modules)"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    return set(done.stdout.splitlines()[-1].split())
+
+
 def test_help_imports_no_command() -> None:
-    program = "import sys; from pmesh.cli.app import run; run(['--help']); print(*sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    imported = done.stdout.splitlines()[-1].split()
+    imported = imported_by("from pmesh.cli.app import run; run(['--help'])")
     assert "pmesh.cli.app" in imported
-    assert not {"msgspec", "pmesh.cli.status", "pmesh.client.control"} & set(imported)
+    assert not {"msgspec", "pmesh.cli.status", "pmesh.client.control"} & imported
+
+
+def test_the_dashboard_imports_nothing_that_only_a_terminal_or_the_agent_needs() -> None:
+    imported = imported_by("import pmesh.cli.app, pmesh.cli.dashboard.command")
+    assert "pmesh.cli.dashboard.command" in imported
+    assert not {"rich.console", "pmesh.agent.config", "pmesh.native"} & imported
 
 
 def test_a_reader_that_stops_early_sees_no_traceback() -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from pmesh.agent.events import EVENTS_SCHEMA_VERSION
 from pmesh.cli.app import run
-from pmesh.cli.events import POLL_INTERVAL_S, Reader
+from pmesh.cli.event_reader import Reader
+from pmesh.cli.events import POLL_INTERVAL_S
 from pmesh.errors import AgentNotRunning
 from tests.worlds.fake_status_agent import agent_at, answer_with, make_chronicle
 

@@ -31,7 +31,8 @@ from pmesh.agent.schema import (
 )
 from pmesh.cli.app import run
 from pmesh.cli.ring import RingNode, draw_ring
-from pmesh.cli.status import Cropped, job_line, render_status, speed_text
+from pmesh.cli.sentences import job_line, speed_text
+from pmesh.cli.status import Cropped, render_status
 from pmesh.cli.status_all import render_all
 from pmesh.core.jobs.reports import NotFinite
 from pmesh.terminal.sizes import bytes_text

@@ -4,7 +4,8 @@ from pathlib import Path
 import cyclopts
 import pytest
 
-from pmesh.agent.config import DEFAULT_PORT, PARSERS, AgentSettings, variable_of
+from pmesh.agent.config import PARSERS, AgentSettings, variable_of
+from pmesh.agent.host_port import DEFAULT_PORT
 from pmesh.cli.app import FAILED, INTERRUPTED, MISUSED, app
 from pmesh.cli.launching import end_own_options
 from tests.docs.pages import DOCS, PAGES, ROOT, code_in, read, sections, shown_commands, table_rows

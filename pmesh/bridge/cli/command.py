@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import trio
 
-from pmesh.agent.config import host_port_text, parse_host_port
+from pmesh.agent.host_port import host_port_text, parse_host_port
 from pmesh.bridge.cli.serving import BridgeOptions, Job, serve
 from pmesh.bridge.client import announce, mean_loss
 from pmesh.bridge.rules import Layout

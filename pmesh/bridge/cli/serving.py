@@ -7,7 +7,7 @@ from typing import Protocol, TypeAlias, cast
 
 import trio
 
-from pmesh.agent.config import host_port_text
+from pmesh.agent.host_port import host_port_text
 from pmesh.bridge.cli.worker import Frames, Worker, WorkerEnded, WorkerGone, receive_join
 from pmesh.bridge.rules import (
     Contribution,

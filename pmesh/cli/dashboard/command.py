@@ -7,11 +7,11 @@ import threading
 import time
 from pathlib import Path
 
-from pmesh.agent.config import host_port_text, parse_host_port
+from pmesh.agent.host_port import host_port_text, parse_host_port
 from pmesh.agent.schema import decode_status
 from pmesh.cli.dashboard.board import Board
 from pmesh.cli.dashboard.server import DashboardServer, is_loopback
-from pmesh.cli.events import Reader
+from pmesh.cli.event_reader import Reader
 from pmesh.client.control import ask_status
 from pmesh.errors import ConfigError, PortTaken
 from pmesh.home_paths import home_directory

@@ -11,9 +11,17 @@ from pmesh.agent.events import Event
 from pmesh.agent.schema import JobStatus, MemberHealth, RankStatus, Status, name_peer
 from pmesh.charts.rules.history import Chart, ChartReading
 from pmesh.charts.rules.readings import readings_of_job
-from pmesh.cli.events import Mood, mood_of
-from pmesh.cli.status import find_slowest, headline, job_line, remarks_on, report_text
-from pmesh.cli.top.screen import Split, explain_pace, split_of
+from pmesh.cli.event_reader import Mood, mood_of
+from pmesh.cli.sentences import (
+    Split,
+    explain_pace,
+    find_slowest,
+    headline,
+    job_line,
+    remarks_on,
+    report_text,
+    split_of,
+)
 from pmesh.cli.troubles import describe_troubles
 from pmesh.texts import printable
 

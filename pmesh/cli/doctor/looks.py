@@ -14,8 +14,9 @@ from typing import Final, NamedTuple
 import trio
 
 from pmesh import native
-from pmesh.agent.config import DEFAULT_PORT, AgentSettings, load_settings, parse_host_port
+from pmesh.agent.config import AgentSettings, load_settings
 from pmesh.agent.home import load_node_key
+from pmesh.agent.host_port import DEFAULT_PORT, parse_host_port
 from pmesh.agent.schema import PeerStatus, Status, decode_status, name_peer
 from pmesh.cli.doctor import nearby, tools
 from pmesh.cli.doctor.nearby import Heard, Tried

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from pmesh.agent.events import Event
 from pmesh.agent.schema import decode_status
-from pmesh.cli.events import Reader
+from pmesh.cli.event_reader import Reader
 from pmesh.cli.top.history import Losses
 from pmesh.cli.top.screen import Shown, lines_of
 from pmesh.client.control import ask_status

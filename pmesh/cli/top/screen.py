@@ -3,15 +3,26 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from textwrap import wrap
-from typing import Final, NamedTuple
+from typing import Final
 
 from rich.text import Text
 
 from pmesh.agent.events import Event
-from pmesh.agent.schema import EdgeStatus, JobStatus, MemberStatus, RankStatus, Status
+from pmesh.agent.schema import JobStatus, Status
 from pmesh.cli.events import kind_text
 from pmesh.cli.ring import HEALTH_MARKS, draw_ring, has_room, nodes_of
-from pmesh.cli.status import find_slowest, headline, job_line, progress_text, report_text
+from pmesh.cli.sentences import (
+    FULL_PERCENT,
+    Split,
+    explain_pace,
+    find_slowest,
+    gbit_text,
+    headline,
+    job_line,
+    progress_text,
+    report_text,
+    split_of,
+)
 from pmesh.cli.status_all import round_trip_text
 from pmesh.cli.top.history import Losses, loss_of, sparkline
 from pmesh.cli.troubles import describe_troubles
@@ -20,7 +31,6 @@ from pmesh.texts import printable
 MOST_CELLS: Final = 120  # a wider screen would only tear the columns apart
 FEWEST_EVENTS: Final = 3
 MOST_TROUBLES: Final = 3
-FULL_PERCENT: Final = 95  # of the memory: then the machine begins to swap
 BAR_CELLS: Final = 16
 FEWEST_NAME_CELLS: Final = 6
 GAP: Final = "  "
@@ -38,28 +48,6 @@ class Shown:
     """Why the status is an old one; empty if it is of now."""
 
 
-class Split(NamedTuple):
-    """What a rank does with the time of a step, in percent."""
-
-    computes: int
-    waits: int
-    network: int
-
-
-def split_of(ranks: Sequence[RankStatus]) -> dict[int, Split]:
-    """Return by rank how a step is split; empty unless all ranks say how long they compute.
-
-    The rank that computes longest comes last to each call and waits for nobody, so the rest of its
-    step is what the network takes. All steps take equally long, and the network as long for all, so
-    what then is left of another rank's step is its wait.
-    """
-    own = {rank.rank: rank.own_percent for rank in ranks if rank.own_percent is not None}
-    if len(own) < len(ranks):
-        return {}
-    longest = max(own.values(), default=0)
-    return {rank: Split(percent, longest - percent, 100 - longest) for rank, percent in own.items()}
-
-
 def bar(split: Split, cells: int) -> str:
     """Draw a split with so many cells.
 
@@ -69,62 +57,6 @@ def bar(split: Split, cells: int) -> str:
     computed = round(split.computes * cells / 100)
     waited = round((split.computes + split.waits) * cells / 100) - computed
     return "█" * computed + "▒" * waited + "░" * (cells - computed - waited)
-
-
-def explain_pace(job: JobStatus, status: Status) -> str:
-    """Say who is slowest in a job and why, or that the network is; empty if nothing stands out."""
-    members = {member.id: member for member in status.view.members}
-    stopped = [printable(rank.name) for rank in job.ranks if rank.stopped]
-    if stopped:
-        return f"the process of {', '.join(stopped)} is stopped: the others wait"
-    splits, slowest = split_of(job.ranks), find_slowest(job.ranks)
-    if slowest is not None:
-        own, waits = slowest.own_percent, max(split.waits for split in splits.values())
-        reasons = "; ".join(_reasons(slowest, members.get(slowest.node)))
-        name = printable(slowest.name)
-        return f"slowest: {name} computes {own} %, others wait {waits} %" + (
-            f"; {reasons}" if reasons else ""
-        )
-    network = max((split.network for split in splits.values()), default=0)
-    if network < 50 or len(splits) == 1:  # noqa: PLR2004 - half of the time
-        return ""
-    edge = _slowest_edge(status.view.edges, {rank.node for rank in job.ranks})
-    if edge is None:
-        return f"the network takes {network} % of a step"
-    one, other = (printable(members[node].name) for node in (edge.sender, edge.receiver))
-    return (
-        f"the network takes {network} % of a step; slowest: {one} → {other}, "
-        f"{gbit_text(edge.mbit_s)} Gbit/s"
-    )
-
-
-def _reasons(rank: RankStatus, member: MemberStatus | None) -> Iterator[str]:
-    memory = None if member is None else member.memory_percent
-    if memory is not None and memory >= FULL_PERCENT:
-        yield f"its memory is full ({memory} %)"
-    if rank.share_percent is not None:
-        yield f"it takes {rank.share_percent} % of the rows"
-
-
-def _slowest_edge(edges: Iterable[EdgeStatus], nodes: set[str]) -> EdgeStatus | None:
-    inside = (edge for edge in edges if {edge.sender, edge.receiver} <= nodes)
-    return min((e for e in inside if e.mbit_s), key=lambda edge: edge.mbit_s or 0, default=None)
-
-
-def gbit_text(mbit_s: int | None) -> str:
-    """Format a bandwidth in Gbit/s with the digits that count.
-
-    >>> gbit_text(18_400), gbit_text(940), gbit_text(54), gbit_text(3), gbit_text(None)
-    ('18.4', '0.94', '0.05', '0.003', '')
-    """
-    if mbit_s is None:
-        return ""
-    gbit_s = mbit_s / 1000
-    digits = 1 if mbit_s >= 1000 else 2 if mbit_s >= 10 else 3  # noqa: PLR2004 - digits
-    return f"{gbit_s:.{digits}f}"
-
-
-# --- lines
 
 
 def lines_of(seen: Shown, *, width: int, height: int | None, beat: int | None = None) -> list[Text]:

@@ -16,7 +16,7 @@ from typing import Final, assert_never
 
 import trio
 
-from pmesh.agent.config import AgentSettings, load_settings, parse_host_port
+from pmesh.agent.config import AgentSettings, load_settings
 from pmesh.agent.home import (
     NODE_KEY_BYTES,
     hold_home,
@@ -26,6 +26,7 @@ from pmesh.agent.home import (
     store_mesh_key,
     write_private,
 )
+from pmesh.agent.host_port import parse_host_port
 from pmesh.core.identity.keys import MeshKey, NodeKey, mesh_key_text, namespace_tag
 from pmesh.core.wire.framing import GUEST_MAGIC
 from pmesh.core.wire.link import PROTOCOL_VERSION, Address

@@ -10,8 +10,9 @@ from rich.cells import cell_len
 
 from pmesh.agent.events import Event
 from pmesh.agent.schema import EdgeStatus, JobStatus, MemberStatus, RankStatus, Status
+from pmesh.cli.sentences import Split, explain_pace, split_of
 from pmesh.cli.top.history import Losses, sparkline
-from pmesh.cli.top.screen import Shown, Split, bar, explain_pace, lines_of, split_of
+from pmesh.cli.top.screen import Shown, bar, lines_of
 from tests.worlds.fake_status_agent import PATHS, SNAPSHOT, make_chronicle
 
 SPEEDS = (18_400, 940, 54, 310, 9_400, 2_500, 10_000, 1_000)

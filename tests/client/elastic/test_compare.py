@@ -8,7 +8,7 @@ import pytest
 import pmesh
 from pmesh.agent.events import Event, decode_events
 from pmesh.agent.schema import JobStatus, decode_status
-from pmesh.cli.status import job_line
+from pmesh.cli.sentences import job_line
 from pmesh.client.control import ask_events, ask_status
 from pmesh.core.wire.calls import Call
 from tests.worlds.watched_agent import WatchedAgent, run, run_ranks, watched_agent
