@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pmesh.torch.batch_norm import SyncBatchNorm
     from pmesh.torch.data_parallel import DistributedDataParallel, compression_hook
     from pmesh.torch.elastic import init, sync
+    from pmesh.torch.elastic_trainer import ElasticTrainer
     from pmesh.torch.objects import all_gather_object, broadcast_object
     from pmesh.torch.options import Options
     from pmesh.torch.process_group import ProcessGroup
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DistributedBatchSampler",
     "DistributedDataParallel",
+    "ElasticTrainer",
     "Options",
     "SyncBatchNorm",
     "all_gather_object",
@@ -40,6 +42,7 @@ _LATER = MappingProxyType(
     {
         "DistributedBatchSampler": "pmesh.torch.sampler",
         "DistributedDataParallel": "pmesh.torch.data_parallel",
+        "ElasticTrainer": "pmesh.torch.elastic_trainer",
         "Options": "pmesh.torch.options",
         "SyncBatchNorm": "pmesh.torch.batch_norm",
         "all_gather_object": "pmesh.torch.objects",

@@ -7,6 +7,7 @@ alone, without a word. It has no public seam for this, so one private method is 
 """
 
 import os
+import sys
 from functools import wraps
 from importlib.metadata import version
 from typing import Any
@@ -31,6 +32,9 @@ def extend(module: Any) -> None:  # noqa: ANN401 - of accelerate
         sagemaker_dp: bool = False,  # noqa: FBT001, FBT002 - as there
         backend: str | None = None,
     ) -> Any:  # noqa: ANN401 - of accelerate
+        if _is_elastic(backend):
+            check_version(version("accelerate"))
+            return None, module.DistributedType.NO
         if not _is_ours(backend):
             return of_accelerate(state, cpu, sagemaker_dp, backend)
         check_version(version("accelerate"))
@@ -38,6 +42,11 @@ def extend(module: Any) -> None:  # noqa: ANN401 - of accelerate
 
     prepare_backend.of_pmesh = True  # type: ignore[attr-defined]
     module.PartialState._prepare_backend = prepare_backend  # noqa: SLF001 - see above
+
+
+def _is_elastic(backend: str | None) -> bool:
+    """Whether an ElasticTrainer of this program is to see one process, and does the rest."""
+    return backend is None and "pmesh.torch.elastic_trainer" in sys.modules
 
 
 def _is_ours(backend: str | None) -> bool:

@@ -54,7 +54,7 @@ def init(options: Options | None = None, *, elastic: bool = False) -> Mesh | Non
         quorum=chosen.quorum,
         on_superseded="sync",
     )
-    WORLDS.begin_elastic(mesh)
+    WORLDS.begin_elastic(mesh, chosen.ranks())
     return mesh
 
 

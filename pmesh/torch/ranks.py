@@ -85,6 +85,8 @@ class Elastic:
 
     mesh: Mesh
     line: Line
+    ranks: int
+    """With how many the job begins."""
     models: int = 0
     """The number of wrapped models; each has a number, the same on every rank."""
     synced: "WeakSet[Any]" = field(default_factory=WeakSet[Any])
@@ -174,9 +176,9 @@ class Worlds:
         os.environ.update(self._variables)
         return self.current
 
-    def begin_elastic(self, mesh: Mesh) -> None:
-        """Begin a job whose number of ranks may change."""
-        self.elastic = Elastic(mesh, BackwardLine(mesh))
+    def begin_elastic(self, mesh: Mesh, ranks: int) -> None:
+        """Begin a job whose number of ranks may change, with so many."""
+        self.elastic = Elastic(mesh, BackwardLine(mesh), ranks)
 
     def check_not_elastic(self) -> None:
         """Raise UsageError in an elastic program, which can have no process group."""

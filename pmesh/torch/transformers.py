@@ -26,9 +26,16 @@ class _OverPmesh:
         """Compare the step from which each rank goes on.
 
         Raises:
-            UsageError: on all ranks, if they differ.
+            UsageError: on all ranks, if they differ; or this Trainer would train alone.
         """
-        del args, control
+        del control
+        from pmesh.torch.ranks import WORLDS  # noqa: PLC0415 - after torch
+
+        if WORLDS.elastic is not None and not hasattr(args, "is_elastic"):
+            raise UsageError(
+                "this program is elastic, and this Trainer would train alone: make it a "
+                "pmesh.torch.ElasticTrainer"
+            )
         if not dist.is_initialized() or "pmesh" not in dist.get_backend():
             return
         from pmesh.torch.objects import all_gather_object  # noqa: PLC0415 - after torch
