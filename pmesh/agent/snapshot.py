@@ -23,6 +23,7 @@ from pmesh.agent.schema import OTHER_MESH, Status, name_peer
 from pmesh.core.jobs.op_times import DURATIONS_S, SIZES, DurationCounts
 from pmesh.core.jobs.reports import NotFinite, shown_number
 from pmesh.core.links.reasons import USUAL_MBIT_S, why_slow
+from pmesh.core.topology.graph import edge_between
 from pmesh.core.values import Roster, Seat
 from pmesh.core.views.quorum import is_in_force
 from pmesh.core.wire import aead
@@ -340,8 +341,9 @@ def _edges(membership: Membership) -> Iterator[schema.EdgeStatus]:
     ring = membership.view.members
     if len(ring) == 1:
         return
+    heard = membership.heard
     for one, other in itertools.pairwise((*ring, ring[0])):
-        edge = membership.edge_between(one, other)
+        edge = edge_between(one, other, heard)
         yield schema.EdgeStatus(
             sender=node_text(one.node),
             receiver=node_text(other.node),

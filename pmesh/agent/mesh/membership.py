@@ -24,7 +24,7 @@ from pmesh.core.identity.names import Claim, check_name_untrusted, claims_of
 from pmesh.core.links import health
 from pmesh.core.links.clocks import PeerClock, Reading
 from pmesh.core.links.health import WIRED, Condition, Health, Thresholds
-from pmesh.core.topology.graph import UNKNOWN, Graph, edge_between, measured_graph
+from pmesh.core.topology.graph import UNKNOWN, Graph, Heard, measured_graph
 from pmesh.core.values import MAX_MEMBERS, SignedName, View
 from pmesh.core.views import agreement, leader, limits
 from pmesh.core.views.agreement import StallGuard
@@ -194,13 +194,14 @@ class Membership:
             return MachineLoad()
         return MachineLoad(peer.heartbeat.cpu_percent, peer.heartbeat.memory_percent)
 
-    def edge_between(self, one: Member, other: Member) -> MeasuredEdge:
-        """Return what is known of the edge between two members, from all heartbeats."""
-        return edge_between(one, other, leader.reports(self.state, self._facts()))
+    @property
+    def heard(self) -> Heard:
+        """What all members have measured of their edges, from all heartbeats."""
+        return leader.reports(self.state, self._facts())
 
     def edges_among(self, members: Iterable[Member]) -> Graph:
         """Return the graph of these members, from all heartbeats."""
-        return measured_graph(members, leader.reports(self.state, self._facts()))
+        return measured_graph(members, self.heard)
 
     def reported_mbit_s(self, member: Member) -> int:
         """Return the bandwidth from here to a peer, as it reports it; 0 while it is unknown."""

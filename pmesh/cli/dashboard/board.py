@@ -21,6 +21,7 @@ from pmesh.errors import PmeshError
 from pmesh.texts import printable
 
 WATCHED_S: Final = 1.0
+AT_REST_S: Final = 3.0  # while there is no job: a status costs the agent a millisecond or two
 UNWATCHED_S: Final = SLOT_S  # while no page is open, only the history needs a status
 MOST_LINES: Final = 200
 
@@ -51,15 +52,21 @@ class Board:
         self._changed = threading.Condition()  # of the last update, and how many pages are open
 
     def watch(self) -> None:
-        """Ask the agent again and again: each second while a page is open, and when one opens."""
+        """Ask the agent again and again, and when a page opens; often only while one is open."""
         while True:
             self.refresh()
             with self._changed:
                 before = self._pages
                 self._changed.wait_for(
                     lambda: self._pages > before,  # noqa: B023 - it is called here
-                    WATCHED_S if before else UNWATCHED_S,
+                    self._pause_s(),
                 )
+
+    def _pause_s(self) -> float:
+        if not self._pages:
+            return UNWATCHED_S
+        picture = self._last.picture
+        return WATCHED_S if picture is not None and picture.jobs else AT_REST_S
 
     def refresh(self) -> None:
         """Ask the agent once, and put up an update."""

@@ -196,11 +196,13 @@ def compared(paths: Iterable[PathState], current: PathKey | None) -> tuple[PathS
     known = tuple(paths)
     most = max((path.measured_mbit_s for path in known), default=0)
 
-    def is_outdone(path: PathState) -> bool:
+    def judged(path: PathState) -> PathState:
         times = most / path.measured_mbit_s if path.is_slow else 0
-        return times >= OUTDONE if path.key == current else times > 1
+        outdone = times >= OUTDONE if path.key == current else times > 1
+        # Few change, and each heartbeat compares all: a copy takes as long as the comparison.
+        return path if path.is_outdone == outdone else replace(path, is_outdone=outdone)
 
-    return tuple(replace(path, is_outdone=is_outdone(path)) for path in known)
+    return tuple(map(judged, known))
 
 
 def choose(paths: Sequence[PathState], current: PathKey | None, *, now: float) -> PathKey | None:

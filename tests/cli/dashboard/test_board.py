@@ -4,12 +4,14 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from pmesh.charts.rules.history import SLOT_S
 from pmesh.cli.dashboard import board as module
 from pmesh.cli.dashboard.board import MOST_LINES
 from tests.cli.dashboard.boards import GONE, Script
+from tests.worlds.fake_status_agent import SNAPSHOT
 
 
 class Stop(Exception):  # noqa: N818 - it is none of ours
@@ -75,6 +77,32 @@ def test_only_the_last_events_are_kept() -> None:
     script.board.refresh()
     (update,) = script.stream()
     assert [line["text"] for line in update["lines"]] == [str(n) for n in range(5, MOST_LINES + 5)]
+
+
+def test_a_page_costs_the_agent_less_while_there_is_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses = list[float]()
+
+    class Condition(threading.Condition):
+        def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:  # noqa: ANN401 - as the library's
+            if timeout is None:
+                return super().wait_for(predicate)
+            pauses.append(timeout)
+            raise Stop
+
+    monkeypatch.setattr(threading, "Condition", Condition)
+    script = Script()
+
+    def watch() -> None:
+        with pytest.raises(Stop):
+            script.board.watch()
+
+    def rest() -> None:
+        script.status = msgspec.structs.replace(SNAPSHOT, jobs=())
+        watch()
+
+    watch()
+    script.stream(watch, rest)
+    assert pauses == [module.UNWATCHED_S, module.WATCHED_S, module.AT_REST_S]
 
 
 def test_the_agent_is_asked_at_once_when_a_page_opens_and_then_each_second(
