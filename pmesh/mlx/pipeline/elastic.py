@@ -43,13 +43,24 @@ from pmesh.mlx.pipeline.rules.meeting import (
     stages_of,
 )
 from pmesh.mlx.pipeline.rules.takeover import (
-    Order,
+    Parcel,
+    State,
     Takeover,
+    check_divisible,
     is_due,
-    join_states,
+    join_modules,
+    pick_modules,
+    plan_parcels,
     plan_takeover,
 )
-from pmesh.mlx.pipeline.stages import Stage, cut_stage, layers_of, split_layers
+from pmesh.mlx.pipeline.stages import (
+    Layers,
+    Stage,
+    cut_stage,
+    deal_anew,
+    layers_of,
+    split_layers,
+)
 
 _CUT_OFF = (AgentStopped, AgentNotRunning, HistorySuperseded)  # this rank; a sync brings it back
 _LOSSES = (RankLost, RosterChanged, GroupBroken, *_CUT_OFF)
@@ -91,12 +102,15 @@ class ElasticPipeline:
         communication: see there.
         timeout_s: for each message and op.
         wait_s: how long to wait for a rank in place of a lost one, or for an agent of this machine.
-        fewer_after_s: how long to wait before the others go on with a stage less: a rank beside the
-            lost one takes its layers over. None: never. Each rank then keeps the whole model, which
-            takes no memory for layers that were loaded lazily.
+        fewer_after_s: how long to wait before the others go on with a stage less: the layers are
+            dealt anew, as `split_layers` does; if `by` is given, in the proportions of the stages
+            that are left. None: never. Each rank then keeps the whole model, which takes no memory
+            for layers that were loaded lazily.
 
     Raises:
-        UsageError: as for `split_layers` and `Pipeline`; or all stages have a rank already.
+        UsageError: as for `split_layers` and `Pipeline`; all stages have a rank already; or the
+            optimizer's state is not laid out by layers, as that of `MultiOptimizer`, and
+            `fewer_after_s` is given.
         PmeshError: as for `all_gather`.
     """
 
@@ -142,6 +156,7 @@ class ElasticPipeline:
             send_as=send_as,
             timeout_s=self._timeout_s,
         )
+        self._keeps_shares = by is not None
         self._holding = Holding(own=(0,), layers=() if by is None else check_by(by))
         self._own: dict[int, Any] = {}
         """The states of this rank's stage by their step."""
@@ -231,9 +246,7 @@ class ElasticPipeline:
         self._copying = None
         if group.size == 1:
             return
-        packed = pack(self._own[self._step])
-        values = np.empty(packed.nbytes, np.uint8)
-        packed.copy_to(values, 0)
+        values = _bytes_of(self._own[self._step])
         before, after = (self.number - 1) % group.size, neighbour(self.number, group.size)
         receiving = group.recv(before, STATE_TAG, timeout_s, async_op=True)
         sending = group.send(values, after, STATE_TAG, timeout_s, async_op=True)
@@ -336,50 +349,103 @@ class ElasticPipeline:
         )
 
     def _take_over(self, plan: Takeover, holdings: list[Holding]) -> None:
-        """Go on with a stage less: a rank beside it joins its layers to its own."""
+        """Go on with fewer stages: each rank gets its layers from those that have their state."""
         group = self._mesh.group(plan.ranks, self._timeout_s)
         assert group is not None  # noqa: S101 - each rank has a stage
         self._group = group
-        was, state = self.number, self._own[plan.step]
-        copy = self._copies.get(plan.step)
-        if plan.has_copy and plan.keeper != plan.heir:
-            keeper, heir = plan.place_of(plan.keeper), plan.place_of(plan.heir)
-            if was == plan.keeper:
-                group.send(copy, heir, STATE_TAG, self._timeout_s)
-            if was == plan.heir:
-                copy = group.recv(keeper, STATE_TAG, self._timeout_s)
         model = layers_of(self._model)
-        stage = cut_stage(model, plan.layers, plan.place_of(was), group.size)
-        if was == plan.heir:
-            lost = cut_stage(model, self.stage.layout.counts, plan.lost, group.size + 1)
-            made: dict[str, Any] = {}
-            self._optimizer.state = made  # until `_restore`
-            self._optimizer.init(lost.trainable_parameters())
-            of_lost: Any = {"weights": lost.trainable_parameters(), "optimizer": made}
-            if plan.has_copy:
-                assert copy is not None  # noqa: S101 - it is here, or was received
-                of_lost = self._read_untrusted(copy, of_lost, plan.place_of(plan.keeper))
-            state = join_states((of_lost, state), _order(stage, lost, self.stage))
+        counts = self._deal(plan, model, group)
+        before = [
+            cut_stage(model, plan.before, s, len(plan.before)) for s in range(len(plan.before))
+        ]
+        after = [cut_stage(model, counts, place, group.size) for place in range(group.size)]
+        state = self._hand_over(plan, before, after, group)
+        stage = after[plan.place_of(self.number)]
         pipeline = self._make_pipeline(stage, group)  # the ranks meet in it: all go on, or none
-        self._take(holdings, plan.ranks, plan.layers)
+        self._take(holdings, plan.ranks, counts)
         self._stage, self._pipeline = stage, pipeline
         self._own, self._copies = {plan.step: state}, {}
         self._restore(plan.step)
+        lost = sorted({*range(len(before))} - {*plan.left})
         _logger.warning(
-            "pipeline: all %d ranks go on from step %d without %s, whose layers another one has",
-            *(group.size, plan.step, f"stage {plan.lost}"),
+            "pipeline: all %d ranks go on from step %d without stage %s; they have %s layers",
+            *(group.size, plan.step, ", ".join(map(str, lost)), ", ".join(map(str, counts))),
         )
+
+    def _deal(self, plan: Takeover, model: Layers, group: Group) -> tuple[int, ...]:
+        """Return how many layers each stage that is left has from now on."""
+        begin = sum(plan.before[: self.number])
+        own = range(begin, begin + plan.before[self.number])
+        shares = [plan.before[stage] for stage in plan.left]
+        try:
+            return deal_anew(model, group, own, shares, keeps_shares=self._keeps_shares)
+        except UsageError as e:  # on all ranks
+            _logger.warning("pipeline: a stage beside the lost one takes all its layers: %s", e)
+            return plan.joined
+
+    def _hand_over(
+        self, plan: Takeover, before: list[Stage], after: list[Stage], group: Group
+    ) -> State:
+        """Send modules and receive others; return the state of this rank's stage from now on."""
+        was, timeout_s = self.number, self._timeout_s
+        if self._stage is None:  # lost before the first step
+            self._begin(before[was])
+        own = self._own[plan.step]
+        self.stage.update(own["weights"])  # modules that go to others are as made at step 0, too
+        had, wanted = _numbered(before, after)
+        states: dict[int, State] = {was: own}
+        for lost in {*range(len(before))} - {*plan.left}:
+            states[lost] = made = self._as_made(before[lost].layers)
+            if plan.keepers.get(lost) == was:
+                copy = self._copies[plan.step]
+                states[lost] = self._read_untrusted(copy, made, plan.place_of(was))
+        parcels = [each for each in plan_parcels(plan, had, wanted) if was in each.between]
+        receiving = list[tuple[Parcel, Handle[Values]]]()
+        sending = list[Handle[None]]()
+        for parcel in parcels:
+            giver, receiver = map(plan.place_of, parcel.between)
+            if parcel.giver != was:
+                handle = group.recv(giver, STATE_TAG, timeout_s, async_op=True)
+                receiving.append((parcel, handle))
+            elif parcel.receiver != was:
+                values = _bytes_of(pick_modules(states[parcel.stage], parcel.places))
+                sending.append(group.send(values, receiver, STATE_TAG, timeout_s, async_op=True))
+        found = [
+            (parcel.modules, pick_modules(states[parcel.stage], parcel.places))
+            for parcel in parcels
+            if parcel.between == (was, was)
+        ]
+        for parcel, received in receiving:
+            made = self._as_made([before[parcel.stage].layers[place] for place in parcel.places])
+            giver = plan.place_of(parcel.giver)
+            found.append((parcel.modules, self._read_untrusted(received.wait(), made, giver)))
+        for sent in sending:
+            sent.wait()
+        return join_modules(own, found, wanted[plan.place_of(was)])
+
+    def _as_made(self, modules: Sequence[Any]) -> State:
+        """Return the state that modules of this rank's model have before their first step."""
+        weights = {"layers": [module.trainable_parameters() for module in modules]}
+        made: dict[str, Any] = {}
+        self._optimizer.state = made  # until `_restore`
+        self._optimizer.init(weights)
+        return {"weights": weights, "optimizer": made}
+
+    def _begin(self, stage: Stage) -> None:
+        self._stage = stage
+        self._optimizer.init(stage.trainable_parameters())
+        if not math.isinf(self._fewer_after_s):
+            check_divisible(type(self._optimizer).__name__, self._optimizer.state)
+        self._keep()
 
     def _go_on(self, agreement: Agreement) -> None:
         group = self._mesh.group(agreement.ranks, self._timeout_s)
         assert group is not None  # noqa: S101 - each rank has a stage
         self._group = group
         if self._stage is None:
-            self._stage = self._split(self._model, group, by=agreement.layers or None)
+            self._begin(self._split(self._model, group, by=agreement.layers or None))
             if math.isinf(self._fewer_after_s):
                 self._model = None
-            self._optimizer.init(self._stage.trainable_parameters())
-            self._keep()
         layers = self.stage.layout.counts
         self._holding = msgspec.structs.replace(self._holding, layers=layers)
         self._pipeline = self._make_pipeline(self.stage, group)
@@ -441,14 +507,23 @@ def _pair(found: Any, number: int) -> tuple[Any, Any]:  # noqa: ANN401 - what a 
     return x, y
 
 
-def _order(stage: Stage, lost: Stage, own: Stage) -> Order:
-    """Return where each module of a stage was before: in the lost stage, or in this rank's own."""
-    places = {
-        id(module): (which, place)
-        for which, before in enumerate((lost, own))
-        for place, module in enumerate(before.layers)
-    }
-    return [places[id(module)] for module in stage.layers]
+def _numbered(*deals: list[Stage]) -> list[list[list[int]]]:
+    """Return the modules of each stage as numbers, the same ones in all deals of one model."""
+    number_of: dict[int, int] = {}
+    return [
+        [
+            [number_of.setdefault(id(module), len(number_of)) for module in stage.layers]
+            for stage in stages
+        ]
+        for stages in deals
+    ]
+
+
+def _bytes_of(state: State) -> Values:
+    packed = pack(state)
+    values = np.empty(packed.nbytes, np.uint8)
+    packed.copy_to(values, 0)
+    return values
 
 
 def _in_new_containers(tree: Any) -> Any:  # noqa: ANN401 - a tree of arrays

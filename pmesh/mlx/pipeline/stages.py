@@ -138,7 +138,42 @@ def layers_of(model: Any) -> Layers:  # noqa: ANN401 - as above
     return layers
 
 
+def deal_anew(
+    layers: Layers, mesh: Collectives, own: range, before: Sequence[int], *, keeps_shares: bool
+) -> tuple[int, ...]:
+    """Return how many layers each rank gets in a training that is under way.
+
+    Args:
+        layers: of the model.
+        mesh: the ranks that are left.
+        own: the layers that this rank has now, whose memory it may have again.
+        before: how many layers each of these ranks has had.
+        keeps_shares: whether to deal in these proportions, as far as the memory allows, instead of
+            by speed; it counts if any rank passes it.
+
+    Raises:
+        UsageError: the layers do not fit.
+        PmeshError: as for `all_gather`.
+    """
+    work, needed = _costs_of(layers)
+    room = _memory() if mx.metal.is_available() else _memory() + sum(needed[i] for i in own)
+    facts = mesh.all_gather_object([_speed(), room, keeps_shares])
+    speeds = [float(speed) for speed, _, _ in facts]
+    if any(keeps for _, _, keeps in facts):
+        work, speeds = [1.0] * len(layers), [float(share) for share in before]
+    return tuple(plan_split(work, needed, speeds, [_MEMORY_USED * room for _, room, _ in facts]))
+
+
 def _measured(layers: Layers, mesh: Collectives, stages_per_rank: int) -> list[int]:
+    work, needed = _costs_of(layers)
+    facts = mesh.all_gather_object([_speed(), _memory()])
+    speeds = [float(speed) for speed, _ in facts] * stages_per_rank
+    memory = [_MEMORY_USED * room / stages_per_rank for _, room in facts] * stages_per_rank
+    return plan_split(work, needed, speeds, memory)
+
+
+def _costs_of(layers: Layers) -> tuple[list[float], list[int]]:
+    """Return the work of each layer, and the bytes that its training needs."""
     work, needed = list[float](), list[int]()
     for layer in layers:
         modules = {id(m): m for block in layer for m in block.modules}.values()
@@ -148,10 +183,7 @@ def _measured(layers: Layers, mesh: Collectives, stages_per_rank: int) -> list[i
         )
         work.append(float(whole))
         needed.append(whole + (_TRAINED - 1) * trained)
-    facts = mesh.all_gather_object([_speed(), _memory()])
-    speeds = [float(speed) for speed, _ in facts] * stages_per_rank
-    memory = [_MEMORY_USED * room / stages_per_rank for _, room in facts] * stages_per_rank
-    return plan_split(work, needed, speeds, memory)
+    return work, needed
 
 
 def _speed() -> float:

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from itertools import count
 from typing import Any
 
 import mlx.core as mx
@@ -14,9 +15,12 @@ from mlx.utils import tree_flatten
 
 import pmesh
 from pmesh.mlx import ElasticPipeline
+from pmesh.mlx.pipeline.rules.takeover import plan_parcels
+from pmesh.mlx.pipeline.stages import deal_anew
 from pmesh.testing import SimulatedMesh
 
 STEPS, WIDTH, LAYERS = 6, 4, 6
+BY = {3: [2, 2, 2], 5: [2, 1, 1, 1, 1]}
 Weights = dict[str, bytes]
 
 
@@ -44,14 +48,20 @@ def loss_of(output: mx.array, y: mx.array) -> mx.array:
 
 
 class Trial:
-    """Trains three stages; when a moment comes for the n-th time, ranks are lost and replaced."""
+    """Trains in stages; when a moment comes for the n-th time, ranks are lost and replaced."""
 
     def __init__(
-        self, moment: str = "", victims: tuple[int, ...] = (), nth: int = 1, **options: float
+        self,
+        moment: str = "",
+        victims: tuple[int, ...] = (),
+        nth: int = 1,
+        *,
+        ranks: int = 3,
+        **options: Any,  # noqa: ANN401 - those of ElasticPipeline
     ) -> None:
-        self._options: Any = {"wait_s": 60.0, **options}
+        self._options: Any = {"wait_s": 60.0, "by": BY[ranks], **options}
         self.trainings: dict[int, ElasticPipeline] = {}
-        self.simulated = SimulatedMesh(3, on_loss="continue")
+        self.simulated = SimulatedMesh(ranks, on_loss="continue")
         self._moment, self._victims, self._left = moment, victims, nth
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(len(victims) or 1)
@@ -82,7 +92,7 @@ class Trial:
             for i in range(LAYERS)
         ]
         optimizer = optimizers.Adam(0.01)
-        training = ElasticPipeline(layers, mesh, loss_of, optimizer, by=[2, 2, 2], **self._options)
+        training = ElasticPipeline(layers, mesh, loss_of, optimizer, **self._options)
         rank = mesh.rank
         self.trainings[rank] = training
 
@@ -223,11 +233,39 @@ def test_a_rank_whose_stage_another_one_has_got_meanwhile_ends_and_the_others_go
 class ForGood(Trial):
     """Nobody comes in place of a lost rank: the others go on with a stage less."""
 
-    def __init__(self, moment: str, victim: int, nth: int) -> None:
-        super().__init__(moment, (victim,), nth, fewer_after_s=0.01)
+    def __init__(
+        self,
+        moment: str,
+        victim: int,
+        nth: int,
+        *,
+        then: tuple[str, int, int] = ("", 1, -1),
+        **options: Any,  # noqa: ANN401 - as above
+    ) -> None:
+        super().__init__(moment, (victim,), nth, fewer_after_s=0.01, **options)
+        self._then = then
 
     def strike(self, victim: int) -> None:
         self.simulated.lose(victim)
+        (self._moment, self._left, after), self._then = self._then, ("", 1, -1)
+        self._victims = (after,)
+
+    @property
+    def counts(self) -> list[int]:
+        """How many layers each stage has at the end."""
+        return [*min((each.stage.layout.counts for each in self.trainings.values()), key=len)]
+
+
+def check_same(found: dict[int, Any], undisturbed: dict[int, Any], stages_left: int) -> None:
+    """All layers of all stages have the weights of the training without a loss."""
+    assert sorted(found) == [*range(stages_left)]
+    for values, _ in found.values():
+        assert dict(undisturbed[0][0]).items() >= dict(values).items()
+    assert _weights_of(found) == _weights_of(undisturbed)
+
+
+def _weights_of(found: dict[int, Any]) -> list[bytes]:
+    return [weight for number in sorted(found) for weight in found[number][1].values()]
 
 
 @pytest.mark.parametrize(
@@ -239,15 +277,78 @@ class ForGood(Trial):
         ("step of 0", STEPS, 1),  # when the last step has ended
     ],
 )
-def test_the_others_take_over_the_layers_of_a_rank_that_is_lost_for_good(
+def test_the_layers_are_dealt_anew_when_a_rank_is_lost_for_good(
     undisturbed: dict[int, Any], moment: str, nth: int, victim: int
 ) -> None:
-    found = ForGood(moment, victim, nth).run()
-    assert sorted(found) == [0, 1]
-    for values, _ in found.values():
-        assert dict(undisturbed[0][0]).items() >= dict(values).items()
-    joined = [weight for number in (0, 1) for weight in found[number][1].values()]
-    assert joined == [w for number in (0, 1, 2) for w in undisturbed[number][1].values()]
+    trial = ForGood(moment, victim, nth)
+    check_same(trial.run(), undisturbed, 2)
+    assert trial.counts == [3, 3]
+
+
+def test_without_by_the_layers_are_dealt_anew_by_measured_speed(
+    undisturbed: dict[int, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = count()  # each measurement finds four times the speed of the one before
+    monkeypatch.setattr("pmesh.mlx.pipeline.stages._speed", lambda: 4.0 ** next(number))
+    trial = ForGood("step of 0", 1, 3, by=None)
+    check_same(trial.run(), undisturbed, 2)
+    assert sorted(trial.counts) == [1, 5]
+
+
+def test_layers_that_do_not_fit_as_they_would_be_dealt_go_to_the_rank_beside(
+    undisturbed: dict[int, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pmesh.mlx.pipeline.stages._memory", lambda: -(2**20))
+    trial = ForGood("step of 0", 1, 3)
+    check_same(trial.run(), undisturbed, 2)
+    assert trial.counts == [2, 4]
+
+
+def test_ranks_may_be_lost_for_good_one_after_the_other(undisturbed: dict[int, Any]) -> None:
+    trial = ForGood("step of 0", 1, 2, then=("step of 2", 1, 0))
+    check_same(trial.run(), undisturbed, 1)
+
+
+def test_a_layer_that_was_given_away_before_the_first_copy_is_as_it_was_made(
+    undisturbed: dict[int, Any],
+) -> None:
+    """Rank 1 gives layer 3 to rank 2, which is lost: it takes that from its own model again."""
+    trial = ForGood("step of 1", 0, 1, then=("batch of 1", 2, 2))
+    check_same(trial.run(), undisturbed, 1)
+
+
+@pytest.mark.parametrize("moment", ["deal", "hand over"])
+def test_a_further_rank_may_be_lost_for_good_while_layers_are_dealt_anew(
+    undisturbed: dict[int, Any], monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    trial = ForGood("step of 0", 1, 3, then=(moment, 1, 3), ranks=5)
+
+    def deal(*given: Any, **options: Any) -> tuple[int, ...]:  # noqa: ANN401 - as they are
+        trial.comes("deal")
+        return deal_anew(*given, **options)
+
+    def plan(*given: Any) -> Any:  # noqa: ANN401 - as they are
+        trial.comes("hand over")
+        return plan_parcels(*given)
+
+    monkeypatch.setattr("pmesh.mlx.pipeline.elastic.deal_anew", deal)
+    monkeypatch.setattr("pmesh.mlx.pipeline.elastic.plan_parcels", plan)
+    check_same(trial.run(), undisturbed, 3)
+    assert trial.counts == [3, 1, 2]
+
+
+def test_an_optimizer_whose_state_is_not_by_layer_is_refused_with_fewer_after_s() -> None:
+    def refused(mesh: pmesh.Mesh) -> None:
+        both = optimizers.MultiOptimizer([optimizers.Adam(0.1), optimizers.SGD(0.1)], [_is_bias])
+        layers = [nn.Linear(WIDTH, WIDTH)]
+        with pytest.raises(pmesh.UsageError, match="and MultiOptimizer has 'states', too"):
+            ElasticPipeline(layers, mesh, loss_of, both, fewer_after_s=1.0)
+
+    SimulatedMesh(1).run(refused)
+
+
+def _is_bias(path: str, _: mx.array) -> bool:
+    return path.endswith("bias")
 
 
 def test_a_stage_that_is_lost_with_its_copy_ends_the_training_with_its_name() -> None:
