@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 import sys
 import time
@@ -27,6 +28,8 @@ def main() -> None:
     torch.set_num_threads(1)
     if kind == "elastic":
         train_elastic(steps=int(numbers[0]))
+    elif kind == "elastic-trainer":
+        train_by_trainer(steps=int(numbers[0]))
     else:
         train_fixed(sharded=kind == "fsdp")
 
@@ -70,6 +73,60 @@ def train_elastic(*, steps: int) -> None:
         tell(step=mesh.step, size=mesh.size, rank=mesh.rank, digest=digest_of(model))
     with torch.no_grad():
         tell(loss=cross_entropy(model(images), labels).item())
+    mesh.close()
+
+
+class Digits(nn.Module):
+    """The net as Transformers' Trainer wants it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, pixels: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": cross_entropy(self.net(pixels), labels)}
+
+
+def train_by_trainer(*, steps: int) -> None:
+    """The same by Transformers' Trainer, with two batches for each step, and clipping."""
+    from transformers import TrainerCallback, TrainingArguments
+
+    class Watched(pmesh.torch.ElasticTrainer):
+        def _sync(self) -> None:
+            super()._sync()
+            while mesh.size < RANKS and self.state.global_step >= steps:
+                super()._sync()  # one that was killed late comes back, too
+
+    class Tells(TrainerCallback):
+        def on_step_end(self, *given: Any, **_: object) -> None:
+            step = given[1].global_step
+            tell(step=step, size=mesh.size, rank=mesh.rank, digest=digest_of(model))
+
+    images, labels = digits()
+    mesh = pmesh.torch.init(elastic=True)
+    torch.manual_seed(1)
+    model = Digits()
+    arguments = TrainingArguments(
+        os.environ["PMESH_HOME"],
+        max_steps=steps,
+        per_device_train_batch_size=BATCH // 2,
+        gradient_accumulation_steps=2,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        logging_strategy="no",
+        use_cpu=True,
+    )
+    optimizer = torch.optim.Adam(model.parameters(), RATE, weight_decay=1e-2)
+    rows = [{"pixels": x, "labels": y} for x, y in zip(images, labels, strict=True)]
+    optimizers = optimizer, None  # the Trainer makes the schedule
+    training = Watched(
+        model, arguments, train_dataset=rows, callbacks=[Tells()], optimizers=optimizers
+    )
+    training.train()
+    model.eval()
+    with torch.no_grad():
+        tell(loss=model(images, labels)["loss"].item())
     mesh.close()
 
 

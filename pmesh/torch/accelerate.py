@@ -34,6 +34,7 @@ def extend(module: Any) -> None:  # noqa: ANN401 - of accelerate
     ) -> Any:  # noqa: ANN401 - of accelerate
         if _is_elastic(backend):
             check_version(version("accelerate"))
+            os.environ.pop("LOCAL_RANK", None)  # for which Accelerate begins a process group
             return None, module.DistributedType.NO
         if not _is_ours(backend):
             return of_accelerate(state, cpu, sagemaker_dp, backend)

@@ -98,7 +98,8 @@ class ElasticTrainer(transformers.Trainer):  # type: ignore[misc] # Transformers
         mine.gradient_accumulation_steps, mine.ignore_data_skip = 1, True
         mine.is_elastic = True
         mine.distributed_state.process_index = self._elastic.mesh.rank  # Accelerate copies it
-        super().__init__(model, mine, *others, **options)
+        inner: Any = super()
+        inner.__init__(model, mine, *others, **options)
         self.add_callback(_AtSteps(self))
 
     def train(
@@ -118,7 +119,8 @@ class ElasticTrainer(transformers.Trainer):  # type: ignore[misc] # Transformers
         if trial is not None:
             raise UsageError("ElasticTrainer searches no hyperparameters: take one of the trials")
         self._steps = Steps(training=self._steps.training + 1)
-        output = super().train(resume_from_checkpoint, None, ignore_keys_for_eval)
+        inner: Any = super()
+        output = inner.train(resume_from_checkpoint, None, ignore_keys_for_eval)
         return output._replace(training_loss=output.metrics["train_loss"])
 
     def get_train_dataloader(self) -> Any:  # noqa: ANN401 - as there
@@ -128,7 +130,8 @@ class ElasticTrainer(transformers.Trainer):  # type: ignore[misc] # Transformers
                 "ElasticTrainer deals rows by their numbers: give a train_dataset with a length "
                 "and indices, not an IterableDataset"
             )
-        of_rank = super().get_train_dataloader()
+        inner: Any = super()
+        of_rank = inner.get_train_dataloader()
         self._loader = torch.utils.data.DataLoader(
             of_rank.dataset,
             self._rows,
@@ -146,8 +149,10 @@ class ElasticTrainer(transformers.Trainer):  # type: ignore[misc] # Transformers
 
     def set_initial_training_values(self, args: object, dataloader: object) -> Any:  # noqa: ANN401 - as there
         """Let the loop go on for ever: `state.global_step` ends its epochs and the training."""
-        self._epochs, _, *others = super().set_initial_training_values(args, dataloader)
-        return sys.maxsize, sys.maxsize, *others
+        inner: Any = super()
+        values = inner.set_initial_training_values(args, dataloader)
+        self._epochs: int = values[0]
+        return sys.maxsize, sys.maxsize, *values[2:]
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[object], num_batches: int, device: object
@@ -168,7 +173,8 @@ class ElasticTrainer(transformers.Trainer):  # type: ignore[misc] # Transformers
         ).tolist()
         parts = self._steps.share(mine, self.args.per_device_train_batch_size)
         batches = [self._loader.collate_fn([data[row] for row in part]) for part in parts]
-        _, items = super().get_batch_samples(iter(batches), len(batches), device)
+        inner: Any = super()
+        _, items = inner.get_batch_samples(iter(batches), len(batches), device)
         return [batches], items
 
     def training_step(
@@ -186,12 +192,13 @@ class ElasticTrainer(transformers.Trainer):  # type: ignore[misc] # Transformers
         ddp, rows = cast("_Trained", self._ddp), sum(self._steps.sizes)
         weight = float(num_items_in_batch) if self._counts(num_items_in_batch) else float(rows)
         ddp.gradient_weight = weight = weight if self._steps.counts else 0.0
+        inner: Any = super()
         mine: Any = 0.0
         for i, (batch, size) in enumerate(zip(inputs, self._steps.sizes, strict=True), 1):
             # What the Trainer divides a batch's mean loss by, so that they add up to that of all.
             self.current_gradient_accumulation_steps = rows / size
             with nullcontext() if i == len(inputs) else ddp.no_sync():
-                mine = mine + super().training_step(ddp, batch, num_items_in_batch)
+                mine = mine + inner.training_step(ddp, batch, num_items_in_batch)
         loss = self._elastic.mesh.average_gradients(np.array([float(mine)]), weight)
         keeps = not self.args.logging_nan_inf_filter or bool(np.isfinite(loss).all())
         self._steps.note(loss.item() if keeps else None)
@@ -199,11 +206,13 @@ class ElasticTrainer(transformers.Trainer):  # type: ignore[misc] # Transformers
 
     def floating_point_ops(self, inputs: list[Any]) -> int:
         """Return the number of those of this rank's batches."""
-        return sum(super(ElasticTrainer, self).floating_point_ops(batch) for batch in inputs)
+        inner: Any = super()
+        return sum(inner.floating_point_ops(batch) for batch in inputs)
 
     def evaluation_loop(self, *inputs: Any, **options: Any) -> Any:  # noqa: ANN401 - as there
         """Evaluate; in a training all ranks take the metrics of rank 0, and so decide alike."""
-        output = super().evaluation_loop(*inputs, **options)
+        inner: Any = super()
+        output = inner.evaluation_loop(*inputs, **options)
         if not (self.is_in_train and self._steps.has_begun):
             return output
         metrics = self._elastic.mesh.all_gather_object(output.metrics)[0]
@@ -212,7 +221,8 @@ class ElasticTrainer(transformers.Trainer):  # type: ignore[misc] # Transformers
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with the loss of all steps, those before this rank has entered, too."""
         self._steps.correct(logs)
-        super().log(logs, start_time)
+        inner: Any = super()
+        inner.log(logs, start_time)
 
     @property
     def _seed(self) -> int:
@@ -257,7 +267,7 @@ class ElasticTrainer(transformers.Trainer):  # type: ignore[misc] # Transformers
         if not self._steps.has_begun:
             self._begin()
         exported = {name: each.state()["attributes"] for name, each in self._stateful()}
-        position = {
+        position: dict[str, Any] = {
             "fixed": dict(self._fixed),
             "step": self.state.global_step,
             "best": [self.state.best_metric, self.state.best_global_step],
@@ -275,8 +285,10 @@ class ElasticTrainer(transformers.Trainer):  # type: ignore[misc] # Transformers
         self.state.global_step = position["step"]
         self.state.best_metric, self.state.best_global_step = position["best"]
         self._steps.losses = position["losses"]
+        attributes: dict[str, dict[str, Any]] = position["callbacks"]
         for name, each in self._stateful():
-            vars(each).update(position["callbacks"].get(name, {}))
+            for attribute, value in attributes.get(name, {}).items():
+                setattr(each, attribute, value)
         self.follow()
 
     def _stateful(self) -> list[tuple[str, Any]]:
@@ -302,7 +314,8 @@ class ElasticTrainer(transformers.Trainer):  # type: ignore[misc] # Transformers
             self._sync()
             self.control.should_training_stop = self.state.global_step >= self.state.max_steps
         self.follow()
-        self.control.should_epoch_stop = self.state.global_step % len(self._loader) == 0
+        if self.state.global_step % len(self._loader) == 0:
+            self.control.should_epoch_stop = True
 
 
 class _AtSteps(transformers.TrainerCallback):  # type: ignore[misc] # Transformers has no types here
@@ -325,7 +338,8 @@ class _Trained(DistributedDataParallel):
     """
 
     def state_dict(self, *_: object, **__: object) -> dict[str, Tensor]:
-        everything: dict[str, Tensor] = super().state_dict()
+        inner: Any = super()
+        everything: dict[str, Tensor] = inner.state_dict()
         others = self._others()
         return {name: each for name, each in everything.items() if name not in others}
 
@@ -335,7 +349,8 @@ class _Trained(DistributedDataParallel):
 
     def digest_of_others(self) -> list[int]:
         """Return a hash of the weights that are not trained, which all ranks must have loaded."""
-        everything: dict[str, Tensor] = super().state_dict()
+        inner: Any = super()
+        everything: dict[str, Tensor] = inner.state_dict()
         return list(pack({name: everything[name] for name in sorted(self._others())}).digest)
 
     def _others(self) -> set[str]:

@@ -14,19 +14,21 @@ from tools.kills.workloads import judge_errors
 from tools.lab.measured import Results
 from tools.lab.results import read_results
 
+_NEEDS = {"lora": "mlx_lm", "stages": "mlx", "elastic-trainer": "accelerate"}
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("kind", "kills", "steps"),
     [
-        *((kind, 1, 300) for kind in ("elastic", "ddp", "fsdp")),
+        *((kind, 1, 300) for kind in ("elastic", "elastic-trainer", "ddp", "fsdp")),
         ("lora", 1, 60),
         ("stages", 2, 60),  # an agent and a machine
     ],
 )
 def test_a_short_campaign_finds_nothing(tmp_path: Path, kind: str, kills: int, steps: int) -> None:
-    pytest.importorskip({"lora": "mlx_lm", "stages": "mlx"}.get(kind, "torch"))
+    pytest.importorskip(_NEEDS.get(kind, "torch"))
     results = tmp_path / "kills.json"
     options = [kind, "--episodes", str(kills), "--steps", str(steps), "--json", str(results)]
     if kind == "lora":  # of the weights, every bit is compared

@@ -18,7 +18,7 @@ from pmesh.torch.ranks import WORLDS
 from tests.torch.start import fork
 from tests.torch.starts import refused
 
-ROWS, EPOCHS = 12, 2  # of 100 rows: the last step of an epoch has 4
+ROWS, EPOCHS = 14, 2  # of 100 rows: the last step of an epoch has 2, for three ranks
 STEPS, KILLED_AT, ALL_AGAIN_AT = 60, 10, 30
 
 
@@ -80,7 +80,7 @@ def arguments(folder: str, **options: Any) -> Any:
     from transformers import TrainingArguments
 
     chosen = {"learning_rate": 1e-2, "max_grad_norm": 0.5, "logging_steps": 2, "seed": 3}
-    quiet = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "use_cpu": True}
+    quiet = {"report_to": [], "disable_tqdm": True, "save_strategy": "no"}
     return TrainingArguments(folder, **(chosen | quiet | options))
 
 
@@ -117,7 +117,9 @@ def alone(_: int, folder: str, kind: str, accumulated: str) -> None:
 
 
 def together(rank: int, folder: str, kind: str, accumulated: str) -> None:
-    """The same by three ranks, which take two of the rows at once, or four."""
+    """The same by three ranks, whose shares are no multiples of what they take at once."""
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 3, "LOCAL_WORLD_SIZE": 3}
+    os.environ |= {name: str(value) for name, value in told.items()}  # as 'pmesh run' does
     model, rows = of_kind(kind)
     chosen = arguments(
         folder,
@@ -125,7 +127,7 @@ def together(rank: int, folder: str, kind: str, accumulated: str) -> None:
         per_device_train_batch_size=4 // int(accumulated),
         gradient_accumulation_steps=int(accumulated),
     )
-    training = pmesh.torch.ElasticTrainer(model, chosen, train_dataset=rows)
+    training = pmesh.torch.ElasticTrainer(model, chosen, train_dataset=rows, rows=ROWS)
     found(training, training.train(), folder, str(rank))
 
 

@@ -6,7 +6,7 @@ from tools.kills.calls import run_calls
 from tools.kills.launched import run_launched
 from tools.kills.maps import SPEEDS, USED, run_maps
 from tools.kills.stages import run_stages
-from tools.kills.workloads import run_elastic, run_fixed, run_lora
+from tools.kills.workloads import run_elastic, run_fixed, run_lora, run_trainer
 from tools.lab.campaign import Campaign, fact_at_least, nothing_violated
 
 COME_BACK = ("the same bits at all ranks, loss within 1 %", nothing_violated)
@@ -16,6 +16,8 @@ SAME_ERROR = ("the same error at all survivors ≤ 2.5 s", nothing_violated)
 CAMPAIGNS = (
     Campaign("elastic", "kill -9 of ranks of pmesh.torch's elastic DDP, which come back",
              run_elastic, *COME_BACK, 50, 2, one_size=True),
+    Campaign("elastic-trainer", "kill -9 of ranks of pmesh.torch.ElasticTrainer, which come back",
+             run_trainer, *COME_BACK, 20, 2, one_size=True),
     Campaign("ddp", "kill -9 of a rank of torch's own DDP, which ends the training",
              partial(run_fixed, kind="ddp"), *SAME_ERROR, 50, 2, one_size=True),
     Campaign("fsdp", "kill -9 of a rank of torch's own FSDP2, which ends the training",

@@ -39,9 +39,11 @@ class ElasticDdp(Workload):
     """DDP that goes on with whoever is there."""
 
     warm: Warm
+    kind: str = "elastic"
+    """Which program of `tools.torch_ranks`."""
 
     def start(self, node: Node, job: str) -> LabProgram:
-        return start_torch(self.warm, node, job, "elastic", str(self.steps))
+        return start_torch(self.warm, node, job, self.kind, str(self.steps))
 
     def rank_of(self, rank: LabProgram) -> int:
         return -1 if (number := rank.last("rank")) is None else int(number)
@@ -96,9 +98,9 @@ def _machines() -> Iterator[LabMesh]:
 
 
 @contextlib.contextmanager
-def _warm(mesh: LabMesh) -> Iterator[Warm]:
+def _warm(mesh: LabMesh, *others: str) -> Iterator[Warm]:
     # One thread: it forks.
-    warm = Warm(IMPORTED, mesh.nodes[0].environment | {"OMP_NUM_THREADS": "1"})
+    warm = Warm((*IMPORTED, *others), mesh.nodes[0].environment | {"OMP_NUM_THREADS": "1"})
     try:
         yield warm
     finally:
@@ -109,6 +111,16 @@ def run_elastic(run: CampaignRun) -> Killed:
     with _machines() as mesh, _warm(mesh) as warm:
         steps = run.steps or ELASTIC_STEPS
         workload = ElasticDdp(steps=steps, pause_s=PAUSE_S, loads_s=PAUSE_S, warm=warm)
+        return run_kills(workload, mesh, run.episodes, run.seed)
+
+
+def run_trainer(run: CampaignRun) -> Killed:
+    """Train by Transformers' Trainer as `run_elastic` does without it."""
+    with _machines() as mesh, _warm(mesh, "pmesh.torch.elastic_trainer") as warm:
+        steps = run.steps or ELASTIC_STEPS
+        workload = ElasticDdp(
+            steps=steps, pause_s=PAUSE_S, loads_s=PAUSE_S, warm=warm, kind="elastic-trainer"
+        )
         return run_kills(workload, mesh, run.episodes, run.seed)
 
 

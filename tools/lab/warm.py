@@ -50,7 +50,7 @@ class Warm:
         self, modules: Sequence[str], environment: Mapping[str, str], host: LabHost | None = None
     ) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.settimeout(30.0)
+        self._socket.settimeout(120.0)  # until all is imported, on a busy machine
         with theirs:
             command = [sys.executable, "-m", "tools.lab.warm", str(theirs.fileno()), *modules]
             self._process = subprocess.Popen(
