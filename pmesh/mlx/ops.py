@@ -12,6 +12,8 @@ from typing import Any, TypeAlias, cast
 import mlx.core as mx
 import numpy as np
 
+from pmesh.client.collective.bucketed import OnNonfinite, take_apart
+from pmesh.client.collective.guard import check_mode, culprits_of, given_by
 from pmesh.client.trees.arrays import flatten
 from pmesh.errors import UsageError
 from pmesh.mlx.groups import Group, NativeGroup, init
@@ -147,6 +149,8 @@ def average_gradients(
     group: AnyGroup | None = None,
     all_reduce_size: int = _BUCKET_BYTES,
     communication_stream: Stream = None,
+    *,
+    on_nonfinite: OnNonfinite = "keep",
 ) -> Any:  # noqa: ANN401 - a tree like it
     """Return the mean of the remaining ranks' gradients; see `Mesh.average_gradients`.
 
@@ -155,23 +159,38 @@ def average_gradients(
         group: the group of ranks; None is the global group.
         all_reduce_size: the most bytes in one op; with 0 or less each array is an op of its own.
         communication_stream: ignored, except by a group that MLX made.
+        on_nonfinite: as for `Mesh.average_gradients`; MLX's own function does not have it.
+
+    Raises:
+        UsageError: `on_nonfinite` is not "keep", and MLX made the group, or a gradient has whole
+            numbers.
+        NonFiniteGradients: as `on_nonfinite` says.
     """
-    among = group or init()
+    check_mode(on_nonfinite)
+    among, guarded = group or init(), on_nonfinite != "keep"
     if not isinstance(among, Group):
+        if guarded:
+            raise UsageError("on_nonfinite needs a group of pmesh, and MLX made this one")
         present = import_module("mlx.nn.utils").average_gradients
         native = getattr(present, "__wrapped__", present)  # it may be ours, which wraps it
         return native(gradients, among, all_reduce_size, communication_stream)
-    if among.size() == 1:
-        return gradients
     arrays = flatten(gradients).leaves
-    if not all(_is_inexact(x) for x in arrays):
+    inexact = all(_is_inexact(x) for x in arrays)
+    if guarded and not inexact:
+        raise UsageError("on_nonfinite is for gradients of floating-point numbers only")
+    if among.size() == 1:
+        if guarded:
+            given = given_by(take_apart(gradients, reduction="mean"), None)
+            culprits_of([given], ["this machine"], on_nonfinite)
+        return gradients
+    if not inexact:
         each = partial(all_sum, group=among)
         tree = flatten(gradients)
         return tree.rebuild([each(cast("mx.array", x)) / among.size() for x in tree.leaves])
-    make = partial(_make_average, bucket_bytes=max(1, all_reduce_size))
+    make = partial(_make_average, bucket_bytes=max(1, all_reduce_size), on_nonfinite=on_nonfinite)
     if not arrays:  # MLX crashes in a custom function without arrays
         return make(among)[0](gradients)
-    return _function(among, f"average {all_reduce_size}", make)(gradients)
+    return _function(among, f"average {all_reduce_size} {on_nonfinite}", make)(gradients)
 
 
 def _is_inexact(x: object) -> bool:
@@ -305,11 +324,16 @@ def _make_send(group: Group, dst: int) -> tuple[Eager, Callable[..., Any], Eager
     return forward, refuse, refuse
 
 
-def _make_average(group: Group, bucket_bytes: int) -> tuple[Eager, Callable[..., Any], Eager]:
+def _make_average(
+    group: Group, bucket_bytes: int, on_nonfinite: OnNonfinite
+) -> tuple[Eager, Callable[..., Any], Eager]:
     def forward(tree: object) -> object:
         return group.run(
             lambda mesh: mesh.average_gradients(
-                tree, bucket_bytes=bucket_bytes, compression=group.compression
+                tree,
+                bucket_bytes=bucket_bytes,
+                compression=group.compression,
+                on_nonfinite=on_nonfinite,
             )
         )
 

@@ -6,6 +6,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from pmesh.client.calls.queue import Line
+from pmesh.client.collective.bucketed import OnNonfinite
+from pmesh.client.collective.guard import check_mode
 from pmesh.compression.schemes import Scheme
 from pmesh.errors import PmeshError, UsageError
 from pmesh.torch.arguments import StagedTensor, one_of
@@ -44,6 +46,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):  # typ
         module: Any,  # noqa: ANN401 - a torch.nn.Module
         *,
         compression: Scheme | str | None = None,
+        on_nonfinite: OnNonfinite = "keep",
         **options: Any,  # noqa: ANN401 - torch's
     ) -> None:
         """Wrap a module.
@@ -52,14 +55,20 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):  # typ
             module: the model, on any device. Ranks may have different values in it, but the same
                 parameters.
             compression: as for `mesh.average_gradients`.
+            on_nonfinite: as for `mesh.average_gradients`, for each bucket by itself. "keep": the
+                optimizer gets NaN. "raise": the backward pass raises on all ranks, and the buckets
+                before have their mean already; do not step, and go on with the next one. "skip":
+                the optimizer gets, in each bucket, the mean of the ranks whose gradients in that
+                bucket are finite; the backward pass raises if there is none.
             options: `device_ids`, `output_device`, `bucket_cap_mb`, `find_unused_parameters` and
                 `gradient_as_bucket_view` of torch's DDP.
 
         Raises:
             UsageError: `init(elastic=True)` was not called, or the model or an option needs a fixed
-                number of ranks.
+                number of ranks, or `on_nonfinite` is no such word.
         """
         elastic = current()
+        check_mode(on_nonfinite)
         _refuse(module, options)
         number = elastic.number_of_next_model()
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
@@ -77,7 +86,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):  # typ
         self.gradient_weight = 1.0
         self._elastic = elastic
         cap_bytes = int((options.get("bucket_cap_mb") or _BUCKET_MIB) * _MIB)
-        average = partial(_average, elastic, self, compression)
+        average = partial(_average, elastic, self, compression, on_nonfinite)
         reducer = Reducer(cut_into_buckets(named, cap_bytes), average, elastic.line)
         name_of = {id(parameter): name for name, parameter in named.items()}
 
@@ -249,8 +258,8 @@ def _refuse(module: Any, options: dict[str, Any]) -> None:  # noqa: ANN401 - a t
     others = [name for name in options if name not in _TAKES]
     if others:
         raise UsageError(
-            f"pmesh.torch.DistributedDataParallel takes compression, {', '.join(_TAKES)}, "
-            f"not {', '.join(others)}"
+            f"pmesh.torch.DistributedDataParallel takes compression, on_nonfinite, "
+            f"{', '.join(_TAKES)}, not {', '.join(others)}"
         )
     synced = torch.nn.SyncBatchNorm, SyncBatchNorm
     if any(isinstance(each, synced) for each in module.modules()):
@@ -264,12 +273,15 @@ def _average(
     elastic: Elastic,
     model: DistributedDataParallel,
     compression: Scheme | str | None,
+    on_nonfinite: OnNonfinite,
     gradients: dict[str, StagedTensor],
 ) -> None:
     tree = {name: target.memory for name, target in gradients.items()}
     weight = model.gradient_weight
     _guarded(
-        lambda: elastic.mesh.average_gradients(tree, weight, out=tree, compression=compression)
+        lambda: elastic.mesh.average_gradients(
+            tree, weight, out=tree, compression=compression, on_nonfinite=on_nonfinite
+        )
     )
     for target in gradients.values():
         target.write()

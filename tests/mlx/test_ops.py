@@ -109,6 +109,29 @@ def test_averages_have_gradients_too() -> None:
     assert among(gradients) == [([2.0] * 3, 0.333333, 72.0)] * RANKS
 
 
+def test_a_rank_whose_gradients_are_nan_is_left_out_or_all_ranks_get_an_error() -> None:
+    def average(group: pmesh.mlx.Group) -> object:
+        own = {"w": mx.array([4.0 ** group.rank(), mx.nan if group.rank() == 1 else 1.0])}
+        kept = pmesh.mlx.average_gradients(own, group)
+        with pytest.raises(pmesh.NonFiniteGradients, match="the gradients of rank 1"):
+            pmesh.mlx.average_gradients(own, group, on_nonfinite="raise")
+        mean = pmesh.mlx.average_gradients(own, group, on_nonfinite="skip")
+        with pytest.raises(pmesh.UsageError, match="of floating-point numbers only"):
+            pmesh.mlx.average_gradients(mx.array([1]), group, on_nonfinite="skip")
+        return kept["w"][0].item(), mean["w"].tolist()
+
+    assert among(average) == [(7.0, [8.5, 1.0])] * RANKS
+
+
+@pytest.mark.parametrize("mode", ["raise", "skip"])
+def test_a_process_that_is_alone_has_nobody_to_replace_its_nan(mode: Any) -> None:
+    group = pmesh.mlx.Group(None)
+    tree = {"w": mx.ones(3)}
+    assert pmesh.mlx.average_gradients(tree, group, on_nonfinite=mode) is tree
+    with pytest.raises(pmesh.NonFiniteGradients, match=r"rank 0 \(this machine\)"):
+        pmesh.mlx.average_gradients([mx.array(mx.nan)], group, on_nonfinite=mode)
+
+
 def test_averages_are_computed_in_the_order_of_registration_reversed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -192,6 +215,8 @@ def test_groups_of_mlxs_own_are_served_by_mlx() -> None:
     for call in (pmesh.mlx.all_sum, pmesh.mlx.all_gather, pmesh.mlx.sum_scatter):
         assert call(x, group=native).tolist() == x.tolist()
     assert pmesh.mlx.average_gradients({"w": x}, native)["w"].tolist() == x.tolist()
+    with pytest.raises(pmesh.UsageError, match="MLX made this one"):
+        pmesh.mlx.average_gradients({"w": x}, native, on_nonfinite="skip")
     with pytest.raises(ValueError, match="singleton"):
         pmesh.mlx.send(x, 0, group=native)
     with pytest.raises(ValueError, match="singleton"):

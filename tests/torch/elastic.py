@@ -176,6 +176,43 @@ def adds_up(rank: int) -> None:
     mesh.close()
 
 
+class Sum(nn.Module):
+    """Two parameters, whose gradients are the input: each is a bucket of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * (self.first + self.last)).sum()
+
+    def gradients(self) -> list[list[float]]:
+        return [each.grad.tolist() for each in (self.first, self.last) if each.grad is not None]
+
+
+def guards(_: int) -> None:
+    """Rank 1 has a NaN in one of two buckets: it is left out there, or all ranks get an error."""
+    mesh = pmesh.torch.init(elastic=True)
+    mine, of_all, of_others = torch.full((2,), 4.0**mesh.rank), [7.0, 7.0], [8.5, 8.5]
+    for mode in ("skip", "raise"):
+        net = Sum()
+        model = pmesh.torch.DistributedDataParallel(net, bucket_cap_mb=1e-6, on_nonfinite=mode)
+        spoilt = net.first.register_hook(lambda g: g * torch.nan if mesh.rank == 1 else g)
+        pmesh.torch.sync(model)
+        if mode == "skip":
+            model(mine).backward()
+            assert net.gradients() == [of_others, of_all]
+        else:
+            with refused(r"NonFiniteGradients: the gradients of rank 1 \(.*\) are NaN or infinite"):
+                model(mine).backward()
+        spoilt.remove()
+        model.zero_grad()
+        pmesh.torch.sync(model)
+        model(mine).backward()  # the next step
+        assert net.gradients() == [of_all, of_all]
+    mesh.close()
+
+
 def refuses(rank: int, folder: str) -> None:
     """What can't be elastic says so, on each rank, and nothing waits."""
     import torch.distributed as dist
@@ -202,8 +239,10 @@ def refuses(rank: int, folder: str) -> None:
     for norm in (nn.SyncBatchNorm(2), pmesh.torch.SyncBatchNorm(2)):
         with refused("SyncBatchNorm needs a fixed number of ranks"):
             pmesh.torch.DistributedDataParallel(nn.Sequential(net, norm))
-    with refused("takes compression, device_ids.* not static_graph"):
+    with refused("takes compression, on_nonfinite, device_ids.* not static_graph"):
         pmesh.torch.DistributedDataParallel(net, static_graph=True)
+    with refused("on_nonfinite is one of .*, not 'ignore'"):
+        pmesh.torch.DistributedDataParallel(net, on_nonfinite="ignore")
     model = pmesh.torch.DistributedDataParallel(net)
     with refused("join is for a fixed number of ranks"):
         model.join()

@@ -105,7 +105,7 @@ def test_a_newcomer_gets_everything_however_its_buckets_lie(programs: Programs) 
     assert programs.run("tests.torch.elastic", "enters_late", str(folder)) == [0, 0, 0]
 
 
-@pytest.mark.parametrize("program", ["adds_up", "disagree"])
+@pytest.mark.parametrize("program", ["adds_up", "guards", "disagree"])
 def test_gradients_are_those_of_all_or_an_error_at_all(programs: Programs, program: str) -> None:
     assert programs.run("tests.torch.elastic", program, PMESH_JOB=program) == [0, 0, 0]
 

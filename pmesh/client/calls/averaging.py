@@ -26,7 +26,7 @@ from pmesh.client.collective.bucketed import (
 )
 from pmesh.client.collective.buckets import backward_order
 from pmesh.client.collective.differences import fill_missing
-from pmesh.client.collective.guard import check_alone
+from pmesh.client.collective.guard import check_alone, check_mode
 from pmesh.client.elastic.place import Place
 from pmesh.client.feedback.call import Compression, chosen_for_gradients
 from pmesh.client.session.session import TrainerSession
@@ -136,10 +136,7 @@ class Averaging(Reducing):
             raise UsageError(f"a weight is a number of samples, at least 0, not {weight}")
         if missing not in get_args(Missing):
             raise UsageError(f"missing is one of {get_args(Missing)}, not {missing!r}")
-        if on_nonfinite not in get_args(OnNonfinite):
-            raise UsageError(
-                f"on_nonfinite is one of {get_args(OnNonfinite)}, not {on_nonfinite!r}"
-            )
+        check_mode(on_nonfinite)
         if bucket_bytes < 1:
             raise UsageError(f"bucket_bytes is at least 1, not {bucket_bytes}")
         arrays = take_apart(grads, reduction="mean", lazily=True)

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from typing import get_args
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from pmesh.client.trees.arrays import Leaf
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.trainer import World
-from pmesh.errors import NonFiniteGradients
+from pmesh.errors import NonFiniteGradients, UsageError
 from pmesh.ids import Rank, TrainerId
 
 _EXPONENT = np.uint16(0x7F80)  # of bfloat16: all ones for infinity and NaN
@@ -41,6 +42,12 @@ class Given(IntEnum):
     FINITE = 1
     NONFINITE = 2
     """One of its gradients is NaN or infinite."""
+
+
+def check_mode(mode: object) -> None:
+    """Raise UsageError if `on_nonfinite` can't be this."""
+    if mode not in get_args(OnNonfinite):
+        raise UsageError(f"on_nonfinite is one of {get_args(OnNonfinite)}, not {mode!r}")
 
 
 def all_finite(values: Values) -> bool:
