@@ -316,10 +316,16 @@ class ElasticTrainer(transformers.Trainer):  # type: ignore[misc] # Transformers
         self.follow()
         if self.state.global_step % len(self._loader) == 0:
             self.control.should_epoch_stop = True
+        self.leave_saving()
+
+    def leave_saving(self) -> None:
+        """Save nothing on the ranks of which Transformers would save the random generators only."""
+        if not self.args.should_save:
+            self.control.should_save = False
 
 
 class _AtSteps(transformers.TrainerCallback):  # type: ignore[misc] # Transformers has no types here
-    """Tells the trainer when the loop begins, and when each step ends."""
+    """Tells the trainer when the loop begins, and when each step and epoch ends."""
 
     def __init__(self, trainer: ElasticTrainer) -> None:
         self._trainer = trainer
@@ -329,6 +335,9 @@ class _AtSteps(transformers.TrainerCallback):  # type: ignore[misc] # Transforme
 
     def on_step_end(self, *_: object, **__: object) -> None:
         self._trainer.end_step()
+
+    def on_epoch_end(self, *_: object, **__: object) -> None:
+        self._trainer.leave_saving()
 
 
 class _Trained(DistributedDataParallel):

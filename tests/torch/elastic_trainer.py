@@ -19,7 +19,7 @@ from tests.torch.start import fork
 from tests.torch.starts import refused
 
 ROWS, EPOCHS = 14, 2  # of 100 rows: the last step of an epoch has 2, for three ranks
-STEPS, KILLED_AT, ALL_AGAIN_AT = 60, 10, 30
+STEPS, KILLED_AT, ALL_AGAIN_AT = 40, 8, 20
 
 
 def import_libraries() -> None:
@@ -175,8 +175,9 @@ def train_digits(rank: int, folder: Path, *, will_die: bool) -> None:
     sizes = set[int]()
     torch.manual_seed(0)
     model = Digits()
+    out = folder / f"out-{rank}"
     chosen = arguments(
-        str(folder),
+        str(out),
         max_steps=STEPS,
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,
@@ -184,7 +185,7 @@ def train_digits(rank: int, folder: Path, *, will_die: bool) -> None:
         metric_for_best_model="loss",
         greater_is_better=False,
         save_strategy="steps",
-        save_steps=25,
+        save_steps=15,
     )
     stopping = EarlyStoppingCallback(early_stopping_patience=1000)
     training = Watched(
@@ -212,6 +213,7 @@ def train_digits(rank: int, folder: Path, *, will_die: bool) -> None:
             "sizes": sizes,
             "late": was_late,
             "rank": mesh.rank,
+            "saved": [each.name for each in (out / f"checkpoint-{STEPS}").glob("*.*")],
             "steps": training.state.global_step,
             "epoch": training.state.epoch,
             "last": losses[-1],
