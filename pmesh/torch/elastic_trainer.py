@@ -21,7 +21,7 @@ from pmesh.client.trees.state import pack
 from pmesh.errors import UsageError
 from pmesh.torch.data_parallel import DistributedDataParallel
 from pmesh.torch.elastic import current, init, sync
-from pmesh.torch.library import Tensor, torch
+from pmesh.torch.library import Tensor, dist, torch
 from pmesh.torch.ranks import WORLDS
 from pmesh.torch.steps import Steps
 from pmesh.torch.transformers import check_same, extend
@@ -87,6 +87,11 @@ class ElasticTrainer(transformers.Trainer):  # type: ignore[misc] # Transformers
         """
         mine = copy(args or transformers.TrainingArguments("tmp_trainer"))
         _check(mine)
+        if dist.is_initialized():
+            raise UsageError(
+                "Accelerate has begun a process group for the TrainingArguments, whose number of "
+                "ranks is fixed: import pmesh.torch.ElasticTrainer above them, and set no backend"
+            )
         if WORLDS.elastic is None:
             init(elastic=True)
         self._elastic = current()

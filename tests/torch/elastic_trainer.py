@@ -24,10 +24,7 @@ STEPS, KILLED_AT, ALL_AGAIN_AT = 40, 8, 20
 
 def import_libraries() -> None:
     """Import what takes seconds."""
-    for each in (
-        *("accelerate", "transformers.trainer", "transformers.models.llama.modeling_llama"),
-        "pmesh.torch.elastic_trainer",
-    ):
+    for each in ("accelerate", "transformers.trainer", "transformers.models.llama.modeling_llama"):
         import_module(each)
 
 
@@ -79,6 +76,7 @@ def of_kind(kind: str) -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
 def arguments(folder: str, **options: Any) -> Any:
     from transformers import TrainingArguments
 
+    import_module("pmesh.torch.elastic_trainer")  # not for programs of others that are forked here
     chosen = {"learning_rate": 1e-2, "max_grad_norm": 0.5, "logging_steps": 2, "seed": 3}
     quiet = {"report_to": [], "disable_tqdm": True, "save_strategy": "no"}
     return TrainingArguments(folder, **(chosen | quiet | options))
@@ -247,6 +245,15 @@ def resumes(rank: int, folder: str) -> None:
     assert again.state.global_step == 6
     for name, value in whole.model.state_dict().items():
         torch.testing.assert_close(again.model.state_dict()[name], value, rtol=1e-5, atol=1e-5)
+
+
+def imports_late(_: int, folder: str) -> None:
+    """Accelerate has begun a fixed number of ranks before the program says that it is elastic."""
+    from transformers import TrainingArguments
+
+    fixed = TrainingArguments(folder)
+    with refused("import pmesh.torch.ElasticTrainer above them"):
+        pmesh.torch.ElasticTrainer(Digits(), fixed, train_dataset=digits(100))
 
 
 def refuses(_: int, folder: str) -> None:

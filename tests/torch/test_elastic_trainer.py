@@ -85,7 +85,7 @@ def check_rows(step: int, taken: list[list[int]], kills: str) -> None:
         assert found == sorted(rows)
 
 
-@pytest.mark.parametrize("program", ["refuses", "resumes"])
+@pytest.mark.parametrize("program", ["refuses", "imports_late", "resumes"])
 def test_what_can_t_be_elastic_is_refused_and_checkpoints_are_compared(
     programs: Programs, program: str
 ) -> None:
