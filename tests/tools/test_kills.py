@@ -14,7 +14,7 @@ from tools.kills.workloads import judge_errors
 from tools.lab.measured import Results
 from tools.lab.results import read_results
 
-_NEEDS = {"lora": "mlx_lm", "stages": "mlx", "elastic-trainer": "accelerate"}
+_NEEDS = {"lora": "mlx_lm", "stages": "mlx", "stages-for-good": "mlx", "elastic-trainer": "accelerate"}
 
 
 @pytest.mark.slow
@@ -25,6 +25,7 @@ _NEEDS = {"lora": "mlx_lm", "stages": "mlx", "elastic-trainer": "accelerate"}
         *((kind, 1, 300) for kind in ("elastic", "elastic-trainer", "ddp", "fsdp")),
         ("lora", 1, 60),
         ("stages", 2, 60),  # an agent and a machine
+        ("stages-for-good", 2, 60),
     ],
 )
 def test_a_short_campaign_finds_nothing(tmp_path: Path, kind: str, kills: int, steps: int) -> None:

@@ -3,6 +3,7 @@
 from functools import partial
 
 from tools.kills.calls import run_calls
+from tools.kills.fewer import run_stages_for_good
 from tools.kills.launched import run_launched
 from tools.kills.maps import SPEEDS, USED, run_maps
 from tools.kills.stages import run_stages
@@ -27,6 +28,10 @@ CAMPAIGNS = (
     Campaign("stages", "kill -9 of ranks, agents and machines of pmesh.mlx's ElasticPipeline",
              run_stages, "losses and weights bit for bit those of a training without kills",
              nothing_violated, 100, 2, one_size=True),
+    Campaign("stages-for-good", "kill -9 of ranks, agents and machines of ElasticPipeline, which "
+             "stay away, from 4 stages down to 2", run_stages_for_good,
+             "losses and weights bit for bit those of a training without kills",
+             nothing_violated, 20, 2, one_size=True),
     Campaign("trainer-kills", "kill -9 of ranks, agents and machines under Transformers' Trainer, "
              "Lightning's and torch's own DDP", run_launched,
              "the same bits at all ranks, weights within 1e-5, loss within 1 %", nothing_violated,

@@ -1,7 +1,7 @@
 """A training in stages by `pmesh.mlx.ElasticPipeline`: ranks, agents and machines are killed."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,16 +27,18 @@ LOADS_S = 1.5  # imports take most of it
 
 @dataclass(slots=True)
 class Stages(Workload):
-    """Three stages of a small model."""
+    """Stages of a small model."""
 
     mesh: LabMesh
+    words: Sequence[str] = (str(RANKS),)
+    """How many stages, and further arguments of the script."""
     losses: dict[int, set[str]] = field(default_factory=dict[int, set[str]])
     """Of each step of the first training."""
-    weights: dict[int, str] = field(default_factory=dict[int, str])
-    """The hash of each stage's weights at its end."""
+    weights: list[str] = field(default_factory=list[str])
+    """The hash of each layer's weights at its end."""
 
     def start(self, node: Node, job: str) -> LabProgram:
-        return self.mesh.start_program(node, str(SCRIPT), job, str(self.steps), str(RANKS))
+        return self.mesh.start_program(node, str(SCRIPT), job, str(self.steps), *self.words)
 
     def rank_of(self, rank: LabProgram) -> int:
         return -1 if (number := rank.last("rank")) is None else int(number)
@@ -54,11 +56,12 @@ class Stages(Workload):
         """None goes on until the killed one is back."""
 
     def judge(self, training: KilledTraining, tally: Killed) -> None:
-        """Each step has the loss, and each stage the weights, of the training without a kill."""
-        if any(rank.last("digest") is None for rank in training.ranks):
+        """Each step has the loss, and each layer the weights, of the training without a kill."""
+        if any(rank.last("digests") is None for rank in training.ranks):
             raise LabError("\n".join(rank.shown for rank in training.ranks))
         losses = losses_of(training.everyone)
-        weights = {rank.last("stage"): rank.last("digest") for rank in training.ranks}
+        in_order = sorted(training.ranks, key=lambda rank: int(rank.last("stage")))
+        weights = [digest for rank in in_order for digest in rank.last("digests")]
         self.losses, self.weights = self.losses or losses, self.weights or weights
         both = {step: losses.get(step, set()) | self.losses[step] for step in self.losses}
         judge_steps(tally, training.name, both)

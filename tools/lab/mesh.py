@@ -21,7 +21,7 @@ from pmesh.home_paths import socket_path
 from tools.lab.commands import LabError
 from tools.lab.net import LabHost, NetLab, loopbacks
 from tools.lab.oplog import Life, decode_report
-from tools.lab.program import PATIENCE_S, LabProgram, await_that
+from tools.lab.program import PATIENCE_S, LabProgram, await_that, runs
 
 ROOT = Path(__file__).resolve().parents[2]
 AGENT = "from pmesh.cli import main; main()"
@@ -266,7 +266,7 @@ class LabMesh:
         if node.host.lab:
             self.start_agent(node)
         else:
-            other = next(each for each in self.nodes if each is not node)
+            other = next(each for each in self.nodes if each is not node and runs(each.agent))
             self.start_agent(node, "--no-mdns", "--peer", other.await_address())
         node.await_address()
 

@@ -1,6 +1,6 @@
-"""One rank of a training in stages: stages.py JOB STEPS RANKS.
+"""One rank of a training in stages: stages.py JOB STEPS RANKS [FEWER_AFTER_S WAIT_S].
 
-It prints each step with its loss, and at the end a hash of its stage's weights.
+It prints each step with its loss, and at the end a hash of the weights of each of its layers.
 """
 
 import hashlib
@@ -23,21 +23,34 @@ def batch(step: int) -> tuple[mx.array, mx.array]:
     return x, mx.sin(x)
 
 
-def train(job: str, steps: int, ranks: int) -> None:
+def train(job: str, steps: int, ranks: int, **patience: float) -> None:
     with pmesh.connect(job=job, wait_for=ranks) as mesh:
         print(json.dumps({"rank": mesh.rank}), flush=True)
         mx.random.seed(1)
         count = LAYERS_EACH * ranks
         layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(count)]
-        by = [LAYERS_EACH] * ranks
-        training = ElasticPipeline(layers, mesh, nn.losses.mse_loss, optimizers.AdamW(1e-3), by=by)
+        training = ElasticPipeline(
+            layers,
+            mesh,
+            nn.losses.mse_loss,
+            optimizers.AdamW(1e-3),
+            by=[LAYERS_EACH] * ranks,
+            **patience,
+        )
         for step, value in training.train(batch, steps):
             print(json.dumps({"step": step, "loss": value, "rank": mesh.rank}), flush=True)
-        hasher = hashlib.sha256()
-        for _, x in tree_flatten(training.stage.parameters()):
-            hasher.update(np.array(x).tobytes())
-        print(json.dumps({"stage": training.number, "digest": hasher.hexdigest()}), flush=True)
+        digests = [digest(layer) for layer in training.stage.layers]
+        print(json.dumps({"stage": training.number, "digests": digests}), flush=True)
+
+
+def digest(layer: nn.Module) -> str:
+    hasher = hashlib.sha256()
+    for _, x in tree_flatten(layer.parameters()):
+        hasher.update(np.array(x).tobytes())
+    return hasher.hexdigest()
 
 
 if __name__ == "__main__":
-    train(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    job, steps, ranks, *times = sys.argv[1:]
+    patience = dict(zip(("fewer_after_s", "wait_s"), map(float, times), strict=False))
+    train(job, int(steps), int(ranks), **patience)
