@@ -1,6 +1,8 @@
 """The short forms of the campaigns that kill ranks of trainings, and their judges."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +12,10 @@ from tools.kills.calling import DONE, ENDED, GIVEN_UP, LOST, RAN
 from tools.kills.calls import judge_calls
 from tools.kills.campaign import Killed, judge_losses, judge_steps
 from tools.kills.maps import ITEMS, judge_results
+from tools.kills.stages import Stages
 from tools.kills.workloads import judge_errors
 from tools.lab.measured import Results
+from tools.lab.mesh import LabMesh
 from tools.lab.results import read_results
 
 _NEEDS = {"lora": "mlx_lm", "stages": "mlx", "stages-for-good": "mlx", "elastic-trainer": "accelerate"}
@@ -123,6 +127,41 @@ def test_other_weights_after_a_step_are_a_violation() -> None:
     judge_steps(tally, "training 1", {1: {"a"}, 2: {"a", "b"}})
 
     assert tally.violations == ["training 1: step 2 is torn: weights ['a', 'b']"]
+
+
+@pytest.mark.parametrize(
+    ("ends", "violations"),
+    [
+        ([(0, ["a"]), (1, ["b", "c"]), (2, ["d"])], 0),
+        ([(1, ["c", "d"]), (0, ["a", "b"])], 0),  # as the layers are dealt anew
+        ([(0, ["a", "b"]), (1, ["x", "d"])], 1),
+        ([(0, ["a", "b"]), (1, ["c"])], 1),
+    ],
+)
+def test_another_weight_of_a_layer_is_a_violation_whatever_stage_has_it(
+    ends: list[tuple[int, list[str]]], violations: int
+) -> None:
+    tally = Killed()
+    undisturbed: Any = _ended([(0, ["a", "b"]), (1, ["c", "d"])])
+    trained: Any = _ended(ends)
+    workload = Stages(steps=1, pause_s=0.0, loads_s=0.0, mesh=LabMesh(0))
+
+    workload.judge(undisturbed, tally)
+    workload.judge(trained, tally)
+
+    assert len(tally.violations) == violations
+
+
+def _ended(ends: list[tuple[int, list[str]]]) -> SimpleNamespace:
+    """A training whose ranks have said that they end so."""
+    ranks = [
+        SimpleNamespace(
+            reports=[{"step": 0, "loss": 2.0}],
+            last={"stage": stage, "digests": digests}.get,
+        )
+        for stage, digests in ends
+    ]
+    return SimpleNamespace(name="a training", ranks=ranks, everyone=ranks)
 
 
 @pytest.mark.parametrize("losses", [[2.0, 2.0, 2.001], [2.03] * 3, [float("nan")] * 3, []])
