@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten
 
 import pmesh
 from pmesh.mlx import ElasticPipeline
+from pmesh.mlx.pipeline.rules.meeting import Agreement, agree
 from pmesh.mlx.pipeline.rules.takeover import plan_parcels
 from pmesh.mlx.pipeline.stages import deal_anew
 from pmesh.testing import SimulatedMesh
@@ -307,6 +308,19 @@ def test_layers_that_do_not_fit_as_they_would_be_dealt_go_to_the_rank_beside(
 def test_ranks_may_be_lost_for_good_one_after_the_other(undisturbed: dict[int, Any]) -> None:
     trial = ForGood("step of 0", 1, 2, then=("step of 2", 1, 0))
     check_same(trial.run(), undisturbed, 1)
+
+
+def test_a_rank_may_be_lost_for_good_before_any_has_its_stage(
+    undisturbed: dict[int, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = ForGood("agreed", 1, 1)
+
+    def agree_and_lose(*given: Any) -> Agreement:  # noqa: ANN401 - as they are
+        trial.comes("agreed")
+        return agree(*given)
+
+    monkeypatch.setattr("pmesh.mlx.pipeline.elastic.agree", agree_and_lose)
+    check_same(trial.run(), undisturbed, 2)
 
 
 def test_a_layer_that_was_given_away_before_the_first_copy_is_as_it_was_made(
