@@ -4,19 +4,24 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, cast
 from weakref import WeakSet, finalize
 
 from pmesh.client.calls.averaging import Averaging
 from pmesh.client.calls.moving import Moving, Objects
 from pmesh.client.calls.placing import Placing
-from pmesh.client.calls.queue import Handle, Line, Turn
-from pmesh.client.collective.bucketed import LastOp
+from pmesh.client.calls.queue import Handle, Line, Turn, check_timeout
+from pmesh.client.calls.reducing import DEFAULT_TIMEOUT_S
+from pmesh.client.collective.bucketed import ALONE, LastOp
+from pmesh.client.elastic.compare import Compared, run_compare
 from pmesh.client.elastic.place import Place
 from pmesh.client.session.session import TrainerSession, exchange_rows
 from pmesh.client.shown import names_line, ranks_table
 from pmesh.client.trees.arrays import digest
+from pmesh.client.trees.state import pack
+from pmesh.core.jobs.comparing import digest_text
 from pmesh.core.wire.calls import Call
+from pmesh.core.wire.trainer import World
 from pmesh.errors import (
     AgentStopped,
     GroupBroken,
@@ -39,6 +44,38 @@ class Collectives(Averaging, Moving, Placing, Objects, PointToPoint):
     `Handle` at once. Calls run in the order in which they were made; messages between two ranks run
     at the same time.
     """
+
+    def compare(self, state: object, timeout_s: float = DEFAULT_TIMEOUT_S) -> Compared:
+        """Find out whether all ranks have the same state, such as their weights, bit for bit.
+
+        It changes nothing, costs a hash of the state and one small op, and every rank must call it.
+        `pmesh status` on any machine shows what was found last; if ranks differ, `pmesh events` on
+        the machines of the job has it, too. A `sync` compares as well, and shows the same. In a
+        group it is about the ranks of the group, such as the copies of one stage, and `pmesh
+        status` shows it at the group.
+
+        Args:
+            state: as for `sync`.
+            timeout_s: for the op.
+
+        Returns:
+            The hash of this rank's state, and the ranks that have another state than most.
+
+        Raises:
+            UnsupportedArray: the state holds something that `sync` does not take.
+            PmeshError: as for `all_reduce`.
+        """
+        packed, timeout_s = pack(state), check_timeout(timeout_s)
+
+        def ops(session: TrainerSession) -> tuple[Compared, LastOp]:
+            found, done = run_compare(session, packed, step=self._place.step, timeout_s=timeout_s)
+            return found, LastOp.among(done.op, done.world, done.values.nbytes)
+
+        def alone(world: World) -> tuple[Compared, LastOp]:
+            return Compared(digest_text(packed.digest), ()), LastOp.among(ALONE, world, 0)
+
+        result = self._call(ops, alone, lambda found: found, timeout_s=timeout_s)
+        return cast("Compared", result)
 
 
 R = TypeVar("R")

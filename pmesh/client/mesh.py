@@ -10,20 +10,16 @@ import numpy as np
 
 from pmesh.client.calls.queue import check_timeout
 from pmesh.client.calls.reducing import DEFAULT_TIMEOUT_S
-from pmesh.client.collective.bucketed import ALONE, LastOp
+from pmesh.client.collective.bucketed import LastOp
 from pmesh.client.collective.differences import state_differences
-from pmesh.client.elastic.compare import Compared, run_compare
 from pmesh.client.elastic.place import Place
 from pmesh.client.elastic.sync import Synced
 from pmesh.client.group import Collectives, Group, Groups, check_ranks, ranks_by_color
-from pmesh.client.session.session import TrainerSession
 from pmesh.client.shown import names_line, ranks_table
 from pmesh.client.trees.state import pack, unpack_untrusted
 from pmesh.compression.blocks import Indices
-from pmesh.core.jobs.comparing import digest_text
 from pmesh.core.ops.reductions import Values
 from pmesh.core.values import View
-from pmesh.core.wire.trainer import World
 from pmesh.errors import ProtocolError, RunError, UsageError
 from pmesh.ids import TrainerId
 from pmesh.rpc.client.calls import Rpc
@@ -176,36 +172,6 @@ class Mesh(Collectives):
             return received
 
         return cast("T", self._do(run, finish))
-
-    def compare(self, state: object, timeout_s: float = DEFAULT_TIMEOUT_S) -> Compared:
-        """Find out whether all ranks have the same state, such as their weights, bit for bit.
-
-        It changes nothing, costs a hash of the state and one small op, and every rank must call it.
-        `pmesh status` on any machine shows what was found last; if ranks differ, `pmesh events` on
-        the machines of the job has it, too. A `sync` compares as well, and shows the same.
-
-        Args:
-            state: as for `sync`.
-            timeout_s: for the op.
-
-        Returns:
-            The hash of this rank's state, and the ranks that have another state than most.
-
-        Raises:
-            UnsupportedArray: the state holds something that `sync` does not take.
-            PmeshError: as for `all_reduce`.
-        """
-        packed, timeout_s = pack(state), check_timeout(timeout_s)
-
-        def ops(session: TrainerSession) -> tuple[Compared, LastOp]:
-            found, done = run_compare(session, packed, step=self.step, timeout_s=timeout_s)
-            return found, LastOp.among(done.op, done.world, done.values.nbytes)
-
-        def alone(world: World) -> tuple[Compared, LastOp]:
-            return Compared(digest_text(packed.digest), ()), LastOp.among(ALONE, world, 0)
-
-        result = self._call(ops, alone, lambda found: found, timeout_s=timeout_s)
-        return cast("Compared", result)
 
     def report(self, /, **values: float) -> None:
         """Show numbers of this step, such as `loss=0.31`, wherever the job's status is shown.

@@ -11,7 +11,7 @@ from pmesh.ids import Rank
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """What `Mesh.compare` has found."""
+    """What `compare` of a mesh or a group has found."""
 
     digest: str
     """The hash of this rank's state (XXH3, 128 bits): 32 hexadecimal digits."""

@@ -62,6 +62,25 @@ def test_a_rank_with_one_other_bit_is_named_to_all_in_the_status_and_in_one_even
     assert (event.text, event.job, event.op) == (f"job 'job': {text}", "job", 0)
 
 
+def test_a_group_compares_its_own_ranks_alone_and_is_named_in_the_event(
+    agent: WatchedAgent,
+) -> None:
+    def program(mesh: pmesh.Mesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        pair = mesh.split(mesh.rank % 2)  # of ranks 0 and 2, which differ, and of 1 and 3
+        assert pair is not None
+        mine = np.full(4, 2 if mesh.rank == 2 else mesh.rank % 2)
+        in_pair = pair.compare(mine).others
+        pair.barrier()
+        return in_pair, mesh.compare(mesh.rank % 2).others
+
+    found = run(agent, 4, program)
+    assert found == [((1,), (1, 3)), ((), (1, 3))] * 2
+    in_group, in_mesh = differences(agent.home)
+    assert "(simulated) had another state than the other rank in op" in in_group.text
+    assert (in_group.job or "").startswith("job/")
+    assert in_mesh.job == "job"
+
+
 def test_a_difference_is_sent_though_the_rank_calls_nothing_after_it(agent: WatchedAgent) -> None:
     run_ranks(agent.home, 2, lambda mesh: mesh.compare(mesh.rank))
     assert [event.op for event in differences(agent.home)] == [0]
