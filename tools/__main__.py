@@ -90,6 +90,7 @@ TOOLS = (
     Tool("shares", "unequal ranks, by measured speed", "tools.shares:run", lab="needed"),
     Tool("rpc-speed", "calls between two ranks beside torch's RPC and send", "tools.rpc_speed:run"),
     Tool("store-writes", "a million writes to a store", "tools.store_writes:run"),
+    Tool("trace-cost", "what pmesh trace adds to an op", "tools.trace_cost:run"),
     Tool("watching", "what pmesh dashboard and pmesh top hold and take", "tools.watching:run"),
     Tool("tiny", "makes a tiny model to fine-tune with mlx-lm", "tools.lora:tiny"),
 )
