@@ -70,7 +70,11 @@ def test_a_group_compares_its_own_ranks_alone_and_is_named_in_the_event(
         assert pair is not None
         mine = np.full(4, 2 if mesh.rank == 2 else mesh.rank % 2)
         in_pair = pair.compare(mine).others
-        pair.barrier()
+        pair.barrier()  # it takes along what was found
+        mesh.barrier()
+        shown = [job_line(job).plain for job in decode_status(ask_status(agent.home)).jobs]
+        ends = sorted(line.rpartition("; ")[2].partition(" ")[0] for line in shown)
+        assert ends == ["Job", "another", "state"]  # the job knows nothing yet; both groups do
         return in_pair, mesh.compare(mesh.rank % 2).others
 
     found = run(agent, 4, program)
