@@ -24,6 +24,7 @@ from xdist.scheduler.loadscope import LoadScopeScheduling
 
 import pmesh
 from pmesh.net.lanes import executor
+from tests.worlds.faults import Faults
 from tests.worlds.watched_agent import WatchedAgent, watched_agent
 from tools.lab.net import why_not
 
@@ -164,21 +165,28 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture
-def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that jumps when no task has anything to do doesn't see that threads have."""
-    monkeypatch.setattr(executor, "THREADS_FROM_BYTES", math.inf)
-    monkeypatch.setattr(executor, "COMPUTING_THREADS_FROM_BYTES", math.inf)
+def faults() -> Iterator[Faults]:
+    made = Faults()
+    yield made
+    made.end()
 
 
 @pytest.fixture
-def threads_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_threads(faults: Faults) -> None:
+    """A clock that jumps when no task has anything to do doesn't see that threads have."""
+    faults.limit(executor, "THREADS_FROM_BYTES", math.inf)
+    faults.limit(executor, "COMPUTING_THREADS_FROM_BYTES", math.inf)
+
+
+@pytest.fixture
+def threads_run_at_once(faults: Faults) -> None:
     """As `no_threads`, for what an agent does in a thread of trio, such as writing to its disk."""
 
     async def run_here(call: Callable[..., object], *arguments: object, **_: object) -> object:
         await trio.lowlevel.checkpoint()
         return call(*arguments)
 
-    monkeypatch.setattr(trio.to_thread, "run_sync", run_here)
+    faults.instead(trio.to_thread, "run_sync", run_here)
 
 
 @pytest.fixture

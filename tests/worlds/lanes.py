@@ -105,8 +105,13 @@ def ring_of(
             lane.close()
 
 
+def socket_of(lane: Lane) -> socket.socket:
+    """The connection of a lane: a bad network, without a switch in the lane for it."""
+    return lane._socket  # noqa: SLF001
+
+
 def shrink(lane: Lane, buffer_bytes: int) -> None:
-    sock = lane._socket  # noqa: SLF001 - a slow network, without a switch in the lane for it
+    sock = socket_of(lane)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
 
@@ -114,7 +119,7 @@ def shrink(lane: Lane, buffer_bytes: int) -> None:
 @contextmanager
 def forgotten(lane: Lane) -> Iterator[None]:
     """The network between swallows what the lane sends, as a router that has lost its table."""
-    descriptor = lane._socket.fileno()  # noqa: SLF001 - a bad network, as in `shrink`
+    descriptor = socket_of(lane).fileno()
     connection, (end, nowhere) = os.dup(descriptor), socket.socketpair()
     try:
         os.dup2(end.fileno(), descriptor)
@@ -179,7 +184,7 @@ async def reduce_all(
 
 def is_closed(lane: Lane) -> bool:
     """True if its connection is: no descriptor leaks."""
-    return lane._socket.fileno() == -1  # noqa: SLF001
+    return socket_of(lane).fileno() == -1
 
 
 def descriptors() -> int:

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import AsyncGenerator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import trio
 from trio.testing import MockClock
@@ -93,6 +94,11 @@ class StoreConnection:
         return verdict
 
 
+def stores_of(machine: Machine) -> list[Any]:
+    """The stores that an agent keeps copies of."""
+    return [*machine.part(Stores)._stores.values()]  # noqa: SLF001
+
+
 @dataclass
 class Sharing:
     """Ranks on as many machines, with their connections to the store."""
@@ -109,7 +115,7 @@ class Sharing:
         """The copies on the machines of these ranks."""
         found = list[dict[str, bytes | bytearray]]()
         for rank in ranks:
-            (store,) = self.machine_of(rank).part(Stores)._stores.values()  # noqa: SLF001
+            (store,) = stores_of(self.machine_of(rank))
             copy = store._replica.copy  # noqa: SLF001
             assert copy is not None
             found.append(copy.table.values)

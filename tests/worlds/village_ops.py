@@ -18,7 +18,7 @@ from pmesh.agent.schema import Status
 from pmesh.core.ops.kinds import extent_of
 from pmesh.core.ops.plan import RankPlan
 from pmesh.core.ops.reductions import WIRE_DTYPES, Values
-from pmesh.core.values import Terms, Verdict
+from pmesh.core.values import OpOutcome, Terms, Verdict
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.trainer import OpDone, OpFailed, StartOp
 from pmesh.ids import OpNumber
@@ -172,6 +172,11 @@ async def verdicts_of_all(*calls: "tuple[Trainer, object]") -> list[Verdict]:
         return await trainer.verdict_of(call)  # type: ignore[arg-type] # a coroutine
 
     return await together(*[lambda t=t, c=c: one(t, c) for t, c in calls])
+
+
+def learn(rank: LocalRank, outcome: OpOutcome) -> None:
+    """Let a rank know how an op has ended, as a view change would."""
+    rank._outcomes[outcome.op] = outcome  # noqa: SLF001
 
 
 def ranks_of(here: Village) -> list[LocalRank]:
