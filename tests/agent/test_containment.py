@@ -23,10 +23,10 @@ from pmesh.core.wire.lanes import OfferLane
 from pmesh.core.wire.session import SESSION_VERSION, Refused
 from pmesh.errors import ProtocolError
 from pmesh.ids import Incarnation, JobName, Member, NodeId, TrainerId
-from pmesh.net.lanes import opening
-from pmesh.net.lanes.lane import Lane
 from pmesh.p2p.agent import router
 from pmesh.p2p.wire import Attach, Attached, ReceiveMessage
+from tests.worlds.faults import Fault, Faults, Real
+from tests.worlds.kept import kept
 from tests.worlds.trainer import RefusedError, together
 from tests.worlds.village import Machine, Village, training, village
 from tests.worlds.village_ops import kinds_of_events, machine_of, ones, reduce_all
@@ -100,7 +100,7 @@ def test_errors_from_many_places_are_not_remembered_for_ever() -> None:
             with watched.contain("a link"):
                 raise kind
     assert len(watched.events) == len(kinds) + 1  # the first was forgotten, the last was not
-    assert len(watched.containment._seen) == MAX_PLACES  # noqa: SLF001 - what it is about
+    assert kept(watched.containment)["seen"] == MAX_PLACES
 
 
 def test_what_the_caller_has_foreseen_passes() -> None:
@@ -225,11 +225,13 @@ async def test_a_task_that_fails_ends_no_other_and_says_what_it_was() -> None:
 
 
 async def test_an_agent_without_a_descriptor_for_a_lane_stays_and_the_job_goes_on(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, faults: Faults
 ) -> None:
-    real, failures = opening.dial_lane, 3
+    failures = 3
 
-    async def dial_lane(stream: trio.SocketStream, offer: OfferLane, *, peer: str) -> Lane:
+    async def dial_lane(
+        real: Real, stream: trio.SocketStream, offer: OfferLane, *, peer: str
+    ) -> object:
         nonlocal failures
         if failures:
             failures -= 1
@@ -237,7 +239,7 @@ async def test_an_agent_without_a_descriptor_for_a_lane_stays_and_the_job_goes_o
             raise OSError(errno.EMFILE, "Too many open files")
         return await real(stream, offer, peer=peer)
 
-    monkeypatch.setattr(rendezvous, "dial_lane", dial_lane)
+    faults.around(rendezvous, "dial_lane", dial_lane)
     async with village(clock, 2) as here:
         before = [machine.agent for machine in here.machines]
         trainers = await here.job(*here.machines)
@@ -256,12 +258,11 @@ async def still_serves(here: Village, machine: Machine) -> None:
 
 
 async def test_an_error_in_a_command_ends_its_session_and_the_program_is_told(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, faults: Faults
 ) -> None:
     async with village(clock, 1) as here:
         (machine,) = here.machines
-        with capture_logs() as logs, monkeypatch.context() as patch:
-            patch.setattr(Agent, "_snapshot", fail)
+        with capture_logs() as logs, faults.instead(Agent, "_snapshot", fail):
             for _ in range(3):
                 asker = await here.trainer(machine)
                 reply = await asker.ask(AskStatus())
@@ -276,28 +277,29 @@ async def test_an_error_in_a_command_ends_its_session_and_the_program_is_told(
 
 
 async def test_an_error_before_a_trainer_has_joined_leaves_nobody_waiting(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, faults: Faults
 ) -> None:
     async with village(clock, 1) as here:
         (machine,) = here.machines
-        with capture_logs(), monkeypatch.context() as patch:
-            patch.setattr(session._TrainerSession, "_describe_wait", fail)  # noqa: SLF001 - after 1 s
-            with pytest.raises(RefusedError, match="ZeroDivisionError"):
-                await (await here.trainer(machine)).join("digits", 2)
+        with (
+            capture_logs(),
+            faults.instead(session._TrainerSession, "_describe_wait", fail),  # noqa: SLF001 - after 1 s
+            pytest.raises(RefusedError, match="ZeroDivisionError"),
+        ):
+            await (await here.trainer(machine)).join("digits", 2)
         assert machine.agent.jobs.waiters == {}
         await reduce_all(await here.job(machine, machine))
 
 
-def fails_for(patch: pytest.MonkeyPatch, whom: TrainerId, where: object, name: str) -> None:
+def fails_for(faults: Faults, whom: TrainerId, where: object, name: str) -> Fault:
     """What is called for a rank fails for this one."""
-    real = getattr(where, name)
 
-    def call(*arguments: object) -> object:
+    def call(real: Real, *arguments: object) -> object:
         if any(isinstance(a, LocalRank) and a.id == whom for a in arguments):
             fail()
         return real(*arguments)
 
-    patch.setattr(where, name, call)
+    return faults.around(where, name, call)
 
 
 @pytest.mark.parametrize(
@@ -309,7 +311,7 @@ def fails_for(patch: pytest.MonkeyPatch, whom: TrainerId, where: object, name: s
 )
 async def test_an_error_in_a_trainers_session_makes_it_depart_and_the_others_go_on(
     clock: MockClock,
-    monkeypatch: pytest.MonkeyPatch,
+    faults: Faults,
     where: object,
     name: str,
 ) -> None:
@@ -319,10 +321,11 @@ async def test_an_error_in_a_trainers_session_makes_it_depart_and_the_others_go_
         machine = machine_of(here, lost)
 
         async def meet_the_error() -> None:
-            with monkeypatch.context() as patch:
-                fails_for(patch, lost.id, where, name)
-                with pytest.raises(AssertionError) as caught:  # no reply to an op
-                    await lost.reduce(ones(1000))
+            with (
+                fails_for(faults, lost.id, where, name),
+                pytest.raises(AssertionError) as caught,  # no reply to an op
+            ):
+                await lost.reduce(ones(1000))
             (reply,) = caught.value.args
             assert isinstance(reply, Refused)
             assert reply.verdict.error == "AgentStopped"
@@ -339,15 +342,14 @@ async def test_an_error_in_a_trainers_session_makes_it_depart_and_the_others_go_
 
 
 async def test_an_error_in_the_session_for_messages_leaves_the_trainer_its_ops(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, faults: Faults
 ) -> None:
     async with training(clock, 2) as (here, pair):
         machine = machine_of(here, pair[0])
         envelopes = await here.trainer(machine)
         attach = Attach(SESSION_VERSION, JobName("digits"), pair[0].id)
         assert await envelopes.ask(attach) == Attached()
-        with capture_logs(), monkeypatch.context() as patch:
-            patch.setattr(router, "_Pending", fail)
+        with capture_logs(), faults.instead(router, "_Pending", fail):
             reply = await envelopes.ask(ReceiveMessage(0, (pair[1].id,), 0, 5.0))
         assert isinstance(reply, Refused)
         assert reply.verdict.error == "AgentStopped"

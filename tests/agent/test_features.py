@@ -14,6 +14,7 @@ from pmesh.errors import UsageError
 from pmesh.features import make_features
 from pmesh.ids import Member
 from pmesh.net.sessions.sessions import Session
+from tests.worlds.faults import Faults
 from tests.worlds.trainer import until
 from tests.worlds.village import Machine, village
 from tests.worlds.village_ops import reduce_all
@@ -63,11 +64,11 @@ class Diary(Feature[Word, AskWord]):
 
 
 @pytest.fixture(autouse=True)
-def with_a_diary(monkeypatch: pytest.MonkeyPatch) -> None:
+def with_a_diary(faults: Faults) -> None:
     def all_and_a_diary(kernel: Kernel) -> Sequence[AnyFeature]:
         return (*make_features(kernel), Diary(kernel))
 
-    monkeypatch.setattr(run, "make_features", all_and_a_diary)
+    faults.pretend(run, "make_features", all_and_a_diary)
 
 
 def diary_of(machine: Machine) -> Diary:

@@ -24,6 +24,8 @@ from pmesh.agent.home import (
 from pmesh.core.identity.keys import MeshKey
 from pmesh.errors import AgentAlreadyRunning, ConfigError, KeyFileError
 from pmesh.home_paths import LOCK_NAME, MESH_KEY_NAME, NODE_KEY_NAME
+from tests.worlds.faults import Faults
+from tests.worlds.system import be_user
 
 
 def test_a_home_is_made_for_its_user_alone(tmp_path: Path) -> None:
@@ -43,7 +45,7 @@ def test_a_home_that_others_can_enter_is_refused_with_the_command(tmp_path: Path
 
 
 def test_a_home_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    be_user(monkeypatch, tmp_path.stat().st_uid + 1)
     with pytest.raises(ConfigError, match="another user"):
         open_home(tmp_path)
 
@@ -162,13 +164,11 @@ def test_a_key_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
             load_node_key(tmp_path, entropy=SEED)
 
 
-def test_a_home_without_room_leaves_no_half_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_home_without_room_leaves_no_half_key(tmp_path: Path, faults: Faults) -> None:
     def fail(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), descriptor)
 
-    monkeypatch.setattr(os, "fsync", fail)
+    faults.instead(os, "fsync", fail)
     with pytest.raises(KeyFileError, match="No space left"):
         load_node_key(tmp_path, entropy=SEED)
     assert not list(tmp_path.iterdir())

@@ -32,8 +32,9 @@ from pmesh.ids import JobName
 from pmesh.net.sessions.sessions import MAX_VISITORS, VISIT_S
 from pmesh.p2p.agent.router import P2PRouter
 from pmesh.p2p.wire import Attach, Attached, ReceiveMessage
+from tests.worlds.faults import Faults
 from tests.worlds.trainer import together, until
-from tests.worlds.village import Machine, training, village
+from tests.worlds.village import training, village
 from tests.worlds.village_ops import machine_of, ones, reduce_all
 
 
@@ -131,11 +132,6 @@ def test_an_unlimited_number_of_files_is_planned_as_what_is_asked_for(
 MIB = 2**20
 
 
-def limit(machine: Machine, *, files: int = 10_240, memory_bytes: int = 2**30) -> None:
-    """Its agent believes in so many open files, and so much memory."""
-    machine.agent._admission = Admission(plan_files(files), memory_bytes=memory_bytes)  # noqa: SLF001 - the machine is as it is
-
-
 def test_a_program_has_half_of_the_connections_that_others_leave() -> None:
     admission = Admission(plan_files(256), memory_bytes=2**30)
     with ExitStack() as sessions:
@@ -152,7 +148,7 @@ async def test_who_does_not_fit_is_refused_by_name_and_commands_are_answered(
 ) -> None:
     async with village(clock, 1) as here:
         (machine,) = here.machines
-        limit(machine, files=64)
+        machine.limit(files=64)
         trainers = await here.job(machine, machine)
         for request in (
             Connect(SESSION_VERSION, JobName("words"), 1, 5.0, "test.py"),
@@ -173,7 +169,7 @@ async def test_what_trainers_hold_is_bounded_over_all_of_them(clock: MockClock) 
     """Each asks for the largest arena there is, again and again, and gives none back."""
     async with village(clock, 1) as here:
         (machine,) = here.machines
-        limit(machine, memory_bytes=64 * MIB)
+        machine.limit(memory_bytes=64 * MIB)
         refusals = list[str]()
         for number in range(3):
             trainer = await here.trainer(machine)
@@ -188,15 +184,14 @@ async def test_what_trainers_hold_is_bounded_over_all_of_them(clock: MockClock) 
                     size //= 2
                 else:
                     assert isinstance(reply, ArenaGranted)
-        held = machine.agent._admission._arenas.memory.held  # noqa: SLF001
-        assert held == 16 * MIB, "all are of one process"
+        assert machine.arena_bytes == 16 * MIB, "all are of one process"
         assert "hold 16 MiB, 16 MiB are allowed" in refusals[-1]
 
 
 async def test_a_result_too_large_for_the_share_fails_the_op_by_name(clock: MockClock) -> None:
     async with village(clock, 1) as here:
         (machine,) = here.machines
-        limit(machine, memory_bytes=4 * MIB)
+        machine.limit(memory_bytes=4 * MIB)
         (trainer,) = await here.job(machine)
         verdict = await trainer.verdict_of(trainer.reduce(ones(200_000)))
         assert verdict.error == "UsageError"
@@ -207,13 +202,13 @@ async def test_a_result_too_large_for_the_share_fails_the_op_by_name(clock: Mock
 async def test_memory_comes_back_when_a_trainer_ends(clock: MockClock) -> None:
     async with village(clock, 1) as here:
         (machine,) = here.machines
-        limit(machine, memory_bytes=4 * MIB)
+        machine.limit(memory_bytes=4 * MIB)
         for _ in range(5):
             (trainer,) = await here.job(machine)
             await trainer.reduce(ones(100_000))
             await trainer.die()
             await until(lambda: not machine.agent.membership.view.rosters)
-        await until(lambda: machine.agent._admission._arenas.memory.held == 0)  # noqa: SLF001
+        await until(lambda: machine.arena_bytes == 0)
 
 
 async def test_who_reads_no_replies_to_its_messages_is_not_read_from_either(
@@ -254,12 +249,12 @@ async def test_a_source_named_again_and_again_is_one(clock: MockClock) -> None:
 
 
 async def test_who_stops_the_agent_sees_its_end_however_long_it_takes(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, faults: Faults
 ) -> None:
     async def leave(_: Peers) -> None:
         await trio.sleep(2 * VISIT_S)
 
-    monkeypatch.setattr(Peers, "leave", leave)
+    faults.instead(Peers, "leave", leave)
     async with village(clock, 1) as here:
         asker = await here.trainer(here.machines[0])
         began = trio.current_time()

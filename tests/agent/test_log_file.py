@@ -9,6 +9,7 @@ import pytest
 from pmesh.agent import home
 from pmesh.agent.home import LogFile
 from pmesh.errors import ConfigError
+from tests.worlds.faults import Faults
 
 WRITER = r"""
 import sys
@@ -57,11 +58,11 @@ def test_what_is_not_the_log_is_never_moved(tmp_path: Path, before: list[str]) -
 
 
 def test_a_log_for_which_there_can_be_no_new_one_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faults: Faults
 ) -> None:
     log = tmp_path / "agent.log"
     log.write_text("full")
-    monkeypatch.setattr(home, "open_own_file", _refuse)
+    faults.instead(home, "open_own_file", _refuse)
     with log.open("a") as output:
         monkeypatch.setattr(home, "_OUTPUTS", (-1, output.fileno()))
         LogFile(log, max_bytes=1).rotate_if_full()

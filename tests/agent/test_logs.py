@@ -10,6 +10,7 @@ import pytest
 import structlog
 
 from pmesh.cli.up import MAX_KINDS, MOST_LINES, Throttle, set_up_logs
+from tests.worlds.system import Terminal
 
 
 @pytest.fixture(autouse=True)
@@ -50,8 +51,7 @@ def test_no_color_leaves_a_terminal_without_colors(
     no_color: str, *, colored: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NO_COLOR", no_color)
-    stream = io.StringIO()
-    monkeypatch.setattr(stream, "isatty", lambda: True)
+    stream = Terminal()
     set_up_logs(level="info", as_json=False, stream=stream)
     structlog.get_logger().warning("peer is silent", peer="mac-2")
     assert ("\x1b" in stream.getvalue()) == colored

@@ -32,6 +32,7 @@ from pmesh.net.links.discovery import AgentFound, Discovered, Nameplate, minute_
 from pmesh.net.links.interfaces import AddressWatch
 from pmesh.net.links.packet_filter import DiscoveryCounters
 from pmesh.net.sessions.processes import Stall
+from tests.worlds.faults import Faults, Real
 from tests.worlds.lanes import is_closed
 from tests.worlds.trainer import Trainer, until
 from tests.worlds.village import MESH, training, village
@@ -73,13 +74,8 @@ async def test_stop_answers_first_and_ends_with_the_agent(tmp_path: Path) -> Non
     assert not socket_path(tmp_path).exists()
 
 
-async def test_cancelling_while_it_starts_ends_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def hang(_: AddressWatch, **__: object) -> None:
-        await trio.sleep_forever()
-
-    monkeypatch.setattr(AddressWatch, "run", hang)
+async def test_cancelling_while_it_starts_ends_it(tmp_path: Path, faults: Faults) -> None:
+    faults.hang(AddressWatch, "run")
     with trio.move_on_after(0.05) as scope:
         await run_agent(settings_in(tmp_path), MESH, KEY, lambda _: None)
     assert scope.cancelled_caught
@@ -120,28 +116,24 @@ async def close(listeners: list[trio.SocketListener]) -> None:
         await listener.aclose()
 
 
-async def test_any_port_everywhere_is_one_port_for_both_families(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_any_port_everywhere_is_one_port_for_both_families(faults: Faults) -> None:
     listeners = await open_listeners("", 0)
     ports = {listener.socket.getsockname()[1] for listener in listeners}
     assert len(ports) == 1
     await close(listeners)
 
-    listen = trio.open_tcp_listeners
-
-    async def no_v6(port: int, *, host: str | None = None) -> list[trio.SocketListener]:
+    async def no_v6(listen: Real, port: int, *, host: str | None = None) -> object:
         if host == "::":
             raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
         return await listen(port, host=host)
 
-    monkeypatch.setattr(trio, "open_tcp_listeners", no_v6)
+    faults.around(trio, "open_tcp_listeners", no_v6)
     listeners = await open_listeners("", 0)
     assert len(listeners) == 1
     await close(listeners)
 
 
-async def test_mdns_finds_a_peer(clock: MockClock, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_mdns_finds_a_peer(clock: MockClock, faults: Faults) -> None:
     own: list[Advertisement] = []
     async with village(clock, 1) as here:
         (one,) = here.machines
@@ -175,7 +167,7 @@ async def test_mdns_finds_a_peer(clock: MockClock, monkeypatch: pytest.MonkeyPat
                 await found.send(AgentFound(advertisement=theirs))
                 await trio.sleep_forever()
 
-        monkeypatch.setattr(findings, "discover", discover_one)
+        faults.instead(findings, "discover", discover_one)
         two = here.new_machine("two", mdns=True)
         two.key = KEY
         await two.start()
@@ -272,12 +264,9 @@ async def test_a_peer_that_answers_nothing_does_not_hold_up_a_cancelled_agent(
 
 
 async def test_a_goodbye_that_hangs_is_cut_short(
-    clock: MockClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, tmp_path: Path, faults: Faults
 ) -> None:
-    async def hang(_: Peers) -> None:
-        await trio.sleep_forever()
-
-    monkeypatch.setattr(Peers, "leave", hang)
+    faults.hang(Peers, "leave")
     lines: list[str] = []
     clock.autojump_threshold = 0.05
     async with trio.open_nursery() as nursery:
@@ -332,7 +321,7 @@ async def test_an_agent_whose_counter_was_led_astray_begins_anew(clock: MockCloc
         one.agent.membership.state = replace(
             before, promised=far, view=View.of_one(before.me, before.said, far)
         )
-        await until(lambda: one.agent._me != before.me)  # noqa: SLF001 - as above
+        await until(lambda: one.me != before.me)
         assert one.agent.membership.state.promised.counter < SOUND
         two = here.new_machine("mac-1", peers=[one.address], key=two.key)
         await two.start()
@@ -363,7 +352,7 @@ async def test_an_agent_that_falls_gets_up_again_under_another_incarnation(
         nursery.start_soon(run_agent, settings_in(tmp_path), MESH, KEY, lines.append)
         await until(lambda: sum("is up" in line for line in lines) == 2)
         nursery.cancel_scope.cancel()
-    assert agents[0]._me.incarnation != agents[1]._me.incarnation  # noqa: SLF001 - what makes it another
+    assert agents[0].jobs.me.incarnation != agents[1].jobs.me.incarnation
     assert [line for line in lines if "restarts: an error inside pmesh" in line]
 
 

@@ -30,7 +30,9 @@ from pmesh.core.wire.control import AskStatus, StatusReply
 from pmesh.core.wire.trainer import Compresses, ReportsNumbers
 from pmesh.errors import UsageError
 from pmesh.ids import node_text
+from pmesh.net.links import path as path_module
 from tests.worlds.fake_status_agent import SNAPSHOT
+from tests.worlds.faults import Faults
 from tests.worlds.trainer import Trainer, together, until
 from tests.worlds.village import Machine, training, village
 from tests.worlds.village_ops import enter, snapshot_of, syncing_job
@@ -70,9 +72,9 @@ async def test_both_machines_show_one_ring_with_its_leader_and_round_trips(
 
 
 async def test_the_edges_between_others_are_shown_as_they_report_them(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, faults: Faults
 ) -> None:
-    monkeypatch.setattr(health, "measure_round_trip_s", lambda **_: 0.002)  # time stands still
+    faults.instead(health, "measure_round_trip_s", lambda **_: 0.002)  # time stands still
     async with village(clock, 3) as here:
         await trio.sleep(3)
         for machine in here.machines:
@@ -105,12 +107,12 @@ async def test_a_second_path_and_one_that_is_silent_are_shown(clock: MockClock) 
 
 @pytest.mark.parametrize(("able", "marked"), [(0, True), (100, False), (1000, True)])
 async def test_a_cable_at_100_mbit_s_is_marked_unless_an_end_can_do_no_more(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch, able: int, *, marked: bool
+    clock: MockClock, faults: Faults, able: int, *, marked: bool
 ) -> None:
     async with village(clock, 2) as here:
         one, two = here.machines
         (live,) = one.agent.peers.links[two.key.node].paths.values()
-        watch = one.agent._watch  # noqa: SLF001 - as if its interface was a cable
+        watch = one.watch  # as if its interface was a cable
         watch.current = tuple(replace(own, kind="wired", speed_mbit_s=100) for own in watch.current)
         asked: list[str] = []
 
@@ -118,18 +120,16 @@ async def test_a_cable_at_100_mbit_s_is_marked_unless_an_end_can_do_no_more(
             asked.append(interface)
             return able
 
-        monkeypatch.setattr(snapshot, "able_mbit_s", ask)
+        faults.instead(snapshot, "able_mbit_s", ask)
         shown = {m.health: m.paths for m in snapshot_of(one).view.members}["healthy"]
         assert [path.slow is not None for path in shown] == [marked]
         assert asked == [live.key.interface]
 
 
-async def test_the_loss_of_each_link_is_shown(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_loss_of_each_link_is_shown(clock: MockClock, faults: Faults) -> None:
     async with village(clock, 2) as here:
         assert [m.loss_percent for m in snapshot_of(here.machines[0]).view.members] == [None, None]
-        monkeypatch.setattr("pmesh.net.links.path.loss_of", lambda _: 0.0214)
+        faults.instead(path_module, "loss_of", lambda _: 0.0214)
         shown = {m.health: m.loss_percent for m in snapshot_of(here.machines[0]).view.members}
         assert shown == {"self": None, "healthy": 2.14}
 

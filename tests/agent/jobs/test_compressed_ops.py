@@ -20,6 +20,7 @@ from pmesh.ids import OpNumber
 from pmesh.net.lanes.ring import RingPosition, Tensors, all_reduce_coded
 from tests.agent.jobs.buckets import Bucket, buckets_of, reduce_buckets
 from tests.worlds.coded_rings import Coded, reduce_coded
+from tests.worlds.faults import Faults
 from tests.worlds.trainer import together, until
 from tests.worlds.village import training, village
 from tests.worlds.village_ops import RAISE, ranks_of, reduce_all, send_garbage, verdicts_of_all
@@ -112,15 +113,13 @@ async def test_infinity_and_nan_come_out(clock: MockClock) -> None:
 # --- who is lost meanwhile
 
 
-def hold_coded(
-    monkeypatch: pytest.MonkeyPatch, *, size: int, complete: Callable[[int], bool]
-) -> list[int]:
+def hold_coded(faults: Faults, *, size: int, complete: Callable[[int], bool]) -> list[int]:
     """In rings of this size nobody comes to the end of a compressed all-reduce.
 
     Returns a list that grows by each rank that is held.
 
     Args:
-        monkeypatch: what it is undone by.
+        faults: what it is one of.
         size: of the ring.
         complete: whether a rank has sent and received everything by then.
     """
@@ -138,20 +137,20 @@ def hold_coded(
         await trio.sleep_forever()
         raise AssertionError("nobody wakes it")
 
-    monkeypatch.setattr(op_task, "all_reduce_coded", hold)
+    faults.instead(op_task, "all_reduce_coded", hold)
     return held
 
 
 @pytest.mark.parametrize("complete", [False, True])
 async def test_an_op_that_loses_a_rank_runs_again_from_the_same_residual(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch, *, complete: bool
+    clock: MockClock, faults: Faults, *, complete: bool
 ) -> None:
     """O9: what the first attempt has kept is forgotten, however far it came."""
     async with training(clock, 3) as (_, (*left, lost)):
         buckets, model = await buckets_of([*left, lost], COUNT), Model(3)
         xs = noise(3, seed=1)
         check(buckets, await reduce_buckets(buckets, xs), model, model.reduce(xs, 0))
-        held = hold_coded(monkeypatch, size=3, complete=lambda _: complete)
+        held = hold_coded(faults, size=3, complete=lambda _: complete)
         xs = noise(3, seed=2)
 
         async def lose() -> Float32s:
@@ -171,14 +170,14 @@ async def test_an_op_that_loses_a_rank_runs_again_from_the_same_residual(
 
 
 async def test_the_last_rank_goes_on_alone_with_its_residual_and_keeps_none(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, faults: Faults
 ) -> None:
     async with training(clock, 2) as (_, (one, other)):
         buckets, model = await buckets_of([one, other], COUNT), Model(2)
         xs = noise(2, seed=1)
         check(buckets, await reduce_buckets(buckets, xs), model, model.reduce(xs, 0))
         owed = model.residuals[0]
-        held = hold_coded(monkeypatch, size=2, complete=lambda _: False)
+        held = hold_coded(faults, size=2, complete=lambda _: False)
 
         async def kill() -> Float32s:
             await until(lambda: len(held) == 1)
@@ -192,7 +191,7 @@ async def test_the_last_rank_goes_on_alone_with_its_residual_and_keeps_none(
 
 @pytest.mark.parametrize("together_on_one", [False, True])
 async def test_who_missed_the_end_fetches_the_same_bits_and_keeps_what_it_rounded_away(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch, *, together_on_one: bool
+    clock: MockClock, faults: Faults, *, together_on_one: bool
 ) -> None:
     """O9: its own encoded values are in that result, so its residual is that attempt's."""
     misses = iter([True])
@@ -208,16 +207,14 @@ async def test_who_missed_the_end_fetches_the_same_bits_and_keeps_what_it_rounde
         one, two = here.machines
         trainers = await here.job(*([one, one] if together_on_one else [one, two]))
         buckets, model = await buckets_of(trainers, COUNT), Model(2)
-        monkeypatch.setattr(op_task, "all_reduce_coded", miss_the_end)
+        faults.instead(op_task, "all_reduce_coded", miss_the_end)
         for op in range(2):
             xs = noise(2, seed=op)
             check(buckets, await reduce_buckets(buckets, xs), model, model.reduce(xs, op))
         assert next(misses, None) is None
 
 
-async def test_a_failed_op_leaves_the_residual_as_it_was(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_failed_op_leaves_the_residual_as_it_was(clock: MockClock, faults: Faults) -> None:
     async with village(clock, 2) as here:
         buckets, model = await buckets_of(await here.job(*here.machines), COUNT), Model(2)
         xs = noise(2, seed=1)
@@ -228,8 +225,7 @@ async def test_a_failed_op_leaves_the_residual_as_it_was(
             tensors.residual_out.fill(np.nan)
             raise LaneBroken("the data connection to mac-1 ended")
 
-        with monkeypatch.context() as patch:
-            patch.setattr(op_task, "all_reduce_coded", breaks)
+        with faults.instead(op_task, "all_reduce_coded", breaks):
             calls = [(b.trainer, b.reduce(x)) for b, x in zip(buckets, xs, strict=True)]
             verdicts = await verdicts_of_all(*calls)
         assert {verdict.error for verdict in verdicts} == {"LaneBroken"}

@@ -25,6 +25,8 @@ from pmesh.errors import LaneBroken
 from pmesh.ids import OpNumber, TrainerId
 from pmesh.net.lanes import native
 from pmesh.net.lanes.lane import CallsDiffer
+from tests.worlds.faults import Faults, Real
+from tests.worlds.kept import kept
 from tests.worlds.lanes import forgotten
 from tests.worlds.trainer import together, until
 from tests.worlds.village import training, village
@@ -32,6 +34,7 @@ from tests.worlds.village_ops import (
     RAISE,
     events_of,
     kinds_of_events,
+    learn,
     ones,
     ranks_of,
     reduce_all,
@@ -162,7 +165,12 @@ async def test_what_breaks_because_a_view_has_come_is_no_news(
 @pytest.mark.parametrize("count", [10, 500_000])
 @pytest.mark.parametrize("together_on_one", [False, True])
 async def test_a_rank_that_missed_the_end_fetches_the_same_bits(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch, count: int, *, together_on_one: bool
+    clock: MockClock,
+    monkeypatch: pytest.MonkeyPatch,
+    faults: Faults,
+    count: int,
+    *,
+    together_on_one: bool,
 ) -> None:
     async with village(clock, 2) as here:
         one, two = here.machines
@@ -170,7 +178,7 @@ async def test_a_rank_that_missed_the_end_fetches_the_same_bits(
         await reduce_all(trainers)
         misses, fetched = iter([True]), 0
         x = np.random.default_rng(1).random(count, np.float32)
-        real_run, real_fetch = op_task.run_on_lanes, op_task._fetch  # noqa: SLF001
+        real_run = op_task.run_on_lanes
 
         async def miss_the_end(
             rank: LocalRank, op: Op, plan: RankPlan, rendezvous: LaneRendezvous
@@ -180,13 +188,13 @@ async def test_a_rank_that_missed_the_end_fetches_the_same_bits(
                 op.result.memory[:] = bytes(op.result.nbytes)
                 raise LaneBroken("its last record never arrived")
 
-        async def count_fetches(*arguments: object) -> None:
+        async def count_fetches(real_fetch: Real, *arguments: object) -> None:
             nonlocal fetched
             fetched += 1
-            await real_fetch(*arguments)  # type: ignore[arg-type]
+            await real_fetch(*arguments)
 
         run_on_lanes_by(monkeypatch, miss_the_end)
-        monkeypatch.setattr(op_task, "_fetch", count_fetches)
+        faults.around(op_task, "_fetch", count_fetches)
         results = await reduce_all(trainers, x)
         assert fetched == 1
         assert results[0].tobytes() == results[1].tobytes()
@@ -215,19 +223,18 @@ async def test_a_root_whose_broadcast_was_interrupted_has_its_result_already(
 
 
 async def test_an_op_for_which_the_system_has_no_pipe_runs_as_soon_as_it_has_one(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, faults: Faults
 ) -> None:
     fails = iter([True, True])
     async with training(clock, 2) as (_, trainers):
         await reduce_all(trainers)
-        real = native.begin
 
-        def begin(*arguments: object, **named: object) -> native.LibraryThreads:
+        def begin(real: Real, *arguments: object, **named: object) -> object:
             if next(fails, False):
                 raise LaneBroken("the data connections have no pipe: the system has no room for it")
-            return real(*arguments, **named)  # type: ignore[arg-type]
+            return real(*arguments, **named)
 
-        monkeypatch.setattr(native, "begin", begin)
+        faults.around(native, "begin", begin)
         assert [r[0] for r in await reduce_all(trainers)] == [2.0] * 2
     assert next(fails, None) is None
 
@@ -263,10 +270,10 @@ async def test_only_who_lacks_a_result_may_have_it_sent(clock: MockClock) -> Non
             for number in (roster.number, roster.number + 1):
                 ask = AskResult(roster.job, roster.born, number, OpNumber(op), rank.id, peer)
                 jobs.results.answer(third.agent.jobs.me, ask)
-        assert not jobs.results._serving  # noqa: SLF001
+        assert kept(jobs.results)["serving"] == 0
         assert [len(asks) for asks in jobs.results._early.values()] == [MAX_EARLY]  # noqa: SLF001
         await third.kill()
-        await until(lambda: not jobs.results._early)  # noqa: SLF001
+        await until(lambda: not kept(jobs.results)["early"])
 
 
 async def test_a_result_of_another_call_is_not_taken_from_a_rank_on_the_same_machine(
@@ -278,7 +285,7 @@ async def test_a_result_of_another_call_is_not_taken_from_a_rank_on_the_same_mac
         holder, asker = ranks_of(here)
         await a.broadcast(ones(10))
         outcome = OpOutcome(OpNumber(0), asker.roster.ids, holders=(holder.id,))
-        asker._outcomes[OpNumber(0)] = outcome  # noqa: SLF001 - as a view change would
+        learn(asker, outcome)
         verdict, _ = await verdicts_of_all((b, b.reduce(ones(10))), (a, a.reduce(ones(10))))
         assert verdict.error == "OpMismatch"
 

@@ -3,7 +3,6 @@
 from functools import partial
 
 import numpy as np
-import pytest
 import trio
 from trio.testing import MockClock
 
@@ -14,6 +13,7 @@ from pmesh.errors import LaneBroken
 from pmesh.ids import OpNumber
 from pmesh.net.sessions.processes import Stall
 from simulation.wire import AnyMessage
+from tests.worlds.faults import Faults
 from tests.worlds.trainer import Trainer, together
 from tests.worlds.village import training, village
 from tests.worlds.village_ops import cut, enter, mend
@@ -81,7 +81,7 @@ async def test_jobs_that_a_change_does_not_concern_run_on(clock: MockClock) -> N
 
 
 async def test_after_an_own_stall_an_op_ends_only_when_the_others_confirm_the_view(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, faults: Faults
 ) -> None:
     """V8."""
     async with village(clock, 2) as here:
@@ -91,8 +91,7 @@ async def test_after_an_own_stall_an_op_ends_only_when_the_others_confirm_the_vi
         (rank,) = one.agent.jobs.ranks
         (live,) = one.agent.peers.links.values()
         unsent = list[AnyMessage]()
-        with monkeypatch.context() as patch:
-            patch.setattr(live, "send", unsent.append)  # nobody is asked yet
+        with faults.instead(live, "send", unsent.append):  # nobody is asked yet
             one.agent.membership.judge(Stall(late_s=DOUBT_S, slept_s=0.0))
         theirs = next(t for t in trainers if t.names[t.rank] == "mac-0")
         async with trio.open_nursery() as nursery:
@@ -107,25 +106,17 @@ async def test_after_an_own_stall_an_op_ends_only_when_the_others_confirm_the_vi
 
 
 async def test_the_only_rank_of_a_job_does_not_tell_its_peers_of_each_op(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, faults: Faults
 ) -> None:
     async with village(clock, 2) as here:
         (trainer,) = await here.job(here.machines[0])
-        beats: list[object] = []
-        monkeypatch.setattr(here.machines[0].agent.jobs, "beat", lambda: beats.append(1))
+        faults.forbid(here.machines[0].agent.jobs, "beat")
         for _ in range(20):
             await trainer.barrier()
-        assert not beats
 
 
-async def test_a_fetch_that_breaks_on_its_way_ends_nobody(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def breaks(*_: object) -> None:
-        await trio.lowlevel.checkpoint()
-        raise LaneBroken("the data connection to mac-1 ended")
-
-    monkeypatch.setattr(retained, "serve_result", breaks)
+async def test_a_fetch_that_breaks_on_its_way_ends_nobody(clock: MockClock, faults: Faults) -> None:
+    faults.fail(retained, "serve_result", LaneBroken("the data connection to mac-1 ended"))
     async with training(clock, 2) as (here, trainers):
         jobs = here.machines[0].agent.jobs
         (rank,) = jobs.ranks

@@ -12,6 +12,7 @@ from pmesh.agent.jobs import session as sessions_module
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.trainer import ENTERS, SYNC_VALUES, OpFailed, StartOp
 from pmesh.ids import OpNumber
+from tests.worlds.faults import Faults
 from tests.worlds.trainer import Trainer, together, until
 from tests.worlds.village import Machine, Village, training, village
 from tests.worlds.village_ops import (
@@ -267,9 +268,9 @@ async def test_who_is_in_the_job_already_may_ask_to_enter_and_is_not_let_in_twic
 
 
 async def test_what_is_refused_as_an_op_is_no_end_of_the_session(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, faults: Faults
 ) -> None:
-    monkeypatch.setattr(sessions_module, "SAY_EVERY_S", 1.0)
+    faults.limit(sessions_module, "SAY_EVERY_S", 1.0)
     async with village(clock, 2) as here:
         inside = await syncing_job(here, here.machines[0])
         late = await newcomer(here, here.machines[1])

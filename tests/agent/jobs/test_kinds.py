@@ -2,7 +2,7 @@
 
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from pmesh.core.wire.calls import Call
 from pmesh.core.wire.trainer import StartOp
 from pmesh.errors import LaneBroken, ProtocolError
 from pmesh.ids import OpNumber, TrainerId
-from pmesh.net.lanes import executor
+from tests.worlds.faults import Faults, Real
 from tests.worlds.trainer import OpError, Trainer, together, until
 from tests.worlds.village import training, village
 from tests.worlds.village_ops import ones, ranks_of, reduce_all, run, swallow, use_lanes
@@ -146,11 +146,13 @@ async def test_a_collect_that_loses_a_rank_runs_again_among_the_rest(
 
 @pytest.mark.parametrize("together_on_one", [False, True])
 async def test_who_missed_the_end_of_a_collect_fetches_the_rows_of_those_who_were_left(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch, *, together_on_one: bool
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch, faults: Faults, *, together_on_one: bool
 ) -> None:
-    misses, held, real = iter([True]), list[int](), executor.run_plan
+    misses, held = iter([True]), list[int]()
 
-    async def miss_the_end(plan: RankPlan, *lanes: Any, result: memoryview, **call: Any) -> None:  # noqa: ANN401 - passed on
+    async def miss_the_end(
+        real: Real, plan: RankPlan, *lanes: object, result: memoryview, **call: object
+    ) -> None:
         if plan.size > 2:
             held.append(plan.size)
             await trio.sleep_forever()  # until one is lost
@@ -160,7 +162,7 @@ async def test_who_missed_the_end_of_a_collect_fetches_the_rows_of_those_who_wer
             raise LaneBroken("its last record never arrived")
 
     use_lanes(monkeypatch)
-    monkeypatch.setattr(op_task, "run_plan", miss_the_end)
+    faults.around(op_task, "run_plan", miss_the_end)
     async with village(clock, 3) as here:
         one, two, three = here.machines
         *left, lost = await here.job(*([one, one, one] if together_on_one else [one, two, three]))

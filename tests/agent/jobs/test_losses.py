@@ -14,6 +14,7 @@ from pmesh.core.ops.reductions import Values
 from pmesh.core.values import View
 from pmesh.core.wire.calls import Call
 from pmesh.ids import TrainerId
+from tests.worlds.faults import Faults, Real
 from tests.worlds.trainer import Trainer, together, until
 from tests.worlds.village import Village, training, village
 from tests.worlds.village_ops import (
@@ -285,22 +286,21 @@ async def test_a_rank_that_has_given_its_part_of_a_gather_may_leave_long_before_
 
 
 async def test_one_lost_while_another_loss_is_being_agreed_on_is_told_with_the_next_view(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, faults: Faults
 ) -> None:
     """A view request names a roster, and the one that replaces it may not know of it."""
     async with training(clock, 3) as (here, trainers):
         a, b, c = trainers
         await reduce_all(trainers)
-        real = Jobs.install
 
-        def die_as_the_view_comes(jobs: Jobs, view: View) -> None:
+        def die_as_the_view_comes(real: Real, jobs: Jobs, view: View) -> None:
             for rank in jobs.ranks:
                 if rank.id == b.id and rank.leaving is None:
                     jobs.depart(rank, "is lost: its trainer died")
             real(jobs, view)
 
-        monkeypatch.setattr(Jobs, "install", die_as_the_view_comes)
-        monkeypatch.setattr(Jobs, "poll", lambda _: None)  # which would report it again, but later
+        faults.around(Jobs, "install", die_as_the_view_comes)
+        faults.pretend(Jobs, "poll", lambda _: None)  # which would report it again, but later
         began = clock.current_time()
         await c.die()
         await until(lambda: [rank.size for rank in ranks_of(here) if rank.rank == 0] == [1])

@@ -19,6 +19,7 @@ from pmesh.errors import LaneBroken
 from pmesh.net.lanes import executor, native
 from pmesh.net.lanes.folding import SourceFold
 from tests.agent.jobs.parts import ATTEMPT, part_of, result_of
+from tests.worlds.faults import Faults, Real
 from tests.worlds.trainer import Trainer, together, until
 from tests.worlds.village import Village, village
 from tests.worlds.village_ops import machine_of, ones, swallow
@@ -58,29 +59,28 @@ async def test_all_ranks_get_the_same_bits(clock: MockClock, counts: tuple[int, 
 
 
 async def test_values_that_are_folded_as_they_are_sent_have_the_same_bits(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, faults: Faults
 ) -> None:
-    folds, by_parts, count = list[int](), _Work.by_parts, 99_999
+    folds, count = list[int](), 99_999
 
-    def noted(work: _Work) -> int:
+    def noted(by_parts: Real, work: _Work) -> int:
         folds.append(by_parts(work))
         return folds[-1]
 
-    monkeypatch.setattr(_Work, "by_parts", noted)
+    faults.around(_Work, "by_parts", noted)
     async with village(clock, 3) as here:
         trainers = await job_of(here, 2, 3, 1)
         for strategy in ("ring", "tree", "centralized", "hierarchical", "chain", "direct"):
             call = Call("all_reduce", "float32", (count,), "mean", strategy=strategy)
             results = set[bytes]()
             for least in (math.inf, 0):
-                monkeypatch.setattr(executor, "FOLDS_BY_PARTS_FROM_BYTES", least)
+                faults.limit(executor, "FOLDS_BY_PARTS_FROM_BYTES", least)
                 calls = [
                     partial(t.run, call, np.arange(count, dtype=np.float32) / 7 + t.rank)
                     for t in trainers
                 ]
                 results |= {np.array(result).tobytes() for result in await together(*calls)}
-            with monkeypatch.context() as without:
-                without.setattr(native, "library_for", lambda *_: None)
+            with faults.skip(native, "library_for"):
                 results |= {np.array(x).tobytes() for x in await together(*calls)}
             assert len(results) == 1
     assert len(folds) == 12
@@ -102,12 +102,12 @@ async def test_machines_send_as_many_bytes_as_one_rank_each(clock: MockClock) ->
 @pytest.mark.parametrize("count", [9, 100_000])
 @pytest.mark.parametrize("dies", KILLED)
 async def test_who_dies_while_its_machine_is_at_the_network_leaves_the_others_one_result(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch, dies: str, count: int
+    clock: MockClock, faults: Faults, dies: str, count: int
 ) -> None:
     """V3, O3: what the first rank reads lies in the memory of the second."""
-    at_network, numbers, real = list[int](), set[int](), executor.run_plan
+    at_network, numbers = list[int](), set[int]()
 
-    async def hold(*args: Any, **settings: Any) -> None:  # noqa: ANN401 - as `run_plan`'s
+    async def hold(real: Real, *args: Any, **settings: Any) -> None:  # noqa: ANN401 - as `run_plan`'s
         header = args[3]
         numbers.add(header.roster)
         if header.roster == min(numbers):
@@ -115,7 +115,7 @@ async def test_who_dies_while_its_machine_is_at_the_network_leaves_the_others_on
             await trio.sleep_forever()
         await real(*args, **settings)
 
-    monkeypatch.setattr(op_task, "run_plan", hold)
+    faults.around(op_task, "run_plan", hold)
     async with village(clock, 2) as here:
         trainers = await job_of(here, 3, 2)
         mine = [t for t in trainers if machine_of(here, t) is here.machines[0]]
@@ -147,12 +147,12 @@ async def test_who_dies_while_its_machine_is_at_the_network_leaves_the_others_on
 
 @pytest.mark.parametrize("seed", range(12))
 async def test_whoever_is_killed_at_any_moment_leaves_the_others_the_same_results(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch, seed: int
+    clock: MockClock, faults: Faults, seed: int
 ) -> None:
     """O2, O3: of each op, all have the sum with the lost ranks, or all have it without."""
     random = Random(seed)  # noqa: S311 - no secret
     if seed % 2:  # values are folded as the plan comes to them, as those of large ops
-        monkeypatch.setattr(executor, "FOLDS_BY_PARTS_FROM_BYTES", 0)
+        faults.limit(executor, "FOLDS_BY_PARTS_FROM_BYTES", 0)
     counts = random.choice([(2, 2), (3, 1), (4, 1), (1, 2, 2), (2, 1, 3)])
     count, moments = random.choice([9, 70_000]), random.randrange(random.choice([60, 1500]))
     async with village(clock, len(counts)) as here:

@@ -13,7 +13,8 @@ from pmesh.core.values import Verdict
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.views import ViewRequest
 from pmesh.net.sessions.arena_pools import OutputArenas
-from pmesh.net.sessions.arenas import Arena, arena_bytes
+from pmesh.net.sessions.arenas import arena_bytes
+from tests.worlds.faults import Faults, Real
 from tests.worlds.trainer import Trainer, together, until
 from tests.worlds.village import training, village
 from tests.worlds.village_ops import ones, reduce_all, verdicts_of_all
@@ -166,18 +167,19 @@ async def test_a_timeout_names_who_is_late_and_holds_for_all(clock: MockClock) -
 
 
 async def test_a_timeout_that_another_view_overtakes_is_told_to_the_leader_again(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, faults: Faults
 ) -> None:
     told = 0
-    tell = LocalRank.request_view
 
-    def tell_in_vain_once(rank: LocalRank, verdict: Verdict | None, op: int = -1) -> None:
+    def tell_in_vain_once(
+        tell: Real, rank: LocalRank, verdict: Verdict | None, op: int = -1
+    ) -> None:
         nonlocal told
         told += 1
         if told > 1:
             tell(rank, verdict, op)
 
-    monkeypatch.setattr(LocalRank, "request_view", tell_in_vain_once)
+    faults.around(LocalRank, "request_view", tell_in_vain_once)
     async with training(clock, 2) as (here, (a, b)):
         agent = next(m.agent for m in here.machines if m.agent.jobs.ranks[0].rank == 1)
 
@@ -198,20 +200,19 @@ async def test_a_timeout_that_another_view_overtakes_is_told_to_the_leader_again
 
 async def test_no_room_in_shared_memory_fails_the_op_at_all_ranks(
     clock: MockClock,
-    monkeypatch: pytest.MonkeyPatch,
+    faults: Faults,
 ) -> None:
     async with training(clock, 2) as (here, (a, b)):
         pool = here.machines[0].agent.jobs.ranks[0].arenas.outputs
 
-        acquire = OutputArenas.acquire
-
-        async def no_memory(self: OutputArenas, nbytes: int, *, follows: bool) -> Arena:
+        async def no_memory(
+            acquire: Real, self: OutputArenas, nbytes: int, *, follows: bool
+        ) -> object:
             if self is pool:
                 raise OSError(12, "Cannot allocate memory")
             return await acquire(self, nbytes, follows=follows)
 
-        with monkeypatch.context() as patch:
-            patch.setattr(OutputArenas, "acquire", no_memory)
+        with faults.around(OutputArenas, "acquire", no_memory):
             verdicts = await verdicts_of_all((a, a.reduce(ones(9))), (b, b.reduce(ones(9))))
         assert verdicts[0] == verdicts[1]
         assert verdicts[0].error == "UsageError"

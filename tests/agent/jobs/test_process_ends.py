@@ -12,6 +12,7 @@ from pmesh.agent.jobs.session import WATCH_S
 from pmesh.core.wire.trainer import Leave
 from pmesh.net.sessions import processes, sessions
 from pmesh.net.sessions.sessions import PeerCredentials
+from tests.worlds.faults import Faults
 from tests.worlds.trainer import until
 from tests.worlds.village import Village, training
 from tests.worlds.village_ops import machine_of, ones, ranks_of, reduce_all, swallow
@@ -25,7 +26,7 @@ class Ends(defaultdict[str, trio.Event]):
 
 
 @pytest.fixture
-def ends(monkeypatch: pytest.MonkeyPatch) -> Ends:
+def ends(faults: Faults) -> Ends:
     """Set an event, and a process ends whose child keeps its connection open."""
     found, names = Ends(), list[str]()
 
@@ -36,9 +37,9 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Ends:
     async def wait_for_exit(pid: int) -> None:
         await found[names[pid]].wait()
 
-    monkeypatch.setattr(sessions, "credentials_of", credentials_of)
-    monkeypatch.setattr(processes, "wait_for_exit", wait_for_exit)
-    monkeypatch.setattr(processes, "is_stopped", lambda _: False)
+    faults.pretend(sessions, "credentials_of", credentials_of)
+    faults.pretend(processes, "wait_for_exit", wait_for_exit)
+    faults.pretend(processes, "is_stopped", lambda _: False)
     return found
 
 

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import trio
 from trio.testing import MockClock
 
-from pmesh.agent.jobs import op_task, retained
-from pmesh.agent.jobs.driver import Jobs
+from pmesh.agent.jobs import op_task
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.jobs.regions import Op
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
@@ -19,6 +19,7 @@ from pmesh.core.values import OpOutcome
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.records import OVERHEAD_BYTES
 from pmesh.ids import OpNumber
+from tests.worlds.faults import Faults, Real
 from tests.worlds.trainer import OpError, Trainer, together, until
 from tests.worlds.village import Village, training, village
 from tests.worlds.village_ops import (
@@ -61,22 +62,20 @@ def who_holds(here: Village) -> list[int]:
 
 
 @pytest.fixture
-def unstable(monkeypatch: pytest.MonkeyPatch) -> None:
+def unstable(faults: Faults) -> None:
     """Nobody hears that all have ended an op: what each knows of it can still be looked at."""
-    monkeypatch.setattr(LocalRank, "stabilize", lambda *_: None)
+    faults.skip(LocalRank, "stabilize")
 
 
-def note_fetches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, OpOutcome]]:
+def note_fetches(faults: Faults) -> list[tuple[int, OpOutcome]]:
     """Who fetches, and of whom: a list that grows."""
-    real, noted = retained.fetch_result, list[tuple[int, OpOutcome]]()
+    noted = list[tuple[int, OpOutcome]]()
 
-    async def fetch(
-        rank: LocalRank, call: Call, target: memoryview, outcome: OpOutcome, around: Jobs
-    ) -> None:
-        noted.append((rank.id, outcome))
-        await real(rank, call, target, outcome, around)
+    async def fetch(real: Real, rank: LocalRank, *what: Any) -> None:  # noqa: ANN401 - as it is
+        noted.append((rank.id, what[2]))
+        await real(rank, *what)
 
-    monkeypatch.setattr(op_task, "fetch_result", fetch)
+    faults.around(op_task, "fetch_result", fetch)
     return noted
 
 
@@ -203,11 +202,11 @@ async def test_it_runs_again_for_those_of_its_trainers_who_are_left(
 
 @pytest.mark.parametrize("how", ["trainer", "machine"])
 async def test_a_receiver_that_missed_the_end_fetches_from_another_when_the_root_is_gone(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch, how: str
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch, faults: Faults, how: str
 ) -> None:
     async with training(clock, 4) as (here, trainers):
         held = hold_ops(monkeypatch, reduces=False, size=4, ranks=[2], complete=True)
-        fetches = note_fetches(monkeypatch)
+        fetches = note_fetches(faults)
         root, *left = trainers
 
         async def lose_the_root() -> None:
@@ -229,12 +228,12 @@ async def test_a_receiver_that_missed_the_end_fetches_from_another_when_the_root
 
 @pytest.mark.usefixtures("unstable")
 async def test_all_who_missed_the_end_fetch_from_the_root_when_it_alone_holds_it(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch, faults: Faults
 ) -> None:
     """Also a rank beyond that has not heard of the end: from then on it can serve it too."""
     async with training(clock, 5) as (here, trainers):
         held = hold_ops(monkeypatch, reduces=False, size=5, ranks=[1, 2], complete=True)
-        fetches = note_fetches(monkeypatch)
+        fetches = note_fetches(faults)
         left = trainers[:4]
         async with losing(
             trainers[4],
@@ -249,12 +248,12 @@ async def test_all_who_missed_the_end_fetch_from_the_root_when_it_alone_holds_it
 
 
 async def test_a_root_that_missed_its_own_end_serves_where_only_ranks_beyond_have_completed(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch, faults: Faults
 ) -> None:
     """I4: it can't run again without those whose call has returned, though they hold nothing."""
     async with training(clock, 5) as (here, trainers):
         held = hold_ops(monkeypatch, reduces=False, size=5, ranks=[0, 1, 3], complete=True)
-        fetches = note_fetches(monkeypatch)
+        fetches = note_fetches(faults)
         left = trainers[:4]
         async with losing(
             trainers[4],

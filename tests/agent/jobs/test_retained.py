@@ -17,13 +17,13 @@ from pmesh.core.ops.reductions import Values
 from pmesh.core.values import OpOutcome
 from pmesh.core.wire.lanes import AskResult
 from pmesh.ids import Member, OpNumber, TrainerId
-from pmesh.net.lanes import ring
-from pmesh.net.lanes.lane import Lane
 from pmesh.net.lanes.ring import RingPosition
+from tests.worlds.faults import Faults, Real
 from tests.worlds.trainer import Trainer, together, until
 from tests.worlds.village import Village, training, village
 from tests.worlds.village_ops import (
     hold_all_reduces,
+    learn,
     losing,
     machine_of,
     ranks_of,
@@ -75,18 +75,17 @@ async def a_missed_end(
 
 
 async def test_a_fetch_that_takes_longer_than_a_peer_may_be_silent_is_left_alone(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch, faults: Faults
 ) -> None:
-    real = ring.broadcast
 
-    async def trickle(ring: RingPosition, **call: object) -> None:
+    async def trickle(real: Real, ring: RingPosition, **call: object) -> None:
         if ring.from_previous is not None:
             for _ in range(20):
                 await trio.sleep(0.5)
                 ring.from_previous.state.bytes_received += 1  # as a slow network brings it
-        await real(ring, **call)  # type: ignore[arg-type] # as it came
+        await real(ring, **call)
 
-    monkeypatch.setattr(retained, "broadcast", trickle)
+    faults.around(retained, "broadcast", trickle)
     async with a_missed_end(clock, monkeypatch, ranks=3, count=1000) as missed:
         asker = ranks_of(missed.here)[1]
         await until(lambda: asker.size == 2)
@@ -96,19 +95,19 @@ async def test_a_fetch_that_takes_longer_than_a_peer_may_be_silent_is_left_alone
 
 
 async def test_a_fetch_that_brings_nothing_is_begun_again_in_another_view(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch, faults: Faults
 ) -> None:
-    real, tries = ring.broadcast, 0
+    tries = 0
 
-    async def hang_once(ring: RingPosition, **call: object) -> None:
+    async def hang_once(real: Real, ring: RingPosition, **call: object) -> None:
         nonlocal tries
         if ring.from_previous is not None:
             tries += 1
             if tries == 1:
                 await trio.sleep_forever()
-        await real(ring, **call)  # type: ignore[arg-type] # as it came
+        await real(ring, **call)
 
-    monkeypatch.setattr(retained, "broadcast", hang_once)
+    faults.around(retained, "broadcast", hang_once)
     async with a_missed_end(clock, monkeypatch, ranks=3, count=1000) as missed:
         asker = ranks_of(missed.here)[1]
         await until(lambda: asker.size == 2)
@@ -119,19 +118,19 @@ async def test_a_fetch_that_brings_nothing_is_begun_again_in_another_view(
 
 
 async def test_a_view_that_comes_while_a_result_is_served_ends_that_before_its_memory_is_reused(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch, faults: Faults
 ) -> None:
-    real, ended = ring.broadcast, list[int]()
+    ended = list[int]()
 
-    async def serve_slowly(ring: RingPosition, **call: object) -> None:
+    async def serve_slowly(real: Real, ring: RingPosition, **call: object) -> None:
         if ring.to_next is not None and not ended:
             try:
                 await trio.sleep_forever()
             finally:
                 ended.append(ring.roster)
-        await real(ring, **call)  # type: ignore[arg-type] # as it came
+        await real(ring, **call)
 
-    monkeypatch.setattr(retained, "broadcast", serve_slowly)
+    faults.around(retained, "broadcast", serve_slowly)
     async with a_missed_end(clock, monkeypatch, ranks=4, count=1000) as missed:
         here = missed.here
         holder = ranks_of(here)[0]
@@ -158,51 +157,48 @@ async def test_several_who_missed_the_end_each_fetch_it(
 
 
 async def test_a_result_that_another_rank_of_the_agent_has_is_copied_there(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch, faults: Faults
 ) -> None:
-    async def ask_for_lane(*_: object) -> Lane:
-        raise AssertionError("it is near")
-
     async with village(clock, 3) as here:
         trainers = await here.job(*[machine for machine in here.machines for _ in range(2)])
         held = hold_all_reduces(monkeypatch, size=6, ranks=[3, 5], complete=True)
-        monkeypatch.setattr(retained, "_ask_for_lane", ask_for_lane)
+        faults.forbid(retained, "_ask_for_lane")  # it is near
         async with losing(trainers[5], trainers[5].sync(5), once=lambda: len(held) == 2):
             rows = await together(*[lambda t=t: t.sync(t.rank) for t in trainers[:5]])
         assert rows == [[0, 1, 2, 3, 4, 5]] * 5
 
 
 async def test_a_holder_whose_lane_breaks_is_asked_again(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch, faults: Faults
 ) -> None:
-    real, breaks = ring.broadcast, iter([True])
+    breaks = iter([True])
 
-    async def break_once(ring: RingPosition, **call: object) -> None:
+    async def break_once(real: Real, ring: RingPosition, **call: object) -> None:
         if ring.to_next is not None and next(breaks, False):
             ring.to_next.close()
-        await real(ring, **call)  # type: ignore[arg-type] # as it came
+        await real(ring, **call)
 
-    monkeypatch.setattr(retained, "broadcast", break_once)
+    faults.around(retained, "broadcast", break_once)
     async with a_missed_end(clock, monkeypatch, ranks=3, count=1000) as missed:
         await missed.end()
 
 
 async def test_a_holder_that_is_asked_before_its_view_comes_answers_as_soon_as_it_has_it(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch, faults: Faults
 ) -> None:
-    real, asked_at = ResultServer.answer, list[float]()
+    asked_at = list[float]()
 
-    def answer_early(server: ResultServer, member: Member, ask: AskResult) -> None:
+    def answer_early(real: Real, server: ResultServer, member: Member, ask: AskResult) -> None:
         asked_at.append(trio.current_time())
         (holder,) = jobs.ranks
         roster = holder.roster
         holder.roster = msgspec.structs.replace(roster, number=ask.number - 1)
         real(server, member, ask)
         holder.roster = roster
-        monkeypatch.setattr(ResultServer, "answer", real)
+        early.end()
         jobs.install(jobs.membership.view)
 
-    monkeypatch.setattr(ResultServer, "answer", answer_early)
+    early = faults.around(ResultServer, "answer", answer_early)
     async with training(clock, 3) as (here, trainers):
         held = hold_all_reduces(monkeypatch, size=3, ranks=[1, 2], complete=True)
         jobs = machine_of(here, trainers[0]).agent.jobs
@@ -218,16 +214,16 @@ async def test_a_holder_that_is_asked_before_its_view_comes_answers_as_soon_as_i
 
 
 async def test_a_second_holder_is_asked_when_the_first_does_not_answer(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch, faults: Faults
 ) -> None:
-    real, asked = ResultServer.answer, list[AskResult]()
+    asked = list[AskResult]()
 
-    def answer(server: ResultServer, member: Member, ask: AskResult) -> None:
+    def answer(real: Real, server: ResultServer, member: Member, ask: AskResult) -> None:
         asked.append(ask)
         if ask.holder != 0:
             real(server, member, ask)
 
-    monkeypatch.setattr(ResultServer, "answer", answer)
+    faults.around(ResultServer, "answer", answer)
     async with training(clock, 4) as (here, trainers):
         held = hold_all_reduces(monkeypatch, size=4, ranks=[2, 3], complete=True)
         x = np.ones(9, np.float32)
@@ -250,7 +246,7 @@ async def test_a_result_that_is_nowhere_is_computed_after_all(
         a, b = await here.job(here.machines[0], here.machines[-1])
         asker = ranks_of(here)[1]
         outcome = OpOutcome(OpNumber(0), asker.roster.ids, holders=(TrainerId(holder),))
-        asker._outcomes[OpNumber(0)] = outcome  # noqa: SLF001 - as a view change would
+        learn(asker, outcome)
         assert [r[0] for r in await reduce_all([a, b])] == [2.0] * 2
         assert asker.roster.number > asker.roster.born.counter
 

@@ -16,7 +16,7 @@ from pmesh.core.wire.session import SESSION_VERSION, Refused, WantArena
 from pmesh.core.wire.trainer import Connect, GroupOf, Leave
 from pmesh.ids import JobName, OpNumber, Slot
 from pmesh.net.sessions import arena_pools
-from pmesh.net.sessions.arenas import Arena
+from tests.worlds.faults import Faults
 from tests.worlds.trainer import ANY, RefusedError, Trainer, together, until
 from tests.worlds.village import Village, training, village
 from tests.worlds.village_ops import RAISE, kinds_of_events, machine_of, ranks_of, turned_away
@@ -272,7 +272,7 @@ async def test_a_trainer_that_gives_up_waiting_is_forgotten(clock: MockClock) ->
 
 
 async def test_a_trainer_that_dies_as_its_job_begins_is_a_lost_rank(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, faults: Faults
 ) -> None:
     async with village(clock, 2) as here:
         gone, stays = await here.trainer(here.machines[0]), await here.trainer(here.machines[1])
@@ -280,7 +280,7 @@ async def test_a_trainer_that_dies_as_its_job_begins_is_a_lost_rank(
         jobs = here.machines[0].agent.jobs
         await until(lambda: len(jobs.waiters) == 1)
         # It is withdrawn between its agent's flush answer, which counts it, and the view.
-        monkeypatch.setattr(jobs, "fence", lambda _: jobs.waiters.pop(Slot(0), None))
+        faults.instead(jobs, "fence", lambda _: jobs.waiters.pop(Slot(0), None))
         await stays.send(connect_as("stays.py", RAISE))
         stays.has_joined(await stays.receive())
         verdict = await stays.verdict_of(stays.barrier())
@@ -349,15 +349,11 @@ async def test_an_arena_too_large_is_refused_and_the_session_goes_on(clock: Mock
 
 
 async def test_a_system_without_memory_is_the_trainers_problem_not_the_agents(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, faults: Faults
 ) -> None:
-    def no_memory(*_: object) -> Arena:
-        raise OSError(24, "Too many open files")
-
     async with village(clock, 1) as here:
         (trainer,) = await here.job(here.machines[0])
-        with monkeypatch.context() as patch:
-            patch.setattr(arena_pools, "create_arena", no_memory)
+        with faults.fail(arena_pools, "create_arena", OSError(24, "Too many open files")):
             reply = await trainer.ask(WantArena(10))
         assert isinstance(reply, Refused)
         assert "Too many open files" in reply.verdict.message

@@ -25,6 +25,8 @@ from pmesh.net.sessions.arena_pools import OutputArenas
 from pmesh.net.sessions.arenas import Arena
 from pmesh.net.sessions.combining import CombiningRun
 from tests.agent.jobs.parts import ATTEMPT, part_of, result_of
+from tests.worlds.faults import Faults, Real
+from tests.worlds.kept import kept
 from tests.worlds.trainer import OpError, Trainer, together, until
 from tests.worlds.village import Village, village
 from tests.worlds.village_ops import ones, ranks_of, reduce_all, run, swallow, verdicts_of_all
@@ -77,9 +79,7 @@ async def test_who_would_not_fit_takes_no_part() -> None:
     assert bytes(result.memory) == bytes(36)
 
 
-async def test_no_task_ends_while_a_thread_is_in_its_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_no_task_ends_while_a_thread_is_in_its_memory(faults: Faults) -> None:
     """V3."""
     leaves, stops = list[Callable[[], None]](), list[CombiningRun]()
 
@@ -91,8 +91,8 @@ async def test_no_task_ends_while_a_thread_is_in_its_memory(
     def stop(work: CombiningRun) -> None:
         stops.append(work)
 
-    monkeypatch.setattr(CombiningRun, "start", start)
-    monkeypatch.setattr(CombiningRun, "stop", stop)
+    faults.instead(CombiningRun, "start", start)
+    faults.instead(CombiningRun, "stop", stop)
     meetings, ended = Meetings(), list[int]()
 
     async def take_part(rank: int) -> None:
@@ -151,11 +151,11 @@ async def test_ranks_that_come_first_wait_for_the_root(clock: MockClock) -> None
 @pytest.mark.parametrize("count", [9, LARGE])
 @pytest.mark.parametrize("dies", ["before the others come", "while it is added", "after it"])
 async def test_a_trainer_that_dies_leaves_the_others_with_the_same_result(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch, dies: str, count: int
+    clock: MockClock, faults: Faults, dies: str, count: int
 ) -> None:
-    begun, real = list[CombiningRun](), CombiningRun.start
+    begun = list[CombiningRun]()
 
-    def start(work: CombiningRun, ended: Callable[[], None]) -> bool:
+    def start(real: Real, work: CombiningRun, ended: Callable[[], None]) -> object:
         begun.append(work)
         if len(begun) > 1 or dies != "while it is added":
             return real(work, ended)
@@ -164,10 +164,10 @@ async def test_a_trainer_that_dies_leaves_the_others_with_the_same_result(
             work._whole = False  # noqa: SLF001 - as the last thread leaves it
             trio.lowlevel.current_trio_token().run_sync_soon(ended)
 
-        monkeypatch.setattr(work, "stop", stop)
+        faults.instead(work, "stop", stop)
         return False
 
-    monkeypatch.setattr(combining.CombiningRun, "start", start)
+    faults.around(combining.CombiningRun, "start", start)
     async with village(clock, 1) as here:
         lost, *left = await here.job(*here.machines * 3)
 
@@ -284,12 +284,10 @@ async def test_what_all_get_is_written_once(clock: MockClock, kind: str) -> None
         assert len({number for t in trainers for number in t.maps}) < 12  # from op to op the same
 
 
-async def test_a_rank_without_room_for_it_gets_a_copy(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_rank_without_room_for_it_gets_a_copy(clock: MockClock, faults: Faults) -> None:
     async with village(clock, 1) as here:
         trainers = await here.job(*here.machines * 3)
-        monkeypatch.setattr(OutputArenas, "adopt", lambda *_: None)
+        faults.skip(OutputArenas, "adopt")
         results = await of_all(trainers, "all_reduce", 1)
         assert all((result == 3).all() for result in results)
         assert len(memories_of(here)) == 3
@@ -331,18 +329,18 @@ async def test_a_rank_that_is_slow_to_read_is_not_overtaken(clock: MockClock) ->
 
 @pytest.mark.parametrize("interrupted", [{1}, {0, 1}, {0, 1, 2}])
 async def test_who_is_interrupted_before_the_end_gets_what_the_others_get(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch, interrupted: set[int]
+    clock: MockClock, faults: Faults, interrupted: set[int]
 ) -> None:
     """Where nobody has the result yet, the op runs again without the lost rank."""
-    real, held = LocalRank.unfenced, set[int | None]()
+    held = set[int | None]()
 
-    async def unfenced(rank: LocalRank) -> None:
+    async def unfenced(real: Real, rank: LocalRank) -> None:
         if rank.size == 3 and rank.rank in interrupted:
             held.add(rank.rank)
             await trio.sleep_forever()
         await real(rank)
 
-    monkeypatch.setattr(LocalRank, "unfenced", unfenced)
+    faults.around(LocalRank, "unfenced", unfenced)
     async with village(clock, 1) as here:
         *left, lost = await here.job(*here.machines * 3)
 
@@ -358,7 +356,7 @@ async def test_who_is_interrupted_before_the_end_gets_what_the_others_get(
         assert sums == [2.0 if len(interrupted) == 3 else 3.0] * 2
         assert [x[0] for x in await reduce_all(left)] == [2.0] * 2
         await trio.sleep(1)  # heartbeats: all of it is stable
-        assert not any(rank.arenas.outputs._ops for rank in ranks_of(here))  # noqa: SLF001 - held
+        assert not any(kept(rank.arenas.outputs)["ops"] for rank in ranks_of(here))
 
 
 async def test_who_is_beyond_the_receivers_takes_nothing(clock: MockClock) -> None:

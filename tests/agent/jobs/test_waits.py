@@ -11,6 +11,7 @@ from trio.testing import MockClock
 from pmesh.core.values import Terms
 from pmesh.net.sessions import processes, sessions
 from pmesh.net.sessions.sessions import PeerCredentials
+from tests.worlds.faults import Faults
 from tests.worlds.trainer import together, until
 from tests.worlds.village import training, village
 from tests.worlds.village_ops import (
@@ -117,13 +118,10 @@ async def test_only_the_side_with_the_majority_goes_on_and_then_all_do(clock: Mo
 
 
 @pytest.fixture
-def stopped(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+def stopped(faults: Faults) -> set[str]:
     """The machines whose trainers' processes are stopped: here all of them are one process."""
     names: set[str] = set()
     pids: dict[int, str] = {}
-
-    async def never(_: int) -> None:
-        await trio.sleep_forever()
 
     def credentials_of(connection: trio.socket.SocketType) -> PeerCredentials:
         name = Path(connection.getsockname()).parent.name
@@ -131,9 +129,9 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         pids[pid] = name
         return PeerCredentials(uid=os.getuid(), pid=pid)
 
-    monkeypatch.setattr(sessions, "credentials_of", credentials_of)
-    monkeypatch.setattr(processes, "is_stopped", lambda pid: pids[pid] in names)
-    monkeypatch.setattr(processes, "wait_for_exit", never)
+    faults.pretend(sessions, "credentials_of", credentials_of)
+    faults.pretend(processes, "is_stopped", lambda pid: pids[pid] in names)
+    faults.hang(processes, "wait_for_exit")
     return names
 
 

@@ -14,6 +14,7 @@ from pmesh.errors import NetworkError, PeerUnreachable
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, TrainerId
 from pmesh.net.lanes.lane import Lane
 from pmesh.net.lanes.multipath import LanePath
+from tests.worlds.kept import kept
 
 A, B, C = (Member(NodeId(bytes([i]) * 32), Incarnation(i)) for i in (1, 2, 3))
 JOB = JobName("digits")
@@ -54,8 +55,8 @@ class Side:
     @property
     def keeps_nothing(self) -> bool:
         """True if no lane is here, is being opened, or is awaited."""
-        kept = self.rendezvous
-        return not (kept._places or kept._openings or kept._expected)  # noqa: SLF001
+        found = kept(self.rendezvous)
+        return not (found["places"] or found["openings"] or found["expected"])
 
     def send(self, member: Member, message: OfferLane | Splice) -> None:
         assert member == self.other.me
@@ -123,6 +124,11 @@ async def two_sides(*, ada_dials: bool = True) -> AsyncGenerator[tuple[Side, Sid
 async def take(side: Side, *, sending: bool, of: LaneKey | None = None) -> Lane:
     with trio.fail_after(60):
         return await side.rendezvous.take(LaneEnd(of or edge(), sending=sending))
+
+
+async def dial_as_offered(side: Side, of: LaneKey, offer: OfferLane) -> None:
+    """Dial once more than a side would by itself."""
+    await side.rendezvous._dial(LaneEnd(of, sending=True), offer, B)  # noqa: SLF001
 
 
 def made_offer(side: Side, of: LaneKey, *, dial: bool) -> OfferLane:

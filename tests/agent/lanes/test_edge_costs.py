@@ -20,6 +20,7 @@ from pmesh.core.wire.calls import Call
 from pmesh.core.wire.records import RecordHeader
 from pmesh.ids import OpNumber, TrainerId
 from pmesh.net.lanes.ring import RingPosition
+from tests.worlds.faults import Faults, Real
 from tests.worlds.ranks import ME, OTHER, THIRD, failed, roster, trainer
 from tests.worlds.trainer import Trainer, together
 from tests.worlds.village import Village, training, village
@@ -29,15 +30,15 @@ Lanes: TypeAlias = tuple[tuple[TrainerId, TrainerId], ...]
 
 
 @pytest.fixture
-def probes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+def probes(faults: Faults) -> list[bool]:
     """For each rank of each agreement, whether it has sent a probe."""
-    real, seen = edge_costs._probe, list[bool]()  # noqa: SLF001 - nothing else tells them apart
+    seen = list[bool]()
 
-    async def probe(ring: RingPosition, header: RecordHeader, *, sends: bool) -> int:
+    async def probe(real: Real, ring: RingPosition, header: RecordHeader, *, sends: bool) -> object:
         seen.append(sends)
         return await real(ring, header, sends=sends)
 
-    monkeypatch.setattr(edge_costs, "_probe", probe)
+    faults.watch(edge_costs, "_probe", probe)
     return seen
 
 
@@ -78,14 +79,12 @@ async def test_edges_within_one_machine_are_alike_and_are_not_measured(
                     assert edges.costs[one][other] == EdgeCost(0, edge_costs.LOCAL_PS)
 
 
-async def test_a_large_sum_does_without_the_one_slow_edge(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_large_sum_does_without_the_one_slow_edge(clock: MockClock, faults: Faults) -> None:
     async def probe(ring: RingPosition, header: RecordHeader, *, sends: bool) -> int:
         del header, sends
         return 800_000 if ring.rank == 2 else 8_000  # 10 Mbit/s from rank 1, else 1 Gbit/s
 
-    monkeypatch.setattr(edge_costs, "_probe", probe)
+    faults.instead(edge_costs, "_probe", probe)
     count = 1_000_000
     async with training(clock, 4) as (here, trainers):
         await reduce_all(trainers, ones(count))

@@ -23,6 +23,7 @@ from pmesh.net.lanes import multipath
 from pmesh.net.lanes.lane import Lane, PathLost
 from pmesh.net.lanes.multipath import ConnectionFacts, LanePath, MultipathLane
 from tests.agent.lanes.sides import A, B, Side, edge, opened, take
+from tests.worlds.faults import Faults, Real
 from tests.worlds.lanes import descriptors, header
 from tests.worlds.trainer import until
 
@@ -317,18 +318,19 @@ async def test_a_connection_of_a_lane_that_has_one_is_refused(
 
 
 async def test_a_connection_that_is_let_in_too_late_is_not_joined(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, faults: Faults
 ) -> None:
     async with two_machines(monkeypatch, "cable", "wifi") as (ada, bob):
-        welcome = bob.rendezvous.paths.welcome
 
-        async def too_late(stream: trio.SocketStream, preamble: Preamble, _: object) -> None:
+        async def too_late(
+            welcome: Real, stream: trio.SocketStream, preamble: Preamble, _: object
+        ) -> None:
             def authenticated() -> None:
                 raise PeerUnreachable("its time at the door was over")
 
             await welcome(stream, preamble, authenticated)
 
-        monkeypatch.setattr(bob.rendezvous.paths, "welcome", too_late)
+        faults.around(bob.rendezvous.paths, "welcome", too_late)
         lanes = await both_ends(ada, bob)
         await trio.sleep(1)
         assert used(bob, lanes[1]) == {"cable"}

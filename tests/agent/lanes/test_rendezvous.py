@@ -25,12 +25,15 @@ from tests.agent.lanes.sides import (
     B,
     C,
     Side,
+    dial_as_offered,
     edge,
     made_offer,
     opened,
     take,
     two_sides,
 )
+from tests.worlds.faults import Faults, Real
+from tests.worlds.kept import kept
 from tests.worlds.lanes import is_closed
 
 
@@ -126,11 +129,8 @@ async def test_ranks_of_one_agent_need_no_network() -> None:
         assert not ada.offers
 
 
-async def test_no_descriptor_for_a_lane_is_a_broken_lane(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object, **__: object) -> tuple[Lane, Lane]:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(rendezvous_module, "local_lanes", full)
+async def test_no_descriptor_for_a_lane_is_a_broken_lane(faults: Faults) -> None:
+    faults.fail(rendezvous_module, "local_lanes", OSError(errno.EMFILE, "Too many open files"))
     async with two_sides() as (ada, _):
         ada.rendezvous.offer(edge(), A)
         with pytest.raises(LaneBroken, match="Too many open files"):
@@ -160,11 +160,11 @@ async def test_a_lane_is_taken_once(autojump_clock: MockClock) -> None:
 
 async def test_an_earlier_attempt_makes_way() -> None:
     async with two_sides() as (ada, bob):
-        end, lanes = LaneEnd(edge(), sending=True), list[Lane]()
+        lanes = list[Lane]()
         for _ in range(2):
             offer = made_offer(ada, edge(), dial=False)  # of two attempts
             bob.rendezvous.accept(A, offer)
-            await ada.rendezvous._dial(end, offer, B)  # noqa: SLF001
+            await dial_as_offered(ada, edge(), offer)
             await wait_all_tasks_blocked()
             (lane,) = bob.untaken
             assert lane is not None
@@ -246,7 +246,7 @@ async def test_a_lane_that_is_given_up_is_closed_and_offered_in_vain(
         bob.rendezvous.accept(A, made_offer(ada, given_up, dial=False))
         assert bob.keeps_nothing
         bob.rendezvous.forget(JOB, below=6)
-        assert not bob.rendezvous._given_up  # noqa: SLF001 - nor is it remembered for longer
+        assert not kept(bob.rendezvous)["given_up"]  # nor is it remembered for longer
         ada.rendezvous.close()
     assert autojump_clock.current_time() < 1
 
@@ -279,7 +279,7 @@ async def test_what_arrives_for_a_roster_that_is_over_is_dropped(
 
 @pytest.mark.parametrize("ada_dials", [True, False])
 async def test_a_lane_that_opens_after_its_roster_is_over_is_closed(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, *, ada_dials: bool
+    autojump_clock: MockClock, faults: Faults, *, ada_dials: bool
 ) -> None:
     opening, made = trio.Event(), list[Lane]()
 
@@ -292,7 +292,7 @@ async def test_a_lane_that_opens_after_its_roster_is_over_is_closed(
             raise
         return made[0]
 
-    monkeypatch.setattr(rendezvous_module, "dial_lane", open_slowly)
+    faults.instead(rendezvous_module, "dial_lane", open_slowly)
     async with two_sides(ada_dials=ada_dials) as (ada, bob):
         ada.rendezvous.offer(edge(), B)
         await trio.sleep(0.1)
@@ -307,7 +307,7 @@ async def test_a_lane_that_opens_after_its_roster_is_over_is_closed(
 
 
 async def test_a_peer_can_not_make_an_agent_dial_without_end(
-    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+    faults: Faults, autojump_clock: MockClock
 ) -> None:
     """Each connection costs a descriptor, and may be to where nobody answers."""
     under_way = most = 0
@@ -321,7 +321,7 @@ async def test_a_peer_can_not_make_an_agent_dial_without_end(
         raise PeerUnreachable("nobody answers")
 
     async with two_sides(ada_dials=True) as (ada, bob):
-        monkeypatch.setattr(bob, "dial_member", nobody_answers)
+        faults.instead(bob, "dial_member", nobody_answers)
         for number in range(3 * MAX_DIALS):
             bob.rendezvous.accept(A, made_offer(ada, edge(number), dial=True))
         await trio.sleep(1)
@@ -329,18 +329,17 @@ async def test_a_peer_can_not_make_an_agent_dial_without_end(
         await trio.sleep(60)
         assert (under_way, most) == (0, MAX_DIALS)
         bob.rendezvous.lose(A)
-        assert not bob.rendezvous.splices._turns  # noqa: SLF001 - what it keeps of a peer
+        assert not kept(bob.rendezvous.splices)["turns"]  # what it keeps of a peer
         assert autojump_clock.current_time() > 60
 
 
 @pytest.mark.parametrize("ada_dials", [True, False])
 async def test_the_lanes_of_many_ranks_do_not_knock_all_at_once(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, *, ada_dials: bool
+    autojump_clock: MockClock, faults: Faults, *, ada_dials: bool
 ) -> None:
     at_the_door = most = 0
-    answer = Side.answer_acceptor
 
-    async def answer_slowly(side: Side, stream: trio.SocketStream) -> None:
+    async def answer_slowly(answer: Real, side: Side, stream: trio.SocketStream) -> None:
         nonlocal at_the_door, most
         at_the_door += 1
         most = max(most, at_the_door)
@@ -348,7 +347,7 @@ async def test_the_lanes_of_many_ranks_do_not_knock_all_at_once(
         at_the_door -= 1
         await answer(side, stream)
 
-    monkeypatch.setattr(Side, "answer_acceptor", answer_slowly)
+    faults.around(Side, "answer_acceptor", answer_slowly)
     async with two_sides(ada_dials=ada_dials) as (ada, bob):
         edges = [edge(number) for number in range(5 * MAX_DIALS)]
         for of in edges:
@@ -420,7 +419,7 @@ async def test_a_path_that_fails_breaks_the_lanes_between_its_interfaces_alone()
 
 @pytest.mark.parametrize("ada_dials", [True, False])
 async def test_a_lane_that_is_being_opened_over_a_path_that_fails_is_opened_over_another_at_once(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, *, ada_dials: bool
+    autojump_clock: MockClock, faults: Faults, *, ada_dials: bool
 ) -> None:
     silent: list[trio.SocketStream] = []
     paths = iter(("127.0.0.2", "127.0.0.1"))
@@ -438,7 +437,7 @@ async def test_a_lane_that_is_being_opened_over_a_path_that_fails_is_opened_over
             return stream
 
         dialler, answerer = (ada, bob) if ada_dials else (bob, ada)
-        monkeypatch.setattr(dialler, "dial_member", dial_over_the_best_path)
+        faults.instead(dialler, "dial_member", dial_over_the_best_path)
         ada.rendezvous.offer(edge(), B)
         await trio.sleep(1)
         dialler.rendezvous.lose_path({"127.0.0.1"}, {"127.0.0.1"})

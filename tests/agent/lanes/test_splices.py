@@ -24,6 +24,8 @@ from pmesh.net.lanes.executor import run_plan
 from pmesh.net.lanes.opening import dial_lane, welcome_lane
 from tests.agent.lanes.sides import A, B, C, edge
 from tests.worlds.builders import make_member
+from tests.worlds.faults import Faults, Real
+from tests.worlds.kept import kept
 from tests.worlds.lanes import EMPTY, descriptors, header, offer_between
 from tests.worlds.trainer import together, until
 from tests.worlds.village import NoReach
@@ -106,17 +108,15 @@ async def test_bytes_go_both_ways_and_an_end_ends_both(autojump_clock: MockClock
         assert await receive(cara, 1) == b""
 
 
-async def test_the_library_runs_ops_over_a_connection_that_is_forwarded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_the_library_runs_ops_over_a_connection_that_is_forwarded(faults: Faults) -> None:
     """At both ends it is a lane like any other."""
-    real, runs = native.run, list[RankPlan]()
+    runs = list[RankPlan]()
 
-    def run(library: Any, plan: RankPlan, *rest: Any, **values: Any) -> Any:  # noqa: ANN401
+    def run(real: Real, library: Any, plan: RankPlan, *rest: Any, **values: Any) -> Any:  # noqa: ANN401
         runs.append(plan)
         return real(library, plan, *rest, **values)
 
-    monkeypatch.setattr(native, "run", run)
+    faults.around(native, "run", run)
     offer, value = offer_between(0, 1), np.random.default_rng(1).bytes(3_000_000)
     got, plans = bytearray(len(value)), [message_plan(rank, len(value)) for rank in (0, 1)]
     async with between() as here:
@@ -195,12 +195,11 @@ async def test_what_all_members_make_another_forward_is_limited(autojump_clock: 
             ticket = number.to_bytes(16, "big")
             here.rendezvous.accept(askers[number // MAX_SPLICES], Splice(ticket, C))
         await wait_all_tasks_blocked()
-        assert len(splices._awaited) == MAX_ALL_SPLICES  # noqa: SLF001
+        assert kept(splices)["awaited"] == MAX_ALL_SPLICES
         for asker in askers:
             here.rendezvous.lose(asker)
         await wait_all_tasks_blocked()
-        assert not splices._awaited  # noqa: SLF001
-        assert not splices._under_way  # noqa: SLF001
+        assert not any(kept(splices).values())
 
 
 async def test_what_is_idle_for_a_minute_is_closed(autojump_clock: MockClock) -> None:
@@ -241,12 +240,12 @@ async def test_what_is_continued_for_a_peer_or_to_it_goes_with_its_link(
             assert await receive(stream, 1) == b""
             await stream.aclose()
         assert descriptors() == before
-        assert not here.rendezvous.splices._under_way  # noqa: SLF001
+        assert not kept(here.rendezvous.splices)["under_way"]
         assert autojump_clock.current_time() < 1
 
 
 async def test_a_member_makes_another_dial_a_few_at_a_time(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    autojump_clock: MockClock, faults: Faults
 ) -> None:
     dials = 0
 
@@ -257,7 +256,7 @@ async def test_a_member_makes_another_dial_a_few_at_a_time(
         raise AssertionError("nobody answers")
 
     async with between() as here:
-        monkeypatch.setattr(here, "dial_member", nobody_answers)
+        faults.instead(here, "dial_member", nobody_answers)
         for number in range(MAX_SPLICES):
             here.rendezvous.accept(A, Splice(bytes([number]) * 16, C, dial=True))
         await trio.sleep(1)

@@ -17,7 +17,20 @@ from pmesh.agent.lanes.rendezvous import (
 from pmesh.core.wire.lanes import Splice
 from pmesh.errors import LaneBroken
 from pmesh.ids import JobName, Member, TrainerId
-from tests.agent.lanes.sides import JOB, A, B, C, edge, made_offer, opened, take, two_sides
+from tests.agent.lanes.sides import (
+    JOB,
+    A,
+    B,
+    C,
+    dial_as_offered,
+    edge,
+    made_offer,
+    opened,
+    take,
+    two_sides,
+)
+from tests.worlds.faults import Faults
+from tests.worlds.kept import kept
 from tests.worlds.lanes import descriptors
 
 
@@ -110,8 +123,8 @@ async def test_offering_the_same_lane_again_and_again_keeps_one(
         for _ in range(500):
             bob.rendezvous.accept(A, made_offer(ada, edge(), dial=dial))
         await trio.sleep(20)
-        assert len(bob.rendezvous._openings) <= 1  # noqa: SLF001
-        assert len(bob.rendezvous._expected) <= 1  # noqa: SLF001
+        assert kept(bob.rendezvous)["openings"] <= 1
+        assert kept(bob.rendezvous)["expected"] <= 1
         assert descriptors() <= before + 1
         assert autojump_clock.current_time() >= 20
 
@@ -135,7 +148,7 @@ async def test_all_that_a_peer_has_offered_goes_with_its_link(autojump_clock: Mo
 
 
 async def test_a_rank_that_asks_for_new_lanes_without_end_costs_one(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    autojump_clock: MockClock, faults: Faults
 ) -> None:
     """Of the lanes for messages between two ranks the latest counts: the others are given up."""
     under_way = 0
@@ -150,14 +163,14 @@ async def test_a_rank_that_asks_for_new_lanes_without_end_costs_one(
         raise AssertionError("nobody answers")
 
     async with two_sides() as (ada, _):
-        monkeypatch.setattr(ada, "dial_member", nobody_answers)
+        faults.instead(ada, "dial_member", nobody_answers)
         for op in range(-2, -500, -1):
             ada.rendezvous.offer(edge(op=op), B)
             await wait_all_tasks_blocked()
             ada.rendezvous.give_up(LaneEnd(edge(op=op + 1), sending=True))
         await wait_all_tasks_blocked()
         assert under_way == 1
-        assert len(ada.rendezvous._given_up) == 1  # noqa: SLF001
+        assert kept(ada.rendezvous)["given_up"] == 1
         assert len(ada.untaken) == 1
         for over in (-2, -100):
             with pytest.raises(LaneBroken, match="over"):
@@ -184,7 +197,7 @@ async def test_names_of_jobs_that_are_over_are_not_kept_for_ever() -> None:
     async with two_sides() as (ada, _):
         for number in range(MAX_JOBS_OVER + 5):
             ada.rendezvous.forget(JobName(f"job {number}"), below=1)
-        assert len(ada.rendezvous._over) == MAX_JOBS_OVER  # noqa: SLF001
+        assert kept(ada.rendezvous)["over"] == MAX_JOBS_OVER
 
 
 async def test_a_ticket_takes_no_connection_of_an_offered_lane() -> None:
@@ -193,5 +206,5 @@ async def test_a_ticket_takes_no_connection_of_an_offered_lane() -> None:
         bob.rendezvous.accept(A, offer)
         bob.rendezvous.accept(C, Splice(offer.lane, A))  # from one who has heard of it
         await wait_all_tasks_blocked()
-        await ada.rendezvous._dial(LaneEnd(edge(), sending=True), offer, B)  # noqa: SLF001
+        await dial_as_offered(ada, edge(), offer)
         await opened(ada, bob)

@@ -71,7 +71,7 @@ async def lying_to(machine: Machine, hello: Hello | None = None) -> AsyncGenerat
 
 
 def of(machine: Machine) -> Member:
-    return machine.agent._me  # noqa: SLF001 - also while it begins anew
+    return machine.me
 
 
 Told = dict[Member, SignedName]

@@ -1,6 +1,7 @@
 """The links and paths between whole agents."""
 
 from collections.abc import Callable
+from typing import Any
 
 import trio
 
@@ -9,6 +10,7 @@ from pmesh.core.links.addresses import BoundAddress
 from pmesh.core.links.paths import RELAYED
 from pmesh.errors import PeerUnreachable
 from pmesh.net.links.path import Path
+from tests.worlds.faults import Faults, Real
 from tests.worlds.trainer import until
 from tests.worlds.village import Machine
 
@@ -42,25 +44,26 @@ def reached_over(machine: Machine, other: Machine) -> str | None:
     return None if link is None or link.current is None else link.current.kind
 
 
+def socket_of(path: Path) -> Any:  # noqa: ANN401 - trio's own, which has no type
+    """The TCP connection of a path, for what only the system does to one."""
+    return path._wire.stream.socket  # type: ignore[attr-defined] # noqa: SLF001
+
+
 def build_wall(one: Machine, other: Machine) -> Callable[[], None]:
     """Neither can dial the other, until what is returned is called."""
-    dials = {machine: machine.agent.peers._dial for machine in (one, other)}  # noqa: SLF001
+    walls = Faults()
 
     def refuse(machine: Machine, far: Machine) -> None:
-        async def dial(addresses: tuple[BoundAddress, ...]) -> tuple[Path, BoundAddress]:
+        async def dial(real: Real, addresses: tuple[BoundAddress, ...]) -> object:
             if any(address.port == far.port for address, _ in addresses):
                 raise PeerUnreachable("there is a wall")
-            return await dials[machine](addresses)
+            return await real(addresses)
 
-        machine.agent.peers._dial = dial  # type: ignore[method-assign]  # noqa: SLF001
-
-    def break_down() -> None:
-        for machine, dial in dials.items():
-            machine.agent.peers._dial = dial  # type: ignore[method-assign]  # noqa: SLF001
+        walls.around(machine.agent.peers, "_dial", dial)
 
     refuse(one, other)
     refuse(other, one)
-    return break_down
+    return walls.undo
 
 
 async def part(one: Machine, other: Machine) -> None:

@@ -30,11 +30,11 @@ from pmesh.home_paths import socket_path
 from pmesh.ids import Member, NodeId, TrainerId
 from pmesh.invites.wire import Invite, Invited
 from pmesh.members.wire import KeyRotated, RotateKey
-from pmesh.store.agent.stores import Stores
 from pmesh.store.rules.pipe import Pipe
 from pmesh.store.wire import Answer, Answered, Set
 from simulation.wire import AnyMessage
-from tests.worlds.store_connection import StoreConnection
+from tests.worlds.faults import Faults, Real
+from tests.worlds.store_connection import StoreConnection, stores_of
 from tests.worlds.trainer import OpError, RefusedError, Trainer, together, until
 from tests.worlds.village import MESH, Machine, Village, village
 from tests.worlds.village_ops import kinds_of_events, machine_of
@@ -110,7 +110,7 @@ async def trainings_on(here: Village, machines: Sequence[Machine]) -> list[Train
     return trainings
 
 
-async def lie(monkeypatch: pytest.MonkeyPatch, here: Village, hostile: Machine, liar: Liar) -> None:
+async def lie(faults: Faults, here: Village, hostile: Machine, liar: Liar) -> None:
     """For a while this machine's agent sends what the liar makes of its messages, and more."""
 
     async def begin_jobs() -> None:
@@ -125,10 +125,10 @@ async def lie(monkeypatch: pytest.MonkeyPatch, here: Village, hostile: Machine, 
     def is_his(link: Link) -> bool:
         return any(own is link for own in hostile.agent.peers.links.values())
 
-    monkeypatch.setattr(bans, "BANNED_S", SHORT_BAN_S)
-    monkeypatch.setattr(bans, "LONGEST_BANNED_S", SHORT_BAN_S)
+    faults.limit(bans, "BANNED_S", SHORT_BAN_S)
+    faults.limit(bans, "LONGEST_BANNED_S", SHORT_BAN_S)
     send = lying(Link.send, liar, on=is_his, tell=lambda _: None)
-    monkeypatch.setattr(Link, "send", send)
+    faults.instead(Link, "send", send)
     with trio.move_on_after(LIES_FOR_S):
         await begin_jobs()
 
@@ -145,7 +145,7 @@ def check_tables(machine: Machine) -> None:
 def check_places(honest: Sequence[Machine]) -> None:
     """All have a place, and the lists of members, removals and keys are bounded."""
     for machine in honest:
-        register, keyring = machine.agent._register, machine.agent.keyring  # noqa: SLF001
+        register, keyring = machine.register, machine.agent.keyring
         assert not any(register.removal_of(other.key.node) for other in honest)
         assert len(register.known) <= MAX_KNOWN
         assert len(register.removals) <= MAX_REMOVALS
@@ -182,7 +182,7 @@ def check_that_nobody_is_alone(trainings: list[Training]) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 async def test_a_lying_member_breaks_nothing_for_good(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch, seed: int
+    clock: MockClock, faults: Faults, seed: int
 ) -> None:
     liar = new_lying_member(seed)
     with confessing(liar, seed):
@@ -204,7 +204,7 @@ async def test_a_lying_member_breaks_nothing_for_good(
             for training in all_trainings:
                 here.nursery.start_soon(training.run, gave)
             await trio.sleep(1)
-            await lie(monkeypatch, here, hostile, liar)
+            await lie(faults, here, hostile, liar)
             await (hostile.stop() if liar.dice.random() < 0.5 else hostile.kill())
             await here.settle(*honest)
             done = [len(t.ops) for t in trainings]
@@ -232,23 +232,21 @@ async def test_a_lying_trainer_harms_no_other_job(clock: MockClock, seed: int) -
 
 
 @contextmanager
-def noting_bans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[NodeId]]:
+def noting_bans(faults: Faults) -> Iterator[list[NodeId]]:
     """Whom the agents ban meanwhile."""
     banned = list[NodeId]()
-    add = bans.Bans.add
 
-    def note(self: bans.Bans, node: NodeId, *, now: float) -> None:
+    def note(add: Real, self: bans.Bans, node: NodeId, *, now: float) -> None:
         banned.append(node)
         add(self, node, now=now)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(bans.Bans, "add", note)
+    with faults.watch(bans.Bans, "add", note):
         yield banned
 
 
 @pytest.mark.parametrize("action", ACTIONS)
 async def test_a_member_without_a_seat_parts_nobody_and_leaves_nothing_behind(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch, action: str
+    clock: MockClock, faults: Faults, action: str
 ) -> None:
     async with village(clock, 2) as here:
         trainings = await trainings_on(here, here.machines)
@@ -258,7 +256,7 @@ async def test_a_member_without_a_seat_parts_nobody_and_leaves_nothing_behind(
         doors = tuple(machine.address for machine in here.machines)
         inviting = await here.trainer(here.machines[0])
         assert isinstance(await inviting.ask(Invite()), Invited)
-        with noting_bans(monkeypatch) as banned:
+        with noting_bans(faults) as banned:
             await OutsiderAttack(
                 doors=doors,
                 mesh_key=lambda: MESH,
@@ -278,7 +276,7 @@ async def test_a_member_without_a_seat_parts_nobody_and_leaves_nothing_behind(
 
 
 async def test_a_mesh_key_that_changes_amid_lies_is_the_same_for_all_and_goes_to_no_stranger(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, faults: Faults
 ) -> None:
     async with village(clock, 2) as here:
         one, two = here.machines
@@ -291,7 +289,7 @@ async def test_a_mesh_key_that_changes_amid_lies_is_the_same_for_all_and_goes_to
             guest=guest,
             actions=("lie", "greet", "knock", "ask_for_key", "remove", "rotate"),
         )
-        with noting_bans(monkeypatch) as banned, trio.move_on_after(LIES_FOR_S):
+        with noting_bans(faults) as banned, trio.move_on_after(LIES_FOR_S):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(attack.run)
                 for by in itertools.cycle(here.machines):
@@ -308,7 +306,7 @@ async def test_a_mesh_key_that_changes_amid_lies_is_the_same_for_all_and_goes_to
 
 @pytest.mark.parametrize("sequence", sequences(Answered(TrainerId(0), 0, Answer())))
 async def test_what_a_rank_says_about_its_jobs_store_does_not_touch_another_job(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch, sequence: str
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch, faults: Faults, sequence: str
 ) -> None:
     liar, begun = new_store_liar(FIRST_SEED), list[bool]()
 
@@ -318,7 +316,7 @@ async def test_what_a_rank_says_about_its_jobs_store_does_not_touch_another_job(
         honest = [machine for machine in here.machines if machine is not hostile]
 
         def is_his(pipe: Pipe) -> bool:
-            stores = hostile.part(Stores)._stores.values()  # noqa: SLF001 - which pipes are its own
+            stores = stores_of(hostile)  # which pipes are its own
             return any(pipe is own for store in stores for own in store._pipes.values())  # noqa: SLF001
 
         for name in ("parts", "receive_untrusted"):
@@ -332,7 +330,7 @@ async def test_what_a_rank_says_about_its_jobs_store_does_not_touch_another_job(
         ]
         for store in stores:
             await store.ask(Set("key", b"value"))
-        with noting_bans(monkeypatch) as banned:
+        with noting_bans(faults) as banned:
             begun.append(True)
             for _ in range(STORE_CALLS):
                 for store in stores:  # what comes of it may be spoiled
@@ -355,7 +353,7 @@ CLAIMS: dict[str, Callable[[View, Member, Random], Claims]] = {
 
 @pytest.mark.parametrize("claim", CLAIMS)
 async def test_however_much_a_member_says_of_itself_the_others_pass_on_what_all_take(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch, claim: str
+    clock: MockClock, faults: Faults, claim: str
 ) -> None:
     async with village(clock, 3) as here:
         junior = here.machines[0].agent.membership.view.by_seniority[-1]
@@ -363,19 +361,18 @@ async def test_however_much_a_member_says_of_itself_the_others_pass_on_what_all_
         honest = [machine for machine in here.machines if machine is not hostile]
         trainings = await trainings_on(here, honest)
         await here.job(*here.machines, name="shared")
-        view, me = honest[0].agent.membership.view, hostile.agent._me  # noqa: SLF001
+        view, me = honest[0].agent.membership.view, hostile.me
         claims = CLAIMS[claim](view, me, Random(FIRST_SEED))  # noqa: S311 - no secret
-        send = Link.send
 
-        def send_more(link: Link, message: AnyMessage) -> None:
+        def send_more(send: Real, link: Link, message: AnyMessage) -> None:
             his = any(own is link for own in hostile.agent.peers.links.values())
             if his and claims.keys() <= set(message.__struct_fields__):
                 more = msgspec.structs.replace(message, **claims)
                 message = more if accepts(more) else message
             send(link, message)
 
-        with noting_bans(monkeypatch) as banned:
-            monkeypatch.setattr(Link, "send", send_more)
+        with noting_bans(faults) as banned:
+            lies = faults.around(Link, "send", send_more)
             await trio.sleep(2)
             for _ in range(2):  # each begins in a view
                 short = await here.trainer(honest[0])
@@ -386,6 +383,6 @@ async def test_however_much_a_member_says_of_itself_the_others_pass_on_what_all_
         assert not {machine.key.node for machine in honest} & set(banned)
         assert {len(ids) for t in trainings for ids in t.ops.values()} == {2}
         assert [t.error for t in trainings] == ["", ""]
-        monkeypatch.setattr(Link, "send", send)
+        lies.end()
         await hostile.kill()
         await check_that_all_is_well(here, honest)

@@ -18,9 +18,11 @@ from pmesh.core.wire.link import MAX_ADDRESSES, PROTOCOL_VERSION, Hello, PeerInt
 from pmesh.core.wire.views import AskToJoin, Candidate, Flushed, Heartbeat, Propose, TellView
 from pmesh.errors import PmeshError
 from pmesh.ids import JobName, Slot
+from pmesh.net.links import path as path_module
 from simulation.wire import AnyMessage, encode_unbounded
 from tests.agent.mesh.liar import LIAR, SAID, lying_to, of
 from tests.worlds.builders import make_heartbeat, make_view
+from tests.worlds.faults import Faults, Real
 from tests.worlds.trainer import Trainer, together
 from tests.worlds.village import Machine, village
 
@@ -65,9 +67,9 @@ async def trains_on(trainers: list[Trainer]) -> None:
 
 @pytest.mark.parametrize("nbytes", [16_380, 262_142])
 async def test_a_hello_of_any_size_parts_nobody(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch, nbytes: int
+    clock: MockClock, faults: Faults, nbytes: int
 ) -> None:
-    monkeypatch.setattr("pmesh.net.links.path.encode_hello", msgspec.msgpack.encode)
+    faults.instead(path_module, "encode_hello", msgspec.msgpack.encode)
     async with village(clock, 2) as here:
         one, two = here.machines
         trainers, links = await here.job(one, two), links_between(one, two)
@@ -103,9 +105,7 @@ async def test_trainers_that_wait_in_any_number_part_nobody(clock: MockClock, co
         assert together_as_before(one, two, links)
 
 
-async def test_error_texts_of_any_size_part_nobody(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_error_texts_of_any_size_part_nobody(clock: MockClock, faults: Faults) -> None:
     """They come from a rank of a job; another job, in which it has none, goes on."""
     async with village(clock, 3) as here:
         one, two, hostile = here.machines
@@ -117,9 +117,8 @@ async def test_error_texts_of_any_size_part_nobody(
             [roster.job, roster.born, roster.number, ["OpTimedOut", "x" * 65_300, []], op]
             for op in range(4)
         ]
-        send = Link.send
 
-        def ask_too(link: Link, message: AnyMessage) -> None:
+        def ask_too(send: Real, link: Link, message: AnyMessage) -> None:
             """In each heartbeat, in bytes that no agent of ours would make."""
             if link in hostile.agent.peers.links.values() and isinstance(message, Heartbeat):
                 raw = msgspec.msgpack.decode(encode(message)[CHANNEL_BYTES:])
@@ -130,7 +129,7 @@ async def test_error_texts_of_any_size_part_nobody(
             else:
                 send(link, message)
 
-        monkeypatch.setattr(Link, "send", ask_too)
+        faults.around(Link, "send", ask_too)
         await trio.sleep(3.0)
         await trains_on(trainers)
         assert together_as_before(one, two, links)

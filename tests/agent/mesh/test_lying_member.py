@@ -22,6 +22,7 @@ from pmesh.net.lanes.opening import dial_lane
 from simulation.wire import AnyMessage
 from tests.agent.mesh.liar import ALL_KEYS, CRONY, KEY, LIAR, SAID, THIRD, Told, lying_to, of
 from tests.worlds.builders import make_heartbeat, make_roster, make_view, unsigned
+from tests.worlds.faults import Faults, Real
 from tests.worlds.lanes import descriptors
 from tests.worlds.nodes import signed
 from tests.worlds.trainer import until
@@ -119,19 +120,18 @@ def by_seniority(here: Village) -> list[Machine]:
 
 
 async def test_a_leader_that_never_commits_is_left_out_and_gets_no_link_for_a_while(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, faults: Faults
 ) -> None:
-    send = Link.send
     async with village(clock, 3) as here:
         liar, *honest = by_seniority(here)
 
-        def withhold(link: Link, message: AnyMessage) -> None:
+        def withhold(send: Real, link: Link, message: AnyMessage) -> None:
             if not (
                 link in liar.agent.peers.links.values() and isinstance(message, Commit | TellView)
             ):
                 send(link, message)
 
-        monkeypatch.setattr(Link, "send", withhold)
+        faults.around(Link, "send", withhold)
         trainers = await here.job(*honest, timeout_s=60.0)
         assert {t.world.trainers for t in trainers} == {(0, 1)}
         assert any("it made no view for 30 s" in line for m in honest for line in m.lines)
@@ -147,18 +147,17 @@ def swapped(view: View) -> View:
 
 
 async def test_a_leader_that_swaps_the_names_of_two_seats_is_refused_and_nobody_else(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, faults: Faults
 ) -> None:
-    send = Link.send
     async with village(clock, 3) as here:
         liar, *honest = by_seniority(here)
 
-        def lie(link: Link, message: AnyMessage) -> None:
+        def lie(send: Real, link: Link, message: AnyMessage) -> None:
             if link in liar.agent.peers.links.values() and isinstance(message, Commit):
                 message = Commit(swapped(message.view), message.costs)
             send(link, message)
 
-        monkeypatch.setattr(Link, "send", lie)
+        faults.around(Link, "send", lie)
         trainers = await here.job(*honest, timeout_s=60.0)  # they need a view for it
         assert {t.world.trainers for t in trainers} == {(0, 1)}
         for machine in honest:

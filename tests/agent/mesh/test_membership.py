@@ -32,6 +32,7 @@ from pmesh.core.wire.views import AgreementMessage, Candidate, Commit, Heartbeat
 from pmesh.errors import ProtocolError
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, Slot
 from pmesh.net.sessions.processes import Clocks, Stall, tick
+from tests.worlds.faults import Faults
 from tests.worlds.nodes import signed
 from tests.worlds.trainer import until
 
@@ -519,12 +520,11 @@ async def test_nonsense_is_the_senders_fault_and_changes_nothing(
 
 async def test_the_second_peer_brings_networkx_apart_from_the_event_loop(
     monkeypatch: pytest.MonkeyPatch,
+    faults: Faults,
 ) -> None:
     imported = Queue[tuple[str, Thread]]()
     monkeypatch.delitem(sys.modules, "networkx", raising=False)
-    monkeypatch.setattr(
-        membership, "import_module", lambda name: imported.put((name, current_thread()))
-    )
+    faults.instead(membership, "import_module", lambda name: imported.put((name, current_thread())))
     world = World(A, B, C)
     world.link(A, B)
     assert imported.empty()  # 12 MiB that two machines do not need

@@ -25,13 +25,14 @@ from pmesh.errors import PeerUnreachable
 from pmesh.net.links.interfaces import AddressWatch
 from pmesh.net.links.path import Path
 from tests.agent.mesh.paths import link_to, path_set, path_to
+from tests.worlds.faults import Faults
 from tests.worlds.trainer import until
 from tests.worlds.village import Machine, village
 from tests.worlds.village_ops import events_of
 
 
 @pytest.fixture
-def many_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+def many_interfaces(faults: Faults) -> None:
     """Each connection has two interfaces of its own."""
     numbers: defaultdict[str, int] = defaultdict(int)
 
@@ -42,7 +43,7 @@ def many_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
         live.key = PathKey(name, name)
         return live
 
-    monkeypatch.setattr(peers, "live_path", numbered)
+    faults.pretend(peers, "live_path", numbered)
 
 
 def events_of_kind(machine: Machine, kind: str) -> list[Event]:
@@ -99,7 +100,7 @@ async def test_of_a_path_that_is_not_used_only_the_log_tells(clock: MockClock) -
 
 
 async def test_who_has_lost_its_last_path_is_dialled_at_all_its_addresses(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, faults: Faults
 ) -> None:
     async def dial_in_vain(_: object) -> None:
         await trio.sleep(REDIAL_S / 2)
@@ -109,7 +110,7 @@ async def test_who_has_lost_its_last_path_is_dialled_at_all_its_addresses(
         one, two = here.machines
         await trio.sleep(1)  # a path that ends sooner has been refused
         link, lost = link_to(two, one), path_to(two, one)
-        monkeypatch.setattr(one.agent.peers, "_dial", dial_in_vain)
+        faults.instead(one.agent.peers, "_dial", dial_in_vain)
         with socket.create_server(("127.0.0.1", 0)) as silent:  # where the pulled cable led
             lost.dialled = Address("127.0.0.1", silent.getsockname()[1]), None
             two.agent.peers._end_path(link, lost, "it is silent")  # noqa: SLF001
@@ -132,7 +133,7 @@ async def test_a_way_that_does_not_answer_holds_up_no_other_and_is_given_up_with
 
     async with village(clock, 2) as here, trio.open_nursery() as nursery:
         one, two = here.machines
-        link = Link(path_to(one, two), contain=one.agent._containment.contain)  # noqa: SLF001
+        link = Link(path_to(one, two), contain=one.contain)
         hosts = "10.0.0.2", "10.0.1.2"
         theirs = tuple(PeerInterface(host, "wired", 1000, (host,)) for host in hosts)
         link.update(structs.replace(link.peer, interfaces=theirs))
@@ -156,7 +157,7 @@ async def test_a_way_that_does_not_answer_holds_up_no_other_and_is_given_up_with
 
 
 async def test_a_new_connection_goes_over_the_best_path_whoever_dialled_it(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, faults: Faults
 ) -> None:
     asked: list[tuple[BoundAddress, ...]] = []
 
@@ -176,7 +177,7 @@ async def test_a_new_connection_goes_over_the_best_path_whoever_dialled_it(
             dialled=(Address("10.0.0.1", 1), None),
         )
         link.paths[slow.key] = slow
-        monkeypatch.setattr(peers, "dial_any", dial_in_vain)
+        faults.instead(peers, "dial_any", dial_in_vain)
         with pytest.raises(PeerUnreachable, match="not now"):
             await one.agent.peers.dial_member(link.member)
         assert asked == [((Address("127.0.0.1", two.port), None), (Address("10.0.0.1", 1), None))]
@@ -185,7 +186,7 @@ async def test_a_new_connection_goes_over_the_best_path_whoever_dialled_it(
 
 
 async def test_lanes_leave_a_path_of_a_worse_kind_when_a_better_one_is_taken(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, faults: Faults
 ) -> None:
     left: list[set[str]] = []
     async with village(clock, 2) as here:
@@ -196,7 +197,7 @@ async def test_lanes_leave_a_path_of_a_worse_kind_when_a_better_one_is_taken(
             assert outranked
             left.append(set(ours))
 
-        monkeypatch.setattr(one.agent.peers, "_path_failed", path_failed)
+        faults.instead(one.agent.peers, "_path_failed", path_failed)
         for kind, host in (("wifi", "10.0.0.1"), (cable.kind, "10.0.1.1")):
             key, hosts = PathKey(host, host), (frozenset({host}), frozenset({host}))
             link.paths[key] = replace(cable, key=key, kind=kind, hosts=hosts)

@@ -9,6 +9,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from pmesh.agent.mesh import links as links_module
 from pmesh.agent.mesh.bans import BANNED_S, MAX_BANNED, Bans
 from pmesh.agent.mesh.links import Link
 from pmesh.core.identity.keys import NodeKey
@@ -19,9 +20,10 @@ from pmesh.core.wire.views import AskView, Commit, TellView
 from pmesh.errors import NodeKeyCopied, PeerUnreachable, PmeshError
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, OpNumber, TrainerId, short_node
 from pmesh.net.links.dialer import dial
-from tests.agent.mesh.paths import close_path, link_to, path_set, path_to
+from tests.agent.mesh.paths import close_path, link_to, path_set, path_to, socket_of
 from tests.worlds.builders import make_roster, make_view
 from tests.worlds.control import change_received
+from tests.worlds.faults import Faults
 from tests.worlds.trainer import together, until
 from tests.worlds.village import Machine, Village, village
 from tests.worlds.village_ops import events_of, kinds_of_events
@@ -64,16 +66,11 @@ async def test_a_link_that_ends_is_dialled_again_and_nobody_is_gone(clock: MockC
         assert one.agent.membership.view.epoch == epoch
 
 
-async def test_a_clean_leave_is_said_and_is_no_failure(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def dial_again(_: object) -> None:
-        raise AssertionError("who leaves dials nobody")
-
+async def test_a_clean_leave_is_said_and_is_no_failure(clock: MockClock, faults: Faults) -> None:
     async with village(clock, 3) as here:
         *stay, leaver = here.machines
         await until(lambda: linked(*here.machines))
-        monkeypatch.setattr(leaver.agent.peers, "_dial", dial_again)
+        faults.forbid(leaver.agent.peers, "_dial")
         await leaver.stop()
         await here.settle(*stay)
         for machine in stay:
@@ -182,7 +179,7 @@ async def test_the_end_of_a_link_that_was_replaced_loses_nobody(clock: MockClock
     async with village(clock, 2) as here:
         one, two = here.machines
         old = link_to(one, two)
-        new = Link(path_to(one, two), contain=one.agent._containment.contain)  # noqa: SLF001
+        new = Link(path_to(one, two), contain=one.contain)
         one.agent.peers.links[two.key.node] = new
         one.agent.peers._end(old, "it was restarted")  # noqa: SLF001 - a late redial's finding
         assert link_to(one, two) is new
@@ -211,7 +208,7 @@ async def test_a_reset_before_the_handshake_ends_nobody(clock: MockClock) -> Non
             await stream.send_all(b"\x16\x03\x01\x01\x00\x01")
             stream.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
             stream.socket.close()
-        await until(lambda: one.agent._acceptor.counters.pending == 0)  # noqa: SLF001
+        await until(lambda: one.door.pending == 0)
         two = here.new_machine("two", peers=[one.address])
         await two.start()
         await here.settle(one, two)
@@ -254,7 +251,7 @@ async def test_who_was_dialled_with_another_mesh_key_has_one_event_however_often
         (one,) = here.machines
         other = here.new_machine("other", peers=[one.address], mesh=b"o" * 32)
         await other.start()
-        await until(lambda: one.agent._acceptor.counters.refused >= 3)  # noqa: SLF001
+        await until(lambda: one.door.refused >= 3)
         (event,) = [event for event in events_of(one) if event.kind == "key refused"]
         assert event.text.startswith("a machine at 127.0.0.1 came with another mesh key")
         assert "key refused" not in kinds_of_events(other)
@@ -360,9 +357,9 @@ async def test_an_error_of_ours_ends_one_link_and_the_agent_goes_on(
 
 
 async def test_one_machine_that_makes_up_names_leaves_room_for_others(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, faults: Faults
 ) -> None:
-    monkeypatch.setattr("pmesh.agent.mesh.links.MAX_LINKS_PER_ADDRESS", 1)
+    faults.limit(links_module, "MAX_LINKS_PER_ADDRESS", 1)
     async with village(clock, 2) as here:
         one, _ = here.machines
         third = here.new_machine("mac-2", peers=[one.address])
@@ -400,10 +397,8 @@ async def test_a_connection_that_breaks_is_dialled_again_and_nobody_is_gone(
     async with village(clock, 2) as here:
         one, two = here.machines
         before = path_to(one, two)
-        path_to(two, one).path._wire.stream.socket.setsockopt(  # type: ignore[attr-defined] # noqa: SLF001
-            socket.SOL_SOCKET, socket.SO_LINGER, RESET
-        )
-        path_to(two, one).path._wire.stream.socket.close()  # type: ignore[attr-defined] # noqa: SLF001
+        socket_of(path_to(two, one).path).setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+        socket_of(path_to(two, one).path).close()
         await until(lambda: bool(path_set(one, two)) and before not in path_set(one, two))
         await trio.sleep(3)
         assert linked(one, two)

@@ -14,6 +14,7 @@ from pmesh.core.wire.control import AskPing, Pinged, WayTried
 from pmesh.core.wire.session import Refused
 from pmesh.errors import PeerUnreachable
 from tests.agent.mesh.paths import link_to, part
+from tests.worlds.faults import Faults
 from tests.worlds.trainer import Trainer, until
 from tests.worlds.village import Machine, village
 
@@ -54,7 +55,7 @@ async def test_a_path_that_is_there_is_asked_for_its_round_trip(clock: MockClock
 
 
 async def test_a_way_that_answers_stays_as_a_path(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch, faults: Faults
 ) -> None:
     async with village(clock, 2) as here:
         one, two = here.machines
@@ -67,7 +68,7 @@ async def test_a_way_that_answers_stays_as_a_path(
             await trio.lowlevel.checkpoint()
             link.paths[asked.key] = live
 
-        monkeypatch.setattr(one.agent.peers, "dial_way", dial_way)
+        faults.instead(one.agent.peers, "dial_way", dial_way)
         (new,), _ = await ping(one, "mac-1")
         assert new.rtt_ms is not None
         assert (new.interface, new.remote, new.address) == ("en5", "en0", str(two.address))
@@ -75,7 +76,7 @@ async def test_a_way_that_answers_stays_as_a_path(
 
 
 async def test_a_way_that_can_not_be_dialled_says_why(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch, faults: Faults
 ) -> None:
     async with village(clock, 2) as here:
         one, two = here.machines
@@ -96,7 +97,7 @@ async def test_a_way_that_can_not_be_dialled_says_why(
             (leave_elsewhere, "the connection was not kept, or left by another interface"),
             (vanish, f"no answer in {TRY_S:g} s"),
         ):
-            monkeypatch.setattr(one.agent.peers, "dial_way", dial)
+            faults.instead(one.agent.peers, "dial_way", dial)
             ways, pinged = await ping(one, "mac-1")
             (way,) = [tried for tried in ways if tried.interface == "en5"]
             assert (way.kind, way.rtt_ms, way.why_not) == ("wired", None, why)
@@ -104,20 +105,17 @@ async def test_a_way_that_can_not_be_dialled_says_why(
 
 
 async def test_a_link_local_way_to_an_end_that_has_not_answered_is_shown(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, faults: Faults
 ) -> None:
     async with village(clock, 2) as here:
         one, two = here.machines
         (key,) = link_to(one, two).paths
         local = replace(CABLE, host="fe80::1", prefix_bits=64)
 
-        async def vanish(_: Way) -> None:
-            await trio.sleep_forever()
-
-        monkeypatch.setattr(one.agent.peers, "dial_way", vanish)
+        faults.hang(one.agent.peers, "dial_way")
         for ends in ((key.interface, "en0"), ("en5", key.remote)):
             way = Way(PathKey(*ends), local, two.address)
-            monkeypatch.setattr(Link, "ways", lambda *_, way=way: (way,))
+            faults.instead(Link, "ways", lambda *_, way=way: (way,))
             tried, _ = await ping(one, "mac-1")
             assert [t.rtt_ms is None for t in tried] == [False, True]
 
@@ -127,7 +125,7 @@ async def test_an_interface_that_leads_nowhere_names_its_networks(
 ) -> None:
     async with village(clock, 2) as here:
         one, _ = here.machines
-        watch = one.agent._watch  # noqa: SLF001 - as if a cable was there
+        watch = one.watch  # as if a cable was there
         watch.current = (*watch.current, CABLE, replace(CABLE, host="fe80::1", prefix_bits=64))
         ways, _ = await ping(one, "mac-1")
         assert [(way.interface, way.kind, way.why_not) for way in ways if not way.remote] == [

@@ -18,6 +18,7 @@ from pmesh.core.wire.relays import MAX_RELAYED_BYTES, Relay
 from pmesh.core.wire.views import MeasuredEdge
 from pmesh.ids import Incarnation, Member, NodeId
 from tests.agent.mesh.paths import build_wall, link_to, part, reached_over
+from tests.worlds.faults import Faults
 from tests.worlds.trainer import until
 from tests.worlds.village import Machine, village
 
@@ -154,7 +155,7 @@ async def test_the_connections_over_one_member_are_limited(clock: MockClock) -> 
 
 
 async def test_a_peer_that_hears_many_who_do_not_exist_causes_few_connections(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, faults: Faults
 ) -> None:
     async with village(clock, 2) as here:
         one, other = here.machines
@@ -166,8 +167,8 @@ async def test_a_peer_that_hears_many_who_do_not_exist_causes_few_connections(
             link.introduce(member)
         heard = {member.incarnation for member in invented}
         forwarding = other.agent.peers.relays.forwarding
-        monkeypatch.setattr(forwarding, "forward", lambda *_, **__: None)
-        monkeypatch.setattr(one.agent.membership, "hears", lambda _: heard)
+        faults.skip(forwarding, "forward")
+        faults.instead(one.agent.membership, "hears", lambda _: heard)
         most = 0
         for _ in range(20):
             await trio.sleep(1)
@@ -206,7 +207,7 @@ async def test_another_forwards_if_the_first_does_not(clock: MockClock) -> None:
 
 @pytest.mark.parametrize("place", [0, 3])
 async def test_the_one_with_the_fastest_edges_forwards(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch, place: int
+    clock: MockClock, faults: Faults, place: int
 ) -> None:
     async with village(clock, 4) as here:
         _, one, other, _ = here.machines
@@ -214,9 +215,7 @@ async def test_the_one_with_the_fastest_edges_forwards(
         fast = here.machines[place]
         membership = opens.agent.membership
         heard = {link_to(opens, fast).member: {membership.state.me.incarnation: FAST}}
-        monkeypatch.setattr(
-            membership, "edges_among", lambda members: measured_graph(members, heard)
-        )
+        faults.instead(membership, "edges_among", lambda members: measured_graph(members, heard))
         await part(one, other)
         relay = link_to(opens, far).relay
         assert relay is not None
@@ -225,9 +224,9 @@ async def test_the_one_with_the_fastest_edges_forwards(
 
 @pytest.mark.slow
 async def test_what_is_relayed_counts_once_and_is_not_measured_by_probes(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, faults: Faults
 ) -> None:
-    monkeypatch.setattr(probing, "PROBE_EVERY_S", 30.0)
+    faults.limit(probing, "PROBE_EVERY_S", 30.0)
     async with village(clock, 3) as here:
         one, middle, other = here.machines
         await part(one, other)
