@@ -7,6 +7,7 @@ import pytest
 from pmesh import home_paths
 from pmesh.errors import ConfigError
 from pmesh.home_paths import MAX_SOCKET_PATH_BYTES, home_directory, socket_path
+from tests.worlds.system import be_user
 
 
 @pytest.fixture
@@ -88,7 +89,7 @@ def test_a_directory_of_another_user_is_refused(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = socket_path(long_home(temporary)).parent
-    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    be_user(monkeypatch, 12345)
     directory.rename(directory.with_name("pmesh-12345"))
     with pytest.raises(ConfigError, match="only you can enter"):
         socket_path(long_home(temporary))
@@ -134,6 +135,6 @@ def test_a_socket_of_another_user_is_refused(
     with socket.socket(socket.AF_UNIX) as somebody:
         somebody.bind(str(tmp_path / "agent.sock"))
         assert socket_path(tmp_path) == tmp_path / "agent.sock"
-        monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+        be_user(monkeypatch, tmp_path.stat().st_uid + 1)
         with pytest.raises(ConfigError, match=r"is not a socket of yours; run: mv .*\.bad$"):
             socket_path(tmp_path)

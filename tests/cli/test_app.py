@@ -10,10 +10,13 @@ import pytest
 
 import pmesh.cli
 from pmesh import native
+from pmesh.cli import app as app_module
 from pmesh.cli.app import IN_ORDER_OF_USE, app, run
 from pmesh.core.wire import aead
 from pmesh.core.wire.link import PROTOCOL_VERSION
 from pmesh.installed import installed_version
+from tests.worlds.faults import Faults
+from tests.worlds.system import be_called
 
 VERSION = f"pmesh {installed_version()}, protocol {PROTOCOL_VERSION}, with"
 
@@ -28,11 +31,11 @@ def test_the_version_names_the_protocol(
 
 
 def test_the_version_says_how_to_work_with_the_native_library_and_without(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    faults: Faults, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(native, "why_missing", lambda: "")
+    faults.instead(native, "why_missing", lambda: "")
     assert run(["version"]) == 0
-    monkeypatch.setattr(native, "why_missing", lambda: "no C compiler was found")
+    faults.instead(native, "why_missing", lambda: "no C compiler was found")
     assert run(["version"]) == 0
     has, lacks = (line.rpartition(", with")[2] for line in capsys.readouterr().out.splitlines())
     assert has == " its native library (without it: PMESH_NATIVE=0)"
@@ -116,19 +119,14 @@ def test_a_bad_value_of_an_option_is_exit_code_2(
 
 
 def test_the_program_exits_with_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["pmesh", "version"])
+    be_called(monkeypatch, "pmesh", "version")
     with pytest.raises(SystemExit) as caught:
         pmesh.cli.main()
     assert caught.value.code == 0
 
 
-def test_ctrl_c_while_the_program_loads_shows_no_traceback(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def press_ctrl_c(_arguments: object) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("pmesh.cli.app.run", press_ctrl_c)
+def test_ctrl_c_while_the_program_loads_shows_no_traceback(faults: Faults) -> None:
+    faults.fail(app_module, "run", KeyboardInterrupt())
     with pytest.raises(SystemExit) as caught:
         pmesh.cli.main()
     assert caught.value.code == 130

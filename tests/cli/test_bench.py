@@ -3,6 +3,7 @@
 import itertools
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +33,7 @@ from pmesh.errors import UsageError
 from pmesh.terminal.sizes import parse_size
 from pmesh.testing import SimulatedMesh, agent_in_a_thread
 from tests.worlds.fake_status_agent import agent_at, answer_well
+from tests.worlds.faults import Faults
 
 PNG = b"\x89PNG"
 
@@ -97,17 +99,17 @@ def on_each_rank(meeting: Meeting, program: Callable[[Mesh], Any]) -> list[Any]:
 
 
 @pytest.fixture
-def meeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Meeting]:
+def meeting(tmp_path: Path, faults: Faults) -> Iterator[Meeting]:
     """Where `pmesh bench` connects to: the first that comes is rank 0."""
     meeting, home = Meeting(2), tmp_path / "home"
     home.mkdir(mode=0o700)
     with agent_in_a_thread(home):
-        monkeypatch.setattr(
+        faults.pretend(
             bench,
             "connect",
             lambda job, ranks, *_: SpoiledMesh(meeting, connect(job, ranks, home=home)),
         )
-        monkeypatch.setattr(bench, "ask_status", lambda _: ask_status(home))
+        faults.pretend(bench, "ask_status", lambda _: ask_status(home))
         yield meeting
 
 
@@ -125,7 +127,7 @@ def run_both(*options: str, other: tuple[str, ...] | None = None) -> list[int]:
     return codes
 
 
-def clock(monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:
+def clock(faults: Faults, step_s: float) -> None:
     """Every reading of the time is so much later than the last."""
     readings = itertools.count()
     lock = threading.Lock()
@@ -134,7 +136,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:
         with lock:
             return next(readings) * step_s
 
-    monkeypatch.setattr("time.perf_counter", read)
+    faults.instead(time, "perf_counter", read)
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES, ids=lambda c: c.name)
@@ -224,11 +226,11 @@ def test_bus_bandwidth_is_that_of_nccl_tests(name: str, factors: list[float]) ->
     assert [collective.bus_factor(n) for n in (2, 4)] == factors
 
 
-def test_a_row_tells_the_slowest_rank_and_both_bandwidths(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_tells_the_slowest_rank_and_both_bandwidths(faults: Faults) -> None:
     took = {0: [9.0, 9.0, 1.0, 2.0, 3.0, 4.0], 1: [9.0, 9.0, 2.0, 1.0, 5.0, 1.0]}
     reads = {rank: [t for s in times for t in (0.0, s)] for rank, times in took.items()}
     here = threading.local()
-    monkeypatch.setattr("time.perf_counter", lambda: reads[here.rank].pop(0))
+    faults.instead(time, "perf_counter", lambda: reads[here.rank].pop(0))
 
     def program(mesh: Mesh) -> BenchRow:
         here.rank = mesh.rank
@@ -240,8 +242,8 @@ def test_a_row_tells_the_slowest_rank_and_both_bandwidths(monkeypatch: pytest.Mo
     assert found.algorithm_bytes_per_s == found.bus_bytes_per_s == 800 / 3.0
 
 
-def test_a_row_of_quick_calls_ends_after_a_thousand(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock(monkeypatch, 1e-7)
+def test_a_row_of_quick_calls_ends_after_a_thousand(faults: Faults) -> None:
+    clock(faults, 1e-7)
     found, _ = on_each_rank(
         Meeting(2), lambda mesh: measure_row(mesh, COLLECTIVES[-1], "", 0, seconds=1.0)
     )
@@ -351,7 +353,7 @@ def test_a_lost_machine_ends_the_measurement_by_name(
 
 
 def test_without_a_number_it_waits_for_all_machines_of_the_mesh_and_names_them(
-    socket: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    socket: Path, faults: Faults, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[object] = []
 
@@ -360,7 +362,7 @@ def test_without_a_number_it_waits_for_all_machines_of_the_mesh_and_names_them(
             asked.extend(what)
             return mesh
 
-        monkeypatch.setattr(bench, "connect", connected)
+        faults.instead(bench, "connect", connected)
         return run(["bench", "--max-size", "1KiB", "--seconds", "1e-9"])
 
     with agent_at(socket, answer_well):
@@ -370,7 +372,7 @@ def test_without_a_number_it_waits_for_all_machines_of_the_mesh_and_names_them(
 
 
 def test_an_agent_that_is_alone_is_told_what_to_do(
-    socket: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    socket: Path, faults: Faults, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import msgspec  # noqa: PLC0415
 
@@ -381,7 +383,7 @@ def test_an_agent_that_is_alone_is_told_what_to_do(
         view = msgspec.structs.replace(status.view, members=status.view.members[:1])
         return msgspec.structs.replace(status, view=view)
 
-    monkeypatch.setattr(bench, "decode_status", alone)
+    faults.instead(bench, "decode_status", alone)
     with agent_at(socket, answer_well):
         assert run(["bench"]) == 1
     error = capsys.readouterr().err

@@ -12,6 +12,7 @@ from pmesh.cli import demo
 from pmesh.cli.app import run
 from pmesh.errors import RunError
 from pmesh.terminal.rows import Output
+from tests.worlds.faults import Faults
 
 Said = dict[str, object]
 
@@ -56,8 +57,8 @@ def test_the_demo_trains_one_model_and_leaves_nothing(capsys: pytest.CaptureFixt
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.usefixtures("folder")
-def test_agents_that_do_not_hear_each_other_get_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "MEET_S", 0.0)
+def test_agents_that_do_not_hear_each_other_get_an_address(faults: Faults) -> None:
+    faults.limit(demo, "MEET_S", 0.0)
     with demo.DemoMachines() as machines:
         assert not machines.meet()
         assert len(machines.statuses()) == demo.MACHINES
@@ -76,8 +77,8 @@ def test_a_program_that_fails_is_named_with_what_it_has_printed(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("folder")
-def test_what_hangs_is_named_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "PATIENCE_S", 0.0)
+def test_what_hangs_is_named_and_ended(tmp_path: Path, faults: Faults) -> None:
+    faults.limit(demo, "PATIENCE_S", 0.0)
     program = demo.DemoProgram("the trainer", tmp_path / "log", ["http.server", "0"], tmp_path)
     try:
         with pytest.raises(RunError, match="the training did not end within 0 s"):

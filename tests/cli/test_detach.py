@@ -11,6 +11,7 @@ from pmesh.cli.up import start_detached
 from pmesh.client.control import ask_status
 from pmesh.errors import AgentStopped
 from tests.worlds import fake_status_agent
+from tests.worlds.faults import Faults
 
 
 def start(directory: Path, deed: str) -> int:
@@ -47,8 +48,8 @@ def test_an_agent_that_just_ends_is_a_failure(tmp_path: Path) -> None:
 
 
 def test_an_agent_that_does_not_answer_is_killed_and_its_log_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, faults: Faults
 ) -> None:
-    monkeypatch.setattr(up, "START_TIMEOUT_S", 0.1)
+    faults.limit(up, "START_TIMEOUT_S", 0.1)
     with pytest.raises(AgentStopped, match=r"within 0\.1 s; see .*agent\.log"):
         start(tmp_path, "hang")

@@ -15,6 +15,8 @@ from pmesh.cli.event_reader import Reader
 from pmesh.cli.events import POLL_INTERVAL_S
 from pmesh.errors import AgentNotRunning
 from tests.worlds.fake_status_agent import agent_at, answer_with, make_chronicle
+from tests.worlds.faults import Faults
+from tests.worlds.system import Terminal
 
 
 @pytest.fixture
@@ -35,7 +37,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def meanwhile(faults: Faults) -> Callable[..., None]:
     """What happens while `--follow` waits: one deed for each wait, then Ctrl-C."""
 
     def plan(*deeds: Callable[[], object]) -> None:
@@ -47,7 +49,7 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
                 raise KeyboardInterrupt
             left.pop(0)()
 
-        monkeypatch.setattr(time, "sleep", sleep)
+        faults.pretend(time, "sleep", sleep)
 
     return plan
 
@@ -68,10 +70,6 @@ def test_a_pipe_gets_a_line_for_each_event_in_local_time(
 
 def make_terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     """Make standard output a terminal with colors."""
-
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
 
     terminal = Terminal()
     monkeypatch.setattr("sys.stdout", terminal)

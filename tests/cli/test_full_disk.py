@@ -18,6 +18,8 @@ from pmesh.cli.up import start_detached
 from pmesh.core.identity.keys import MeshKey, mesh_key_text
 from pmesh.terminal.lines import dropping_lines
 from tests.cli.homes import use_agent, use_home
+from tests.worlds.faults import Faults
+from tests.worlds.system import type_in
 
 OLD = MeshKey(bytes(range(32)))
 NEW = MeshKey(bytes(range(32, 64)))
@@ -57,7 +59,7 @@ def assert_the_keys_are_whole(home: Path, *mesh_keys: MeshKey) -> None:
 
 
 def call(command: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr("sys.stdin", io.StringIO(mesh_key_text(NEW)))
+    type_in(monkeypatch, mesh_key_text(NEW))
     return run(command.split())
 
 
@@ -215,13 +217,13 @@ def test_whatever_system_call_finds_no_room_a_sentence_says_where_and_no_key_is_
     command: str,
     says: str,
     monkeypatch: pytest.MonkeyPatch,
+    faults: Faults,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     first = call_ == "mkdir" or name == ".node_key"
     if not first:
         use(home)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, call_, fail_for(name, os.open) if call_ == "open" else no_room)
+    with faults.instead(os, call_, fail_for(name, os.open) if call_ == "open" else no_room):
         code = call(command, monkeypatch)
 
     shown = capsys.readouterr()
@@ -248,12 +250,12 @@ def test_a_file_that_may_not_grow_is_not_put_in_the_place_of_a_key(
 
 
 def test_a_lock_is_given_back_also_where_its_pid_cannot_be_taken_out(
-    home: Path, monkeypatch: pytest.MonkeyPatch
+    home: Path, faults: Faults
 ) -> None:
     use(home)
     with hold_home(home):
-        monkeypatch.setattr(os, "truncate", no_room)
-    monkeypatch.undo()
+        full = faults.instead(os, "truncate", no_room)
+    full.end()
     with hold_home(home):
         pass
 

@@ -1,7 +1,5 @@
 """Every command refuses a home that is not under its user's control, and says what mends it."""
 
-import io
-import os
 import shlex
 import socket
 import subprocess
@@ -18,6 +16,7 @@ from pmesh.cli.app import run
 from pmesh.core.identity.keys import MeshKey, mesh_key_text
 from pmesh.errors import ConfigError
 from tests.cli.homes import use_agent, use_home
+from tests.worlds.system import be_user, type_in
 
 KEY = MeshKey(bytes(range(32)))
 KEEPS_KEYS = ["up", "up --detach", "key new", "key show", "key set", "join 7-guitar-lemon"]
@@ -36,7 +35,7 @@ ASKS_THE_AGENT = [
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     home = tmp_path / "my home"
     use_home(home, monkeypatch)
-    monkeypatch.setattr("sys.stdin", io.StringIO(mesh_key_text(KEY)))
+    type_in(monkeypatch, mesh_key_text(KEY))
     use_agent(None, monkeypatch)
     monkeypatch.setattr(up, "start_detached", None)
     home.mkdir(mode=0o700)
@@ -96,7 +95,7 @@ def test_a_home_of_another_user_is_refused(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: home.stat().st_uid + 1)
+    be_user(monkeypatch, home.stat().st_uid + 1)
 
     assert f"{home} belongs to another user" in refusal(command, capsys)
     assert not list(home.iterdir())

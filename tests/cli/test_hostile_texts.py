@@ -4,7 +4,6 @@ import ast
 import json
 import re
 import socket
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,6 +57,7 @@ from pmesh.traces.wire import AskTrace, Traced, TracedEvent, TracedMachine
 from simulation.wire import AnyReply, decode_request_untrusted
 from tests.traces.histories import BEGAN_US, op, told
 from tests.worlds.fake_status_agent import SNAPSHOT, agent_at, make_chronicle
+from tests.worlds.system import be_a_terminal
 
 EVIL = "[/bold] m\x1b]0;you\x07\x9b2J\npmesh: \u202e:boom:"
 SHOWN = "[/bold] m�]0;you��2J pmesh: �:boom:"
@@ -177,8 +177,7 @@ def test_no_text_of_others_controls_the_terminal_or_begins_a_line(
 ) -> None:
     if on_a_terminal:
         monkeypatch.setenv("TERM", "xterm")
-        for stream in (sys.stdout, sys.stderr):
-            monkeypatch.setattr(stream, "isatty", lambda: True)
+        be_a_terminal(monkeypatch, "stdout", "stderr")
     connections, words = COMMANDS[command]
     answers: list[Callable[[socket.socket], None]] = [answer] * connections
     with agent_at(socket_path(home_directory()), *answers):

@@ -1,5 +1,6 @@
 """`pmesh invite` and `pmesh join` at a terminal, with an agent that answers as it is told."""
 
+import getpass
 import os
 import select
 import signal
@@ -12,6 +13,7 @@ import pytest
 import trio
 
 from pmesh.agent.home import hold_home, load_mesh_key, store_mesh_key
+from pmesh.cli import up
 from pmesh.cli.app import run
 from pmesh.core.identity.keys import MeshKey, mesh_key_text
 from pmesh.core.values import Verdict
@@ -22,11 +24,13 @@ from pmesh.core.wire.session import Refused, SessionMessage, encode
 from pmesh.errors import KeyFileError, PeerUnreachable
 from pmesh.home_paths import home_directory, socket_path
 from pmesh.ids import NodeId
-from pmesh.invites.cli import join
+from pmesh.invites.cli import invite, join
 from pmesh.invites.rules.codes import Code
 from pmesh.invites.wire import InvitationOver, Invited, Outcome, Party
 from tests.cli.homes import use_home
 from tests.worlds.fake_status_agent import agent_at
+from tests.worlds.faults import Faults
+from tests.worlds.system import be_a_terminal
 
 KEY = MeshKey(bytes(range(100, 132)))
 INVITED = Invited("7-guitar-lemon", 600.0)
@@ -99,10 +103,10 @@ def test_without_an_agent_it_says_how_to_start_one(capsys: pytest.CaptureFixture
 
 
 def test_ctrl_c_says_that_the_code_is_withdrawn(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], faults: Faults
 ) -> None:
     shown = threading.Event()
-    monkeypatch.setattr("pmesh.invites.cli.invite.say", lambda *_: shown.set())
+    faults.instead(invite, "say", lambda *_: shown.set())
 
     def interrupt(connection: sockets.socket) -> None:
         connection.recv(4096)
@@ -120,7 +124,7 @@ def test_ctrl_c_says_that_the_code_is_withdrawn(
 
 
 @pytest.fixture
-def inviter(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Address | None]]:
+def inviter(faults: Faults) -> list[tuple[str, Address | None]]:
     """A machine that gives KEY for any code; what it was asked, and at which address."""
     asked: list[tuple[str, Address | None]] = []
 
@@ -133,7 +137,7 @@ def inviter(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Address | None]]
             store_mesh_key(newcomer.settings.home, KEY)
         return ADA
 
-    monkeypatch.setattr(join, "_join", give)
+    faults.pretend(join, "_join", give)
     return asked
 
 
@@ -172,7 +176,7 @@ def test_an_address_and_a_home_are_part_of_what_to_type_next(
 @pytest.mark.usefixtures("inviter")
 @pytest.mark.parametrize("peer", [None, "10.0.0.1:7000"])
 def test_up_starts_the_agent_in_the_background(
-    peer: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    peer: str | None, faults: Faults, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started: list[object] = []
 
@@ -180,7 +184,7 @@ def test_up_starts_the_agent_in_the_background(
         started.append((home, flags, detach))
         return 3
 
-    monkeypatch.setattr("pmesh.cli.up.bring_up", bring_up)
+    faults.instead(up, "bring_up", bring_up)
     options = [] if peer is None else ["--peer", peer]
     assert run(["join", "7-guitar-lemon", "--up", *options]) == 3
     assert started == [(None, {"peers": peer and (peer,)}, True)]
@@ -232,10 +236,10 @@ def test_a_member_has_nothing_to_replace(home: Path) -> None:
 
 
 def test_the_code_may_be_typed_when_it_asks(
-    inviter: list[tuple[str, Address | None]], monkeypatch: pytest.MonkeyPatch
+    inviter: list[tuple[str, Address | None]], monkeypatch: pytest.MonkeyPatch, faults: Faults
 ) -> None:
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    monkeypatch.setattr("getpass.getpass", lambda _: "7 guitar lemon")
+    be_a_terminal(monkeypatch, "stdin")
+    faults.instead(getpass, "getpass", lambda _: "7 guitar lemon")
     assert run(["join"]) == 0
     assert inviter == [("7-guitar-lemon", None)]
 
@@ -265,10 +269,15 @@ def test_what_can_not_be_meant_is_refused_before_anybody_is_asked(
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_no_code_at_all_is_refused(
-    *, terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    *,
+    terminal: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    faults: Faults,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("sys.stdin.isatty", lambda: terminal, raising=False)
-    monkeypatch.setattr("getpass.getpass", end_of_input)
+    if terminal:
+        be_a_terminal(monkeypatch, "stdin")
+    faults.pretend(getpass, "getpass", end_of_input)
     assert run(["join"]) == 2
     assert "pmesh" in capsys.readouterr().err
 
@@ -283,7 +292,10 @@ def test_where_mdns_is_off_the_address_must_be_named(
 
 @pytest.mark.parametrize("peer", [None, "127.0.0.1:1"])
 def test_a_silent_machine_is_given_up(
-    peer: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    peer: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    faults: Faults,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     async def connect(*_: object) -> trio.abc.Stream:
         await trio.lowlevel.checkpoint()
@@ -291,9 +303,8 @@ def test_a_silent_machine_is_given_up(
         monkeypatch.setattr(join, "silent", theirs, raising=False)  # else it would be closed
         return ours
 
-    monkeypatch.setattr(join, "dial", connect)
-    monkeypatch.setattr(join, "find_inviter", connect)
-    monkeypatch.setattr(join, "EXCHANGE_S", 0.05)
+    faults.instead(join, "find_inviter" if peer is None else "dial", connect)
+    faults.limit(join, "EXCHANGE_S", 0.05)
     options = [] if peer is None else ["--peer", peer]
     assert run(["join", "7-guitar-lemon", *options]) == 1
     error = capsys.readouterr().err

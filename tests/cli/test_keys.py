@@ -14,6 +14,7 @@ from pmesh.agent.home import load_mesh_key
 from pmesh.cli.app import run
 from pmesh.core.identity.keys import MeshKey, mesh_key_text
 from tests.cli.homes import store_rotation
+from tests.worlds.system import type_in
 
 KEY = MeshKey(bytes(range(32)))
 NEW = MeshKey(bytes(range(50, 82)))
@@ -28,7 +29,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def give(text: str, monkeypatch: pytest.MonkeyPatch) -> int:
     """`pmesh key set` at the end of a pipe."""
-    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    type_in(monkeypatch, text)
     return run(["key", "set"])
 
 

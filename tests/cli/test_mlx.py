@@ -10,6 +10,7 @@ from pmesh.cli.app import run
 from pmesh.cli.mlx import Program, program_of, trains_lora
 from pmesh.errors import ConfigError, UsageError
 from pmesh.launches.client.launched import MLXLaunch
+from tests.worlds.faults import Faults
 from tests.worlds.watched_agent import WatchedAgent, watched_agent
 
 HERE = sys.executable
@@ -124,10 +125,10 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WatchedAgent:
 
 
 @pytest.fixture
-def became(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+def became(faults: Faults) -> list[list[str]]:
     """What this process would have become."""
     found: list[list[str]] = []
-    monkeypatch.setattr(os, "execv", lambda _, words: found.append(words))
+    faults.pretend(os, "execv", lambda _, words: found.append(words))
     return found
 
 
@@ -160,7 +161,7 @@ def test_under_pmesh_run_the_launch_names_the_job_and_its_size(
 
 @pytest.mark.usefixtures("agent")
 def test_mlx_lms_own_loop_runs_where_it_is_asked_for(
-    became: list[list[str]], monkeypatch: pytest.MonkeyPatch
+    became: list[list[str]], faults: Faults
 ) -> None:
     lora = pytest.importorskip("pmesh.mlx_lm")
     trained: list[list[str]] = []
@@ -169,7 +170,7 @@ def test_mlx_lms_own_loop_runs_where_it_is_asked_for(
         trained.append(words)
         return 0
 
-    monkeypatch.setattr(lora, "train", train)
+    faults.pretend(lora, "train", train)
     command = ["-m", "mlx_lm", "lora", "--train"]
     assert run(["mlx", "--wait-for", "2", *command]) == 0
     assert (trained, became) == ([["--train"]], [])

@@ -1,7 +1,7 @@
 """Files of the home that are links, or another user's: refused untouched, with what mends it."""
 
 import errno
-import io
+import fcntl
 import os
 import shlex
 import subprocess
@@ -15,6 +15,8 @@ from pmesh.cli.app import run
 from pmesh.core.identity.keys import MeshKey, mesh_key_text
 from pmesh.errors import KeyFileError
 from tests.cli.homes import use_agent, use_home
+from tests.worlds.faults import Faults, Real
+from tests.worlds.system import be_user, type_in
 
 KEY = MeshKey(bytes(range(32)))
 OTHER = MeshKey(bytes(range(32, 64)))
@@ -137,46 +139,43 @@ def test_whose_a_file_is_counts_and_not_whether_it_can_be_read(
     home: Path,
     name: str,
     command: str,
-    monkeypatch: pytest.MonkeyPatch,
+    faults: Faults,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    given, real = (home / name).stat(), os.fstat
+    given = (home / name).stat()
 
-    def fstat(descriptor: int) -> os.stat_result:
+    def fstat(real: Real, descriptor: int) -> object:
         found = real(descriptor)
         if not os.path.samestat(found, given):
             return found
         return os.stat_result((*found[:4], found.st_uid + 1, *found[5:10]))
 
-    monkeypatch.setattr(os, "fstat", fstat)
+    faults.around(os, "fstat", fstat)
 
     assert " belongs to another user; " in refusal(command, home / name, capsys)
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
 def test_a_home_that_cant_be_written_is_one_sentence_that_says_what_to_do(
-    home: Path, number: int, monkeypatch: pytest.MonkeyPatch
+    home: Path, number: int, faults: Faults
 ) -> None:
-    def refuse(*_: object, **__: object) -> tuple[int, str]:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(tempfile, "mkstemp", refuse)
+    faults.fail(tempfile, "mkstemp", OSError(number, os.strerror(number)))
     with pytest.raises(KeyFileError, match=r"can't write .*; make its directory writable, or set"):
         store_mesh_key(home, MeshKey(bytes(32)))
 
 
 def test_a_key_that_another_user_keeps_to_himself_is_said_to_be_his(
-    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    home: Path, monkeypatch: pytest.MonkeyPatch, faults: Faults, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, real = home / "mesh_key", os.open
+    path = home / "mesh_key"
 
-    def denied(opened: Path, flags: int, mode: int = 0o777) -> int:
+    def denied(real: Real, opened: Path, flags: int, mode: int = 0o777) -> object:
         if opened == path:
-            monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+            be_user(monkeypatch, path.stat().st_uid + 1)
             raise PermissionError(13, "Permission denied", str(path))
         return real(opened, flags, mode)
 
-    monkeypatch.setattr(os, "open", denied)
+    faults.around(os, "open", denied)
 
     assert " belongs to another user; if the key" in refusal("key show", path, capsys)
 
@@ -200,7 +199,7 @@ def test_a_new_key_takes_the_place_of_a_link_and_not_of_its_target(
     (home / "mesh_key").rename(home.parent / "target")
     (home / "mesh_key").symlink_to(home.parent / "target")
     before = (home.parent / "target").read_bytes()
-    monkeypatch.setattr("sys.stdin", io.StringIO(mesh_key_text(OTHER)))
+    type_in(monkeypatch, mesh_key_text(OTHER))
 
     assert run(["key", "set"]) == 0
 
@@ -209,11 +208,8 @@ def test_a_new_key_takes_the_place_of_a_link_and_not_of_its_target(
 
 
 def test_a_lock_that_the_system_does_not_give_is_a_sentence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    faults: Faults, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def no_locks(descriptor: int, operation: int) -> None:
-        raise OSError(37, "No locks available", descriptor, None, operation)
-
-    monkeypatch.setattr("fcntl.flock", no_locks)
+    faults.fail(fcntl, "flock", OSError(errno.ENOLCK, "No locks available"))
     assert run(["up"]) == 2
     assert capsys.readouterr().err.endswith("agent.lock: No locks available\n")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pmesh.charts.wire import JobCharts
+from pmesh.cli import plot
 from pmesh.cli.app import run
 from pmesh.cli.bench import BenchRow
 from pmesh.cli.plot import draw_bench
@@ -15,6 +16,7 @@ from pmesh.core.wire.framing import frame
 from pmesh.core.wire.session import Refused, encode
 from simulation.wire import AnyReply
 from tests.worlds.fake_status_agent import Answer, agent_at
+from tests.worlds.faults import Faults
 
 LOSSES = JobCharts(
     720, 5.0, {"steps a second": ((700, 720), (2.0, 3.0)), "loss": ((600, 601, 700), (3.0, 2.0, 1))}
@@ -118,9 +120,9 @@ def test_what_can_not_be_drawn_is_said_in_one_line(
 
 
 def test_without_matplotlib_the_command_that_gets_it_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    faults: Faults, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("pmesh.cli.plot.find_spec", lambda _: None)
+    faults.skip(plot, "find_spec")
 
     assert run(["plot", "digits"]) == 2
     assert capsys.readouterr().err == (

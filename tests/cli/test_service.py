@@ -3,7 +3,6 @@
 Only the system's commands are replaced: `systemctl` on Linux, `launchctl` on a Mac.
 """
 
-import os
 import plistlib
 import pwd
 import shutil
@@ -19,6 +18,8 @@ from pmesh.cli.app import run
 from pmesh.cli.service import AgentService, service_for
 from pmesh.errors import AgentNotRunning, ConfigError
 from tests.cli.homes import use_home
+from tests.worlds.faults import Faults
+from tests.worlds.system import be_on, be_user
 
 PROGRAM = ("/opt/my python/bin/python", "-m", "pmesh.cli", "up")
 
@@ -52,21 +53,21 @@ class System:
 
 
 @pytest.fixture
-def system(monkeypatch: pytest.MonkeyPatch) -> System:
+def system(faults: Faults) -> System:
     found = System()
-    monkeypatch.setattr(subprocess, "run", found.run)
+    faults.pretend(subprocess, "run", found.run)
     return found
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faults: Faults) -> Path:
     """A home with a key, of a user who is not root."""
     ana = pwd.struct_passwd(("ana", "x", 501, 20, "", str(tmp_path), "/bin/sh"))
-    monkeypatch.setattr(os, "geteuid", lambda: 501)
-    monkeypatch.setattr(pwd, "getpwuid", lambda _: ana)
-    monkeypatch.setattr(pwd, "getpwnam", lambda _: ana)
+    be_user(monkeypatch, 501)
+    faults.pretend(pwd, "getpwuid", lambda _: ana)
+    faults.pretend(pwd, "getpwnam", lambda _: ana)
     monkeypatch.delenv("SUDO_USER", raising=False)
-    monkeypatch.setattr(service, "ask_status", _nobody)
+    faults.pretend(service, "ask_status", _nobody)
     place = tmp_path / ".pmesh"
     place.mkdir()
     (place / "mesh_key").write_text("a key")
@@ -80,9 +81,9 @@ def _nobody(*_: object, **__: object) -> bytes:
 
 def as_sudo_on_a_mac(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file = tmp_path / "Library" / "org.pmesh.agent.plist"
-    monkeypatch.setattr(sys, "platform", "darwin")
+    be_on(monkeypatch, "darwin")
     monkeypatch.setattr(service, "PLIST", file)
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    be_user(monkeypatch, 0)
     monkeypatch.setenv("SUDO_USER", "ana")
     monkeypatch.delenv("PMESH_HOME")  # sudo keeps no variable
     return file
@@ -239,9 +240,9 @@ def test_a_home_without_a_key_is_no_service(
 
 @pytest.mark.usefixtures("home")
 def test_an_agent_that_runs_is_stopped_by_the_user_first(
-    system: System, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    system: System, faults: Faults, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(service, "ask_status", lambda *_, **__: b"{}")
+    faults.pretend(service, "ask_status", lambda *_, **__: b"{}")
     assert run(["service", "install"]) != 0
     assert "runs already: first 'pmesh down'" in capsys.readouterr().err
     assert system.told == []
@@ -251,7 +252,7 @@ def test_an_agent_that_runs_is_stopped_by_the_user_first(
 def test_sudo_on_linux_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    be_user(monkeypatch, 0)
     monkeypatch.setenv("SUDO_USER", "ana")
     assert run(["service", "install"]) != 0
     assert "type the same as ana, without sudo" in capsys.readouterr().err
@@ -261,7 +262,7 @@ def test_sudo_on_linux_is_refused(
 def test_other_systems_have_no_service(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "platform", "freebsd14")
+    be_on(monkeypatch, "freebsd14")
     assert run(["service", "status"]) != 0
     assert "pmesh can't be a service of freebsd14" in capsys.readouterr().err
 

@@ -37,6 +37,7 @@ from pmesh.cli.status_all import render_all
 from pmesh.core.jobs.reports import NotFinite
 from pmesh.terminal.sizes import bytes_text
 from tests.worlds.fake_status_agent import IDS, MINIMAL, NAMES, SNAPSHOT, agent_at, answer_well
+from tests.worlds.faults import Faults
 
 
 def shown(status: Status, *, width: int = 120) -> str:
@@ -406,10 +407,10 @@ def test_the_light_visits_every_edge_in_turn(size: int) -> None:
 
 
 @pytest.fixture
-def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def slept(faults: Faults) -> list[float]:
     """The waits between two pictures; they take no time."""
     waits: list[float] = []
-    monkeypatch.setattr(time, "sleep", waits.append)
+    faults.pretend(time, "sleep", waits.append)
     return waits
 
 
@@ -466,13 +467,10 @@ def test_watching_on_a_terminal_draws_over_what_stands_there(
 def test_watching_ends_by_ctrl_c_which_is_no_failure(
     form: list[str],
     socket: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    faults: Faults,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def press_ctrl_c(_seconds: float) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(time, "sleep", press_ctrl_c)
+    faults.fail(time, "sleep", KeyboardInterrupt())
     with agent_at(socket, answer_well):
         assert run(["status", "--watch", *form]) == 0
     assert not capsys.readouterr().err

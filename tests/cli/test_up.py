@@ -1,7 +1,6 @@
 """`pmesh up`: what the agent is started with, and how it ends. The agent itself is faked."""
 
 import gc
-import io
 import os
 import signal
 import socket
@@ -25,6 +24,8 @@ from pmesh.home_paths import socket_path
 from pmesh.terminal.lines import ending_signals
 from tests.cli.homes import use_agent, use_home
 from tests.worlds.fake_status_agent import agent_at, answer_well
+from tests.worlds.faults import Faults
+from tests.worlds.system import type_in
 
 KEY = MeshKey(bytes(range(32)))
 LOOPBACK = socket.if_nameindex()[0][1]
@@ -155,7 +156,7 @@ def test_a_key_of_zero_bytes_is_refused_wherever_it_comes_from(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     zeros = MeshKey(bytes(32))
-    monkeypatch.setattr("sys.stdin", io.StringIO(mesh_key_text(zeros)))
+    type_in(monkeypatch, mesh_key_text(zeros))
     assert run(["key", "set"]) == 2
     store_mesh_key(home, zeros)
     assert run(["up"]) == run(["up", "--key-file", str(home / "mesh_key")]) == 1
@@ -223,16 +224,16 @@ def test_a_bug_keeps_its_traceback(agent: FakeAgent) -> None:
 
 
 def test_too_few_open_files_are_said_at_start(
-    agent: FakeAgent, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    agent: FakeAgent, faults: Faults, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(up, "raise_open_files", lambda: "only 64 files")
+    faults.instead(up, "raise_open_files", lambda: "only 64 files")
     assert run(["up"]) == 0
     assert agent.starts
     assert capsys.readouterr().err == "only 64 files\n"
 
 
 def test_a_detached_agent_gets_the_chosen_settings_and_no_others(
-    agent: FakeAgent, home: Path, monkeypatch: pytest.MonkeyPatch
+    agent: FakeAgent, home: Path, monkeypatch: pytest.MonkeyPatch, faults: Faults
 ) -> None:
     calls: list[tuple[object, Mapping[str, str], Path]] = []
 
@@ -240,7 +241,7 @@ def test_a_detached_agent_gets_the_chosen_settings_and_no_others(
         calls.append((command, environment, home))
         return 0
 
-    monkeypatch.setattr(up, "start_detached", note)
+    faults.instead(up, "start_detached", note)
     monkeypatch.setenv("PMESH_NAME", "loses")
     monkeypatch.setenv("PMESH_STALE", "1")
     assert run(["up", "--detach", "--name", "wins", "--no-mdns"]) == 0
@@ -258,12 +259,12 @@ def test_who_begins_a_new_mesh_beside_another_is_told_what_to_type(
     home: Path,
     *,
     makes_key: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    faults: Faults,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     if not makes_key:
         store_mesh_key(home, KEY)
-    monkeypatch.setattr(up, "start_detached", lambda *_, **__: 0)
+    faults.instead(up, "start_detached", lambda *_, **__: 0)
     with agent_at(socket_path(home), *[answer_well] * makes_key):  # it hears one of another mesh
         assert run(["up", "--detach", "--name", "new"]) == 0
     said = capsys.readouterr()
@@ -351,9 +352,9 @@ def test_a_second_ctrl_c_ends_an_agent_that_hangs_while_it_leaves() -> None:
     assert (err, process.returncode) == ("", 130)
 
 
-def test_a_signal_that_nohup_ignores_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_that_nohup_ignores_stays_ignored(faults: Faults) -> None:
     def disposition(number: int) -> signal.Handlers:
         return signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL
 
-    monkeypatch.setattr(signal, "getsignal", disposition)
+    faults.instead(signal, "getsignal", disposition)
     assert ending_signals() == (signal.SIGINT, signal.SIGTERM)

@@ -25,6 +25,7 @@ from pmesh.cli.metrics import AgentCollector
 from pmesh.errors import AgentNotRunning
 from tests.docs.pages import DOCS, ROOT, code_in, read, table_rows
 from tests.worlds.fake_status_agent import IDS, SNAPSHOT
+from tests.worlds.faults import Faults, Real
 
 PACKAGING = ROOT / "packaging" / "prometheus"
 RULES = PACKAGING / "alerts.yml"
@@ -236,13 +237,14 @@ def test_promtool_finds_no_fault_with_the_metrics() -> None:
 def test_it_serves_until_ctrl_c(
     listen: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    faults: Faults,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     answers: list[str] = []
-    joined = threading.Thread.join
 
-    def ask_and_interrupt(thread: threading.Thread, timeout: float | None = None) -> None:
+    def ask_and_interrupt(
+        joined: Real, thread: threading.Thread, timeout: float | None = None
+    ) -> None:
         if answers:
             joined(thread, timeout)
             return
@@ -251,8 +253,8 @@ def test_it_serves_until_ctrl_c(
             answers.append(response.read().decode())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(threading.Thread, "join", ask_and_interrupt)
-    monkeypatch.setattr(socket, "gethostname", lambda: "127.0.0.1")
+    faults.around(threading.Thread, "join", ask_and_interrupt)
+    faults.pretend(socket, "gethostname", lambda: "127.0.0.1")
     home = str(tmp_path / "home")
     assert run(["metrics", "--listen", listen, "--home", home]) == 130
     assert "pmesh_up 0.0" in answers[0]

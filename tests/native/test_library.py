@@ -11,6 +11,7 @@ import pytest
 
 from native import build
 from pmesh import native
+from tests.worlds.system import have_library_at
 
 compiled_here = pytest.mark.skipif(not build.find_compiler(), reason="needs a C compiler")
 
@@ -73,8 +74,7 @@ def test_a_library_that_does_not_fit_the_sources_is_deleted(
 def test_a_library_that_fits_is_loaded_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("PMESH_NATIVE", raising=False)
-    monkeypatch.setattr(native, "PATH", build.build(tmp_path))
+    have_library_at(monkeypatch, build.build(tmp_path))
     loaded = native.library()
     assert loaded is not None
     assert native.library() is loaded
@@ -88,8 +88,7 @@ def test_a_variable_switches_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_missing_library_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PMESH_NATIVE", raising=False)
-    monkeypatch.setattr(native, "PATH", tmp_path / "none.so")
+    have_library_at(monkeypatch, tmp_path / "none.so")
     assert native.library() is None
     assert re.match("no C compiler was found .*; install one", native.why_missing())
 
@@ -97,9 +96,8 @@ def test_a_missing_library_is_explained(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_file_that_is_no_library_is_explained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("PMESH_NATIVE", raising=False)
     (tmp_path / "broken.so").write_text("not a library")
-    monkeypatch.setattr(native, "PATH", tmp_path / "broken.so")
+    have_library_at(monkeypatch, tmp_path / "broken.so")
     assert native.library() is None
     assert re.match(r"it can't be loaded \(.*\); install pmesh again", native.why_missing())
 
@@ -108,8 +106,7 @@ def test_a_file_that_is_no_library_is_explained(
 def test_a_library_of_another_version_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("PMESH_NATIVE", raising=False)
-    monkeypatch.setattr(native, "PATH", build.build(tmp_path))
+    have_library_at(monkeypatch, build.build(tmp_path))
     monkeypatch.setattr(native, "ABI", native.ABI + 1)
     assert native.library() is None
     assert native.why_missing().startswith("it was built for another version")

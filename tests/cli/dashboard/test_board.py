@@ -12,6 +12,7 @@ from pmesh.cli.dashboard import board as module
 from pmesh.cli.dashboard.board import MOST_LINES
 from tests.cli.dashboard.boards import GONE, Script
 from tests.worlds.fake_status_agent import SNAPSHOT
+from tests.worlds.faults import Faults
 
 
 class Stop(Exception):  # noqa: N818 - it is none of ours
@@ -107,6 +108,7 @@ def test_a_page_costs_the_agent_less_while_there_is_no_job(monkeypatch: pytest.M
 
 def test_the_agent_is_asked_at_once_when_a_page_opens_and_then_each_second(
     monkeypatch: pytest.MonkeyPatch,
+    faults: Faults,
 ) -> None:
     waits = threading.Event()
 
@@ -116,8 +118,8 @@ def test_the_agent_is_asked_at_once_when_a_page_opens_and_then_each_second(
             return super().wait_for(predicate, timeout)
 
     monkeypatch.setattr(threading, "Condition", Condition)
-    monkeypatch.setattr(module, "UNWATCHED_S", 1e6)  # if opening a page did nothing, it would hang
-    monkeypatch.setattr(module, "WATCHED_S", 0.0)
+    faults.limit(module, "UNWATCHED_S", 1e6)  # if opening a page did nothing, it would hang
+    faults.limit(module, "WATCHED_S", 0.0)
     script, asked = Script(), 0
     refresh = script.board.refresh
 
@@ -137,7 +139,7 @@ def test_the_agent_is_asked_at_once_when_a_page_opens_and_then_each_second(
         with pytest.raises(BrokenPipeError):
             script.board.stream(take)
 
-    monkeypatch.setattr(script.board, "refresh", refresh_and_count)
+    faults.instead(script.board, "refresh", refresh_and_count)
     page = threading.Thread(target=open_page, daemon=True)
     page.start()
     with pytest.raises(Stop):

@@ -9,10 +9,11 @@ import pytest
 from pmesh.cli.app import run
 from pmesh.cli.dashboard.board import Board
 from tests.cli.dashboard.boards import Script, serving
+from tests.worlds.faults import Faults
 
 
 def test_it_serves_until_ctrl_c_whether_or_not_an_agent_runs(
-    tmp_path: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: object, faults: Faults, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answers: list[bytes] = []
 
@@ -25,18 +26,15 @@ def test_it_serves_until_ctrl_c_whether_or_not_an_agent_runs(
         board.refresh()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Board, "watch", look_and_interrupt)
+    faults.instead(Board, "watch", look_and_interrupt)
     assert run(["dashboard", "--listen", "127.0.0.1:0", "--home", f"{tmp_path}/home"]) == 130
     assert b"no agent listens at" in answers[0]
 
 
 def test_the_link_has_the_token_and_each_start_another_one(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: object
+    faults: Faults, capsys: pytest.CaptureFixture[str], tmp_path: object
 ) -> None:
-    def interrupt(_: Board) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Board, "watch", interrupt)
+    faults.fail(Board, "watch", KeyboardInterrupt())
     for _ in range(2):
         assert run(["dashboard", "--listen", ":0", "--token", "--home", f"{tmp_path}/home"]) == 130
     shown = capsys.readouterr()

@@ -15,6 +15,7 @@ from pmesh.cli import dashboard
 from pmesh.cli.dashboard import server as module
 from pmesh.cli.dashboard.server import FILES, HEADERS, DashboardServer, is_loopback, why_refused
 from tests.cli.dashboard.boards import Script, serving
+from tests.worlds.faults import Faults
 
 TOKEN = "a-token"  # noqa: S105 - of a test
 
@@ -154,10 +155,8 @@ def test_what_is_no_request_gets_an_error_and_no_line_in_a_log(
     assert capsys.readouterr() == ("", "")
 
 
-def test_beyond_so_many_connections_the_next_one_is_closed(
-    script: Script, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "MOST_CONNECTIONS", 1)
+def test_beyond_so_many_connections_the_next_one_is_closed(script: Script, faults: Faults) -> None:
+    faults.limit(module, "MOST_CONNECTIONS", 1)
     with serving(script.board) as server:
         with socket.create_connection(("127.0.0.1", server.port), timeout=20) as first:
             first.sendall(b"GET / HTTP/1.0\r\n")  # not all of it

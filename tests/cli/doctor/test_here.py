@@ -22,6 +22,7 @@ from pmesh.core.wire.session import encode
 from pmesh.home_paths import MESH_KEY_NAME, NODE_KEY_NAME, home_directory, socket_path
 from tests.cli.homes import use_home
 from tests.worlds.fake_status_agent import SNAPSHOT, agent_at
+from tests.worlds.faults import Faults
 
 KEY = mesh_key_text(MeshKey(bytes(range(32))))
 
@@ -179,15 +180,10 @@ def test_a_port_at_all_addresses_is_taken_if_it_is_at_one() -> None:
     assert can_listen("", port)
 
 
-def test_who_holds_a_port_is_told_as_far_as_the_system_tells_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def denied(_: object) -> object:
-        raise psutil.AccessDenied
-
+def test_who_holds_a_port_is_told_as_far_as_the_system_tells_it(faults: Faults) -> None:
     assert program_text(None) == ""
     assert program_text(2**22 + 1) == f"pid {2**22 + 1}"
-    monkeypatch.setattr(psutil, "net_connections", denied)
+    faults.fail(psutil, "net_connections", psutil.AccessDenied())
     assert holder_of(1) is None
     assert programs.listens_to_mdns(2**22 + 1)
 

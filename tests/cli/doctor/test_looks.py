@@ -1,6 +1,5 @@
 """What the network has shown becomes facts: status, mDNS and connections are put together."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,8 @@ from pmesh.installed import installed_version
 from pmesh.net.links.discovery import minute_of_now
 from tests.cli.homes import use_home
 from tests.worlds.fake_status_agent import SNAPSHOT
+from tests.worlds.faults import Faults
+from tests.worlds.system import be_on
 
 KEY = MeshKey(bytes(range(32)))
 TAG = AdvertisementKey.of(KEY).tag
@@ -139,7 +140,7 @@ class Scene:
         monkeypatch.setattr(looks, "InterfaceReader", Reader)
         monkeypatch.setattr(looks, "listens_to_mdns", lambda _: scene.mdns)
         monkeypatch.setattr(native, "why_missing", lambda: "")
-        monkeypatch.setattr(sys, "platform", "darwin")
+        be_on(monkeypatch, "darwin")
 
     def diagnose(self, *peers: str) -> list[Finding]:
         """All findings but those that were not tried."""
@@ -211,7 +212,7 @@ def test_macos_s_permission_is_judged_by_connections_of_both(scene: Scene) -> No
 
 
 def test_linux_has_no_such_permission(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "linux")
+    be_on(monkeypatch, "linux")
     assert "local network" not in {each.check for each in scene.diagnose()}
 
 
@@ -225,9 +226,7 @@ def test_a_member_that_is_not_heard_has_multicast_dropped(scene: Scene) -> None:
     assert scene.first()[0] == "connections"
 
 
-def test_a_machine_that_the_user_names_is_dialled(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_that_the_user_names_is_dialled(scene: Scene, faults: Faults) -> None:
     scene.status = status(members=1)
     scene.heard = heard(announced(1))
     assert scene.first() == ("mDNS", "cause", "nobody answers by mDNS")
@@ -246,7 +245,7 @@ def test_a_machine_that_the_user_names_is_dialled(
     async def look_up(_: Address) -> tuple[Address, ...]:
         return (Address("10.0.0.2", 24160),)
 
-    monkeypatch.setattr(nearby, "look_up", look_up)
+    faults.instead(nearby, "look_up", look_up)
     assert scene.first("mac-2.local") == ("", "", "")
     assert len(scene.dialled) == 1
 

@@ -28,6 +28,7 @@ from pmesh.core.links.addresses import LocalAddress
 from pmesh.core.wire.link import Address
 from pmesh.errors import LocalNetworkDenied
 from pmesh.ids import Incarnation, NodeId
+from tests.worlds.faults import Faults
 
 LOOPBACK = LocalAddress(interface="lo", host="127.0.0.1", prefix_bits=8, kind="loopback")
 LINK_LOCAL = LocalAddress(interface="lo", host="fe80::1", prefix_bits=64, kind="wired")
@@ -61,8 +62,8 @@ def test_a_question_is_a_packet_that_zeroconf_would_send() -> None:
 
 
 @on_linux
-async def test_an_announcement_is_heard_and_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nearby, "_ask", lambda _: announce())
+async def test_an_announcement_is_heard_and_ends_the_wait(faults: Faults) -> None:
+    faults.instead(nearby, "_ask", lambda _: announce())
 
     def announce() -> None:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
@@ -84,11 +85,11 @@ async def test_who_is_expected_is_waited_for_longer_and_asked_again(
     expected: list[NodeId],
     waits_s: float,
     asks: int,
-    monkeypatch: pytest.MonkeyPatch,
+    faults: Faults,
     autojump_clock: trio.abc.Clock,
 ) -> None:
     asked: list[float] = []
-    monkeypatch.setattr(nearby, "_ask", lambda _: asked.append(trio.current_time()))
+    faults.instead(nearby, "_ask", lambda _: asked.append(trio.current_time()))
     began = trio.current_time()
     heard = await listen(None, [LOOPBACK], expected)
     assert not heard.error
@@ -97,14 +98,9 @@ async def test_who_is_expected_is_waited_for_longer_and_asked_again(
     del autojump_clock
 
 
-async def test_a_system_that_lets_nobody_ask_is_an_error_in_words(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(_: object) -> None:
-        raise OSError(errno.EHOSTUNREACH, "No route to host")
-
-    monkeypatch.setattr(nearby, "_open_listeners", lambda _: ())
-    monkeypatch.setattr(nearby, "_ask", refuse)
+async def test_a_system_that_lets_nobody_ask_is_an_error_in_words(faults: Faults) -> None:
+    faults.instead(nearby, "_open_listeners", lambda _: ())
+    faults.fail(nearby, "_ask", OSError(errno.EHOSTUNREACH, "No route to host"))
     heard = await listen(KEY, [LOOPBACK], [])
     assert heard.error == "No route to host"
 
@@ -137,9 +133,9 @@ async def test_only_the_packets_of_others_say_that_others_are_there() -> None:
 
 
 async def test_a_flood_of_announcements_costs_so_many_signatures_and_no_more(
-    monkeypatch: pytest.MonkeyPatch,
+    faults: Faults,
 ) -> None:
-    monkeypatch.setattr(nearby, "MAX_READ", 2)
+    faults.limit(nearby, "MAX_READ", 2)
     forged = (b"_pmesh forged", "10.0.0.9")
     heard = await read(forged, forged, (packet(AD), "10.0.0.2"))
     assert heard.agents == {}
@@ -205,9 +201,9 @@ async def gets_no_large_packet(stream: trio.SocketStream) -> None:
     ],
 )
 async def test_few_and_many_bytes_tell_a_hole_from_an_agent_that_hangs(
-    serve: Serve, state: str, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, state: str, faults: Faults
 ) -> None:
-    monkeypatch.setattr(nearby, "REACT_S", 0.3)
+    faults.limit(nearby, "REACT_S", 0.3)
     async with trio.open_nursery() as nursery:
         (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
         port = listener.socket.getsockname()[1]
@@ -217,8 +213,8 @@ async def test_few_and_many_bytes_tell_a_hole_from_an_agent_that_hangs(
     assert (tried["m"].address, tried["m"].state) == (f"127.0.0.1:{port}", state)
 
 
-async def test_a_machine_that_was_busy_once_has_no_hole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nearby, "REACT_S", 0.3)
+async def test_a_machine_that_was_busy_once_has_no_hole(faults: Faults) -> None:
+    faults.limit(nearby, "REACT_S", 0.3)
     turns = iter([says_nothing, closes, closes])
 
     async def serve(stream: trio.SocketStream) -> None:
@@ -233,7 +229,7 @@ async def test_a_machine_that_was_busy_once_has_no_hole(monkeypatch: pytest.Monk
     assert tried["m"].state == "answers"
 
 
-async def test_why_nobody_is_reached_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_why_nobody_is_reached_is_told(faults: Faults) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # nobody listens there
         port = closed.getsockname()[1]
@@ -243,21 +239,15 @@ async def test_why_nobody_is_reached_is_told(monkeypatch: pytest.MonkeyPatch) ->
     assert "refuses connections" in tried["off"].error
     assert "no address" in tried["nowhere"].error
 
-    async def deny(*_: object, **__: object) -> None:
-        raise LocalNetworkDenied("macOS does not let this program talk")
-
-    monkeypatch.setattr(nearby, "dial_any", deny)
+    faults.fail(nearby, "dial_any", LocalNetworkDenied("macOS does not let this program talk"))
     tried = await try_machines({"m": [Address("127.0.0.1", 1)]}, [LOOPBACK])
     assert tried["m"].state == "denied"
 
 
 async def test_a_machine_that_answers_nothing_is_not_waited_for_any_longer(
-    monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.abc.Clock
+    faults: Faults, autojump_clock: trio.abc.Clock
 ) -> None:
-    async def wait(*_: object, **__: object) -> None:
-        await trio.sleep_forever()
-
-    monkeypatch.setattr(nearby, "dial_any", wait)
+    faults.hang(nearby, "dial_any")
     tried = await try_machines({"m": [Address("127.0.0.1", 1)]}, [LOOPBACK])
     assert tried["m"].error == "no answer in 5 s"
     del autojump_clock
@@ -269,7 +259,7 @@ async def test_a_name_is_looked_up() -> None:
 
 
 async def test_a_name_stays_if_nobody_has_it(
-    monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.abc.Clock
+    faults: Faults, autojump_clock: trio.abc.Clock
 ) -> None:
     async def unknown(*_: object, **__: object) -> None:
         raise socket.gaierror("unknown")
@@ -278,7 +268,7 @@ async def test_a_name_stays_if_nobody_has_it(
         await trio.sleep_forever()
 
     for answer in (unknown, slow):
-        monkeypatch.setattr(trio.socket, "getaddrinfo", answer)
+        faults.instead(trio.socket, "getaddrinfo", answer)
         assert await nearby.look_up(Address("mac.local", 7)) == (Address("mac.local", 7),)
     del autojump_clock
 

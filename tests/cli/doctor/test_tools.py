@@ -1,6 +1,5 @@
 """The system's tools, replaced by what they print: macOS's, ufw, nftables, systemd."""
 
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -10,6 +9,8 @@ import pytest
 from pmesh.cli.doctor import tools
 from pmesh.cli.doctor.rules.slow import SleepFacts
 from pmesh.cli.doctor.tools import Walls, look_at_firewalls, look_at_sleep, run_tool
+from tests.worlds.faults import Faults
+from tests.worlds.system import be_on, be_user
 
 DROPS = """{"nftables": [{"chain": {"family": "inet", "table": "t", "name": "c", "hook": "input",
 "policy": "drop"}}]}"""
@@ -39,8 +40,8 @@ class System:
         self._patch = monkeypatch
 
     def be(self, platform: str, *, root: bool = True) -> None:
-        self._patch.setattr(sys, "platform", platform)
-        self._patch.setattr(os, "geteuid", lambda: 0 if root else 501)
+        be_on(self._patch, platform)
+        be_user(self._patch, 0 if root else 501)
 
 
 @pytest.fixture
@@ -99,12 +100,10 @@ async def test_when_a_machine_falls_asleep_is_asked_where_that_is_decided(system
     assert await look_at_sleep() == SleepFacts()
 
 
-async def test_a_tool_says_nothing_if_it_is_missing_fails_or_hangs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(tools, "TIMEOUT_S", 30.0)
+async def test_a_tool_says_nothing_if_it_is_missing_fails_or_hangs(faults: Faults) -> None:
+    faults.limit(tools, "TIMEOUT_S", 30.0)
     assert await run_tool(sys.executable, "-c", "print('hello')") == "hello\n"
     assert await run_tool(sys.executable, "-c", "print('hello'); exit(1)") == ""
     assert await run_tool("/no/such/program") == ""
-    monkeypatch.setattr(tools, "TIMEOUT_S", 0.2)
+    faults.limit(tools, "TIMEOUT_S", 0.2)
     assert await run_tool(sys.executable, "-c", "import time; time.sleep(60)") == ""

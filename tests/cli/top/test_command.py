@@ -17,6 +17,7 @@ from pmesh.cli.top.command import LOOK_S, LOOKS_AT_REST, TRAINING_LOOKS, Feed
 from pmesh.errors import AgentNotRunning
 from tests.worlds import fake_status_agent
 from tests.worlds.fake_status_agent import MINIMAL, agent_at, answer_well
+from tests.worlds.faults import Faults, Real
 
 READ = (answer_well, answer_well)  # the status, and the events
 
@@ -35,7 +36,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 
 @pytest.fixture
-def sleeps(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
+def sleeps(monkeypatch: pytest.MonkeyPatch, faults: Faults) -> list[Callable[[], None]]:
     """The terminal has no keys; instead of waiting, the next of these is called."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     for name in ("COLUMNS", "LINES"):  # rich believes them more than the terminal
@@ -46,7 +47,7 @@ def sleeps(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
         assert seconds == LOOK_S
         calls.pop(0)()
 
-    monkeypatch.setattr(time, "sleep", sleep)
+    faults.pretend(time, "sleep", sleep)
     return calls
 
 
@@ -81,16 +82,16 @@ def test_q_ends_it_and_the_terminal_is_as_before(
     socket: Path,
     terminal: int,
     keys: bytes,
-    monkeypatch: pytest.MonkeyPatch,
+    faults: Faults,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    before, set_cbreak = termios.tcgetattr(terminal), tty.setcbreak
+    before = termios.tcgetattr(terminal)
 
-    def type_then(descriptor: int) -> None:
+    def type_then(set_cbreak: Real, descriptor: int) -> None:
         set_cbreak(descriptor)
         os.write(terminal, keys)
 
-    monkeypatch.setattr(tty, "setcbreak", type_then)
+    faults.around(tty, "setcbreak", type_then)
     with agent_at(socket, *READ):
         assert run(["top"]) == 0
     shown = capsys.readouterr().out
@@ -99,17 +100,12 @@ def test_q_ends_it_and_the_terminal_is_as_before(
     assert termios.tcgetattr(terminal) == before
 
 
-def test_it_ends_with_its_terminal(
-    socket: Path, terminal: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def hang_up(_descriptor: int, _length: int) -> bytes:
-        raise OSError(errno.EIO, "Input/output error")
-
+def test_it_ends_with_its_terminal(socket: Path, terminal: int, faults: Faults) -> None:
     def type_then(_descriptor: int) -> None:
         os.write(terminal, b"x\n")
 
-    monkeypatch.setattr(tty, "setcbreak", type_then)
-    monkeypatch.setattr(os, "read", hang_up)
+    faults.instead(tty, "setcbreak", type_then)
+    faults.fail(os, "read", OSError(errno.EIO, "Input/output error"))
     with agent_at(socket, *READ):
         assert run(["top"]) == 0
 
@@ -149,11 +145,11 @@ def test_it_reads_the_status_again_and_goes_on_when_the_agent_has_ended(
 def test_a_terminal_of_another_size_gets_another_screen_at_once(
     socket: Path,
     sleeps: list[Callable[[], None]],
-    monkeypatch: pytest.MonkeyPatch,
+    faults: Faults,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     sizes = [os.terminal_size((80, 24))]
-    monkeypatch.setattr(os, "get_terminal_size", lambda _: sizes[-1])
+    faults.instead(os, "get_terminal_size", lambda _: sizes[-1])
     sleeps += [lambda: sizes.append(os.terminal_size((20, 4))), press_ctrl_c]
     with agent_at(socket, *READ, *READ):
         assert run(["top"]) == 0
