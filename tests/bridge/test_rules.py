@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pmesh.bridge import rules
 from pmesh.bridge.rules import (
     Announcement,
     BlockLayout,
@@ -37,6 +38,7 @@ from pmesh.bridge.wire import (
     NonBlockGradientPayload,
 )
 from pmesh.errors import ProtocolError, UsageError
+from tests.worlds.faults import Faults
 
 LAYOUT = BlockLayout(((2, 1), (3,)), (5, 1, 4))
 BLOCK = BlockPart(index=1, num_blocks=2, sizes=(2, 1))
@@ -147,9 +149,9 @@ def test_a_mean_is_rounded_once(xs: list[float]) -> None:
 
 
 def test_a_mean_of_large_values_does_not_overflow_and_of_many_is_taken_in_pieces(
-    monkeypatch: pytest.MonkeyPatch,
+    faults: Faults,
 ) -> None:
-    monkeypatch.setattr("pmesh.bridge.rules._AT_ONCE", 2)
+    faults.limit(rules, "_AT_ONCE", 2)
     large = float(np.finfo(np.float32).max)
     assert mean_of([values(large, 1, 2), values(large, 3, 5)]).tolist() == [large, 2, 3.5]
 

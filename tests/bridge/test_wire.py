@@ -12,6 +12,7 @@ from hypothesis.extra import numpy as arrays
 from pmesh.bridge import wire
 from pmesh.bridge.wire import BlockGradientPayload, Message, decode_untrusted, encode, frame_length
 from pmesh.errors import ProtocolError
+from tests.worlds.faults import Faults
 
 FIELDS = {
     "I": st.integers(0, 2**32 - 1),
@@ -102,7 +103,7 @@ def test_a_frame_that_is_too_large_or_empty_is_refused_by_its_length() -> None:
         frame_length(b"\0\0\0\0", most=1)
 
 
-def test_a_frame_that_no_length_can_say_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "MOST_FRAME_BYTES", 20)
+def test_a_frame_that_no_length_can_say_is_not_sent(faults: Faults) -> None:
+    faults.limit(wire, "MOST_FRAME_BYTES", 20)
     with pytest.raises(ProtocolError, match="at most 20 bytes, not 21"):
         encode(wire.AveragedGradient(0, np.zeros(0, np.float32), 0.0))

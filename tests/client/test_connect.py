@@ -17,7 +17,9 @@ from pmesh.core.values import Terms, Verdict
 from pmesh.core.wire.session import SESSION_VERSION, Refused
 from pmesh.core.wire.trainer import TRAINER_REPLIES, Connect
 from pmesh.ids import JobName
+from tests.worlds.faults import Faults
 from tests.worlds.scripted_agent import ScriptedAgent, Trainer, joins, replies
+from tests.worlds.system import be_called
 from tests.worlds.watched_agent import WatchedAgent
 
 
@@ -50,13 +52,11 @@ def crowd(tmp_path: Path) -> Iterator[socket.socket]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a full queue looks like nobody")
 class TestAnAgentWithACrowdAtItsDoor:
-    def test_is_waited_for(
-        self, tmp_path: Path, crowd: socket.socket, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_is_waited_for(self, tmp_path: Path, crowd: socket.socket, faults: Faults) -> None:
         def meanwhile(_: float) -> None:
             crowd.accept()[0].close()
 
-        monkeypatch.setattr(time, "sleep", meanwhile)
+        faults.instead(time, "sleep", meanwhile)
         AgentConnection(tmp_path, TRAINER_REPLIES).close()
 
     @pytest.mark.usefixtures("crowd")
@@ -107,7 +107,7 @@ def test_the_agent_is_told_what_runs_and_on_what_terms(
         seen.append(request)
         joins(trainer, request)  # type: ignore[arg-type] # a Connect
 
-    monkeypatch.setattr(sys, "argv", ["/home/me/train.py", "--fast"])
+    be_called(monkeypatch, "/home/me/train.py", "--fast")
     with ScriptedAgent(tmp_path, look):
         pmesh.connect(
             "digits",
@@ -152,7 +152,7 @@ def test_without_other_wishes_a_job_goes_on_with_whoever_is_left(tmp_path: Path)
 def test_any_program_name_will_do(
     agent: WatchedAgent, monkeypatch: pytest.MonkeyPatch, argv: list[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", argv)
+    be_called(monkeypatch, *argv)
     pmesh.connect("job", home=agent.home).close()
 
 

@@ -7,15 +7,17 @@ import weakref
 from collections.abc import Callable, Sequence
 from itertools import permutations
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 import trio
 
 import pmesh
+from pmesh.agent.jobs import session as agent_session
 from pmesh.client.calls.reducing import all_reduce_in_turn
 from pmesh.core.wire.trainer import StartOp
+from tests.worlds.faults import Faults
+from tests.worlds.system import forked
 from tests.worlds.watched_agent import WatchedAgent, WatchedSession, run_ranks
 
 RANKS = 3
@@ -337,7 +339,7 @@ def test_a_forked_childs_copy_of_a_group_is_not_left(agent: WatchedAgent) -> Non
     with pmesh.connect("job", home=agent.home) as mesh:
         group: Any = mesh.group([0])
         parents = group._place  # noqa: SLF001 - what the parent goes on with
-        with mock.patch("os.getpid", return_value=-1):
+        with forked():
             del group
         mesh.barrier()
         assert agent.left == []
@@ -346,10 +348,10 @@ def test_a_forked_childs_copy_of_a_group_is_not_left(agent: WatchedAgent) -> Non
 
 
 def test_after_a_group_has_rested_its_calls_have_their_values(
-    agent: WatchedAgent, monkeypatch: pytest.MonkeyPatch
+    agent: WatchedAgent, faults: Faults
 ) -> None:
-    monkeypatch.setattr("pmesh.agent.jobs.session.IDLE_S", 0.0)
-    monkeypatch.setattr("pmesh.agent.jobs.session.WATCH_S", 0.01)
+    faults.limit(agent_session, "IDLE_S", 0.0)
+    faults.limit(agent_session, "WATCH_S", 0.01)
     x = np.arange(100_000.0)
     calls: dict[str, Callable[[Any], Any]] = {
         "all_reduce": lambda g: g.all_reduce(x),

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import pmesh
-from pmesh.client.session.session import Done, TrainerSession
+from pmesh.client.session.session import TrainerSession
+from tests.worlds.faults import Faults, Real
 from tests.worlds.polling import await_poll_of_main_thread
 from tests.worlds.watched_agent import WatchedAgent
 
@@ -113,21 +114,18 @@ def test_a_message_for_which_a_handler_raises_has_come_and_the_next_one_comes(
 
 @pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
 def test_a_call_that_is_interrupted_between_its_ops_ends_the_mesh_and_says_so(
-    agent: WatchedAgent, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
+    agent: WatchedAgent, faults: Faults, kind: type[BaseException]
 ) -> None:
     """The others go on with its next op, and would meet another one of this rank there."""
-    run_op = TrainerSession.run_op
 
-    def interrupted(*arguments: object, **named: object) -> Done:
-        done = run_op(*arguments, **named)  # type: ignore[arg-type]
+    def interrupted(run_op: Real, *arguments: object, **named: object) -> object:
+        done = run_op(*arguments, **named)
         signal.raise_signal(signal.SIGUSR1 if kind is RuntimeError else signal.SIGINT)
         return done
 
     with pmesh.connect("job", home=agent.home) as mesh:
-        with monkeypatch.context() as patched:
-            patched.setattr(TrainerSession, "run_op", interrupted)
-            with pytest.raises(kind):
-                mesh.all_gather(np.ones(2))
+        with faults.around(TrainerSession, "run_op", interrupted), pytest.raises(kind):
+            mesh.all_gather(np.ones(2))
         with pytest.raises(pmesh.MeshClosed, match=f"this mesh has ended: {kind.__name__}"):
             mesh.barrier()
 

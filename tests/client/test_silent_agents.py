@@ -19,6 +19,7 @@ from pmesh.client.session import connection, session
 from pmesh.home_paths import LOCK_NAME, LOG_NAME
 from simulation.wire import AnyRequest
 from tests.worlds.fake_status_agent import agent_at
+from tests.worlds.faults import Faults, Real
 from tests.worlds.scripted_agent import ScriptedAgent, Step, Trainer, joins, op_done, replies
 
 PATIENCE_S = 20.0
@@ -60,23 +61,23 @@ def state(request: pytest.FixtureRequest, process: subprocess.Popen[bytes]) -> s
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(faults: Faults) -> None:
     """A call expects a word of its agent every hundredth of a second."""
-    monkeypatch.setattr(connection, "FIRST_ANSWER_S", 0.01)
+    faults.limit(connection, "FIRST_ANSWER_S", 0.01)
     for name in ("FIRST_ANSWER_S", "ANSWER_S"):
-        monkeypatch.setattr(session, name, 0.01)
+        faults.limit(session, name, 0.01)
 
 
 @pytest.fixture
-def looks(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
+def looks(faults: Faults) -> threading.Semaphore:
     """Released each time that a call has found its agent silent, and looks at the process."""
 
-    def look(pid: int) -> psutil.Process:
+    def look(found: Real, pid: int) -> object:
         looked.release()
         return found(pid)
 
-    looked, found = threading.Semaphore(0), psutil.Process
-    monkeypatch.setattr(psutil, "Process", look)
+    looked = threading.Semaphore(0)
+    faults.around(psutil, "Process", look)
     return looked
 
 
@@ -125,15 +126,15 @@ def test_a_call_that_waits_for_others_warns_only_once_the_agent_is_stopped(
     process: subprocess.Popen[bytes],
     looks: threading.Semaphore,
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    faults: Faults,
 ) -> None:
     def stops_late(trainer: Trainer, request: AnyRequest | None) -> None:
         assert caplog.messages == []
         stops(process)
         after_more(looks, replies(op_done(0)))(trainer, request)
 
-    monkeypatch.setattr(connection, "FIRST_ANSWER_S", 0.01)
-    monkeypatch.setattr(session, "ANSWER_S", math.inf)
+    faults.limit(connection, "FIRST_ANSWER_S", 0.01)
+    faults.limit(session, "ANSWER_S", math.inf)
     with (
         ScriptedAgent(tmp_path, joins, after_more(looks, stops_late)),
         pmesh.connect("job", home=tmp_path) as mesh,
@@ -145,10 +146,10 @@ def test_a_call_that_waits_for_others_warns_only_once_the_agent_is_stopped(
 
 
 def test_a_call_gives_up_on_an_agent_that_stays_silent(
-    tmp_path: Path, state: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, state: str, faults: Faults
 ) -> None:
-    monkeypatch.setattr(connection, "FIRST_ANSWER_S", 0.01)
-    monkeypatch.setattr(connection, "SILENCE_S", 0.03)
+    faults.limit(connection, "FIRST_ANSWER_S", 0.01)
+    faults.limit(connection, "SILENCE_S", 0.03)
     with (
         ScriptedAgent(tmp_path, joins, replies(), replies()),
         pytest.raises(pmesh.AgentStopped) as caught,

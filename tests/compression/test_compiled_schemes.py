@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pmesh import native
 from pmesh.compression import compiled, one_bit, power_sgd, random_k
 from pmesh.compression.blocks import Float32s
 from pmesh.compression.compiled import Kernels, in_numpy, kernels
 from tests.compression.every_codec import needs_the_library
 from tests.compression.values import float32s, gaussian
+from tests.worlds.system import without_library
 
 pytestmark = needs_the_library
 Results = list[Float32s]
@@ -110,14 +110,12 @@ def test_without_the_library_numpy_computes(monkeypatch: pytest.MonkeyPatch) -> 
     own = gaussian(100, seed=6)
     expected = np.empty(one_bit.wire_bytes(100), np.uint8)
     one_bit.compress(own, expected)
-    monkeypatch.setattr(native, "library", lambda: None)
-    compiled.forget()
-    try:
+    with without_library(monkeypatch):
+        compiled.forget()
         assert kernels() is None
         wire = np.empty_like(expected)
         one_bit.compress(own, wire)
-    finally:
-        compiled.forget()
+    compiled.forget()
     np.testing.assert_array_equal(wire, expected)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 import pmesh
 from pmesh import Mesh
+from tests.worlds.faults import Faults, Real
 from tests.worlds.scripted_agent import PATIENCE_S
 from tests.worlds.watched_agent import WatchedAgent, pair, run
 
@@ -80,6 +81,7 @@ def test_a_root_that_learns_of_a_mismatch_in_its_next_call_does_not_stay_a_call_
 
 def test_a_rank_that_fails_by_itself_between_two_ops_does_not_stay_an_op_behind(
     agent: WatchedAgent,
+    faults: Faults,
 ) -> None:
     """Its next call would meet the second op of the others' call, which may be just like it."""
     three = {str(i): np.full(1, float(i)) for i in range(3)}
@@ -90,20 +92,17 @@ def test_a_rank_that_fails_by_itself_between_two_ops_does_not_stay_an_op_behind(
         return steps(mesh)
 
     def failing(mesh: Mesh) -> "list[float | None]":
-        place = mesh._place  # noqa: SLF001 - a call that fails in its middle is not to be had
-        first = place._session.run_op  # noqa: SLF001
+        session = mesh._place._session  # noqa: SLF001 - a call that fails in its middle is not to be had
         calls = []
 
-        def run_op(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        def run_op(first: Real, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             calls.append(args)
             if len(calls) == 2:
                 raise Breaks
             return first(*args, **kwargs)
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(place._session, "run_op", run_op)  # noqa: SLF001
-            with pytest.raises(Breaks):
-                mesh.average_gradients(three, bucket_bytes=8)
+        with faults.around(session, "run_op", run_op), pytest.raises(Breaks):
+            mesh.average_gradients(three, bucket_bytes=8)
         return steps(mesh)
 
     check(pair(agent, fine, failing))

@@ -11,6 +11,7 @@ import pmesh
 from pmesh.client.calls.queue import Handle, Line
 from pmesh.core.wire.trainer import StartOp
 from tests.worlds.every_array import make, seen
+from tests.worlds.faults import Faults, Real
 from tests.worlds.watched_agent import WatchedAgent, WatchedSession, run_ranks
 
 PATIENCE_S = 20.0
@@ -180,14 +181,11 @@ def test_the_world_and_the_last_op_change_when_a_call_is_waited_for(agent: Watch
     run_ranks(agent.home, 3, program)
 
 
-def test_mlx_arrays_are_made_in_the_thread_that_waits(
-    mesh: pmesh.Mesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mlx_arrays_are_made_in_the_thread_that_waits(mesh: pmesh.Mesh, faults: Faults) -> None:
     mx: Any = pytest.importorskip("mlx.core")
     makers: list[str] = []
-    array = mx.array
 
-    def noted(*args: Any, **options: Any) -> Any:  # noqa: ANN401
+    def noted(array: Real, *args: Any, **options: Any) -> Any:  # noqa: ANN401
         makers.append(threading.current_thread().name)
         return array(*args, **options)
 
@@ -200,7 +198,7 @@ def test_mlx_arrays_are_made_in_the_thread_that_waits(
         lambda: mesh.average_gradients(xs, async_op=True),
     ]
     handles = [call() for call in calls]
-    monkeypatch.setattr(mx, "array", noted)
+    faults.around(mx, "array", noted)
     for handle in handles:
         handle.wait()
     assert len(makers) == 9

@@ -1,6 +1,5 @@
 """Functions that run one after the other, in threads, and who is called back when they end."""
 
-import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -11,6 +10,8 @@ import pytest
 
 import pmesh
 from pmesh.client.calls.queue import Handle, Line
+from tests.worlds.faults import Faults
+from tests.worlds.system import forked
 
 PATIENCE_S = 20.0
 
@@ -67,31 +68,26 @@ def test_who_asks_to_be_called_back_late_is_called_at_once(line: Line) -> None:
 
 
 def test_without_a_thread_the_caller_is_told_and_the_next_one_runs(
-    line: Line, monkeypatch: pytest.MonkeyPatch
+    line: Line, faults: Faults
 ) -> None:
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RuntimeError, match="can't start new thread"):
-            line.submit(lambda: 1)
+    with (
+        faults.fail(threading.Thread, "start", RuntimeError("can't start new thread")),
+        pytest.raises(RuntimeError, match="can't start new thread"),
+    ):
+        line.submit(lambda: 1)
     assert line.idle
     assert line.submit(lambda: 2).result(PATIENCE_S) == 2
 
 
 def test_without_a_second_thread_what_waits_runs_after_the_call_back(
-    line: Line, monkeypatch: pytest.MonkeyPatch
+    line: Line, faults: Faults
 ) -> None:
     may_run, order = threading.Event(), list[str]()
     first = line.submit(lambda: may_run.wait(PATIENCE_S))
     first.add_done_callback(lambda _: order.append("called back"))
     second = line.submit(lambda: order.append("ran"))
 
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    faults.fail(threading.Thread, "start", RuntimeError("can't start new thread"))
     may_run.set()
     second.result(PATIENCE_S)
     assert order == ["called back", "ran"]
@@ -108,16 +104,12 @@ def test_a_line_that_has_ended_does_what_waits_and_what_comes_late(line: Line) -
     assert line.submit(threading.current_thread).result(0) is threading.current_thread()
 
 
-def test_a_forked_child_does_not_wait_for_threads_that_it_has_not(
-    line: Line, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forked_child_does_not_wait_for_threads_that_it_has_not(line: Line) -> None:
     may_run = threading.Event()
     future = line.submit(lambda: may_run.wait(PATIENCE_S))
     handle = Handle(future.done, future.result)
 
-    own = os.getpid()
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "getpid", lambda: own + 1)  # as in a child
+    with forked():
         assert handle.done()
         with pytest.raises(pmesh.MeshClosed, match="forked"):
             handle.wait()

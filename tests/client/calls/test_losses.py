@@ -13,6 +13,7 @@ from pmesh.client.calls import reducing
 from pmesh.core.wire.trainer import Joined, OpDone, StartOp, World
 from pmesh.ids import OpNumber, Rank, TrainerId
 from simulation.wire import AnyRequest
+from tests.worlds.faults import Faults
 from tests.worlds.scripted_agent import VIEW, ScriptedAgent, Trainer, op_done, replies
 from tests.worlds.watched_agent import WatchedAgent, WatchedSession, run_ranks
 
@@ -57,9 +58,9 @@ def test_an_op_goes_on_among_the_survivors_who_see_it_when_their_call_returns(
 
 
 def test_a_mesh_changes_its_ranks_only_when_the_whole_call_has_returned(
-    agent: WatchedAgent, monkeypatch: pytest.MonkeyPatch
+    agent: WatchedAgent, faults: Faults
 ) -> None:
-    monkeypatch.setattr(reducing, "DEFAULT_BUCKET_BYTES", 8)
+    faults.limit(reducing, "DEFAULT_BUCKET_BYTES", 8)
     seen: list[tuple[int, int]] = []
     meshes: dict[int, pmesh.Mesh] = {}
 
@@ -117,9 +118,9 @@ def test_a_broadcast_whose_root_is_lost_fails_everywhere_and_the_job_goes_on(
 
 
 def test_a_root_stays_the_same_trainer_while_ranks_change_between_buckets(
-    agent: WatchedAgent, monkeypatch: pytest.MonkeyPatch
+    agent: WatchedAgent, faults: Faults
 ) -> None:
-    monkeypatch.setattr(reducing, "DEFAULT_BUCKET_BYTES", 8)
+    faults.limit(reducing, "DEFAULT_BUCKET_BYTES", 8)
     agent.losses = {0: LOST}
 
     def program(mesh: pmesh.Mesh) -> list[float]:
@@ -130,9 +131,9 @@ def test_a_root_stays_the_same_trainer_while_ranks_change_between_buckets(
 
 
 def test_a_root_lost_between_buckets_fails_the_rest_without_another_op(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, faults: Faults
 ) -> None:
-    monkeypatch.setattr(reducing, "DEFAULT_BUCKET_BYTES", 8)
+    faults.limit(reducing, "DEFAULT_BUCKET_BYTES", 8)
 
     def joins_as_rank_1(trainer: Trainer, request: AnyRequest | None) -> None:
         del request

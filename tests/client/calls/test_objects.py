@@ -13,6 +13,7 @@ from pmesh.core.values import Verdict
 from pmesh.core.wire.trainer import OpFailed
 from pmesh.ids import OpNumber
 from simulation.wire import AnyRequest
+from tests.worlds.faults import Faults
 from tests.worlds.scripted_agent import ScriptedAgent, Trainer, joins
 from tests.worlds.watched_agent import WatchedAgent, run_ranks
 
@@ -70,9 +71,9 @@ def test_what_is_no_data_is_refused_before_an_op_starts(agent: WatchedAgent, obj
 
 @pytest.mark.parametrize("sent", [b"\xc1", b"\xa1\xff", b"\x81\x91\x80\x01", b"\x91" * 100_000])
 def test_what_a_rank_sends_as_an_object_and_is_none_is_an_error_of_the_call(
-    agent: WatchedAgent, monkeypatch: pytest.MonkeyPatch, sent: bytes
+    agent: WatchedAgent, faults: Faults, sent: bytes
 ) -> None:
-    monkeypatch.setattr(moving, "_packed", lambda _: np.frombuffer(sent, np.uint8))
+    faults.instead(moving, "_packed", lambda _: np.frombuffer(sent, np.uint8))
 
     def program(mesh: pmesh.Mesh) -> None:
         with pytest.raises(pmesh.RunError, match="what a rank has sent as an object is none"):
@@ -84,9 +85,9 @@ def test_what_a_rank_sends_as_an_object_and_is_none_is_an_error_of_the_call(
 
 
 def test_an_object_that_is_too_large_is_refused_on_all_ranks(
-    agent: WatchedAgent, monkeypatch: pytest.MonkeyPatch
+    agent: WatchedAgent, faults: Faults
 ) -> None:
-    monkeypatch.setattr(moving, "MAX_OBJECT_BYTES", 100)
+    faults.limit(moving, "MAX_OBJECT_BYTES", 100)
 
     def program(mesh: pmesh.Mesh) -> None:
         with pytest.raises(pmesh.UsageError, match=r"of rank 1 has 103 bytes .* by all_gather"):

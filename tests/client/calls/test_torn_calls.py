@@ -108,9 +108,9 @@ def test_ranks_that_change_places_before_the_first_op_fail_what_has_something_fo
 
     def rank(_: int) -> None:
         with pmesh.connect("job", wait_for=3, home=agent.home) as mesh:
-            world = mesh._world  # noqa: SLF001 - as if a view had come since the last call
-            places = (*world.trainers[::-1],)
-            mesh._world = msgspec.structs.replace(world, trainers=places)  # noqa: SLF001
+            inside: Any = mesh  # as if a view had come since the last call
+            places = (*inside._world.trainers[::-1],)  # noqa: SLF001
+            inside._world = msgspec.structs.replace(inside._world, trainers=places)  # noqa: SLF001
             with pytest.raises(pmesh.RosterChanged, match="the ranks changed before"):
                 BOUND[name](mesh)
 

@@ -13,8 +13,10 @@ import pytest
 from safetensors.numpy import load_file
 
 import pmesh
+from pmesh.client.checkpoints import checkpoints as module
 from pmesh.client.checkpoints import files
 from pmesh.testing import SimulatedMesh
+from tests.worlds.faults import Fault, Faults, Real
 
 Values = Any
 
@@ -233,7 +235,7 @@ def test_states_that_differ_are_refused_on_all_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("library", ["numpy", "mlx"])
 def test_what_is_written_to_an_array_after_save_is_not_in_the_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str
+    tmp_path: Path, faults: Faults, library: str
 ) -> None:
     go = threading.Event()
     write_save = files.write_save
@@ -242,7 +244,7 @@ def test_what_is_written_to_an_array_after_save_is_not_in_the_save(
         assert go.wait(20)
         return write_save(*args)
 
-    monkeypatch.setattr("pmesh.client.checkpoints.checkpoints.write_save", later)
+    faults.instead(module, "write_save", later)
 
     def train(mesh: pmesh.Mesh) -> Any:  # noqa: ANN401 - an array
         x: Any = np.zeros(1000) if library == "numpy" else mx.zeros(1000)
@@ -262,9 +264,7 @@ def test_what_is_written_to_an_array_after_save_is_not_in_the_save(
     assert not found.any()
 
 
-def test_a_save_after_ctrl_c_waits_for_the_one_under_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_after_ctrl_c_waits_for_the_one_under_way(tmp_path: Path, faults: Faults) -> None:
     go, waited, written = threading.Event(), list[bool](), list[int]()
     write_save = files.write_save
 
@@ -280,8 +280,8 @@ def test_a_save_after_ctrl_c_waits_for_the_one_under_way(
         go.set()
         return wait(under_way)
 
-    monkeypatch.setattr("pmesh.client.checkpoints.checkpoints.write_save", later)
-    monkeypatch.setattr("pmesh.client.checkpoints.checkpoints.wait", interrupt)
+    faults.instead(module, "write_save", later)
+    faults.instead(module, "wait", interrupt)
 
     def train(mesh: pmesh.Mesh) -> list[float]:
         with pmesh.Checkpoints(tmp_path, mesh) as checkpoints:
@@ -336,13 +336,12 @@ def test_a_save_that_lacks_a_part_is_an_error_on_all_ranks_if_they_wait_for_it(
 
 
 def test_a_rank_that_is_lost_in_a_save_costs_the_others_neither_the_save_nor_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, faults: Faults, caplog: pytest.LogCaptureFixture
 ) -> None:
     simulated = SimulatedMesh(3, on_loss="continue")
     together = threading.Barrier(3)
-    gather = pmesh.Mesh.all_gather_object
 
-    def gathered(mesh: pmesh.Mesh, *arguments: Any) -> list[Any]:  # noqa: ANN401 - as the original
+    def gathered(gather: Real, mesh: pmesh.Mesh, *arguments: Any) -> object:  # noqa: ANN401 - as the original
         if mesh.size == 3:
             together.wait(20)
             if mesh.rank == 1:
@@ -351,7 +350,7 @@ def test_a_rank_that_is_lost_in_a_save_costs_the_others_neither_the_save_nor_the
             raise pmesh.RosterChanged("a rank was lost between the call's two ops")
         return gather(mesh, *arguments)
 
-    monkeypatch.setattr(pmesh.Mesh, "all_gather_object", gathered)
+    faults.around(pmesh.Mesh, "all_gather_object", gathered)
 
     def train(mesh: pmesh.Mesh) -> bool:
         folder = tmp_path / str(mesh.rank)
@@ -368,17 +367,16 @@ def test_a_rank_that_is_lost_in_a_save_costs_the_others_neither_the_save_nor_the
 # --- what a rank that lies can do to the disks of others
 
 
-def lying(monkeypatch: pytest.MonkeyPatch, lie: Callable[[list[Any]], object]) -> None:
+def lying(faults: Faults, lie: Callable[[list[Any]], object]) -> Fault:
     """From now on rank 0 changes what it tells the others before a save."""
-    gather = pmesh.Mesh.all_gather_object
 
-    def gathered(mesh: pmesh.Mesh, obj: object, *more: Any) -> list[Any]:  # noqa: ANN401 - as the original
+    def gathered(gather: Real, mesh: pmesh.Mesh, obj: object, *more: Any) -> object:  # noqa: ANN401 - as the original
         said = msgspec.msgpack.decode(msgspec.msgpack.encode(obj))
         if mesh.rank == 0 and len(said) > 2:
             lie(said)
         return gather(mesh, said, *more)
 
-    monkeypatch.setattr(pmesh.Mesh, "all_gather_object", gathered)
+    return faults.around(pmesh.Mesh, "all_gather_object", gathered)
 
 
 def claim(serial: int, names: Sequence[str] = ("a",)) -> list[Any]:
@@ -391,13 +389,13 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def test_no_rank_chooses_where_another_one_writes_or_removes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, faults: Faults
 ) -> None:
     """Its id of a save is no part of a path; in the old way this removed all that was there."""
     precious = tmp_path / "precious"
     (precious / "part-00002-of-00002.safetensors" / "so that the write fails").mkdir(parents=True)
     before = sorted(precious.rglob("*"))
-    lying(monkeypatch, lambda said: said.__setitem__(0, "x/../../precious"))
+    lying(faults, lambda said: said.__setitem__(0, "x/../../precious"))
 
     assert save(tmp_path, 2, 1) == [[True], [True]]
 
@@ -408,11 +406,10 @@ def test_no_rank_chooses_where_another_one_writes_or_removes(
 
 @pytest.mark.parametrize("serial", [10**9, 2**62 - 2])
 def test_claims_of_another_rank_make_no_save_go_and_use_up_no_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, serial: int
+    tmp_path: Path, faults: Faults, serial: int
 ) -> None:
     save(tmp_path, 2, 1, 2, 3)
-    with monkeypatch.context() as lies:
-        lying(lies, lambda said: said[-1].extend(claim(serial + n) for n in range(3)))
+    with lying(faults, lambda said: said[-1].extend(claim(serial + n) for n in range(3))):
         save(tmp_path, 2, 4)
     assert steps_in(tmp_path / "1") == [1, 2, 3, 4]
 
@@ -422,7 +419,7 @@ def test_claims_of_another_rank_make_no_save_go_and_use_up_no_numbers(
 
 
 def test_a_rank_that_claims_more_than_it_has_of_a_save_does_not_change_what_the_others_have(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, faults: Faults
 ) -> None:
     """It says that the saves have one part, which it has; the others know that there are two."""
 
@@ -434,15 +431,13 @@ def test_a_rank_that_claims_more_than_it_has_of_a_save_does_not_change_what_the_
     assert steps_in(tmp_path / "1") == [2, 3]
     for part in (tmp_path / "1").glob("save-*-step-3-*/part-*"):
         part.unlink()
-    lying(monkeypatch, shrink)
+    lying(faults, shrink)
     save(tmp_path, 2, 4, keep=1, replicas=1)
     assert steps_in(tmp_path / "1") == [2, 3, 4]
 
 
-def test_what_no_pmesh_says_of_its_saves_names_the_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lying(monkeypatch, lambda said: said[-1].append(claim(1, names=[])))
+def test_what_no_pmesh_says_of_its_saves_names_the_rank(tmp_path: Path, faults: Faults) -> None:
+    lying(faults, lambda said: said[-1].append(claim(1, names=[])))
 
     with pytest.raises(pmesh.PeerError, match=r"rank 0 \(simulated\) says of its saves what no"):
         save(tmp_path, 2, 1)

@@ -29,6 +29,7 @@ from pmesh.client.trees.state import describe
 from pmesh.core.ops.shard import kept_parts
 from pmesh.errors import UsageError
 from pmesh.ids import path_name
+from tests.worlds.faults import Faults
 
 SIZE = 3
 EVERY_BYTES = 997
@@ -92,9 +93,9 @@ def loaded_step(folders: list[Path]) -> int:
 
 @pytest.mark.parametrize("rank", range(SIZE))
 def test_a_kill_at_any_byte_of_a_save_leaves_a_whole_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+    tmp_path: Path, faults: Faults, rank: int
 ) -> None:
-    monkeypatch.setattr(files, "_flush", lambda _: None)  # no power is lost here
+    faults.instead(files, "_flush", lambda _: None)  # no power is lost here
     folders = [tmp_path / str(r) for r in range(SIZE)]
     for r, folder in enumerate(folders):
         save(folder, r, 1, Disk())

@@ -13,6 +13,7 @@ from pmesh.client.collective.buckets import Backward, backward_order
 from pmesh.client.session.session import TrainerSession
 from pmesh.testing import SimulatedMesh
 from tests.client.collective.recorder import Recorder
+from tests.worlds.faults import Faults, Real
 
 MIB = 1024 * 1024
 BUCKET_BYTES = 4096  # two of the layers below
@@ -31,36 +32,32 @@ def gradients(mx: Any, seed: int = 0, layers: Sequence[int] = range(LAYERS)) -> 
 
 
 @pytest.fixture
-def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def evaluated(faults: Faults) -> list[int]:
     """How many arrays each evaluation was of."""
     pytest.importorskip("mlx.core")
     from pmesh.client.trees import mlx  # noqa: PLC0415 - it needs MLX
 
     found: list[int] = []
-    evaluate = mlx.evaluate
 
-    def recorded(arrays: Sequence[object]) -> None:
+    def recorded(evaluate: Real, arrays: Sequence[object]) -> None:
         found.append(len(arrays))
         evaluate(arrays)
 
-    monkeypatch.setattr(mlx, "evaluate", recorded)
+    faults.around(mlx, "evaluate", recorded)
     return found
 
 
-def test_a_bucket_is_computed_while_the_one_before_travels(
-    mx: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bucket_is_computed_while_the_one_before_travels(mx: Any, faults: Faults) -> None:
     from pmesh.client.trees import mlx  # noqa: PLC0415 - it needs MLX
 
     recorder = Recorder()
-    evaluate = mlx.evaluate
 
-    def recorded(arrays: Sequence[object]) -> None:
+    def recorded(evaluate: Real, arrays: Sequence[object]) -> None:
         evaluate(arrays)
         values = [int(cast("Any", array)[0].item()) for array in arrays]
         recorder.events.append(f"compute {values}")
 
-    monkeypatch.setattr(mlx, "evaluate", recorded)
+    faults.around(mlx, "evaluate", recorded)
     arrays = take_apart([mx.full((2,), float(i)) for i in range(5)], lazily=True)
     wanted = Collective(
         kind="all_reduce",

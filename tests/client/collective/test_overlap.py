@@ -12,6 +12,7 @@ from pmesh.client.session.session import TrainerSession
 from pmesh.errors import MeshClosed
 from pmesh.ids import TrainerId
 from tests.client.collective.recorder import Recorder
+from tests.worlds.faults import Faults, Real
 from tests.worlds.watched_agent import WatchedAgent, run_ranks
 
 BUCKET_BYTES = 16
@@ -19,15 +20,14 @@ WEIGHT_BYTES = 8
 
 
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+def recorder(faults: Faults) -> Recorder:
     made = Recorder()
-    read = bucketed.read
 
-    def recorded(*arguments: Any, **more: Any) -> Any:  # noqa: ANN401 - whatever it takes
+    def recorded(read: Real, *arguments: Any, **more: Any) -> Any:  # noqa: ANN401 - whatever it takes
         made.events.append("read")
         return read(*arguments, **more)
 
-    monkeypatch.setattr(bucketed, "read", recorded)
+    faults.around(bucketed, "read", recorded)
     return made
 
 
@@ -145,19 +145,19 @@ def test_what_was_laid_out_for_an_op_that_never_ran_is_not_the_next_calls(
 
 
 def test_an_interrupt_while_the_next_bucket_is_laid_out_ends_the_mesh(
-    agent: WatchedAgent, monkeypatch: pytest.MonkeyPatch
+    agent: WatchedAgent, faults: Faults
 ) -> None:
     """As one in the middle of any op: the reply would be taken for another's."""
-    filled, fill = 0, bucketed.fill
+    filled = 0
 
-    def interrupted(*arguments: Any) -> None:  # noqa: ANN401 - whatever it takes
+    def interrupted(fill: Real, *arguments: Any) -> None:  # noqa: ANN401 - whatever it takes
         nonlocal filled
         filled += 1
         if filled == 2:
             raise KeyboardInterrupt
         fill(*arguments)
 
-    monkeypatch.setattr(bucketed, "fill", interrupted)
+    faults.around(bucketed, "fill", interrupted)
     with pmesh.connect("job", home=agent.home) as mesh:
         with pytest.raises(KeyboardInterrupt):
             mesh.average_gradients(tree(4, 1), bucket_bytes=16)

@@ -14,6 +14,7 @@ from pmesh.core.wire.calls import Call
 from pmesh.core.wire.trainer import World
 from pmesh.errors import RankLost
 from pmesh.ids import OpNumber, TrainerId
+from tests.worlds.faults import Faults
 
 CHUNK_BYTES = 256
 THEIRS, OURS = (pack({"w": np.full(300, i, np.float32)}) for i in (1, 2))
@@ -68,10 +69,10 @@ def offer_of(packed: Packed) -> Offer:
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_all_ask_each_other_and_go_on_with_what_the_last_of_them_lacks(
-    monkeypatch: pytest.MonkeyPatch, ahead: int
+    faults: Faults, ahead: int
 ) -> None:
     """I5: who was a chunk ahead is told of the failure when it calls the next one."""
-    monkeypatch.setattr(sync, "CHUNK_BYTES", CHUNK_BYTES)
+    faults.limit(sync, "CHUNK_BYTES", CHUNK_BYTES)
     session = Session(lost_in=f"sync {(2 + ahead) * CHUNK_BYTES}")
     synced = run_sync(cast("TrainerSession", session), OURS, offer_of(OURS), timeout_s=1.0)
     assert synced.received is not None

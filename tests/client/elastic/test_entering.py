@@ -12,14 +12,15 @@ from pmesh.core.values import Verdict
 from pmesh.core.wire.trainer import ENTERS, Connect, Joined, OpFailed, World
 from pmesh.ids import OpNumber, TrainerId
 from simulation.wire import AnyRequest
+from tests.worlds.faults import Faults
 from tests.worlds.scripted_agent import VIEW, ScriptedAgent, Trainer, op_done, replies
 
 SUPERSEDED = Verdict("HistorySuperseded", "the job went on elsewhere")
 
 
 @pytest.fixture(autouse=True)
-def _try_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place, "_TRY_AGAIN_S", 0.001)
+def _try_again_soon(faults: Faults) -> None:
+    faults.limit(place, "_TRY_AGAIN_S", 0.001)
 
 
 def newcomer(trainer: Trainer, request: AnyRequest | None) -> None:

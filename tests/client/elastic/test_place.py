@@ -19,6 +19,7 @@ from pmesh.core.wire.session import Refused, SessionDecoder, SessionMessage
 from pmesh.core.wire.trainer import ENTERS, Connect, StartOp
 from pmesh.ids import OpNumber, TrainerId
 from simulation.wire import AnyRequest
+from tests.worlds.faults import Faults
 from tests.worlds.scripted_agent import PATIENCE_S, ScriptedAgent, Trainer, joins, replies
 from tests.worlds.watched_agent import WatchedAgent, WatchedSession, watched_agent
 
@@ -27,8 +28,8 @@ APART = TrainerId(0)
 
 
 @pytest.fixture(autouse=True)
-def _try_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place, "_TRY_AGAIN_S", 0.001)
+def _try_again_soon(faults: Faults) -> None:
+    faults.limit(place, "_TRY_AGAIN_S", 0.001)
 
 
 def two_ranks(
@@ -325,9 +326,7 @@ def test_a_reconnection_asks_for_the_same_job_on_the_same_terms(tmp_path: Path) 
     assert (second.job, second.wait_for, second.terms) == (first.job, 3, first.terms)
 
 
-def test_closing_ends_the_wait_for_an_agent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closing_ends_the_wait_for_an_agent(tmp_path: Path, faults: Faults) -> None:
     tried = threading.Event()
 
     def try_in_vain(home: Path, replies: SessionDecoder[SessionMessage]) -> object:
@@ -339,7 +338,7 @@ def test_closing_ends_the_wait_for_an_agent(
         scripted.wait_until_closed()
         with pytest.raises(pmesh.AgentStopped):
             mesh.barrier()
-    monkeypatch.setattr(place, "AgentConnection", try_in_vain)
+    faults.instead(place, "AgentConnection", try_in_vain)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(lambda: mesh.sync(None))
         assert tried.wait(20)
@@ -351,7 +350,7 @@ def test_closing_ends_the_wait_for_an_agent(
 
 
 def test_closing_ends_a_reconnection_that_has_just_been_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, faults: Faults
 ) -> None:
     with ScriptedAgent(tmp_path, joins) as scripted:
         mesh = pmesh.connect("job", home=tmp_path)
@@ -364,7 +363,7 @@ def test_closing_ends_a_reconnection_that_has_just_been_made(
             mesh.close()  # the lock is held, so it only interrupts
             return connection
 
-        monkeypatch.setattr(place, "AgentConnection", closed_meanwhile)
+        faults.instead(place, "AgentConnection", closed_meanwhile)
         with pytest.raises(pmesh.MeshClosed, match="it was closed"):
             mesh.sync({})
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pmesh.client.elastic import sync
 from pmesh.client.elastic.sync import AHEAD_CHUNKS, Arrival
 from pmesh.core.ops.reductions import Values
+from tests.worlds.faults import Faults
 
 CHUNK_BYTES = 1000
 PATIENCE_S = 20.0
@@ -33,9 +34,7 @@ def test_what_arrives_is_kept_and_hashed_in_order(nbytes: int, chunk_bytes: int)
     assert arrival.hasher.digest() == xxhash.xxh3_128(data.data).digest()
 
 
-def test_memory_is_touched_a_few_chunks_ahead_and_no_further(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_is_touched_a_few_chunks_ahead_and_no_further(faults: Faults) -> None:
     touched, happened = list[int](), threading.Semaphore(0)
 
     def touch(memory: Values) -> None:
@@ -46,7 +45,7 @@ def test_memory_is_touched_a_few_chunks_ahead_and_no_further(
         for _ in range(count):
             assert happened.acquire(timeout=PATIENCE_S)
 
-    monkeypatch.setattr(sync, "_touch", touch)
+    faults.instead(sync, "_touch", touch)
     data = bytes_of(9 * CHUNK_BYTES + 1)
     with Arrival(data.size, chunk_bytes=CHUNK_BYTES) as arrival:
         await_touches(AHEAD_CHUNKS)
@@ -56,9 +55,7 @@ def test_memory_is_touched_a_few_chunks_ahead_and_no_further(
     assert touched == [begin + i * CHUNK_BYTES for i in range(AHEAD_CHUNKS + 1)]
 
 
-def test_a_chunk_is_not_written_while_its_memory_is_touched(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_chunk_is_not_written_while_its_memory_is_touched(faults: Faults) -> None:
     begun, go = threading.Event(), threading.Event()
 
     def touch(memory: Values) -> None:
@@ -66,7 +63,7 @@ def test_a_chunk_is_not_written_while_its_memory_is_touched(
         assert go.wait(PATIENCE_S)
         memory[:] = 0
 
-    monkeypatch.setattr(sync, "_touch", touch)
+    faults.instead(sync, "_touch", touch)
     data = bytes_of(3 * CHUNK_BYTES)
     with Arrival(data.size, chunk_bytes=CHUNK_BYTES) as arrival, ThreadPoolExecutor(1) as pool:
         assert begun.wait(PATIENCE_S)

@@ -18,14 +18,15 @@ from pmesh.core.wire.calls import Call
 from pmesh.core.wire.trainer import SYNC_VALUES, StartOp
 from pmesh.errors import ProtocolError
 from pmesh.ids import Rank
+from tests.worlds.faults import Faults, Real
 from tests.worlds.watched_agent import WatchedAgent, WatchedSession, run_ranks
 
 CHUNK_BYTES = 256
 
 
 @pytest.fixture(autouse=True)
-def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sync, "CHUNK_BYTES", CHUNK_BYTES)
+def _small_chunks(faults: Faults) -> None:
+    faults.limit(sync, "CHUNK_BYTES", CHUNK_BYTES)
 
 
 def state_of(rank: int, count: int = 300) -> dict[str, Any]:
@@ -72,16 +73,15 @@ def test_in_the_first_sync_all_get_what_rank_0_has(agent: WatchedAgent) -> None:
 
 
 def test_a_state_travels_in_chunks_that_only_a_holder_fills(
-    agent: WatchedAgent, monkeypatch: pytest.MonkeyPatch
+    agent: WatchedAgent, faults: Faults
 ) -> None:
     copied: list[int] = []
-    copy_to = Packed.copy_to
 
-    def counted(self: Packed, region: Values, start: int) -> None:
+    def counted(copy_to: Real, self: Packed, region: Values, start: int) -> None:
         copied.append(start)
         copy_to(self, region, start)
 
-    monkeypatch.setattr(Packed, "copy_to", counted)
+    faults.around(Packed, "copy_to", counted)
 
     def program(mesh: pmesh.Mesh) -> int:
         mesh.sync(state_of(min(mesh.rank, 1)))
@@ -365,12 +365,9 @@ def test_a_state_that_was_garbled_on_its_way_is_not_taken(agent: WatchedAgent) -
 
 
 def test_a_state_that_can_not_be_read_is_an_error_of_the_run(
-    agent: WatchedAgent, monkeypatch: pytest.MonkeyPatch
+    agent: WatchedAgent, faults: Faults
 ) -> None:
-    def unreadable(*_: object) -> object:
-        raise ProtocolError("not a state")
-
-    monkeypatch.setattr(mesh_module, "unpack_untrusted", unreadable)
+    faults.fail(mesh_module, "unpack_untrusted", ProtocolError("not a state"))
 
     def program(mesh: pmesh.Mesh) -> None:
         if mesh.rank == 0:

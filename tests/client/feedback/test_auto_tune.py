@@ -13,6 +13,7 @@ from pmesh.compression.schemes import BF16, INT8, Auto, PowerSGD, TopK
 from pmesh.ids import TrainerId
 from pmesh.testing import SimulatedMesh
 from tests.client.feedback.compressed import gradient
+from tests.worlds.faults import Faults
 
 A, B, C = (TrainerId(i) for i in range(3))
 
@@ -78,10 +79,10 @@ def test_auto_tries_all_ways_and_then_stays_with_one_on_all_ranks() -> None:
 
 
 @pytest.mark.parametrize("picked", ["none", "bf16", "topk(0.1)"])
-def test_auto_takes_what_was_fastest(picked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_what_was_fastest(picked: str, faults: Faults) -> None:
     ways = ["none", "bf16", "topk(0.1)"]
     best_ns = [100 if way == picked else 1000 for way in ways]
-    monkeypatch.setattr(Trials, "best_ns", lambda _: best_ns)
+    faults.instead(Trials, "best_ns", lambda _: best_ns)
 
     def program(mesh: pmesh.Mesh) -> Any:
         for step in range(10):

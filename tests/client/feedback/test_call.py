@@ -19,6 +19,7 @@ from pmesh.compression.schemes import (
     spec,
 )
 from tests.client.feedback.compressed import EVERY, FEEDBACK, RANKS, flat, gradients, residual_of
+from tests.worlds.faults import Faults, Real
 from tests.worlds.watched_agent import WatchedAgent, run_ranks
 
 
@@ -238,15 +239,14 @@ def test_arrays_turned_over_are_other_arrays(
 
 
 def test_arrays_that_lie_apart_are_put_together_for_the_kernels(
-    agent: WatchedAgent, monkeypatch: pytest.MonkeyPatch
+    agent: WatchedAgent, faults: Faults
 ) -> None:
-    compress = top_k.compress
 
-    def checked(own: Any, wire: Any, **options: Any) -> None:
+    def checked(compress: Real, own: Any, wire: Any, **options: Any) -> None:
         assert own.flags.c_contiguous
         compress(own, wire, **options)
 
-    monkeypatch.setattr(top_k, "compress", checked)
+    faults.around(top_k, "compress", checked)
 
     def program(mesh: pmesh.Mesh) -> list[float]:
         x = np.arange(8, dtype=np.float32)[::2]

@@ -16,6 +16,7 @@ from pmesh.compression import top_k
 from pmesh.compression.schemes import INT8, PowerSGD, Scheme, TopK
 from pmesh.testing import SimulatedMesh
 from tests.client.feedback.compressed import gradient
+from tests.worlds.faults import Faults
 from tests.worlds.watched_agent import WatchedAgent, run_ranks
 
 
@@ -307,12 +308,9 @@ def test_power_sgd_takes_two_ops_however_large_the_tree(agent: WatchedAgent) -> 
 
 
 def test_garbage_among_the_payloads_is_an_error_on_all_ranks(
-    agent: WatchedAgent, monkeypatch: pytest.MonkeyPatch
+    agent: WatchedAgent, faults: Faults
 ) -> None:
-    def accumulate(*_: object, **__: object) -> None:
-        raise ValueError("an index too large")
-
-    monkeypatch.setattr(top_k, "accumulate", accumulate)
+    faults.fail(top_k, "accumulate", ValueError("an index too large"))
 
     def program(mesh: pmesh.Mesh) -> None:
         with pytest.raises(pmesh.RunError, match=r"not topk\(0.01\): an index too large"):

@@ -1,9 +1,7 @@
 """What the trainer does when the agent, the user or another thread do the unexpected."""
 
-import io
 import itertools
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +18,7 @@ from pmesh.core.wire.session import ArenaGone, ArenaGranted, Refused, SessionMes
 from pmesh.core.wire.trainer import Joined, Leave, OpFailed, StartOp, StillWaiting
 from pmesh.ids import OpNumber
 from simulation.wire import AnyRequest
+from tests.worlds.faults import Faults, Real
 from tests.worlds.lanes import shared_memory
 from tests.worlds.scripted_agent import (
     ALONE,
@@ -32,6 +31,7 @@ from tests.worlds.scripted_agent import (
     replies,
     says,
 )
+from tests.worlds.system import Terminal, forked
 from tests.worlds.watched_agent import WatchedAgent, watched_agent
 
 ONE = np.ones(1)
@@ -144,10 +144,8 @@ def test_leaving_an_agent_that_has_gone_is_no_error(scripted: ScriptedAgent) -> 
     mesh.close()
 
 
-def test_a_silent_agent_is_not_waited_for_forever(
-    scripted: ScriptedAgent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connection, "SILENCE_S", 0.05)
+def test_a_silent_agent_is_not_waited_for_forever(scripted: ScriptedAgent, faults: Faults) -> None:
+    faults.limit(connection, "SILENCE_S", 0.05)
     silent_until = threading.Event()
 
     def stay_silent(trainer: Trainer, request: AnyRequest | None) -> None:
@@ -191,8 +189,7 @@ def test_an_error_does_not_stand_in_the_line_that_counts_the_seconds(
 ) -> None:
     waiting = (StillWaiting(-1, seconds, ("1 of 3 trainers",)) for seconds in (1.0, 2.0, 3.0))
     scripted.steps.append(replies(*waiting))
-    terminal = io.StringIO()
-    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    terminal = Terminal()
     mesh = pmesh.connect("job", home=scripted.home)
     monkeypatch.setattr("sys.stderr", terminal)
     with pytest.raises(pmesh.AgentStopped):
@@ -255,18 +252,19 @@ def test_a_refused_arena_raises_and_the_rank_stays_in_step(scripted: ScriptedAge
 
 
 def test_an_interrupt_in_mid_op_ends_the_mesh_because_the_reply_would_be_taken_for_another(
-    agent: WatchedAgent, monkeypatch: pytest.MonkeyPatch
+    agent: WatchedAgent, faults: Faults
 ) -> None:
     mesh = pmesh.connect("job", home=agent.home)
-    receive = connection.AgentConnection.receive
     calls = itertools.count()
 
-    def interrupted(self: connection.AgentConnection[SessionMessage], *, due_s: float) -> object:
+    def interrupted(
+        receive: Real, self: connection.AgentConnection[SessionMessage], *, due_s: float
+    ) -> object:
         if next(calls) == 1:  # after the arena
             raise KeyboardInterrupt
         return receive(self, due_s=due_s)
 
-    monkeypatch.setattr(connection.AgentConnection, "receive", interrupted)
+    faults.around(connection.AgentConnection, "receive", interrupted)
     with pytest.raises(KeyboardInterrupt):
         mesh.all_reduce(ONE)
     with pytest.raises(pmesh.MeshClosed, match="KeyboardInterrupt"):
@@ -330,12 +328,9 @@ def test_closing_from_another_thread_ends_a_call_that_waits(scripted: ScriptedAg
         mesh.barrier()
 
 
-def test_a_forked_child_neither_uses_nor_closes_its_parents_mesh(
-    agent: WatchedAgent, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forked_child_neither_uses_nor_closes_its_parents_mesh(agent: WatchedAgent) -> None:
     mesh = pmesh.connect("job", home=agent.home)
-    with monkeypatch.context() as child:
-        child.setattr(os, "getpid", lambda: -1)
+    with forked():
         with pytest.raises(pmesh.MeshClosed, match="forked"):
             mesh.barrier()
         mesh.close()

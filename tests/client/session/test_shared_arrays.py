@@ -14,6 +14,7 @@ import pmesh
 from pmesh.client.elastic import place
 from pmesh.testing import SimulatedMesh
 from tests.worlds.every_array import make
+from tests.worlds.faults import Faults
 from tests.worlds.scripted_agent import ScriptedAgent, joins
 from tests.worlds.watched_agent import WatchedAgent, run_ranks
 
@@ -304,9 +305,9 @@ def test_out_is_a_copy(mesh: pmesh.Mesh) -> None:
 
 
 def test_once_its_agent_has_stopped_it_is_an_array_like_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, faults: Faults, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(place, "_TRY_AGAIN_S", 0.001)
+    faults.limit(place, "_TRY_AGAIN_S", 0.001)
     with ScriptedAgent(tmp_path, joins) as agent:
         mesh = pmesh.connect("job", home=agent.home, on_superseded="sync")
         agent.wait_until_closed()

@@ -6,13 +6,13 @@ import contextlib
 import sys
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from pmesh.client.trees import state
 from pmesh.client.trees.state import pack, unpack_untrusted
 from pmesh.core.ops.reductions import Values
 from pmesh.errors import ProtocolError, UnsupportedArray, UsageError
@@ -118,28 +118,34 @@ def test_bytes_that_no_pmesh_sends_are_refused_and_not_otherwise_trusted(
         unpack_untrusted(forged, None)
 
 
+def forged(tree: list[Any], nbytes: int) -> Values:
+    """The bytes of a state with a header that no state has."""
+    header = msgspec.msgpack.encode(tree)
+    data = np.zeros(nbytes, np.uint8)
+    data[: 8 + len(header)] = [*len(header).to_bytes(8, "little"), *header]
+    return data
+
+
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        (state._Array("numpy", "O", (8,), 64), "dtype 'O'"),  # noqa: SLF001 - what is forged
-        (state._Array("numpy", "no such", (8,), 64), "dtype 'no such'"),  # noqa: SLF001
-        (state._Array("numpy", "finfo", (8,), 64), "dtype 'finfo'"),  # noqa: SLF001
-        (state._Array("numpy", "<f4", (8,), 64), "64 bytes for"),  # noqa: SLF001
-        (state._Array("numpy", "<f4", (-4, -4), 64), "64 bytes for"),  # noqa: SLF001
-        (state._Array("numpy", "<f4", (32,), 128), "ends at"),  # noqa: SLF001
-        (state._Array("pandas", "f4", (16,), 64), "pandas"),  # noqa: SLF001
-        (state._Array("mlx", "array", (16,), 64), "no MLX array"),  # noqa: SLF001
-        (state._Array("torch", "nn", (16,), 64), "no torch tensor"),  # noqa: SLF001
-        (state._Dict((state._Plain("a"),), ()), "1 keys of 0"),  # noqa: SLF001
-        (state._LargeInteger("wrong"), "not a state"),  # noqa: SLF001
+        (["array", "numpy", "O", [8], 64], "dtype 'O'"),
+        (["array", "numpy", "no such", [8], 64], "dtype 'no such'"),
+        (["array", "numpy", "finfo", [8], 64], "dtype 'finfo'"),
+        (["array", "numpy", "<f4", [8], 64], "64 bytes for"),
+        (["array", "numpy", "<f4", [-4, -4], 64], "64 bytes for"),
+        (["array", "numpy", "<f4", [32], 128], "ends at"),
+        (["array", "pandas", "f4", [16], 64], "pandas"),
+        (["array", "mlx", "array", [16], 64], "no MLX array"),
+        (["array", "torch", "nn", [16], 64], "no torch tensor"),
+        (["dict", [["plain", "a"]], []], "1 keys of 0"),
+        (["integer", "wrong"], "not a state"),
     ],
 )
 def test_a_forged_header_is_refused(tree: Any, message: str) -> None:
     for library in ("mlx.core", "torch"):
         pytest.importorskip(library)
-    header = state._encoder.encode(tree)  # noqa: SLF001 - no state has it
-    data = np.zeros(128, np.uint8)
-    data[: 8 + len(header)] = [*len(header).to_bytes(8, "little"), *header]
+    data = forged(tree, 128)
     with pytest.raises(ProtocolError, match=message):
         unpack_untrusted(data, None)
 
@@ -322,8 +328,6 @@ def test_a_library_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
 
 def test_without_ml_dtypes_its_dtypes_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
-    header = state._encoder.encode(state._Array("numpy", "bfloat16", (0,), 0))  # noqa: SLF001
-    data = np.zeros(64, np.uint8)
-    data[: 8 + len(header)] = [*len(header).to_bytes(8, "little"), *header]
+    data = forged(["array", "numpy", "bfloat16", [0], 0], 64)
     with pytest.raises(ProtocolError, match="dtype 'bfloat16'"):
         unpack_untrusted(data, None)

@@ -18,6 +18,7 @@ from pmesh.core.topology.graph import (
 from pmesh.core.topology.ring import EXACT_UP_TO, LONGEST_MOVED, ROUNDS, STARTS, plan_ring
 from pmesh.core.wire.views import MeasuredEdge
 from pmesh.ids import Incarnation, Member, NodeId
+from tests.worlds.faults import Faults, Real
 
 
 def make_members(size: int) -> list[Member]:
@@ -170,16 +171,15 @@ def test_costs_that_are_not_symmetric_give_a_ring_as_well(rows: list[list[int]])
     assert sorted(ring) == list(range(len(rows)))
 
 
-def count_improvements(size: int, monkeypatch: pytest.MonkeyPatch) -> int:
+def count_improvements(size: int, faults: Faults) -> int:
     """What a plan takes where each change makes way for the next: all costs differ."""
     tried: list[int] = []
-    improve = ring._improved  # noqa: SLF001 - the work is counted, not its time
 
-    def counted(tour: ring.Tour, weights: ring.Weights) -> ring.Tour | None:
+    def counted(improve: Real, tour: ring.Tour, weights: ring.Weights) -> object:
         tried.append(len(tour))
         return improve(tour, weights)
 
-    monkeypatch.setattr(ring, "_improved", counted)
+    faults.watch(ring, "_improved", counted)
     order = ring_through(
         tuple(
             tuple(0 if a == b else max(a, b) * size + min(a, b) for b in range(size))
@@ -190,25 +190,23 @@ def count_improvements(size: int, monkeypatch: pytest.MonkeyPatch) -> int:
     return len(tried)
 
 
-def test_costs_made_up_to_prolong_the_search_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert count_improvements(40, monkeypatch) == STARTS * ROUNDS
+def test_costs_made_up_to_prolong_the_search_do_not(faults: Faults) -> None:
+    assert count_improvements(40, faults) == STARTS * ROUNDS
 
 
 @pytest.mark.parametrize("rounds", range(3))
-def test_the_larger_the_mesh_the_fewer_the_rounds(
-    rounds: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ring, "SEARCH_BUDGET", (rounds + 1) * 20**2 - 1)
-    assert count_improvements(20, monkeypatch) == STARTS * rounds
+def test_the_larger_the_mesh_the_fewer_the_rounds(rounds: int, faults: Faults) -> None:
+    faults.limit(ring, "SEARCH_BUDGET", (rounds + 1) * 20**2 - 1)
+    assert count_improvements(20, faults) == STARTS * rounds
 
 
-def test_the_rounds_better_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rounds_better_the_ring(faults: Faults) -> None:
     size = EXACT_UP_TO + 2
     far = tuple(
         tuple(20 + (a * b + 5 * (a + b)) % 11 * (a != b) for b in range(size)) for a in range(size)
     )
     searched = ring_through(far)
-    monkeypatch.setattr(ring, "ROUNDS", 0)
+    faults.limit(ring, "ROUNDS", 0)
     assert worth(searched, far)[:2] < worth(ring_through(far), far)[:2]
 
 
