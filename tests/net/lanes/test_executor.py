@@ -2,14 +2,13 @@ import itertools
 import math
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import trio
 from trio.testing import assert_checkpoints, wait_all_tasks_blocked
 
-from pmesh import native
 from pmesh.core.ops.moving import (
     plan_all_gather,
     plan_all_to_all,
@@ -32,7 +31,9 @@ from pmesh.core.ops.reductions import Values
 from pmesh.errors import LaneBroken
 from pmesh.net.lanes import executor
 from pmesh.net.lanes.lane import CallsDiffer
+from tests.worlds.faults import Faults
 from tests.worlds.lanes import Bytes, Collective, bytes_on_the_wire, header, inputs_of, web
+from tests.worlds.system import without_library
 
 Make = Callable[[int, int], Collective]
 """The collective among so many ranks, of about so many values each."""
@@ -241,14 +242,6 @@ each = pytest.mark.parametrize("make", ALL)
 LARGE = 700_001
 
 
-@contextmanager
-def without_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("PMESH_NATIVE", "0")
-    native.forget()
-    yield
-    native.forget()
-
-
 @pytest.fixture(params=["library", "Python"])
 def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with nullcontext() if request.param == "library" else without_library(monkeypatch):
@@ -256,9 +249,11 @@ def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 @pytest.fixture(params=["library", "threads", "tasks"])
-def pipe(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def pipe(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, faults: Faults
+) -> Iterator[None]:
     threads_from = 0 if request.param == "threads" else math.inf
-    monkeypatch.setattr(executor, "THREADS_FROM_BYTES", threads_from)
+    faults.limit(executor, "THREADS_FROM_BYTES", threads_from)
     with nullcontext() if request.param == "library" else without_library(monkeypatch):
         yield
 

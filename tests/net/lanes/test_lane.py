@@ -19,6 +19,7 @@ from pmesh.core.wire.records import (
 )
 from pmesh.errors import LaneBroken
 from pmesh.net.lanes.lane import WAKE_UP_BYTES, CallsDiffer, Lane, LaneWait, PathLost
+from tests.worlds.faults import Faults
 from tests.worlds.lanes import header, lane_pair, offer_between, raw_receiving_lane
 
 
@@ -312,11 +313,9 @@ async def test_a_lane_wakes_up_for_a_header_for_much_of_a_body_and_for_its_rest(
     lane.close()
 
 
-async def test_what_comes_while_a_record_is_waited_for_shows_the_bandwidth(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_what_comes_while_a_record_is_waited_for_shows_the_bandwidth(faults: Faults) -> None:
     now = 50.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
+    faults.instead(time, "monotonic", lambda: now)
     ours, theirs = socket.socketpair()
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 * WAKE_UP_BYTES)
     theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * WAKE_UP_BYTES)

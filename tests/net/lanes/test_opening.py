@@ -15,7 +15,8 @@ from pmesh.errors import LaneBroken
 from pmesh.net.lanes.lane import WAKE_UP_BYTES, Lane
 from pmesh.net.lanes.multipath import ConnectionFacts, MultipathLane
 from pmesh.net.lanes.opening import dial_lane, offer_of_connection, welcome_lane
-from tests.worlds.lanes import header, offer_between
+from tests.worlds.faults import Faults, Real
+from tests.worlds.lanes import header, offer_between, socket_of
 
 
 @asynccontextmanager
@@ -107,10 +108,7 @@ async def test_a_greeting_of_another_connection_of_the_lane_is_refused() -> None
 
 def send_buffers_of(lanes: list[Lane]) -> set[int]:
     """What the system says, which is not always what it was asked for."""
-    return {
-        lane._socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)  # noqa: SLF001 - only it knows
-        for lane in lanes
-    }
+    return {socket_of(lane).getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) for lane in lanes}
 
 
 async def test_between_agents_of_one_machine_little_is_queued() -> None:
@@ -123,18 +121,15 @@ async def test_between_agents_of_one_machine_little_is_queued() -> None:
         assert send_buffers_of(lanes) == {expected}
 
 
-async def test_between_machines_the_system_says_how_much_is_queued(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_between_machines_the_system_says_how_much_is_queued(faults: Faults) -> None:
     set_options: list[tuple[int, int]] = []
-    real = socket.socket.setsockopt
 
-    def spy(self: socket.socket, level: int, option: int, value: int) -> None:
+    def spy(real: Real, self: socket.socket, level: int, option: int, value: int) -> None:
         set_options.append((level, option))
         real(self, level, option, value)
 
-    monkeypatch.setattr(socket.socket, "getpeername", lambda _: ("192.0.2.1", 24160))
-    monkeypatch.setattr(socket.socket, "setsockopt", spy)
+    faults.instead(socket.socket, "getpeername", lambda _: ("192.0.2.1", 24160))
+    faults.around(socket.socket, "setsockopt", spy)
     offer = offer_between(0, 1)
     async with opened(offer, offer) as lanes:
         assert len(lanes) == 2

@@ -15,6 +15,7 @@ from pmesh.errors import LaneBroken
 from pmesh.net.lanes.executor import THREADS_FROM_BYTES, OpStage, StageRunner
 from pmesh.net.lanes.lane import CallsDiffer, LaneWait, Steps
 from tests.net.lanes.parts import either_way, receive_all, send_all
+from tests.worlds.faults import Faults, Real
 from tests.worlds.lanes import header, is_closed, lane_pair
 
 BODY = bytes(range(256)) * (MAX_BODY_BYTES // 256)
@@ -211,30 +212,27 @@ def sender_and_receiver() -> Iterator[tuple[list[OpStage], list[bytes]]]:
         )
 
 
-async def test_without_a_descriptor_the_event_loop_does_it_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def none_left() -> None:
-        raise OSError
-
+async def test_without_a_descriptor_the_event_loop_does_it_all(faults: Faults) -> None:
     with sender_and_receiver() as (parts, got), trio.fail_after(10):
-        monkeypatch.setattr(socket, "socketpair", none_left)
+        faults.fail(socket, "socketpair", OSError())
         await StageRunner().run(parts, moving_bytes=THREADS_FROM_BYTES)
         assert got == [BODY]
 
 
 async def test_without_a_thread_the_lanes_count_as_broken_and_nothing_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
+    faults: Faults,
 ) -> None:
-    real, started = trio.lowlevel.start_thread_soon, list[object]()
+    started = list[object]()
 
-    def start_one(work: Callable[[], None], deliver: Callable[[object], object]) -> None:
+    def start_one(
+        real: Real, work: Callable[[], None], deliver: Callable[[object], object]
+    ) -> None:
         if started:
             raise RuntimeError("can't start new thread")
         started.append(work)
         real(work, deliver)
 
-    monkeypatch.setattr(trio.lowlevel, "start_thread_soon", start_one)
+    faults.around(trio.lowlevel, "start_thread_soon", start_one)
     with sender_and_receiver() as (parts, got), trio.fail_after(10):
         with pytest.raises(LaneBroken, match="can't start new thread"):
             await StageRunner().run(parts, moving_bytes=THREADS_FROM_BYTES)

@@ -14,6 +14,7 @@ from pmesh.core.links.addresses import LocalAddress
 from pmesh.net.links import acceptor
 from pmesh.net.links.acceptor import listen_at_interfaces
 from pmesh.net.links.interfaces import POLL_S, SO_BINDTODEVICE, AddressWatch
+from tests.worlds.faults import Faults, Real
 
 pytestmark = pytest.mark.skipif(not psutil.LINUX, reason="only Linux answers by its routes")
 
@@ -101,16 +102,16 @@ async def test_a_system_that_refuses_keeps_the_agents_own_listener(
 
 
 async def test_no_descriptor_to_ask_for_the_interfaces_is_no_end_of_listening(
-    monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
+    faults: Faults, autojump_clock: trio.testing.MockClock
 ) -> None:
-    real, failures = socket.if_nameindex, [OSError(errno.EMFILE, "Too many open files")]
+    failures = [OSError(errno.EMFILE, "Too many open files")]
 
-    def if_nameindex() -> list[tuple[int, str]]:
+    def if_nameindex(real: Real) -> object:
         if failures:
             raise failures.pop()
         return real()
 
-    monkeypatch.setattr(socket, "if_nameindex", if_nameindex)
+    faults.around(socket, "if_nameindex", if_nameindex)
     watch = Addresses(only=["lo"])
     async with listening_beside("127.0.0.1", watch) as (_, added):
         await watch.become(LOOPBACK)

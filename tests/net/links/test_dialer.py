@@ -12,6 +12,8 @@ from pmesh.core.wire.link import Address
 from pmesh.errors import LocalNetworkDenied, PeerUnreachable
 from pmesh.net.links import dialer
 from pmesh.net.links.dialer import AT_ONCE, DIAL_TIMEOUT_S, Connect, dial, dial_any
+from tests.worlds.faults import Faults
+from tests.worlds.system import be_on
 
 
 @pytest.fixture
@@ -118,6 +120,7 @@ def own_address(host: str, interface: str = INTERFACE) -> LocalAddress:
 )
 async def test_the_packets_of_a_dial_leave_by_its_interface(
     monkeypatch: pytest.MonkeyPatch,
+    faults: Faults,
     *,
     macos: bool,
     host: str,
@@ -125,8 +128,8 @@ async def test_the_packets_of_a_dial_leave_by_its_interface(
     option: tuple[int, int, int | bytes],
 ) -> None:
     fake = FakeSocket()
-    monkeypatch.setattr(psutil, "MACOS", macos)
-    monkeypatch.setattr(trio.socket, "socket", fake)
+    be_on(monkeypatch, "darwin" if macos else "linux")
+    faults.instead(trio.socket, "socket", fake)
     with pytest.raises(PeerUnreachable, match="refuses connections"):
         await dial(Address(host, 7), via=own_address(via))
     assert fake.options == [option]
@@ -141,11 +144,15 @@ async def test_the_packets_of_a_dial_leave_by_its_interface(
     ],
 )
 async def test_an_old_linux_that_refuses_gets_the_source_address(
-    monkeypatch: pytest.MonkeyPatch, host: str, via: str, bound: tuple[str | int, ...]
+    monkeypatch: pytest.MonkeyPatch,
+    faults: Faults,
+    host: str,
+    via: str,
+    bound: tuple[str | int, ...],
 ) -> None:
     fake = FakeSocket(refuses=errno.EPERM)
-    monkeypatch.setattr(psutil, "MACOS", False)
-    monkeypatch.setattr(trio.socket, "socket", fake)
+    be_on(monkeypatch, "linux")
+    faults.instead(trio.socket, "socket", fake)
     with pytest.raises(PeerUnreachable, match="refuses connections"):
         await dial(Address(host, 7), via=own_address(via))
     assert fake.bound == bound
@@ -173,7 +180,7 @@ async def test_silence_ends_in_time(autojump_clock: trio.testing.MockClock) -> N
 async def test_macos_without_the_permission_names_the_settings_pane(
     monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
-    monkeypatch.setattr(psutil, "MACOS", True)
+    be_on(monkeypatch, "darwin")
     with pytest.raises(LocalNetworkDenied, match="Privacy & Security → Local Network"):
         await dial(Address(host, 1), connect=fail_with(errno.ECONNREFUSED, errno.EHOSTUNREACH))
 
@@ -182,7 +189,7 @@ async def test_macos_without_the_permission_names_the_settings_pane(
 async def test_elsewhere_no_route_is_just_that(
     monkeypatch: pytest.MonkeyPatch, *, macos: bool, host: str
 ) -> None:
-    monkeypatch.setattr(psutil, "MACOS", macos)
+    be_on(monkeypatch, "darwin" if macos else "linux")
     with pytest.raises(PeerUnreachable, match=r"can't be reached: why$"):
         await dial(Address(host, 1), connect=fail_with(errno.EHOSTUNREACH))
 
@@ -246,7 +253,7 @@ async def test_when_nobody_accepts_every_reason_is_told(refusing: Address) -> No
 async def test_when_one_may_have_been_denied_the_error_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(psutil, "MACOS", True)
+    be_on(monkeypatch, "darwin")
     with pytest.raises(LocalNetworkDenied, match=r"10\.0\.0\.9"):
         await dial_any(
             [(Address("10.0.0.9", 1), None), (Address("8.8.8.8", 1), None)],

@@ -33,6 +33,7 @@ from pmesh.net.links.discovery import (
 )
 from pmesh.net.links.interfaces import AddressWatch
 from pmesh.net.links.packet_filter import DiscoveryCounters
+from tests.worlds.faults import Faults
 
 MESH = AdvertisementKey.of(MeshKey(b"m" * 32))
 OTHER_MESH = AdvertisementKey.of(MeshKey(b"o" * 32))
@@ -168,7 +169,7 @@ async def test_a_restart_and_a_copied_key_show_as_another_incarnation() -> None:
 
 
 async def test_a_forged_advertisement_is_not_reported(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    faults: Faults, caplog: pytest.LogCaptureFixture
 ) -> None:
     liar, honest = advertisement(8), advertisement(10)
 
@@ -176,7 +177,7 @@ async def test_a_forged_advertisement_is_not_reported(
         entries = encode(own, node_key, key)
         return entries | {b"port": b"6666"} if own == liar else entries
 
-    monkeypatch.setattr(adverts, "encode", forge)
+    faults.instead(adverts, "encode", forge)
     async with running(liar, 8), running(advertisement(9), 9) as one, running(honest, 10):
         events = [await one.next_event()]
         while found(honest) not in events:
@@ -345,7 +346,7 @@ async def test_an_advertisement_is_renewed_with_the_minute() -> None:
             seen.add(event.advertisement.minute)
 
 
-async def test_browsing_again_reports_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_browsing_again_reports_nothing_twice(faults: Faults) -> None:
     settings = replace(SETTINGS, browse_again_s=0.02)
     first, second, third = advertisement(20), advertisement(21), advertisement(22)
     async with (
@@ -362,7 +363,7 @@ async def test_browsing_again_reports_nothing_twice(monkeypatch: pytest.MonkeyPa
                 token.run_sync_soon(browsed_again.set)
             return browsers[-1]
 
-        monkeypatch.setattr(discovery, "AsyncServiceBrowser", browse)
+        faults.instead(discovery, "AsyncServiceBrowser", browse)
         with trio.fail_after(TIMEOUT_S):
             await browsed_again.wait()
         async with running(third, 22):
@@ -473,11 +474,9 @@ async def test_a_number_is_announced_again_after_answers_that_were_put_off() -> 
                     await updated.receive()
 
 
-async def test_of_records_that_come_within_a_second_the_last_counts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_of_records_that_come_within_a_second_the_last_counts(faults: Faults) -> None:
     """As when zeroconf brings an answer that it had put off between two announcements."""
-    monkeypatch.setattr(packet_filter, "REPEATS_PER_S", 99.0)  # each comes at several sockets
+    faults.limit(packet_filter, "REPEATS_PER_S", 99.0)  # each comes at several sockets
     ada = advertisement(101)
     sent = list[AsyncZeroconf]()
 

@@ -7,6 +7,7 @@ import struct
 import pytest
 
 from pmesh.net.links.hardware import able_mbit_s
+from tests.worlds.faults import Faults
 
 TENTH, GIGABIT, TENFOLD = 1 << 3, 1 << 5, 1 << 12
 
@@ -22,7 +23,7 @@ TENTH, GIGABIT, TENFOLD = 1 << 3, 1 << 5, 1 << 12
     ],
 )
 def test_the_highest_speed_counts_that_both_ends_have(
-    supported: int, theirs: int, able: int, monkeypatch: pytest.MonkeyPatch
+    supported: int, theirs: int, able: int, faults: Faults
 ) -> None:
     def ioctl(_socket: object, request: int, question: bytes) -> bytes:
         name, address = struct.unpack_from("16sP", question)
@@ -32,7 +33,7 @@ def test_the_highest_speed_counts_that_both_ends_have(
         ctypes.memmove(address + 32, struct.pack("=I", theirs), 4)
         return question
 
-    monkeypatch.setattr(fcntl, "ioctl", ioctl)
+    faults.instead(fcntl, "ioctl", ioctl)
     assert able_mbit_s("eth0") == able
 
 

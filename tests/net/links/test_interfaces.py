@@ -26,6 +26,8 @@ from pmesh.net.links.interfaces import (
     remote_address_of,
 )
 from tests.net.links.links import tcp_streams
+from tests.worlds.faults import Faults
+from tests.worlds.system import be_on
 
 MAC_PORTS = """
 Hardware Port: Thunderbolt 1
@@ -65,7 +67,7 @@ def an_address(host: str, netmask: str | None) -> SimpleNamespace:
 
 
 @pytest.fixture
-def fake_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fake:
+def fake_system(monkeypatch: pytest.MonkeyPatch, faults: Faults, tmp_path: Path) -> Fake:
     """A system with these interfaces, each up and with one v4 address unless told otherwise."""
 
     def fake(
@@ -73,9 +75,9 @@ def fake_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fake:
     ) -> None:
         stats = {name: SimpleNamespace(isup=isup, flags=flags, speed=speed) for name in names}
         addresses = {name: [an_address("10.1.2.3", "255.255.0.0")] for name in names}
-        monkeypatch.setattr(psutil, "net_if_stats", lambda: stats)
-        monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
-        monkeypatch.setattr(psutil, "MACOS", macos)
+        faults.pretend(psutil, "net_if_stats", lambda: stats)
+        faults.pretend(psutil, "net_if_addrs", lambda: addresses)
+        be_on(monkeypatch, "darwin" if macos else "linux")
 
     monkeypatch.setattr(hardware, "_SYS_CLASS_NET", tmp_path)
     return fake
@@ -149,11 +151,11 @@ def test_interfaces_that_are_down_are_left_out(fake_system: Fake) -> None:
     ("name", "flags"), [("utun3", "up"), ("wg0", "up"), ("ppp0", "up,pointopoint")]
 )
 def test_a_tunnel_is_a_vpn_and_has_no_link_local_neighbours(
-    fake_system: Fake, monkeypatch: pytest.MonkeyPatch, name: str, flags: str
+    fake_system: Fake, faults: Faults, name: str, flags: str
 ) -> None:
     fake_system(name, flags=flags)
     found = [an_address("10.1.2.3", "255.255.0.0"), an_address("fe80::1", "ffff::")]
-    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {name: found})
+    faults.instead(psutil, "net_if_addrs", lambda: {name: found})
     assert [(own.host, own.kind) for own in read_addresses()] == [("10.1.2.3", "vpn")]
 
 
@@ -174,15 +176,15 @@ def test_the_user_may_name_interfaces_that_are_used_alone_or_not_at_all(fake_sys
 
 
 def test_an_interface_that_vanishes_while_it_is_read_is_left_out(
-    fake_system: Fake, monkeypatch: pytest.MonkeyPatch
+    fake_system: Fake, faults: Faults
 ) -> None:
     fake_system("eth0")
-    monkeypatch.setattr(psutil, "net_if_stats", dict)
+    faults.instead(psutil, "net_if_stats", dict)
     assert read_addresses() == ()
 
 
 def test_scopes_and_masks_are_read_and_other_families_ignored(
-    fake_system: Fake, monkeypatch: pytest.MonkeyPatch
+    fake_system: Fake, faults: Faults
 ) -> None:
     fake_system("eth0")
     found = [
@@ -190,7 +192,7 @@ def test_scopes_and_masks_are_read_and_other_families_ignored(
         an_address("10.0.0.1", None),
         SimpleNamespace(family=-1, address="00:11:22:33:44:55", netmask=None),
     ]
-    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"eth0": found})
+    faults.instead(psutil, "net_if_addrs", lambda: {"eth0": found})
     assert [(a.host, a.prefix_bits) for a in read_addresses()] == [
         ("fe80::1", 64),
         ("10.0.0.1", 32),
@@ -329,12 +331,9 @@ def test_macos_says_that_a_cable_was_pulled(fake_system: Fake, mac: FakeMac) -> 
 )
 @pytest.mark.usefixtures("mac")
 def test_without_an_answer_every_interface_counts_as_wired(
-    fake_system: Fake, monkeypatch: pytest.MonkeyPatch, error: Exception
+    fake_system: Fake, faults: Faults, error: Exception
 ) -> None:
-    def run(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr(subprocess, "run", run)
+    faults.fail(subprocess, "run", error)
     fake_system("en0", macos=True)
     assert [address.kind for address in read_addresses()] == ["wired"]
 
@@ -407,21 +406,18 @@ class FakeRouteSocket:
 
 @pytest.mark.parametrize(("macos", "bound"), [(False, (0, 0x111)), (True, None)])
 def test_the_system_tells_of_interfaces_on_a_socket(
-    monkeypatch: pytest.MonkeyPatch, *, macos: bool, bound: tuple[int, int] | None
+    monkeypatch: pytest.MonkeyPatch, faults: Faults, *, macos: bool, bound: tuple[int, int] | None
 ) -> None:
-    monkeypatch.setattr(psutil, "MACOS", macos)
-    monkeypatch.setattr(socket, "socket", FakeRouteSocket)
+    be_on(monkeypatch, "darwin" if macos else "linux")
+    faults.instead(socket, "socket", FakeRouteSocket)
     notices: object = interfaces.open_notices()
     assert isinstance(notices, FakeRouteSocket)
     assert notices.kind == (socket.AF_ROUTE, socket.SOCK_RAW)
     assert notices.bound == bound
 
 
-def test_a_system_may_refuse_the_socket(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.EAFNOSUPPORT, "not here")
-
-    monkeypatch.setattr(socket, "socket", refuse)
+def test_a_system_may_refuse_the_socket(faults: Faults) -> None:
+    faults.fail(socket, "socket", OSError(errno.EAFNOSUPPORT, "not here"))
     assert interfaces.open_notices() is None
 
 
@@ -430,7 +426,7 @@ def notices(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[socket.socket, so
     """The end at which the system writes, and that which a watch reads (macOS)."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     theirs.setblocking(False)  # noqa: FBT003 - as above
-    monkeypatch.setattr(psutil, "MACOS", True)
+    be_on(monkeypatch, "darwin")
     yield ours, theirs
     ours.close()
 

@@ -2,7 +2,6 @@
 
 import socket
 import struct
-import sys
 from dataclasses import dataclass
 
 import pytest
@@ -11,6 +10,7 @@ import trio.testing
 
 from pmesh.net.links.path import loss_of
 from tests.net.links.links import tcp_streams
+from tests.worlds.system import be_on
 
 
 @dataclass
@@ -46,7 +46,7 @@ def counters(layout: str, *values: int) -> bytes:
 def test_the_loss_of_a_connection_is_what_the_system_has_sent_again(
     platform: str, told: bytes, loss: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "platform", platform)
+    be_on(monkeypatch, platform)
     assert loss_of(stream_with(told)) == loss
 
 

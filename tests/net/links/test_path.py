@@ -26,7 +26,9 @@ from pmesh.net.links.interfaces import UNKNOWN, local_address_of
 from pmesh.net.links.path import MAX_QUEUED_BYTES, MAX_QUEUED_MESSAGES, Path, shake_hands
 from pmesh.net.links.tls import TlsContexts, TlsFailed
 from simulation.wire import decode_untrusted
-from tests.net.links.links import answer, crash, linked, outcomes, tcp_streams
+from tests.net.links.links import answer, crash, linked, outcomes, tcp_streams, wire_of
+from tests.worlds.faults import Faults
+from tests.worlds.kept import kept
 from tests.worlds.nodes import (
     ADA,
     ADAS,
@@ -193,7 +195,7 @@ async def test_a_reset_connection_is_broken() -> None:
 
 
 async def speak(link: Path, data: bytes) -> None:
-    await link._wire.send(data)  # noqa: SLF001 - as only a faulty member could
+    await wire_of(link).send(data)  # as only a faulty member could
 
 
 @pytest.mark.parametrize(
@@ -208,7 +210,7 @@ async def test_a_member_that_sends_garbage_is_named(data: bytes) -> None:
 
 async def test_a_forged_record_ends_the_link_and_is_not_blamed_on_the_peer() -> None:
     async with linked() as (ada, bob):
-        await ada._wire.stream.send_all(b"\x17\x03\x03\x00\x20" + bytes(32))  # noqa: SLF001
+        await wire_of(ada).stream.send_all(b"\x17\x03\x03\x00\x20" + bytes(32))
         with pytest.raises(PeerUnreachable, match=r"is garbled: .*bad record mac"):
             await bob.receive()
 
@@ -246,7 +248,7 @@ async def test_a_peer_that_stops_reading_ends_the_link(size: int, count: int) ->
         await stuffed(ada, queue)
         await trio.testing.wait_all_tasks_blocked()
         assert ada.bytes_sent == before
-        assert not ada._queue  # noqa: SLF001 - the memory is free
+        assert not kept(ada)["queue"]  # the memory is free
         began = trio.current_time()
         await ada.aclose()  # at once: nobody listens
         assert trio.current_time() - began < 0.4
@@ -270,12 +272,10 @@ async def test_what_has_been_sent_no_longer_counts_as_queued() -> None:
             assert decode_untrusted((await bob.receive()).message) == message
 
 
-async def test_a_member_can_not_pass_its_late_failure_off_as_another_key(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_member_can_not_pass_its_late_failure_off_as_another_key(faults: Faults) -> None:
     failed = TlsFailed(other_key=True, detail="tlsv1 alert unknown ca")
     async with linked() as (_, bob):
-        monkeypatch.setattr(bob._wire.tls, "next_event", lambda: failed)  # noqa: SLF001
+        faults.instead(wire_of(bob).tls, "next_event", lambda: failed)
         with pytest.raises(PeerUnreachable, match="is garbled: tlsv1 alert unknown ca"):
             await bob.receive()
 

@@ -113,9 +113,9 @@ def test_the_version_is_1_3_and_no_session_can_be_resumed() -> None:
     both = pair(ADAS, BOBS)
     both.server.send(b"tickets come with the first data")
     both.converse()
-    session = both.client._tls.session  # noqa: SLF001 - nothing public tells
-    assert both.client._tls.version() == "TLSv1.3"  # noqa: SLF001
-    assert session is None or not session.has_ticket
+    tls = both.client._tls  # noqa: SLF001 - nothing public tells
+    assert tls.version() == "TLSv1.3"
+    assert tls.session is None or not tls.session.has_ticket
 
 
 @pytest.mark.parametrize("years", [(2099, 9999), (1970, 1971)])

@@ -21,6 +21,8 @@ from pmesh.net.sessions.arena_pools import (
     SessionArenas,
 )
 from pmesh.net.sessions.arenas import SMALLEST_BYTES
+from tests.worlds.faults import Faults
+from tests.worlds.kept import kept
 from tests.worlds.lanes import share_of_one
 
 MIB = 1024 * 1024
@@ -400,7 +402,7 @@ async def test_what_rests_in_another_program_makes_way(
     await other.aclose()
 
 
-async def test_memory_that_is_being_made_counts_already(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_memory_that_is_being_made_counts_already(faults: Faults) -> None:
     budget = ArenaBudget(files=1000, nbytes=16 * MIB)
     arenas = SessionArenas(ArenaShare(budget, 1))
     made, go_on = trio.Event(), trio.Event()
@@ -415,8 +417,7 @@ async def test_memory_that_is_being_made_counts_already(monkeypatch: pytest.Monk
             await arenas.inputs.create(8 * MIB)
 
     async with trio.open_nursery() as nursery:
-        with monkeypatch.context() as patch:
-            patch.setattr(trio.to_thread, "run_sync", slow)
+        with faults.instead(trio.to_thread, "run_sync", slow):
             nursery.start_soon(ask)
             await made.wait()
         with pytest.raises(UsageError):
@@ -477,4 +478,4 @@ def test_nothing_is_remembered_of_who_holds_nothing() -> None:
     for holder in range(1000):
         assert budget.take(holder, 5)
         budget.give_back(holder, 5)
-    assert not budget._held  # noqa: SLF001 - what it is about
+    assert not any(kept(budget).values())

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from pmesh.core.wire.session import ArenaKind
 from pmesh.net.sessions import arenas
 from pmesh.net.sessions.arenas import Arena, arena_bytes, create_arena
+from tests.worlds.faults import Faults
 from tests.worlds.lanes import shared_memory
+from tests.worlds.system import be_on
 
 MIB = 1024 * 1024
 
@@ -23,7 +25,7 @@ def system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     """The macOS path runs wherever `_posixshmem` exists: Linux too."""
     name: str = request.param
     if name == "macOS":
-        monkeypatch.setattr(sys, "platform", "darwin")
+        be_on(monkeypatch, "darwin")
     return name
 
 
@@ -89,12 +91,8 @@ def test_closing_while_a_view_is_held_leaves_the_memory_until_the_view_ends() ->
 
 
 @pytest.mark.usefixtures("system")
-def test_a_failure_while_making_one_leaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(descriptor: int, nbytes: int) -> None:
-        del descriptor, nbytes
-        raise OSError(errno.ENOMEM, "no memory")
-
-    monkeypatch.setattr(os, "ftruncate", refuse)
+def test_a_failure_while_making_one_leaks_nothing(faults: Faults) -> None:
+    faults.fail(os, "ftruncate", OSError(errno.ENOMEM, "no memory"))
     before = shared_memory()
     for kind in ("input", "output"):
         with pytest.raises(OSError, match="no memory"):
@@ -120,7 +118,7 @@ def test_on_macos_the_name_is_short_and_gone_at_once(
 
     fake = SimpleNamespace(shm_open=shm_open, shm_unlink=shm_unlink)
     monkeypatch.setitem(sys.modules, "_posixshmem", fake)
-    monkeypatch.setattr(sys, "platform", "darwin")
+    be_on(monkeypatch, "darwin")
     create_arena(kind, 0, MIB).close()
     assert len(opened) == (2 if kind == "output" else 1)
     assert len(set(opened)) == 1

@@ -24,6 +24,7 @@ from pmesh.net.sessions.combining import (
     Slices,
     slices_of,
 )
+from tests.worlds.faults import Faults
 
 LENGTH = 3 * SLICE_BYTES + 48  # a multiple of every size of values
 
@@ -154,12 +155,9 @@ async def test_an_error_in_a_thread_is_raised_by_the_op() -> None:
 
 @pytest.mark.parametrize("native_", [True, False])
 async def test_threads_that_the_system_refuses_are_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch, *, native_: bool
+    monkeypatch: pytest.MonkeyPatch, faults: Faults, *, native_: bool
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(trio.lowlevel, "start_thread_soon", refuse)
+    faults.fail(trio.lowlevel, "start_thread_soon", RuntimeError("can't start new thread"))
     if not native_:
         monkeypatch.setattr(native, "library", lambda: None)
     sources = [np.ones(LENGTH // 4, np.float32)] * 2

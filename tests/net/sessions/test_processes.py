@@ -25,6 +25,8 @@ from pmesh.net.sessions.processes import (
     tick,
     wait_for_exit,
 )
+from tests.worlds.faults import Faults, Real
+from tests.worlds.system import be_on
 
 
 @pytest.fixture
@@ -67,29 +69,22 @@ def test_a_process_that_is_gone_is_not_stopped(process: "subprocess.Popen[bytes]
     ],
 )
 def test_each_state_that_psutil_knows_is_read_alike_on_every_system(
-    monkeypatch: pytest.MonkeyPatch, status: str, *, stopped: bool
+    faults: Faults, status: str, *, stopped: bool
 ) -> None:
-    monkeypatch.setattr(psutil.Process, "status", lambda _: status)
+    faults.instead(psutil.Process, "status", lambda _: status)
     assert is_stopped(os.getpid()) is stopped
 
 
-def test_a_process_that_may_not_be_looked_at_is_not_stopped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_process_that_may_not_be_looked_at_is_not_stopped(faults: Faults) -> None:
     def refuse(process: psutil.Process) -> str:
         raise psutil.AccessDenied(process.pid)
 
-    monkeypatch.setattr(psutil.Process, "status", refuse)
+    faults.instead(psutil.Process, "status", refuse)
     assert not is_stopped(os.getpid())
 
 
-def test_where_no_descriptor_is_left_nobody_is_taken_to_be_stopped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(_: psutil.Process) -> str:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(psutil.Process, "status", refuse)
+def test_where_no_descriptor_is_left_nobody_is_taken_to_be_stopped(faults: Faults) -> None:
+    faults.fail(psutil.Process, "status", OSError(errno.EMFILE, "Too many open files"))
     assert not is_stopped(os.getpid())
 
 
@@ -104,15 +99,15 @@ async def test_a_process_is_waited_for_until_it_ends(process: "subprocess.Popen[
 
 
 async def test_many_wait_for_a_process_with_one_descriptor(
-    process: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch
+    process: "subprocess.Popen[bytes]", faults: Faults
 ) -> None:
-    opened, pidfd_open = list[int](), os.pidfd_open
+    opened = list[int]()
 
-    def open_another(pid: int) -> int:
+    def open_another(pidfd_open: Real, pid: int) -> object:
         opened.append(pid)
         return pidfd_open(pid)
 
-    monkeypatch.setattr(os, "pidfd_open", open_another)
+    faults.around(os, "pidfd_open", open_another)
     exits = ProcessExits()
     async with trio.open_nursery() as nursery:
         with trio.CancelScope() as first:
@@ -130,11 +125,8 @@ async def test_many_wait_for_a_process_with_one_descriptor(
         process.kill()
 
 
-async def test_where_no_descriptor_is_left_nobody_can_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: int) -> int:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(os, "pidfd_open", refuse)
+async def test_where_no_descriptor_is_left_nobody_can_wait(faults: Faults) -> None:
+    faults.fail(os, "pidfd_open", OSError(errno.EMFILE, "Too many open files"))
     with pytest.raises(OSError, match="Too many"):
         await wait_for_exit(os.getpid())
 
@@ -175,7 +167,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
         waiting.add((ident, kind))
         await trio.lowlevel.wait_task_rescheduled(abort)
 
-    monkeypatch.setattr(sys, "platform", "darwin")
+    be_on(monkeypatch, "darwin")
     monkeypatch.setattr(trio.lowlevel, "current_kqueue", lambda: found, raising=False)
     monkeypatch.setattr(trio.lowlevel, "wait_kevent", wait_kevent, raising=False)
     monkeypatch.setattr(select, "kevent", lambda *event: event, raising=False)

@@ -3,7 +3,6 @@ import errno
 import os
 import socket
 import struct
-import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -27,6 +26,8 @@ from pmesh.net.sessions.sessions import (
     serve_sessions,
 )
 from simulation.wire import ANY_REQUESTS, AnyReply, decode_reply_untrusted
+from tests.worlds.faults import Faults, Real
+from tests.worlds.system import be_on
 
 # ruff: noqa: ASYNC240 - looking at a temporary directory blocks for microseconds
 
@@ -135,7 +136,7 @@ async def test_a_live_agents_socket_is_left_alone(path: Path) -> None:
 
 
 async def test_a_live_agent_with_a_full_queue_is_not_taken_for_dead(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, faults: Faults
 ) -> None:
     with socket.socket(socket.AF_UNIX) as live:
         live.bind(str(path))
@@ -144,7 +145,7 @@ async def test_a_live_agent_with_a_full_queue_is_not_taken_for_dead(
             del self, address
             return errno.EAGAIN
 
-        monkeypatch.setattr(socket.socket, "connect_ex", full)
+        faults.instead(socket.socket, "connect_ex", full)
         with pytest.raises(AgentAlreadyRunning):
             await serve_sessions(path, echo, counters=SessionCounters())
     assert path.exists()
@@ -172,27 +173,20 @@ async def test_a_socket_that_another_agent_has_made_meanwhile_is_not_removed(pat
     assert path.lstat().st_ino == made
 
 
-async def test_another_user_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_another_user_is_refused(path: Path, faults: Faults) -> None:
     def stranger(connection: object) -> PeerCredentials:
         del connection
         return PeerCredentials(pid=1, uid=os.getuid() + 1)
 
-    monkeypatch.setattr(sessions, "credentials_of", stranger)
+    faults.instead(sessions, "credentials_of", stranger)
     async with serving(path) as counters, await trio.open_unix_socket(path) as stream:
         assert await stream.receive_some() == b""
         assert counters == SessionCounters(accepted=1, refused=1)
 
 
-async def test_who_is_gone_before_it_is_looked_at_does_no_harm(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def gone(connection: object) -> PeerCredentials:
-        del connection
-        raise OSError(errno.ENOTCONN, "gone")
-
+async def test_who_is_gone_before_it_is_looked_at_does_no_harm(path: Path, faults: Faults) -> None:
     async with serving(path):
-        with monkeypatch.context() as patch:
-            patch.setattr(sessions, "credentials_of", gone)
+        with faults.fail(sessions, "credentials_of", OSError(errno.ENOTCONN, "gone")):
             async with await trio.open_unix_socket(path) as stream:
                 assert await stream.receive_some() == b""
         async with await trio.open_unix_socket(path) as stream:
@@ -306,20 +300,19 @@ async def test_who_is_pushed_out_while_it_decides_to_stay_is_gone(path: Path) ->
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EIO])
 async def test_a_system_out_of_descriptors_costs_the_oldest_visitor_and_a_moment(
     path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    faults: Faults,
     autojump_clock: trio.testing.MockClock,
     number: int,
 ) -> None:
     failures = list[OSError]()
-    real = trio.SocketListener.accept
 
-    async def accept(listener: trio.SocketListener) -> trio.SocketStream:
+    async def accept(real: Real, listener: trio.SocketListener) -> object:
         await trio.lowlevel.wait_readable(listener.socket)
         if failures:
             raise failures.pop()
         return await real(listener)
 
-    monkeypatch.setattr(trio.SocketListener, "accept", accept)
+    faults.around(trio.SocketListener, "accept", accept)
     async with serving(path) as counters, await trio.open_unix_socket(path) as good:
         await good.send_all(ASK)
         await reply_on(good)
@@ -336,14 +329,8 @@ async def test_a_system_out_of_descriptors_costs_the_oldest_visitor_and_a_moment
         await reply_on(good)
 
 
-async def test_a_broken_listener_ends_the_server(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def broken(_: trio.SocketListener) -> trio.SocketStream:
-        await trio.lowlevel.checkpoint()
-        raise OSError(errno.EBADF, "bad file descriptor")
-
-    monkeypatch.setattr(trio.SocketListener, "accept", broken)
+async def test_a_broken_listener_ends_the_server(path: Path, faults: Faults) -> None:
+    faults.fail(trio.SocketListener, "accept", OSError(errno.EBADF, "bad file descriptor"))
     with pytest.raises(ExceptionGroup) as caught:
         await serve_sessions(path, echo, counters=SessionCounters())
     assert caught.group_contains(OSError, match="bad file")
@@ -380,7 +367,7 @@ class FakeMac:
 
 
 def test_on_macos_the_kernel_is_asked_in_two_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "darwin")
+    be_on(monkeypatch, "darwin")
     assert sessions.credentials_of(FakeMac()) == PeerCredentials(pid=4321, uid=501)
     with pytest.raises(OSError, match="version 1"):
         sessions.credentials_of(FakeMac(version=1))
