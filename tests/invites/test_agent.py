@@ -28,6 +28,7 @@ from pmesh.errors import (
 )
 from pmesh.ids import NodeId, short_node
 from pmesh.invites.agent import EXCHANGE_S, GuestStream, Invites
+from pmesh.invites.cli import join as join_module
 from pmesh.invites.cli.join import Newcomer, get_key
 from pmesh.invites.rules.codes import Code, parse_code
 from pmesh.invites.rules.exchange import Guest
@@ -49,6 +50,7 @@ from pmesh.invites.wire import (
 )
 from pmesh.net.sessions.sessions import Session
 from simulation.wire import AnyReply
+from tests.worlds.faults import Faults
 from tests.worlds.village import MESH, village
 
 pytestmark = pytest.mark.usefixtures("threads_run_at_once")
@@ -171,8 +173,8 @@ settled = trio.testing.wait_all_tasks_blocked
 
 
 @pytest.fixture(autouse=True)
-def our_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pmesh.invites.cli.join.PROTOCOL_VERSION", ADA.protocol)
+def our_version(faults: Faults) -> None:
+    faults.limit(join_module, "PROTOCOL_VERSION", ADA.protocol)
 
 
 async def test_a_machine_with_the_code_gets_the_key_and_the_inviter_learns_its_name() -> None:
@@ -415,15 +417,13 @@ async def test_a_machine_that_was_removed_gets_no_key_and_uses_nothing_up(
         assert await joins(house, session.code) == [KEY]
 
 
-async def test_another_version_is_named_and_uses_nothing_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_another_version_is_named_and_uses_nothing_up(faults: Faults) -> None:
     async with housed() as house:
         session = await house.invite()
-        monkeypatch.setattr("pmesh.invites.cli.join.PROTOCOL_VERSION", 29)
+        faults.limit(join_module, "PROTOCOL_VERSION", 29)
         with pytest.raises(ProtocolVersionMismatch, match=r"mac-1 speaks version 30 .* machine 29"):
             await joins(house, session.code)
-        monkeypatch.setattr("pmesh.invites.cli.join.PROTOCOL_VERSION", 30)
+        faults.limit(join_module, "PROTOCOL_VERSION", 30)
         assert await joins(house, session.code) == [KEY]
 
 
@@ -524,13 +524,13 @@ async def test_a_whole_agent_gives_its_key_at_its_port_but_to_no_removed_machine
         serve = cast("Callable[[object, object], Awaitable[None]]", invites.serve)
         here.nursery.start_soon(serve, session, Invite())
         await session.shown.wait()
-        register, stored = machine.agent._register, list[MeshKey]()  # noqa: SLF001
+        register, stored = machine.register, list[MeshKey]()
         who, member = newcomer(), NodeKey.from_seed(b"m" * 32)
 
         async def join() -> None:
             async with await trio.open_tcp_stream(machine.address.host, machine.port) as stream:
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr("pmesh.invites.cli.join.PROTOCOL_VERSION", invites._me.protocol)  # noqa: SLF001
+                    patch.setattr(join_module, "PROTOCOL_VERSION", invites._me.protocol)  # noqa: SLF001
                     await get_key(stream, session.code, who, stored.append)
 
         for out in (True, False):

@@ -19,6 +19,7 @@ from pmesh.ids import Incarnation
 from pmesh.invites.cli import find
 from pmesh.invites.cli.find import find_inviter
 from pmesh.net.links.discovery import AgentFound, Deaf, Discovered, Gone
+from tests.worlds.faults import Faults
 
 KEY = NodeKey.from_seed(b"k" * 32)
 SETTINGS = AgentSettings(home=Path("x"), name="mac-2")
@@ -92,7 +93,7 @@ async def test_the_one_that_announces_the_number_is_dialled(
 
 @pytest.mark.usefixtures("autojump_clock")
 async def test_after_an_answer_of_before_the_code_the_next_one_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
+    faults: Faults,
 ) -> None:
     inviter = agent(1, invitation=7, hosts=())  # so that it is not dialled
 
@@ -103,7 +104,7 @@ async def test_after_an_answer_of_before_the_code_the_next_one_is_waited_for(
         await trio.sleep(2 * find.OTHERS_S)
         await found.send(AgentFound(advertisement=inviter))
 
-    monkeypatch.setattr(find, "discover", discover)
+    faults.pretend(find, "discover", discover)
     with pytest.raises(PeerUnreachable, match="mac-1 runs another version"):
         await find_inviter(7, SETTINGS, KEY)
 

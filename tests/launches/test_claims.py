@@ -40,6 +40,8 @@ from pmesh.launches.wire.messages import (
 from tests.launches.copies import TREE, files_stored
 from tests.launches.here import ANNA, EVE, ID, ME, FakePeer, Here, asks, launches_in
 from tests.worlds.builders import make_view
+from tests.worlds.faults import Faults
+from tests.worlds.kept import kept
 
 LINE = b"0 o one\n"
 TORN = b"0 o a line that "
@@ -309,9 +311,7 @@ async def test_what_is_shown_of_a_command_is_short(tmp_path: Path) -> None:
     assert described(("a", "b" * MAX_SHOWN)) == f"a {'b' * (MAX_SHOWN - 2)}…"
 
 
-async def test_a_member_has_few_questions_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_member_has_few_questions_at_once(tmp_path: Path, faults: Faults) -> None:
     looks = 0
 
     async def look(*_: object) -> Permission:
@@ -321,8 +321,7 @@ async def test_a_member_has_few_questions_at_once(
         return Permission()
 
     async with launches_in(tmp_path) as here:
-        with monkeypatch.context() as patch:
-            patch.setattr(trio.to_thread, "run_sync", look)
+        with faults.instead(trio.to_thread, "run_sync", look):
             for number in range(200):
                 here.launches.receive(EVE, replace(asks("true"), launch=f"{number:012x}"))
             await trio.testing.wait_all_tasks_blocked()
@@ -341,7 +340,7 @@ async def test_who_was_refused_is_remembered_for_a_while(
             member = Member(NodeId(number.to_bytes(32, "big")), Incarnation(number))
             here.launches._note_refusal(member, asks("true"), "no")  # noqa: SLF001 - a stranger
             await trio.sleep(30)
-        assert len(here.launches._refused_at) <= 3  # noqa: SLF001
+        assert kept(here.launches)["refused_at"] <= 3
 
 
 async def test_so_many_launches_of_this_machine_run_at_once(tmp_path: Path) -> None:
@@ -375,14 +374,10 @@ async def test_ranks_that_no_machine_would_accept_are_not_asked_for(
 
 
 async def test_a_system_without_descriptors_refuses_one_launch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, faults: Faults
 ) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(errno.EMFILE, "Too many open files")
-
     async with launches_in(tmp_path) as here:
-        with monkeypatch.context() as patch:
-            patch.setattr(router, "free_ports", fail)
+        with faults.fail(router, "free_ports", OSError(errno.EMFILE, "Too many open files")):
             refusal = await here.prepare(asks("true"))
             assert refusal == "it can't prepare the launch: Too many open files"
         assert not here.launches.parts
@@ -391,14 +386,14 @@ async def test_a_system_without_descriptors_refuses_one_launch(
 
 
 async def test_an_error_of_ours_in_a_launch_leaves_no_rank_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, faults: Faults
 ) -> None:
     async def fail(_: PartHere) -> None:
         await trio.sleep(0.2)
         raise RuntimeError
 
     async with launches_in(tmp_path) as here:
-        monkeypatch.setattr(PartHere, "_keep_time", fail)
+        faults.instead(PartHere, "_keep_time", fail)
         assert await here.prepare(asks("sleep", "86400")) == ""
         here.begin()
         with trio.fail_after(20):

@@ -36,6 +36,7 @@ from pmesh.launches.wire.tree import (
 )
 from tests.launches.copies import TREE, asks_in, copy_in, launch_of_anna
 from tests.launches.here import ANNA, EVE, ID, ME, FakePeer, Here, launches_in
+from tests.worlds.faults import Faults
 
 WRITES = "mkdir -p out && printf one >out/a.txt && printf two >b.txt"
 NEW = (NewFile("b.txt", 3), NewFile("out/a.txt", 3))
@@ -106,17 +107,12 @@ async def test_what_was_not_written_by_ranks_or_has_keys_is_left_out(tmp_path: P
         assert [file.path for file in found.shown] == ["b.txt", "data.bin", "out/a.txt"]
 
 
-async def test_a_file_that_can_not_be_read_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def add_file(*_: object, **__: object) -> None:
-        raise UsageError("it changes while it is read")
-
+async def test_a_file_that_can_not_be_read_is_named(tmp_path: Path, faults: Faults) -> None:
     async with launch_of_anna(tmp_path, WRITES) as (here, _):
-        monkeypatch.setattr(FileStore, "add_file", add_file)
+        faults.fail(FileStore, "add_file", UsageError("it changes while it is read"))
         refused = await told(here, contents=True)
         assert refused.refusal == "'b.txt' can't be fetched: it changes while it is read"
-        monkeypatch.setattr(fetching, "MAX_ENTRIES", 1)
+        faults.limit(fetching, "MAX_ENTRIES", 1)
         assert "more than 1 new files" in (await told(here)).refusal
 
 

@@ -30,6 +30,7 @@ from pmesh.launches.wire.tree import (
     content_of,
     flaw_of,
 )
+from tests.worlds.faults import Faults, Real
 
 TREE = TreeName(bytes(32), 1)
 ID = path_name("0123456789ab")
@@ -70,20 +71,19 @@ def test_an_empty_file_needs_no_content(tmp_path: Path, store: FileStore) -> Non
 
 
 def test_a_file_that_changes_while_it_is_read_is_read_again(
-    tmp_path: Path, store: FileStore, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, store: FileStore, faults: Faults
 ) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"one\n")
     changes = [b"two\n"]
-    keep = files.NewContent.keep
 
-    def keep_and_change(new: files.NewContent) -> Content:
+    def keep_and_change(keep: Real, new: files.NewContent) -> object:
         if changes:
             with path.open("ab") as file:
                 file.write(changes.pop())
         return keep(new)
 
-    monkeypatch.setattr(files.NewContent, "keep", keep_and_change)
+    faults.around(files.NewContent, "keep", keep_and_change)
     assert store.add_file(path) == content_of(b"one\ntwo\n")
     changes += [b"."] * 99
     path.write_bytes(b"new\n")
@@ -118,9 +118,9 @@ def test_a_content_that_was_damaged_is_found_out_and_removed(
 
 
 def test_what_was_not_used_for_longest_is_removed_beyond_a_bound(
-    tmp_path: Path, store: FileStore, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, store: FileStore, faults: Faults
 ) -> None:
-    monkeypatch.setattr(files, "KEPT_BYTES", 20)
+    faults.limit(files, "KEPT_BYTES", 20)
     contents = [store.add_bytes(b"content %d." % n) for n in range(5)]  # 10 bytes
     old = os.stat(store.path_of(contents[0])).st_mtime - 2 * files.YOUNG_S  # noqa: PTH116
     for n, content in enumerate(contents[:4]):
@@ -239,13 +239,10 @@ def test_a_directory_may_be_as_deep_as_a_path_is_long(tmp_path: Path, store: Fil
 
 
 def test_a_disk_that_becomes_full_is_named_and_nothing_stays(
-    tmp_path: Path, store: FileStore, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, store: FileStore, faults: Faults
 ) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     entries = entries_of(store)
-    monkeypatch.setattr(store, "copy_out", refuse)
+    faults.fail(store, "copy_out", OSError(errno.ENOSPC, "No space left on device"))
     path = copy_path(tmp_path / "home", ID, TREE)
     with pytest.raises(UsageError, match="its disk is full"):
         Copies(tmp_path / "home", store).make(path, entries)
@@ -253,7 +250,7 @@ def test_a_disk_that_becomes_full_is_named_and_nothing_stays(
 
 
 def test_without_room_for_all_files_nothing_is_asked_for(
-    tmp_path: Path, store: FileStore, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, store: FileStore, faults: Faults
 ) -> None:
     entries = entries_of(store)
     assert missing_of(store, entries) == {}
@@ -261,15 +258,15 @@ def test_without_room_for_all_files_nothing_is_asked_for(
     entries = [*entries, FileEntry("big", *missing)]
     assert missing_of(store, entries) == {1: missing}
     check_room(tmp_path, entries, [missing])
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5 << 20))
+    faults.instead(shutil, "disk_usage", lambda _: SimpleNamespace(free=5 << 20))
     with pytest.raises(UsageError, match="its disk has 5 MiB left, and the files need 7 MiB"):
         check_room(tmp_path, entries, [missing])
 
 
 def test_the_latest_copies_are_kept_and_those_in_use(
-    tmp_path: Path, store: FileStore, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, store: FileStore, faults: Faults
 ) -> None:
-    monkeypatch.setattr(copying, "KEPT", 2)
+    faults.limit(copying, "KEPT", 2)
     home = tmp_path / "home"
     made = Copies(home, store)
     paths = [copy_path(home, path_name(f"{n:012x}"), TREE) for n in range(5)]

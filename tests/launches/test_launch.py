@@ -23,6 +23,8 @@ from pmesh.launches.cli.launch import RunOptions, Screen, launch_of
 from pmesh.launches.rules.lines import STARTER
 from pmesh.launches.wire.messages import LaunchTerms
 from tests.worlds.fake_status_agent import IDS, agent_at, answer_well
+from tests.worlds.faults import Faults
+from tests.worlds.system import be_a_terminal
 
 HERE = {"PATH": os.environ["PATH"]}
 SHELL = RunOptions(shell=True)  # noqa: S604 - no subprocess
@@ -177,7 +179,7 @@ def test_on_a_terminal_names_have_colours(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    be_a_terminal(monkeypatch, "stdout")
     Screen(["a", "b"], [1, 1]).show(b"0 0 o x\n1 0 o y\n")
     assert capsys.readouterr().out == "\x1b[36ma\x1b[0m | x\n\x1b[33mb\x1b[0m | y\n"
 
@@ -196,14 +198,14 @@ def test_without_an_agent_the_error_says_what_to_type(
 
 
 @pytest.fixture
-def as_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launches, "is_root", lambda: False)
+def as_user(faults: Faults) -> None:
+    faults.pretend(launches, "is_root", lambda: False)
 
 
 def test_permission_is_not_said_to_be_given_where_an_agent_of_root_refuses_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, faults: Faults, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(launches, "is_root", lambda: True)
+    faults.instead(launches, "is_root", lambda: True)
     home = ["--home", str(tmp_path / "home")]
     assert run(["allow", "run", *home]) == 2
     shown = capsys.readouterr()
@@ -221,11 +223,11 @@ def test_up_says_that_an_agent_of_root_refuses_commands_though_allow_run_was_giv
     root: bool,
     allowed: bool,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    faults: Faults,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(launches, "is_root", lambda: root)
-    monkeypatch.setattr(up, "_run_here", lambda _settings: 0)
+    faults.pretend(launches, "is_root", lambda: root)
+    faults.instead(up, "_run_here", lambda _settings: 0)
     assert up.bring_up(tmp_path / "home", {"allow_run": allowed}, detach=False) == 0
     said = "type: pmesh allow run --as-root" in capsys.readouterr().err
     assert said == (root and allowed)

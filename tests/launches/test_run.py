@@ -19,6 +19,7 @@ from pmesh.launches.agent.groups import Child
 from pmesh.launches.cli.run import keep_running
 from pmesh.launches.rules import restarts
 from pmesh.launches.rules.restarts import LONGEST_WAIT_S, STEADY_S, wait_before_start
+from tests.worlds.faults import Faults
 
 TERM = signal.SIGTERM
 INT = signal.SIGINT
@@ -293,9 +294,9 @@ async def test_a_command_that_fails_late_or_for_lack_of_memory_is_started_again(
 
 
 def test_what_fails_before_it_connects_runs_once_and_what_finds_no_agent_is_run_again(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], faults: Faults
 ) -> None:
-    monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.0)
+    faults.limit(restarts, "FIRST_WAIT_S", 0.0)
     connect = f"import pmesh; pmesh.connect('line', home={str(tmp_path)!r})"
     for script, starts in (
         ("1 +", 0),

@@ -11,6 +11,7 @@ from pmesh.launches.cli import same_code
 from pmesh.launches.cli.launch import RunOptions, launch_of
 from pmesh.launches.cli.same_code import digests_of
 from pmesh.launches.wire.messages import Command
+from tests.worlds.faults import Faults
 
 HERE = {"PATH": os.environ["PATH"]}
 
@@ -123,10 +124,10 @@ def test_modules_from_elsewhere_and_long_arguments_are_not_compared(tmp_path: Pa
 
 
 def test_of_a_large_package_only_the_whole_is_compared(
-    two: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    two: tuple[Path, Path], faults: Faults
 ) -> None:
     here, _ = two
-    monkeypatch.setattr(same_code, "MAX_FILES", 3)
+    faults.limit(same_code, "MAX_FILES", 3)
     assert files_of(here, "-m", "pkg") == ["pkg"]
 
 

@@ -105,7 +105,7 @@ async def quiet_launch(
     """An agent with so many files, that runs a launch which prints nothing."""
     async with village(clock, 1) as here:
         (machine,) = here.machines
-        machine.agent._admission = Admission(plan_files(files), memory_bytes=2**30)  # noqa: SLF001 - the machine is as it is
+        machine.limit(files=files)
         terms = LaunchTerms(detach=True, grace_s=0.1)
         request = Launch("night", Command(("sh", "-c", "echo up; exec sleep 86400"), "/"), terms)
         clock.autojump_threshold = 60  # looking for the program takes real time

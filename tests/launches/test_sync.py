@@ -26,6 +26,8 @@ from pmesh.launches.wire.tree import (
     content_of,
     decode_tree_untrusted,
 )
+from tests.worlds.faults import Faults
+from tests.worlds.system import be_a_terminal
 
 MANY = 10**9
 HERE = {"PATH": os.environ["PATH"]}
@@ -250,14 +252,12 @@ def test_too_much_is_refused_and_the_largest_are_named(root: Path, home: Path) -
         sent(root, home, 100)
 
 
-def test_too_many_files_are_refused(
-    root: Path, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sync, "MAX_ENTRIES", 2)
+def test_too_many_files_are_refused(root: Path, home: Path, faults: Faults) -> None:
+    faults.limit(sync, "MAX_ENTRIES", 2)
     write(root, "a", "b", "c")
     with pytest.raises(ConfigError, match="there are 3 files to send, more than 2"):
         sent(root, home)
-    monkeypatch.setattr(sync, "MAX_TREE_BYTES", 20)
+    faults.limit(sync, "MAX_TREE_BYTES", 20)
     write(root, "a", "b")
     (root / "c").unlink()
     with pytest.raises(ConfigError, match="the names of all files"):
@@ -421,14 +421,9 @@ def test_a_file_that_is_exchanged_meanwhile_is_named(
         sync.store_tree(FileStore(home), root, entries)
 
 
-def test_a_disk_without_room_for_the_list_is_named(
-    root: Path, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
+def test_a_disk_without_room_for_the_list_is_named(root: Path, home: Path, faults: Faults) -> None:
     write(root, "x")
-    monkeypatch.setattr(FileStore, "add_bytes", refuse)
+    faults.fail(FileStore, "add_bytes", OSError(28, "No space left on device"))
     with pytest.raises(ConfigError, match="can't store the list of files: No space left"):
         with_tree(request(root), home, root, most_bytes=MANY)
 
@@ -444,7 +439,7 @@ def test_bars_are_for_terminals(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bars_name_the_machines(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    be_a_terminal(monkeypatch, "stderr")
     monkeypatch.setenv("TERM", "xterm")
     shown = SendingShown()
     shown.show([FilesSent("mac-2", 5 << 20, 10 << 20), FilesSent("[/bold] mac", 5, 10)])

@@ -8,6 +8,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from pmesh.agent.mesh import register as register_module
 from pmesh.agent.mesh.bans import BANNED_S
 from pmesh.agent.mesh.register import MAX_KNOWN, MOST_NEWS, Records, load_records, store_records
 from pmesh.core.identity.keys import NodeKey
@@ -24,6 +25,7 @@ from pmesh.members.wire import (
     TellRemovals,
 )
 from tests.members.machines import ask, knows_all, news, remove, removed, rows
+from tests.worlds.faults import Faults
 from tests.worlds.trainer import until
 from tests.worlds.village import Machine, village
 from tests.worlds.village_ops import RAISE, machine_of
@@ -204,17 +206,17 @@ def say(machine: Machine, to: Machine, removals: tuple[Removal, ...]) -> None:
 
 
 async def test_many_removals_are_checked_a_few_at_a_time_and_all_are_taken(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, faults: Faults
 ) -> None:
     async with village(clock, 2) as here:
         one, two = here.machines
         feature = one.part(Members)
-        monkeypatch.setattr(feature, "poll", lambda: None)
-        two.agent._register.take_untrusted(entries(one.key, 200))  # noqa: SLF001
+        late = faults.skip(feature, "poll")
+        two.register.take_untrusted(entries(one.key, 200))
         await until(lambda: bool(removed(one)))
         assert len(removed(one)) <= CHECKS
 
-        monkeypatch.undo()
+        late.end()
         await until(lambda: len(removed(one)) == 200)
         assert two.key.node in one.agent.peers.links
 
@@ -231,7 +233,7 @@ async def test_who_sends_what_nobody_has_signed_loses_its_link(clock: MockClock,
 
         await until(lambda: two.key.node not in one.agent.peers.links)
         assert one.agent.peers.broken_links == 1
-        assert forged[at].node not in one.agent._register.removals  # noqa: SLF001
+        assert forged[at].node not in one.register.removals
         await trio.sleep(BANNED_S)
 
 
@@ -264,11 +266,11 @@ async def test_a_member_that_removes_machines_without_end_fills_no_list_of_event
     async with village(clock, 3) as here:
         one, two, three = here.machines
         await until(lambda: all(knows_all(machine, 2)() for machine in here.machines))
-        two.agent._register.take_untrusted(entries(three.key, 200))  # noqa: SLF001 - of nobody
+        two.register.take_untrusted(entries(three.key, 200))  # of nobody
         await until(lambda: len(removed(one)) == 200)
         assert news(one) == []
 
-        register = one.agent._register  # noqa: SLF001
+        register = one.register
         for number in range(100):
             said = sign_removal(two.key, three.key.node, register.removals, out=number % 2 == 0)
             register.take_untrusted([said])
@@ -282,7 +284,7 @@ async def test_a_member_that_removes_machines_without_end_fills_no_list_of_event
 
 async def test_a_member_that_changes_what_it_says_all_the_time_makes_others_write_seldom(
     clock: MockClock,
-    monkeypatch: pytest.MonkeyPatch,
+    faults: Faults,
     threads_run_at_once: None,  # noqa: ARG001 - a fixture
 ) -> None:
     async with village(clock, 2) as here:
@@ -294,7 +296,7 @@ async def test_a_member_that_changes_what_it_says_all_the_time_makes_others_writ
             written.append(home)
             store_records(home, records)
 
-        monkeypatch.setattr("pmesh.agent.mesh.register.store_records", count)
+        faults.instead(register_module, "store_records", count)
         for number in range(100):
             link = two.agent.peers.links[one.key.node]
             link.send(TellRemovals(str(number), ()))
@@ -307,11 +309,12 @@ async def test_a_member_that_changes_what_it_says_all_the_time_makes_others_writ
 
 async def test_the_list_of_members_is_bounded_and_forgets_removed_ones_first(
     clock: MockClock,
+    faults: Faults,
 ) -> None:
     async with village(clock, 1) as here:
-        register = here.machines[0].agent._register  # noqa: SLF001
+        register = here.machines[0].register
         now = iter(range(1000, 2000))
-        register._wall_clock = lambda: float(next(now))  # noqa: SLF001
+        faults.instead(register, "_wall_clock", lambda: float(next(now)))
         nodes = [NodeId(i.to_bytes(32, "big")) for i in range(MAX_KNOWN + 2)]
         for node in nodes[:MAX_KNOWN]:
             register.see(node, "mac", [])

@@ -1,5 +1,6 @@
 """The mesh gets a new key: all members end with one, whoever was away or cut off meanwhile."""
 
+import tempfile
 from dataclasses import replace
 from functools import partial
 
@@ -9,7 +10,8 @@ import trio
 from trio.testing import MockClock
 
 from pmesh.agent.config import Listen
-from pmesh.agent.home import load_mesh_key, store_mesh_key
+from pmesh.agent.home import load_mesh_key
+from pmesh.agent.mesh import findings, keyring
 from pmesh.agent.mesh.keyring import FORMER_S, MAX_FORMER, Keyring, latest_key, load_keys
 from pmesh.core.identity.advertisement import Advertisement
 from pmesh.core.identity.keys import MeshKey, NodeKey, namespace_tag
@@ -19,6 +21,7 @@ from pmesh.core.values import Removal
 from pmesh.core.wire.session import Refused
 from pmesh.errors import KeyFileError, MeshKeyMismatch, PeerUnreachable, PmeshError
 from pmesh.ids import MAX_COUNTER, NodeId
+from pmesh.members import agent as members_agent
 from pmesh.members.agent import ADOPT_EVERY_S, CHECKS, Members
 from pmesh.members.wire import RemoveMachine, RotateKey, TellRotation
 from pmesh.net.links.discovery import AgentFound, Discovered, minute_of_now
@@ -32,6 +35,7 @@ from tests.members.machines import (
     remove,
     rotate,
 )
+from tests.worlds.faults import Faults, Real
 from tests.worlds.trainer import together, until
 from tests.worlds.village import MESH, village
 from tests.worlds.village_ops import events_of, reduce_all
@@ -165,17 +169,14 @@ async def test_two_sides_of_a_partition_that_both_rotated_end_in_one_key(clock: 
 
 
 async def test_an_agent_that_was_killed_in_the_middle_has_one_of_both_keys(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, faults: Faults
 ) -> None:
     """The file that counts is written, `mesh_key` is not."""
     async with village(clock, 2) as here:
         one, two = here.machines
         await meet(one, two)
 
-        def die(*_: object) -> None:
-            raise OSError("killed")
-
-        monkeypatch.setattr("pmesh.agent.mesh.keyring.store_mesh_key", die)
+        killed = faults.fail(keyring, "store_mesh_key", OSError("killed"))
         members = [one.key.node, two.key.node]
         rotation = sign_rotation(one.key, MeshKey(b"n" * 32), members, before=None)
         with pytest.raises(OSError, match="killed"):
@@ -183,7 +184,7 @@ async def test_an_agent_that_was_killed_in_the_middle_has_one_of_both_keys(
         assert key_of(one) == MESH
         port = one.port
         await one.stop()
-        monkeypatch.setattr("pmesh.agent.mesh.keyring.store_mesh_key", store_mesh_key)
+        killed.end()
 
         one.settings = replace(one.settings, listen=Listen("127.0.0.1", port))
         await one.start()
@@ -194,7 +195,7 @@ async def test_an_agent_that_was_killed_in_the_middle_has_one_of_both_keys(
 
 
 async def test_a_new_key_is_announced_and_members_with_an_old_one_are_found(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, faults: Faults
 ) -> None:
     on_air: dict[NodeId, Advertisement] = {}
 
@@ -211,7 +212,7 @@ async def test_a_new_key_is_announced_and_members_with_an_old_one_are_found(
                         await found.send(AgentFound(advertisement=theirs))
                 await trio.sleep(0.1)
 
-    monkeypatch.setattr("pmesh.agent.mesh.findings.discover", discover)
+    faults.instead(findings, "discover", discover)
     async with village(clock, 0) as here:
         one, two = [here.new_machine(name, mdns=True) for name in ("mac-0", "mac-1")]
         await one.start()
@@ -270,7 +271,7 @@ async def test_who_uses_up_the_numbers_of_removals_is_left_out_all_the_same(
             last[thief.key.node] = msgspec.structs.replace(last[thief.key.node], out=True)
             lies = [sign_removal(STRANGER, thief.key.node, last, out=False)]
         for machine in (one, two):
-            machine.agent._register.take_untrusted(lies)  # noqa: SLF001
+            machine.register.take_untrusted(lies)
 
         reply = await rotate(here, one, "mac-2")
 
@@ -328,7 +329,7 @@ async def test_who_knows_only_the_old_key_can_give_no_other(clock: MockClock) ->
 
 
 async def test_a_machine_whose_handshake_began_with_the_old_key_gets_no_link(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, faults: Faults
 ) -> None:
     async with village(clock, 2) as here:
         one, two = here.machines
@@ -336,16 +337,15 @@ async def test_a_machine_whose_handshake_began_with_the_old_key_gets_no_link(
         late = here.new_machine("late", peers=[one.address])
         proven, go_on = trio.Event(), trio.Event()
         peers = one.agent.peers
-        admit = peers._admit  # noqa: SLF001
 
-        async def admit_later(*arguments: object, **options: object) -> None:
+        async def admit_later(admit: Real, *arguments: object, **options: object) -> None:
             proven.set()
             await go_on.wait()
-            await admit(*arguments, **options)  # type: ignore[arg-type]
+            await admit(*arguments, **options)
 
         begun: list[object] = []
-        monkeypatch.setattr(peers, "_begin", lambda live, **_: begun.append(live))
-        monkeypatch.setattr(peers, "_admit", admit_later)
+        faults.pretend(peers, "_begin", lambda live, **_: begun.append(live))
+        faults.around(peers, "_admit", admit_later)
         await late.start()
         await proven.wait()
         await rotate(here, one)
@@ -371,20 +371,19 @@ async def test_a_machine_that_the_rotation_does_not_name_loses_its_link(clock: M
 
 
 async def test_a_member_that_rotates_without_end_makes_others_change_seldom(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, faults: Faults
 ) -> None:
     async with village(clock, 2) as here:
         one, two = here.machines
         await meet(one, two)
-        two.part(Members)._pass_on = lambda: None  # type: ignore[method-assign] # noqa: SLF001
+        faults.skip(two.part(Members), "_pass_on")
         adopted: list[int] = []
-        adopt = one.agent.keyring.adopt
 
-        async def count(rotation: Rotation) -> bool:
+        async def count(adopt: Real, rotation: Rotation) -> object:
             adopted.append(rotation.number)
             return await adopt(rotation)
 
-        monkeypatch.setattr(one.agent.keyring, "adopt", count)
+        faults.around(one.agent.keyring, "adopt", count)
         members, before = [one.key.node, two.key.node], None
         for number in range(50):
             key = MeshKey(bytes([number]) * 32)
@@ -413,22 +412,21 @@ async def test_a_key_for_others_does_not_take_the_place_of_one_for_us(clock: Moc
 
 
 async def test_many_rotations_are_checked_a_few_at_a_time_and_the_latest_is_taken(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, faults: Faults
 ) -> None:
     async with village(clock, 2) as here:
         one, two = here.machines
         await meet(one, two)
         for machine in (one, two):  # only what this test sends is checked, and only by one
-            machine.part(Members)._pass_on = lambda: None  # type: ignore[method-assign] # noqa: SLF001
+            faults.skip(machine.part(Members), "_pass_on")
         checked: list[int] = []
 
         def check(rotation: Rotation) -> None:
             checked.append(rotation.number)
             check_rotation_untrusted(rotation)
 
-        monkeypatch.setattr("pmesh.members.agent.check_rotation_untrusted", check)
-        with monkeypatch.context() as still:
-            still.setattr(one.part(Members), "poll", lambda: None)
+        faults.instead(members_agent, "check_rotation_untrusted", check)
+        with faults.skip(one.part(Members), "poll"):
             members, before = [one.key.node, two.key.node], None
             for number in range(3 * CHECKS):
                 key = MeshKey(bytes([number]) * 32)
@@ -503,26 +501,23 @@ async def test_a_key_of_a_removed_machine_is_not_taken(clock: MockClock) -> None
 
 
 async def test_a_disk_that_becomes_full_in_between_has_the_new_key_all_the_same(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, faults: Faults
 ) -> None:
     async with village(clock, 1) as here:
         (one,) = here.machines
 
-        def fail(*_: object) -> None:
-            raise KeyFileError("no space left")
-
-        monkeypatch.setattr("pmesh.agent.mesh.keyring.store_mesh_key", fail)
+        faults.fail(keyring, "store_mesh_key", KeyFileError("no space left"))
         await rotate(here, one)
         assert key_of(one) == latest_key(one.settings.home, MESH) != MESH
 
 
 async def test_a_disk_that_is_full_keeps_the_old_key_in_use(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, faults: Faults
 ) -> None:
     async with village(clock, 2) as here:
         one, two = here.machines
         await meet(one, two)
-        monkeypatch.setattr("tempfile.mkstemp", _full)
+        faults.instead(tempfile, "mkstemp", _full)
 
         refused = await ask(here, one, RotateKey())
 

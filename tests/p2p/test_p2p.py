@@ -34,6 +34,7 @@ from pmesh.p2p.wire import (
 )
 from simulation.wire import AnyRequest
 from tests.p2p.p2p import MessageError, P2PConnection, attach, lose_first, told
+from tests.worlds.faults import Faults, Real
 from tests.worlds.lanes import share_of_one
 from tests.worlds.trainer import Trainer, together, until
 from tests.worlds.village import Village, training, village
@@ -179,7 +180,8 @@ async def test_a_message_that_nobody_receives_makes_no_other_dearer(clock: MockC
             sent = await pair.one.begin_send(pair.other.id, np.empty(0), tag=tag)
             await pair.other.receive(pair.one.id, tag=tag)
             await pair.one.end(sent)
-        (endpoint,) = machine_of(pair.here, pair.trainers[1]).part(P2PRouter)._endpoints.values()  # noqa: SLF001
+        machine = machine_of(pair.here, pair.trainers[1])
+        endpoint = machine.part(P2PRouter).endpoint_of(machine.agent.jobs.ranks[0])
         (source,) = endpoint._inbox.sources.values()  # noqa: SLF001
         assert (len(source.noted), len(source.delivered) <= MAX_KEPT + 1) == (1, True)
 
@@ -276,15 +278,15 @@ async def test_arenas_are_used_again(clock: MockClock) -> None:
 
 
 async def test_the_end_of_a_connection_frees_its_memory_whatever_is_under_way(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, faults: Faults
 ) -> None:
-    maps, close = list[weakref.ref[mmap.mmap]](), Arena.close
+    maps = list[weakref.ref[mmap.mmap]]()
 
-    def watch_and_close(arena: Arena) -> None:
+    def watch_and_close(close: Real, arena: Arena) -> None:
         maps.append(weakref.ref(arena._map))  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
         close(arena)
 
-    monkeypatch.setattr(Arena, "close", watch_and_close)
+    faults.around(Arena, "close", watch_and_close)
     async with a_pair(clock) as pair:
         await pair.one.begin_receive(pair.other.id)
         for tag in range(3):
@@ -382,10 +384,8 @@ async def test_a_call_number_that_is_in_use_ends_the_connection(clock: MockClock
         await until(lambda: turned_away(machine_of(pair.here, pair.trainers[0])) == 1)
 
 
-async def test_so_many_calls_may_wait_and_no_more(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(router, "MAX_MESSAGES", 48)
+async def test_so_many_calls_may_wait_and_no_more(clock: MockClock, faults: Faults) -> None:
+    faults.limit(router, "MAX_MESSAGES", 48)
     async with a_pair(clock) as pair:
         calls = [await pair.one.begin_receive(pair.other.id) for _ in range(49)]
 
@@ -428,12 +428,10 @@ async def test_so_many_messages_may_wait_for_one_receiver(clock: MockClock) -> N
 
 
 async def test_memory_that_is_not_there_fails_the_one_call_and_the_message_is_the_next_one_s(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, faults: Faults
 ) -> None:
     limits = iter((2**30, 2**20, 2**30))
-    monkeypatch.setattr(
-        router, "SessionArenas", lambda _: SessionArenas(share_of_one(next(limits)))
-    )
+    faults.instead(router, "SessionArenas", lambda _: SessionArenas(share_of_one(next(limits))))
     async with a_pair(clock) as pair:
         sent = await pair.one.begin_send(pair.other.id, np.zeros(2**18))
         verdict = await pair.other.verdict_of(await pair.other.begin_receive(pair.one.id))

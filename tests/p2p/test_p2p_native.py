@@ -17,6 +17,7 @@ from pmesh.net.lanes.executor import run_plan
 from pmesh.net.lanes.lane import Lane
 from pmesh.p2p.agent import endpoint
 from tests.p2p.p2p import some
+from tests.worlds.faults import Faults, Real
 
 LARGE = np.random.default_rng(1).random(2_000_000)
 
@@ -28,15 +29,15 @@ def clock() -> MockClock:
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[RankPlan]:
+def runs(faults: Faults) -> list[RankPlan]:
     """The plans that the library runs."""
-    real, seen = native.run, list[RankPlan]()
+    seen = list[RankPlan]()
 
-    def run(library: Any, plan: RankPlan, *rest: Any, **values: Any) -> Any:  # noqa: ANN401
+    def run(real: Real, library: Any, plan: RankPlan, *rest: Any, **values: Any) -> Any:  # noqa: ANN401
         seen.append(plan)
         return real(library, plan, *rest, **values)
 
-    monkeypatch.setattr(native, "run", run)
+    faults.around(native, "run", run)
     return seen
 
 
@@ -60,7 +61,7 @@ async def test_the_library_sends_and_receives_what_did_not_come_with_its_announc
 async def test_a_lane_that_is_given_up_in_the_middle_is_replaced_and_the_message_comes_whole(
     clock: MockClock,
     runs: list[RankPlan],
-    monkeypatch: pytest.MonkeyPatch,
+    faults: Faults,
     at_sender: bool,  # noqa: FBT001 - parameters
     cancelled: bool,  # noqa: FBT001
 ) -> None:
@@ -81,7 +82,7 @@ async def test_a_lane_that_is_given_up_in_the_middle_is_replaced_and_the_message
         over.set()
         raise lane.broken("was given up")
 
-    monkeypatch.setattr(endpoint, "run_plan", run_or_not)
+    faults.instead(endpoint, "run_plan", run_or_not)
     async with some(clock) as ranks:
         follow_the_time(clock)
         await ranks.deliver(LARGE)

@@ -24,6 +24,7 @@ from pmesh.p2p.wire import (
     RequestMessage,
 )
 from tests.p2p.p2p import X, attach, lose_first, some, told
+from tests.worlds.faults import Faults, Real
 from tests.worlds.trainer import until
 from tests.worlds.village_ops import machine_of, ranks_of, reduce_all
 
@@ -43,18 +44,18 @@ def closes(lane: Lane) -> Steps:
 
 
 def disturb_once(
-    monkeypatch: pytest.MonkeyPatch, name: str, segment: int, how: Callable[[Lane], Steps]
+    faults: Faults, name: str, segment: int, how: Callable[[Lane], Steps]
 ) -> list[int]:
     """At this record of a message, do something to the lane first; returns what was done."""
-    real, done = getattr(Lane, name), list[int]()
+    done = list[int]()
 
-    def disturbed(lane: Lane, header: RecordHeader, body: memoryview) -> Steps:
+    def disturbed(real: Real, lane: Lane, header: RecordHeader, body: memoryview) -> Steps:
         if header.segment == segment and header.body_bytes and not done:
             done.append(segment)
             yield from how(lane)
         yield from real(lane, header, body)
 
-    monkeypatch.setattr(Lane, name, disturbed)
+    faults.around(Lane, name, disturbed)
     return done
 
 
@@ -78,12 +79,12 @@ async def test_messages_go_on_when_another_rank_is_lost(clock: MockClock) -> Non
 
 @pytest.mark.parametrize("name", ["sends", "receives"])
 async def test_a_view_that_comes_while_a_message_travels_has_it_sent_again_once(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch, name: str
+    clock: MockClock, faults: Faults, name: str
 ) -> None:
     async with some(clock, 3) as ranks:
         one, other, _ = ranks.envelopes
-        held = disturb_once(monkeypatch, name, 2, stands_still)
-        monkeypatch.setattr(endpoint, "ASK_AGAIN_S", 3.0)
+        held = disturb_once(faults, name, 2, stands_still)
+        faults.limit(endpoint, "ASK_AGAIN_S", 3.0)
         sent = await one.begin_send(other.id, X)
         call = await other.begin_receive(one.id)
         await until(lambda: bool(held))
@@ -138,11 +139,11 @@ async def test_who_waits_for_a_rank_that_is_lost_is_told_so_and_any_goes_on_to_t
 
 
 async def test_a_message_from_a_rank_that_dies_while_it_travels_gives_way_to_another_s(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, faults: Faults
 ) -> None:
     async with some(clock, 3) as ranks:
         a, b, c = ranks.envelopes
-        held = disturb_once(monkeypatch, "sends", 2, stands_still)
+        held = disturb_once(faults, "sends", 2, stands_still)
         await c.begin_send(a.id, X)
         call = await a.begin_receive(b.id, c.id)
         await until(lambda: bool(held))
@@ -196,20 +197,17 @@ async def test_behind_a_fence_nothing_is_delivered_at_either_end(clock: MockCloc
         await one.end(sent)
 
 
-async def test_a_fenced_sender_sends_nothing(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_fenced_sender_sends_nothing(clock: MockClock, faults: Faults) -> None:
     async with some(clock) as ranks:
         one, other = ranks.envelopes
         sender, _ = ranks_of(ranks.here)
         sent_records = list[RecordHeader]()
-        real = Lane.send
 
-        async def send(lane: Lane, header: RecordHeader, body: memoryview) -> None:
+        async def send(real: Real, lane: Lane, header: RecordHeader, body: memoryview) -> None:
             sent_records.append(header)
             await real(lane, header, body)
 
-        monkeypatch.setattr(Lane, "send", send)
+        faults.watch(Lane, "send", send)
         sender.fence("view change")
         sent = await one.begin_send(other.id, X)
         call = await other.begin_receive(one.id)
@@ -263,11 +261,11 @@ async def test_a_withdrawal_that_is_lost_is_told_to_who_asks(
 @pytest.mark.parametrize("name", ["sends", "receives"])
 @pytest.mark.parametrize("segment", [0, 3])
 async def test_a_lane_that_breaks_is_replaced_and_the_message_comes_whole(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch, name: str, segment: int
+    clock: MockClock, faults: Faults, name: str, segment: int
 ) -> None:
     async with some(clock) as ranks:
         await ranks.deliver(np.array([1.0]))
-        done = disturb_once(monkeypatch, name, segment, closes)
+        done = disturb_once(faults, name, segment, closes)
         await ranks.deliver(X)
         assert done == [segment]
         await ranks.check_that_nothing_is_left()
@@ -275,10 +273,10 @@ async def test_a_lane_that_breaks_is_replaced_and_the_message_comes_whole(
 
 @pytest.mark.parametrize("segment", [0, 3])
 async def test_a_lane_that_brings_nothing_is_replaced(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch, segment: int
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch, faults: Faults, segment: int
 ) -> None:
     async with some(clock) as ranks:
-        disturb_once(monkeypatch, "sends", segment, stands_still)
+        disturb_once(faults, "sends", segment, stands_still)
         asks = told(monkeypatch)
         began = trio.current_time()
         await ranks.deliver(X if segment else FEW)
@@ -288,18 +286,18 @@ async def test_a_lane_that_brings_nothing_is_replaced(
 
 
 async def test_a_lane_that_does_not_come_is_asked_for_again(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, faults: Faults
 ) -> None:
     async with some(clock) as ranks:
         rendezvous = machine_of(ranks.here, ranks.trainers[0]).agent.jobs.rendezvous
-        real, offers = rendezvous.offer, list[object]()
+        offers = list[object]()
 
-        def offer(edge: object, to: object) -> None:
+        def offer(real: Real, edge: object, to: object) -> None:
             offers.append(edge)
             if len(offers) > 1:
-                real(edge, to)  # type: ignore[arg-type] # as it came
+                real(edge, to)
 
-        monkeypatch.setattr(rendezvous, "offer", offer)
+        faults.around(rendezvous, "offer", offer)
         await ranks.deliver(X)
         assert len(offers) == 2
 
@@ -317,15 +315,16 @@ async def test_a_request_that_is_lost_while_the_lane_is_open_is_repeated(
 
 @pytest.mark.parametrize("values", [FEW, X])
 async def test_a_slow_lane_is_given_the_time_that_it_needs(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch, values: Values
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch, faults: Faults, values: Values
 ) -> None:
-    receive = Lane.receive
 
     async def trickle(lane: Lane) -> None:
         lane.state.bytes_received += 1_000_000  # as a slow network brings it
         await trio.sleep(4)
 
-    async def receive_slowly(lane: Lane, header: RecordHeader, into: memoryview) -> None:
+    async def receive_slowly(
+        receive: Real, lane: Lane, header: RecordHeader, into: memoryview
+    ) -> None:
         if header.body_bytes == FEW.nbytes and lane.bytes_received < 10_000_000:
             await trickle(lane)
         await receive(lane, header, into)
@@ -336,11 +335,11 @@ async def test_a_slow_lane_is_given_the_time_that_it_needs(
                 await trickle(lane)
         await run_plan(*plan, **regions)
 
-    monkeypatch.setattr(endpoint, "ASK_AGAIN_S", 1.0)
+    faults.limit(endpoint, "ASK_AGAIN_S", 1.0)
     async with some(clock) as ranks:
         asks = told(monkeypatch)
-        monkeypatch.setattr(Lane, "receive", receive_slowly)
-        monkeypatch.setattr(endpoint, "run_plan", run_slowly)
+        faults.watch(Lane, "receive", receive_slowly)
+        faults.pretend(endpoint, "run_plan", run_slowly)
         began = trio.current_time()
         await ranks.deliver(values)
         assert trio.current_time() - began >= 10
@@ -348,9 +347,9 @@ async def test_a_slow_lane_is_given_the_time_that_it_needs(
 
 
 async def test_a_sender_that_gives_up_half_way_leaves_the_receiver_to_the_next_message(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, faults: Faults
 ) -> None:
-    disturb_once(monkeypatch, "sends", 2, stands_still)
+    disturb_once(faults, "sends", 2, stands_still)
     async with some(clock) as ranks:
         one, other = ranks.envelopes
         call = await other.begin_receive(one.id)
@@ -364,17 +363,17 @@ async def test_a_sender_that_gives_up_half_way_leaves_the_receiver_to_the_next_m
 
 
 async def test_a_receiver_that_gives_up_half_way_leaves_the_message_whole(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, faults: Faults
 ) -> None:
-    real, hung = LanesIn.bring, list[int]()
+    hung = list[int]()
 
-    async def hang_once(lanes: LanesIn, *rest: object) -> None:
+    async def hang_once(real: Real, lanes: LanesIn, *rest: object) -> None:
         if not hung:
             hung.append(1)
             await trio.sleep_forever()
-        await real(lanes, *rest)  # type: ignore[arg-type] # as it came
+        await real(lanes, *rest)
 
-    monkeypatch.setattr(LanesIn, "bring", hang_once)
+    faults.around(LanesIn, "bring", hang_once)
     async with some(clock) as ranks:
         one, other = ranks.envelopes
         sent = await one.begin_send(other.id, X)

@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 import pmesh
+from pmesh.p2p.client import sends as sends_module
+from pmesh.p2p.client import session as session_module
 from pmesh.p2p.client.calls import ANY, PointToPoint
+from tests.worlds.faults import Faults
 from tests.worlds.scripted_agent import PATIENCE_S
 from tests.worlds.watched_agent import WatchedAgent, pair, run, run_ranks, session_of
 
@@ -215,11 +218,11 @@ def test_arenas_for_sends_are_used_again_and_few_are_kept(agent: WatchedAgent) -
 
 @pytest.mark.parametrize("room", [None, 8])
 def test_both_ranks_may_send_many_messages_before_they_receive(
-    agent: WatchedAgent, monkeypatch: pytest.MonkeyPatch, room: int | None
+    agent: WatchedAgent, faults: Faults, room: int | None
 ) -> None:
     """More than a session has arenas for what comes; with little room, others wait their turn."""
     if room is not None:
-        monkeypatch.setattr("pmesh.p2p.client.sends.MAX_SENDS", room)
+        faults.limit(sends_module, "MAX_SENDS", room)
 
     def exchange(m: PointToPoint) -> list[float]:
         other = 1 - m.rank
@@ -233,9 +236,9 @@ def test_both_ranks_may_send_many_messages_before_they_receive(
 
 
 def test_a_rank_that_receives_nothing_stops_no_message_to_another(
-    agent: WatchedAgent, monkeypatch: pytest.MonkeyPatch
+    agent: WatchedAgent, faults: Faults
 ) -> None:
-    monkeypatch.setattr("pmesh.p2p.client.sends.MAX_SENDS", 6)
+    faults.limit(sends_module, "MAX_SENDS", 6)
     late = threading.Event()
 
     def program(m: pmesh.Mesh) -> list[float]:
@@ -256,9 +259,9 @@ def test_a_rank_that_receives_nothing_stops_no_message_to_another(
 
 
 def test_beyond_so_many_calls_the_next_one_says_so_and_those_that_nobody_waits_for_do_not_count(
-    agent: WatchedAgent, monkeypatch: pytest.MonkeyPatch
+    agent: WatchedAgent, faults: Faults
 ) -> None:
-    monkeypatch.setattr("pmesh.p2p.client.session.MAX_MESSAGES", 8)
+    faults.limit(session_module, "MAX_MESSAGES", 8)
     refused = threading.Event()
 
     def send(m: PointToPoint) -> None:

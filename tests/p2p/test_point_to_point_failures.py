@@ -22,6 +22,7 @@ from pmesh.errors import (
 from pmesh.p2p.client.calls import ANY, PointToPoint
 from pmesh.p2p.client.session import P2PSession
 from pmesh.p2p.wire import MAX_TAG, MessageSent, ReceiveMessage, SendMessage
+from tests.worlds.faults import Faults, Real
 from tests.worlds.scripted_agent import PATIENCE_S
 from tests.worlds.watched_agent import LOST, WatchedAgent, pair, run, session_of
 
@@ -186,19 +187,18 @@ def test_closing_ends_calls_of_other_threads(agent: WatchedAgent) -> None:
 
 
 def test_an_interrupted_wait_ends_its_connection_and_the_next_call_opens_another(
-    agent: WatchedAgent, monkeypatch: pytest.MonkeyPatch
+    agent: WatchedAgent, faults: Faults
 ) -> None:
     def receive(m: PointToPoint) -> int:
         handle = m.recv(0, async_op=True)
         session: Any = session_of(m)  # the wait is interrupted in there
 
-        def interrupt(_: float | None) -> None:
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patched:
-            patched.setattr(session._connection, "receive_within", interrupt)  # noqa: SLF001
-            with pytest.raises(KeyboardInterrupt):
-                handle.wait()
+        connection = session._connection  # noqa: SLF001
+        with (
+            faults.fail(connection, "receive_within", KeyboardInterrupt()),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            handle.wait()
         with pytest.raises(MeshClosed, match="KeyboardInterrupt"):
             handle.wait()
         m.send(np.zeros(1), 0)
@@ -208,7 +208,7 @@ def test_an_interrupted_wait_ends_its_connection_and_the_next_call_opens_another
 
 
 def test_who_is_interrupted_while_another_reads_ends_the_connection_too(
-    agent: WatchedAgent, monkeypatch: pytest.MonkeyPatch
+    agent: WatchedAgent, faults: Faults
 ) -> None:
     """Its answer would be taken for that of the next receive, or wait for ever to be taken."""
 
@@ -216,9 +216,9 @@ def test_who_is_interrupted_while_another_reads_ends_the_connection_too(
         lost, other = m.recv(0, async_op=True), m.recv(0, tag=1, async_op=True)
         session: Any = session_of(m)  # the wait is in there
         reading, failures = threading.Event(), list[BaseException]()
-        receive_within = session._connection.receive_within  # noqa: SLF001 - as above
+        connection, news = session._connection, session._news  # noqa: SLF001 - as above
 
-        def read(timeout_s: float | None) -> object:
+        def read(receive_within: Real, timeout_s: float | None) -> object:
             reading.set()
             return receive_within(timeout_s)
 
@@ -227,16 +227,11 @@ def test_who_is_interrupted_while_another_reads_ends_the_connection_too(
                 other.wait()
             failures.append(closed.value)
 
-        def interrupt(_: float | None) -> None:
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patched:
-            patched.setattr(session._connection, "receive_within", read)  # noqa: SLF001 - as above
+        with faults.around(connection, "receive_within", read):
             thread = threading.Thread(target=wait)
             thread.start()
             assert reading.wait(PATIENCE_S)
-            patched.setattr(session._news, "wait", interrupt)  # noqa: SLF001 - as above
-            with pytest.raises(KeyboardInterrupt):
+            with faults.fail(news, "wait", KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
                 lost.wait()
         thread.join(PATIENCE_S)
         assert len(failures) == 1
@@ -249,18 +244,17 @@ def test_who_is_interrupted_while_another_reads_ends_the_connection_too(
 
 
 def test_an_answer_that_comes_as_its_thread_begins_to_wait_is_not_missed(
-    agent: WatchedAgent, monkeypatch: pytest.MonkeyPatch
+    agent: WatchedAgent, faults: Faults
 ) -> None:
     looked, arrived = threading.Event(), threading.Event()
-    read_some = P2PSession._read_some  # noqa: SLF001 - between it and what was before
 
-    def late(session: P2PSession, timeout_s: float | None, call: int) -> bool:
+    def late(read_some: Real, session: P2PSession, timeout_s: float | None, call: int) -> object:
         if threading.current_thread().name == "late" and not looked.is_set():
             looked.set()
             assert arrived.wait(PATIENCE_S)
         return read_some(session, timeout_s, call)
 
-    monkeypatch.setattr(P2PSession, "_read_some", late)
+    faults.around(P2PSession, "_read_some", late)
 
     def receive(m: PointToPoint) -> int:
         first, second = m.recv(0, tag=1, async_op=True), m.recv(0, tag=2, async_op=True)

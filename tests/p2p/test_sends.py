@@ -7,13 +7,14 @@ from pmesh.core.wire.calls import Envelope
 from pmesh.ids import TrainerId
 from pmesh.p2p.client import sends as module
 from pmesh.p2p.client.sends import Send, Sends
+from tests.worlds.faults import Faults
 
 A, B = TrainerId(1), TrainerId(2)
 
 
 @pytest.fixture(autouse=True)
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_SENDS", 4)
+def few(faults: Faults) -> None:
+    faults.limit(module, "MAX_SENDS", 4)
 
 
 def send(call: int, to: TrainerId = A) -> Send:

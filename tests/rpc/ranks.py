@@ -16,6 +16,11 @@ LARGE = np.arange(INLINE_BYTES, dtype=np.int64)  # eight times what goes in its 
 Program = Callable[[pmesh.Mesh], Any]
 
 
+def endpoint_of(mesh: pmesh.Mesh) -> Any:
+    """What sends and receives the calls of a mesh, for what only a faulty rank does with it."""
+    return mesh.rpc._endpoint  # noqa: SLF001
+
+
 def pair(one: Program, other: Program) -> list[Any]:
     """What rank 0 and rank 1 do; both stay until both are done."""
 

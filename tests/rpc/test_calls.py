@@ -26,7 +26,7 @@ from pmesh.net.sessions.arena_pools import MAX_LENT
 from pmesh.rpc.client.calls import RemoteObject
 from pmesh.rpc.client.carrier import BORROWED_BYTES
 from pmesh.testing import SimulatedMesh
-from tests.rpc.ranks import LARGE, Gate, echoing, pair
+from tests.rpc.ranks import LARGE, Gate, echoing, endpoint_of, pair
 from tests.worlds.scripted_agent import PATIENCE_S
 from tests.worlds.watched_agent import WatchedAgent, run_ranks
 
@@ -389,7 +389,7 @@ def test_a_rank_that_was_cut_off_serves_again_once_it_is_back(agent: WatchedAgen
             with pytest.raises(HistorySuperseded) as caught:
                 call.wait(PATIENCE_S)
             cut_off = str(caught.value)
-            endpoint = mesh.rpc._endpoint  # noqa: SLF001 - the mesh itself calls nobody now
+            endpoint = endpoint_of(mesh)  # the mesh itself calls nobody now
             endpoint.begin(endpoint.me(), "own", (), {}, 60.0, keeps=True).reference()
         while mesh.sync(0) == 0 and mesh.size < 2:
             pass

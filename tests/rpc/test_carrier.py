@@ -26,6 +26,7 @@ from pmesh.rpc.client import carrier
 from pmesh.rpc.client.carrier import BATCHES, Carrier
 from pmesh.rpc.client.values import Came
 from pmesh.rpc.wire import FRAMES, AnyFrame, Apart, Cancel, decode_untrusted, encode, join
+from tests.worlds.faults import Faults
 from tests.worlds.scripted_agent import PATIENCE_S
 
 PEER = TrainerId(7)
@@ -253,8 +254,8 @@ def test_garbage_of_another_rank_is_ignored(caplog: pytest.LogCaptureFixture) ->
     assert "a rank has sent what is no call" in caplog.text
 
 
-def test_a_trainer_that_is_not_in_its_job_yet_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(carrier, "TICK_S", 0.01)
+def test_a_trainer_that_is_not_in_its_job_yet_tries_again(faults: Faults) -> None:
+    faults.limit(carrier, "TICK_S", 0.01)
     tries, opened = list[int](), threading.Event()
     session = Session()
 

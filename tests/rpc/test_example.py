@@ -7,19 +7,19 @@ import pytest
 
 from examples import train_policy
 from pmesh.testing import SimulatedMesh
+from tests.worlds.faults import Faults, Real
 
 pytest.importorskip("sklearn")
 ROUNDS = 3
 
 
 def test_the_others_train_on_without_a_lost_player_and_a_lost_learner(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    faults: Faults, capsys: pytest.CaptureFixture[str]
 ) -> None:
     simulated = SimulatedMesh(4, on_loss="continue")
     games = iter(range(10**6))
-    play = train_policy.Player.play
 
-    def play_until_lost(player: train_policy.Player, policy: np.ndarray) -> object:
+    def play_until_lost(play: Real, player: train_policy.Player, policy: np.ndarray) -> object:
         match next(games):
             case 6:
                 simulated.lose(3)
@@ -27,7 +27,7 @@ def test_the_others_train_on_without_a_lost_player_and_a_lost_learner(
                 simulated.lose(0)
         return play(player, policy)
 
-    monkeypatch.setattr(train_policy.Player, "play", play_until_lost)
+    faults.around(train_policy.Player, "play", play_until_lost)
     simulated.run(lambda mesh: train_policy.train(mesh, ROUNDS))
 
     output = capsys.readouterr().out

@@ -20,14 +20,16 @@ from pmesh.rpc.client.serving import Serving
 from pmesh.rpc.client.values import Arriving, pack, unpack_arguments_untrusted
 from pmesh.rpc.wire import AnyFrame, Apart, Failure, Kept, Release, Request, Result, Value
 from pmesh.testing import SimulatedMesh
-from tests.rpc.ranks import LARGE, Gate, echoing, pair
+from tests.rpc.ranks import LARGE, Gate, echoing, endpoint_of, pair
+from tests.worlds.kept import kept
+from tests.worlds.system import forked
 
 
 def test_answers_to_other_questions_or_of_other_ranks_are_not_taken() -> None:
     gate = Gate()
 
     def caller(mesh: pmesh.Mesh) -> None:
-        endpoint, peer = mesh.rpc._endpoint, mesh.trainers[1]  # noqa: SLF001
+        endpoint, peer = endpoint_of(mesh), mesh.trainers[1]
         calls = [mesh.rpc.call_async(1, "wait", i) for i in range(2)]
         endpoint.received(TrainerId(10**6), Result(0, pack("a lie", None).value))
         endpoint.received(peer, Kept(0, 5))
@@ -71,7 +73,7 @@ def test_an_unknown_function_is_named_before_the_arguments_have_come() -> None:
 
 def test_a_result_for_which_there_is_no_memory_is_an_error_of_the_call() -> None:
     def callee(mesh: pmesh.Mesh) -> None:
-        carrier = mesh.rpc._endpoint._carrier  # noqa: SLF001
+        carrier = endpoint_of(mesh)._carrier  # noqa: SLF001
         post = carrier.post
 
         def lacking(to: TrainerId, frame: Any, arrays: Any = (), **options: Any) -> None:
@@ -79,7 +81,7 @@ def test_a_result_for_which_there_is_no_memory_is_an_error_of_the_call() -> None
                 raise UsageError("no memory")
             post(to, frame, arrays, **options)
 
-        carrier.post = lacking  # type: ignore[method-assign]
+        carrier.post = lacking
         mesh.rpc.register(lambda: LARGE, name="large")
 
     def caller(mesh: pmesh.Mesh) -> None:
@@ -97,7 +99,7 @@ def test_an_argument_that_does_not_come_in_time_is_given_up_by_both_sides() -> N
         mesh.rpc.register(called.append, name="note")
 
     def caller(mesh: pmesh.Mesh) -> None:
-        endpoint, peer = mesh.rpc._endpoint, mesh.trainers[1]  # noqa: SLF001
+        endpoint, peer = endpoint_of(mesh), mesh.trainers[1]
         call = endpoint.begin(peer, "note", (), {}, 60.0)
         promised = Value(
             pack({0: LARGE}, lambda: 2**33).value.header, (Apart(2**33, LARGE.nbytes),)
@@ -121,17 +123,16 @@ def test_ctrl_c_gives_a_call_up() -> None:
             pytest.raises(KeyboardInterrupt),
         ):
             mesh.rpc.call(1, "wait")
-        assert not mesh.rpc._endpoint._pending  # noqa: SLF001
+        assert not kept(endpoint_of(mesh))["pending"]
         gate.may_go.set()
 
     pair(caller, gate.register)
 
 
-def test_a_forked_child_has_no_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_child_has_no_calls() -> None:
     def program(mesh: pmesh.Mesh) -> None:
         echoing(mesh)
-        with monkeypatch.context() as patched:
-            patched.setattr("os.getpid", lambda: -1)
+        with forked():
             with pytest.raises(MeshClosed, match="forked"):
                 mesh.rpc.call(0, "echo")
             mesh.rpc.close()

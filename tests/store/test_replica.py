@@ -42,6 +42,7 @@ from pmesh.store.wire import (
 from tests.store.stores import ID_OF, Post, World
 from tests.store.stores import make_keepers as keepers
 from tests.worlds.builders import ANNA, BERT, CARA, make_roster
+from tests.worlds.faults import Faults, Real
 from tests.worlds.linearizable import is_linearizable
 
 STEPS = 350
@@ -370,23 +371,21 @@ def test_messages_out_of_their_place_change_nothing() -> None:
     assert post.answers[1, 1] == b"1"
 
 
-def answers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def answers_at_once(faults: Faults) -> None:
     """S1: before every machine has the entry."""
-    real = Replica._order  # noqa: SLF001
 
-    def order(self: Replica, lead: Coordinator, asked: Ask) -> None:
+    def order(real: Real, self: Replica, lead: Coordinator, asked: Ask) -> None:
         real(self, lead, asked)
         if lead.unanswered:
             self._answer(lead)
 
-    monkeypatch.setattr(Replica, "_order", order)
+    faults.around(Replica, "_order", order)
 
 
-def reads_its_own_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def reads_its_own_copy(faults: Faults) -> None:
     """S1: the coordinator answers a read without asking whether its roster is in force."""
-    real = Replica._order  # noqa: SLF001
 
-    def order(self: Replica, lead: Coordinator, asked: Ask) -> None:
+    def order(real: Real, self: Replica, lead: Coordinator, asked: Ask) -> None:
         assert lead.copy is not None
         command, table = asked.command, lead.copy.table
         if isinstance(command, Check | Keys) or (
@@ -397,10 +396,10 @@ def reads_its_own_copy(monkeypatch: pytest.MonkeyPatch) -> None:
         else:
             real(self, lead, asked)
 
-    monkeypatch.setattr(Replica, "_order", order)
+    faults.around(Replica, "_order", order)
 
 
-def waits_for_no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+def waits_for_no_report(faults: Faults) -> None:
     """S2: the coordinator goes on with what it has itself."""
 
     def compare(self: Replica, lead: Coordinator) -> None:
@@ -409,12 +408,12 @@ def waits_for_no_report(monkeypatch: pytest.MonkeyPatch) -> None:
             self._begin_to_order(lead, self.copy)
             lead.reports = came
 
-    monkeypatch.setattr(Replica, "_compare_reports", compare)
+    faults.instead(Replica, "_compare_reports", compare)
 
 
-def forgets_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def forgets_answers(faults: Faults) -> None:
     """S3: a write that is asked for again is carried out again."""
-    monkeypatch.setattr(StoreCopy, "answer_to", lambda *_: None)
+    faults.skip(StoreCopy, "answer_to")
 
 
 @pytest.mark.slow
@@ -423,7 +422,7 @@ def forgets_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     [answers_at_once, reads_its_own_copy, waits_for_no_report, forgets_answers],
 )
 def test_whoever_breaks_a_rule_is_found_out(
-    monkeypatch: pytest.MonkeyPatch, break_it: Callable[[pytest.MonkeyPatch], None]
+    faults: Faults, break_it: Callable[[Faults], None]
 ) -> None:
-    break_it(monkeypatch)
+    break_it(faults)
     assert any(not holds(run(seed)) for seed in range(400))

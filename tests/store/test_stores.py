@@ -30,6 +30,8 @@ from pmesh.store.wire import (
     encode,
 )
 from tests.worlds.control import change_received
+from tests.worlds.faults import Faults
+from tests.worlds.kept import kept
 from tests.worlds.store_connection import Sharing, StoreConnection, sharing
 from tests.worlds.trainer import together, until
 from tests.worlds.village_ops import cut, enter, machine_of, mend, ranks_of
@@ -189,7 +191,7 @@ async def test_the_next_job_of_a_name_begins_with_an_empty_store(clock: MockCloc
             await trainer.leave()
         machine = there.machine_of(0)
         await until(lambda: not machine.agent.jobs.ranks)
-        assert not machine.part(Stores)._stores  # noqa: SLF001
+        assert not kept(machine.part(Stores))["stores"]
         trainers = await there.here.job(*there.here.machines)
         store = await StoreConnection.attach(
             there.here, machine_of(there.here, trainers[0]), trainers[0]
@@ -197,9 +199,7 @@ async def test_the_next_job_of_a_name_begins_with_an_empty_store(clock: MockCloc
         assert await store.ask(Keys("")) == ()
 
 
-async def test_parts_that_precede_their_view_wait_for_it(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_parts_that_precede_their_view_wait_for_it(clock: MockClock, faults: Faults) -> None:
     async with sharing(clock) as there:
         stores = there.machine_of(0).part(Stores)
         real = stores.follow
@@ -208,7 +208,7 @@ async def test_parts_that_precede_their_view_wait_for_it(
             await trio.sleep(AGAIN_S / 2)
             real()
 
-        monkeypatch.setattr(stores, "follow", lambda: there.here.nursery.start_soon(follow_late))
+        faults.instead(stores, "follow", lambda: there.here.nursery.start_soon(follow_late))
         await there.trainers[2].die()
         await until(lambda: ranks_of(there.here)[1].size == 2)
         began = clock.current_time()

@@ -8,7 +8,8 @@ from pmesh.ids import Incarnation, JobName, Member, NodeId
 from pmesh.store.agent.stores import EARLY_S, MAX_EARLY, Stores
 from pmesh.store.wire import Add, Report, StorePart, encode
 from tests.worlds.builders import ANNA
-from tests.worlds.store_connection import sharing
+from tests.worlds.kept import kept
+from tests.worlds.store_connection import sharing, stores_of
 
 JOB = JobName("digits")
 
@@ -16,7 +17,7 @@ JOB = JobName("digits")
 async def test_what_strangers_say_of_a_job_changes_nothing(clock: MockClock) -> None:
     async with sharing(clock, 2) as there:
         stores = there.machine_of(0).part(Stores)
-        (store,) = stores._stores.values()  # noqa: SLF001
+        (store,) = stores_of(there.machine_of(0))
         stores.receive(ANNA, StorePart(JOB, store.number, 0, 0, frame(encode(Report(9, 9)))))
         assert await there.stores[1].ask(Add("n", 1)) == 1
 
@@ -28,10 +29,10 @@ async def test_what_strangers_say_ahead_of_a_view_is_bounded(clock: MockClock) -
             member = Member(NodeId(bytes([number]) * 32), Incarnation(1))
             for offset in range(2 * MAX_EARLY):
                 stores.receive(member, StorePart(JOB, 1, offset, 0))
-        kept = stores._early.values()  # noqa: SLF001
-        assert (len(kept), {len(parts) for parts in kept}) == (MAX_MEMBERS, {MAX_EARLY})
+        early = stores._early.values()  # noqa: SLF001
+        assert (len(early), {len(parts) for parts in early}) == (MAX_MEMBERS, {MAX_EARLY})
         stores.poll()
-        assert stores._early  # noqa: SLF001
+        assert kept(stores)["early"]
         clock.jump(EARLY_S)
         stores.poll()
-        assert not stores._early  # noqa: SLF001
+        assert not kept(stores)["early"]

@@ -17,6 +17,8 @@ from pmesh.traces.agent import ANSWERS_BEFORE_POLL, Traces
 from pmesh.traces.rules.timeline import find_waits, place_ops
 from pmesh.traces.wire import AskOps, AskTrace, TellOps, Traced, TracedOps
 from tests.p2p.p2p import some
+from tests.worlds.faults import Faults
+from tests.worlds.kept import kept
 from tests.worlds.trainer import Trainer, together, until
 from tests.worlds.village import Machine, Village, training, village
 from tests.worlds.village_ops import ones
@@ -144,11 +146,11 @@ async def test_a_job_of_which_nothing_is_known_is_an_error_that_names_the_jobs(
 
 
 async def test_a_machine_that_does_not_answer_is_named_and_the_others_are_there(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, faults: Faults
 ) -> None:
     async with training(clock, 2) as (here, trainers):
         await together(*[partial(trainer.reduce, ones(3)) for trainer in trainers])
-        monkeypatch.setattr(here.machines[1].part(Traces), "_answer", lambda *_: None)
+        faults.skip(here.machines[1].part(Traces), "_answer")
 
         found, traced = await trace(here, here.machines[0])
 
@@ -160,14 +162,14 @@ async def test_a_machine_that_does_not_answer_is_named_and_the_others_are_there(
 
 
 async def test_a_machine_that_answers_without_end_is_cut_off(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, faults: Faults
 ) -> None:
     async with training(clock, 2) as (here, trainers):
         await together(*[partial(trainer.reduce, ones(3)) for trainer in trainers])
         liar = here.machines[1].part(Traces)
         first = liar._next_ops(AskOps(0, JobName("digits"), 60.0))  # noqa: SLF001
-        monkeypatch.setattr(liar, "_next_ops", lambda _: first)
-        monkeypatch.setattr(traces, "MOST_ANSWERS", 6)
+        faults.instead(liar, "_next_ops", lambda _: first)
+        faults.limit(traces, "MOST_ANSWERS", 6)
 
         found, traced = await trace(here, here.machines[0])
 
@@ -230,15 +232,13 @@ async def test_only_members_of_the_view_are_answered(
         assert post.sent == []
 
 
-async def test_answers_that_nobody_waits_for_are_dropped(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_answers_that_nobody_waits_for_are_dropped(clock: MockClock, faults: Faults) -> None:
     async with training(clock, 3) as (here, trainers):
         await together(*[partial(trainer.reduce, ones(3)) for trainer in trainers])
         asks, liar, silent = (machine.part(Traces) for machine in here.machines)
         member = here.machines[1].agent.membership.state.me
         for part in (liar, silent):
-            monkeypatch.setattr(part, "_answer", lambda *_: None)
+            faults.skip(part, "_answer")
         found: list[str] = []
 
         async def look() -> None:
@@ -246,7 +246,7 @@ async def test_answers_that_nobody_waits_for_are_dropped(
             found.extend(machine.why_not for machine in traced.machines)
 
         async def lie() -> None:
-            await until(lambda: len(asks._open) == 2)  # noqa: SLF001
+            await until(lambda: kept(asks)["open"] == 2)
             others = [n for n, each in asks._open.items() if each.member != member]  # noqa: SLF001
             for number in (*others, 1234):
                 asks.receive(member, TellOps(number, None))
