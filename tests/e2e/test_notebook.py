@@ -9,6 +9,7 @@ import pytest
 from pmesh import notebook
 from pmesh.errors import RunError
 from pmesh.launches.cli.launches import allow_run
+from tests.worlds.faults import Faults
 from tools.lab.mesh import LabMesh
 
 pytestmark = [pytest.mark.slow, pytest.mark.measured]
@@ -59,9 +60,7 @@ def test_a_cell_that_fails_raises_after_its_words(capsys: pytest.CaptureFixture[
     assert "mac-1 | before" in lines_of(capsys)
 
 
-def test_an_interrupt_ends_the_program_everywhere(
-    mesh: LabMesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_ends_the_program_everywhere(mesh: LabMesh, faults: Faults) -> None:
     said: list[str] = []
 
     def say(*lines: str) -> None:
@@ -69,7 +68,7 @@ def test_an_interrupt_ends_the_program_everywhere(
         if lines == ("mac-2 | ready",):
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(notebook, "say", say)
+    faults.instead(notebook, "say", say)
     with pytest.raises(KeyboardInterrupt):
         notebook.run_cell("--on mac-2", "import time\nprint('ready', flush=True)\ntime.sleep(1000)")
     assert "mac-2 | ready" in said

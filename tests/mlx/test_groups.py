@@ -14,6 +14,7 @@ import pmesh.mlx
 from pmesh.launches.client.launched import MLXLaunch
 from pmesh.mlx import groups
 from pmesh.testing import SimulatedMesh
+from tests.worlds.faults import Faults
 from tests.worlds.watched_agent import watched_agent
 
 
@@ -102,7 +103,7 @@ def test_a_launch_for_one_needs_no_agent(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_launch_for_several_joins_its_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: list[Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faults: Faults, world: list[Any]
 ) -> None:
     launch = MLXLaunch(job="program", wait_for=2, compression="int8")
     for name, value in launch.variables().items():
@@ -111,10 +112,8 @@ def test_a_launch_for_several_joins_its_job(
     with watched_agent(tmp_path / "home") as agent:
         monkeypatch.setenv("PMESH_HOME", str(agent.home))
         registered: list[Any] = []
-        monkeypatch.setattr(atexit, "register", registered.append)
-        monkeypatch.setattr(
-            MLXLaunch, "join", lambda self: pmesh.connect(self.job, home=agent.home)
-        )
+        faults.instead(atexit, "register", registered.append)
+        faults.instead(MLXLaunch, "join", lambda self: pmesh.connect(self.job, home=agent.home))
         group = pmesh.mlx.init()
         assert isinstance(group, pmesh.mlx.Group)
         assert group.compression == "int8"
@@ -143,14 +142,14 @@ def test_backends_of_mlxs_own_are_mlxs(world: list[Any]) -> None:
 
 
 def test_the_first_backend_that_has_ranks_becomes_the_global_group_as_in_mlx(
-    world: list[Any], monkeypatch: pytest.MonkeyPatch
+    world: list[Any], faults: Faults
 ) -> None:
     class Two:
         def size(self) -> int:
             return 2
 
     made = Two()
-    monkeypatch.setattr(groups, "_native_init", lambda *_, **__: made)
+    faults.instead(groups, "_native_init", lambda *_, **__: made)
     pmesh.mlx.init(backend="jaccl", all_gather_factory=lambda *_: None)
     assert world == [made]
     assert pmesh.mlx.init() is made  # type: ignore[comparison-overlap]
@@ -158,9 +157,9 @@ def test_the_first_backend_that_has_ranks_becomes_the_global_group_as_in_mlx(
 
 
 def test_a_message_that_nobody_receives_is_a_warning_at_the_end(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, faults: Faults
 ) -> None:
-    monkeypatch.setattr(groups, "_PATIENCE_S", 0.01)
+    faults.limit(groups, "_PATIENCE_S", 0.01)
     left = threading.Event()
 
     def train(mesh: pmesh.Mesh) -> None:

@@ -12,6 +12,7 @@ import pmesh
 import pmesh.mlx
 from pmesh.mlx import ops
 from pmesh.testing import SimulatedMesh
+from tests.worlds.faults import Faults, Real
 
 T = TypeVar("T")
 RANKS = 3
@@ -132,20 +133,17 @@ def test_a_process_that_is_alone_has_nobody_to_replace_its_nan(mode: Any) -> Non
         pmesh.mlx.average_gradients([mx.array(mx.nan)], group, on_nonfinite=mode)
 
 
-def test_averages_are_computed_in_the_order_of_registration_reversed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_averages_are_computed_in_the_order_of_registration_reversed(faults: Faults) -> None:
     from pmesh.client.trees import mlx  # noqa: PLC0415
 
     computed: dict[int, list[int]] = {}
-    evaluate = mlx.evaluate
 
-    def recorded(arrays: Any) -> None:
+    def recorded(evaluate: Real, arrays: Any) -> None:
         sizes = computed.setdefault(threading.get_ident(), [])
         sizes.extend(array.shape[0] for array in arrays)
         evaluate(arrays)
 
-    monkeypatch.setattr(mlx, "evaluate", recorded)
+    faults.around(mlx, "evaluate", recorded)
 
     def average(group: pmesh.mlx.Group) -> None:
         tree = {"model": [mx.ones(3), mx.ones(2)], "lm_head": mx.ones(1)}

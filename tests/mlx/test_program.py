@@ -6,17 +6,19 @@ from pathlib import Path
 import pytest
 
 from pmesh.mlx import program
+from tests.worlds.faults import Faults
+from tests.worlds.system import be_called
 
 SOURCE = "import sys, json; print(json.dumps([__name__, sys.argv, sys.path[0]]))\n"
 
 
 @pytest.fixture
-def left(monkeypatch: pytest.MonkeyPatch) -> list[BaseException | None]:
+def left(monkeypatch: pytest.MonkeyPatch, faults: Faults) -> list[BaseException | None]:
     """How the job was left."""
     found: list[BaseException | None] = []
-    monkeypatch.setattr(program, "apply_patches", lambda: None)
-    monkeypatch.setattr(program, "leave", lambda crashed=None: found.append(crashed))
-    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    faults.pretend(program, "apply_patches", lambda: None)
+    faults.pretend(program, "leave", lambda crashed=None: found.append(crashed))
+    be_called(monkeypatch, *sys.argv)
     monkeypatch.setattr(sys, "path", ["here", *sys.path])
     return found
 

@@ -9,6 +9,7 @@ import pytest
 
 from pmesh.mlx import ops, program
 from pmesh.mlx.program import compile_what_does_not_wait
+from tests.worlds.faults import Faults
 
 
 class Traced:
@@ -33,11 +34,11 @@ def _compiled_before() -> None:
 
 
 @pytest.fixture
-def shared(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+def shared(monkeypatch: pytest.MonkeyPatch, faults: Faults) -> Callable[[bool], None]:
     monkeypatch.setattr(program, "_said", set())
 
     def share(yes: bool) -> None:  # noqa: FBT001
-        monkeypatch.setattr(program, "is_shared", lambda: yes)
+        faults.pretend(program, "is_shared", lambda: yes)
 
     share(True)  # noqa: FBT003
     return share

@@ -2,19 +2,17 @@
 
 from typing import Any
 
-import pytest
 from mlx.optimizers import Adam
 
 from pmesh.mlx_lm import halves
 from pmesh.mlx_lm.halves import compile_update, evaluate_in_groups
 from pmesh.mlx_lm.libraries import mx, trees
+from tests.worlds.faults import Faults
 
 
-def test_an_update_holds_old_and_new_arrays_of_one_group_at_a_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_update_holds_old_and_new_arrays_of_one_group_at_a_time(faults: Faults) -> None:
     array_bytes, arrays = 1 << 20, 24
-    monkeypatch.setattr(halves, "GROUP_BYTES", 2 * array_bytes)
+    faults.limit(halves, "GROUP_BYTES", 2 * array_bytes)
     parameters: Any = {f"x{i}": mx.zeros(array_bytes // 4) for i in range(arrays)}
     optimizer = Adam(1e-3)
     optimizer.init(parameters)

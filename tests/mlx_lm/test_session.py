@@ -14,6 +14,7 @@ from pmesh.mlx_lm import session, train
 from pmesh.mlx_lm.libraries import lora, mx
 from pmesh.mlx_lm.session import parse
 from pmesh.mlx_lm.training import digest
+from tests.worlds.faults import Faults
 from tests.worlds.watched_agent import watched_agent
 from tools.lora import make_data, make_model
 
@@ -90,9 +91,9 @@ def test_without_an_agent_nothing_is_loaded(
 
 
 def test_without_mlx_lm_the_error_says_how_to_install_it(
-    monkeypatch: pytest.MonkeyPatch, model: Path, data: Path
+    faults: Faults, model: Path, data: Path
 ) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    faults.instead(importlib.util, "find_spec", lambda _: None)
     assert "pip install 'mlx-lm>=0.32'" in refused(words(model, data))
 
 
@@ -177,7 +178,7 @@ def test_a_folder_with_the_state_of_another_model_is_refused(
 
 
 def test_the_job_is_what_pmesh_mlx_has_named(
-    monkeypatch: pytest.MonkeyPatch, model: Path, data: Path
+    monkeypatch: pytest.MonkeyPatch, faults: Faults, model: Path, data: Path
 ) -> None:
     joined: list[tuple[object, ...]] = []
 
@@ -188,7 +189,7 @@ def test_the_job_is_what_pmesh_mlx_has_named(
         joined.append(arguments)
         raise Joined
 
-    monkeypatch.setattr(session, "connect", connect)
+    faults.instead(session, "connect", connect)
     for launch in (None, MLXLaunch(job="mine", wait_for=3)):
         if launch is not None:
             for name, value in launch.variables().items():

@@ -13,6 +13,7 @@ from pmesh.mlx_lm.state import State, replace
 from pmesh.mlx_lm.terms import MODEL
 from pmesh.mlx_lm.training import digest
 from tests.mlx_lm.lora import prepare
+from tests.worlds.faults import Faults
 
 
 def trained_state(folder: Path) -> State:
@@ -87,11 +88,9 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path) -> 
     assert [other.name for other in tmp_path.iterdir()] == [path.name]
 
 
-def test_a_file_is_on_the_disk_before_it_gets_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, faults: Faults) -> None:
     path, synced = tmp_path / "adapters.safetensors", list[bool]()
-    monkeypatch.setattr(os, "fsync", lambda _: synced.append(path.exists()))
+    faults.instead(os, "fsync", lambda _: synced.append(path.exists()))
     state, _ = prepare(tmp_path)
 
     state.save_adapters(tmp_path, numbered=False)

@@ -18,6 +18,7 @@ from pmesh.mlx_lm.state import State
 from pmesh.mlx_lm.training import Training, digest, seed_of
 from pmesh.testing import SimulatedMesh
 from tests.mlx_lm.lora import Trainer, make_model, prepare
+from tests.worlds.faults import Faults, Real
 
 Adapters = dict[str, Any]
 
@@ -78,9 +79,9 @@ def test_one_rank_learns_what_mlx_lm_would(tmp_path: Path) -> None:
     assert_close(expected, adapters_in(tmp_path))
 
 
-def test_each_step_reports_its_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_step_reports_its_loss(tmp_path: Path, faults: Faults) -> None:
     reported: list[dict[str, float]] = []
-    monkeypatch.setattr(pmesh.Mesh, "report", lambda _, **values: reported.append(values))
+    faults.instead(pmesh.Mesh, "report", lambda _, **values: reported.append(values))
     (trainer,) = run(tmp_path, 1)
     losses = [values["loss"] for values in reported if "loss" in values]
     means = [info["train_loss"] for info in trainer.said.losses]
@@ -171,18 +172,17 @@ def test_each_rank_saves_as_mlx_lm_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize("full", [{0}, {1}, {0, 1}])
 def test_a_run_ends_well_if_one_machine_has_room_for_the_adapters(
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    faults: Faults,
     capsys: pytest.CaptureFixture[str],
     full: set[int],
 ) -> None:
-    save = State.save_adapters
 
-    def saved(state: State, folder: Path, *, numbered: bool) -> None:
+    def saved(save: Real, state: State, folder: Path, *, numbered: bool) -> None:
         if int(folder.name[-1]) in full:
             raise pmesh.UsageError(f"can't write {folder}: it is full")
         save(state, folder, numbered=numbered)
 
-    monkeypatch.setattr(State, "save_adapters", saved)
+    faults.around(State, "save_adapters", saved)
     if len(full) == 2:
         with pytest.raises(ExceptionGroup) as e:
             run_apart(tmp_path, [0, 1], iters=4)
@@ -198,21 +198,20 @@ def test_a_run_ends_well_if_one_machine_has_room_for_the_adapters(
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_a_step_in_which_a_rank_is_lost_is_taken_again_with_all_its_rows(
-    tmp_path: Path, lost: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, lost: int, faults: Faults
 ) -> None:
     run(tmp_path / "undisturbed", 3)
     simulated = SimulatedMesh(3, on_loss="continue")
     ready = threading.Barrier(3)
-    averaged = pmesh.Mesh.average_gradients
 
-    def average(mesh: pmesh.Mesh, grads: Any, **options: Any) -> Any:  # noqa: ANN401
+    def average(averaged: Real, mesh: pmesh.Mesh, grads: Any, **options: Any) -> Any:  # noqa: ANN401
         if mesh.step == 3 and mesh.size == 3:
             ready.wait()
             if mesh.rank == lost:
                 simulated.lose(lost)
         return averaged(mesh, grads, **options)
 
-    monkeypatch.setattr(pmesh.Mesh, "average_gradients", average)
+    faults.around(pmesh.Mesh, "average_gradients", average)
 
     results = simulated.run(lambda mesh: Trainer(mesh, tmp_path / "disturbed").train())
 
@@ -222,21 +221,20 @@ def test_a_step_in_which_a_rank_is_lost_is_taken_again_with_all_its_rows(
 
 
 def test_a_validation_in_which_a_rank_is_lost_is_made_again_with_all_its_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, faults: Faults
 ) -> None:
     undisturbed = run(tmp_path / "undisturbed", 3)[0].said.validations
     simulated = SimulatedMesh(3, on_loss="continue")
     ready = threading.Barrier(3)
-    all_reduce = pmesh.Mesh.all_reduce
 
-    def reduced(mesh: pmesh.Mesh, x: Any, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401
+    def reduced(all_reduce: Real, mesh: pmesh.Mesh, x: Any, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401
         if mesh.step == 4 and mesh.size == 3:  # validates before its step
             ready.wait()
             if mesh.rank == 2:
                 simulated.lose(2)
         return all_reduce(mesh, x, *arguments, **options)
 
-    monkeypatch.setattr(pmesh.Mesh, "all_reduce", reduced)
+    faults.around(pmesh.Mesh, "all_reduce", reduced)
 
     def train(mesh: pmesh.Mesh) -> Trainer:
         one = Trainer(mesh, tmp_path / "disturbed")
@@ -445,18 +443,17 @@ def test_to_begin_anew_on_some_machines_only_is_refused(tmp_path: Path) -> None:
 
 
 def test_if_rank_0_is_lost_before_it_has_saved_the_next_one_saves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, faults: Faults
 ) -> None:
     simulated = SimulatedMesh(2, on_loss="continue")
-    save = State.save_adapters
 
-    def saved(state: State, folder: Path, *, numbered: bool) -> None:
+    def saved(save: Real, state: State, folder: Path, *, numbered: bool) -> None:
         if folder.name == "rank-0" and not numbered:
             simulated.lose(0)
         else:
             save(state, folder, numbered=numbered)
 
-    monkeypatch.setattr(State, "save_adapters", saved)
+    faults.around(State, "save_adapters", saved)
     results = simulated.run(
         lambda mesh: Trainer(mesh, tmp_path / f"rank-{mesh.rank}").train(every=100)
     )

@@ -3,9 +3,9 @@
 from random import Random
 
 import numpy as np
-import pytest
 
 from pmesh.core.wire.records import HEADER_BYTES, Opener
+from tests.worlds.faults import Faults
 from tools.chaos import bits
 from tools.lab.campaign import CampaignRun
 
@@ -31,11 +31,11 @@ def test_what_is_not_flipped_adds_up() -> None:
     assert how == "NOT noticed"
 
 
-def test_a_receiver_that_believes_everything_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_receiver_that_believes_everything_is_caught(faults: Faults) -> None:
     def believe(_: Opener, record: memoryview, into: bytearray) -> None:
         into[:] = record[HEADER_BYTES : HEADER_BYTES + len(into)]
 
-    monkeypatch.setattr(Opener, "open_untrusted", believe)
+    faults.instead(Opener, "open_untrusted", believe)
 
     said = bits.flip_on_lane(Random(1))  # noqa: S311 - repeats the flip
 

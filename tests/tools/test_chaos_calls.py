@@ -9,6 +9,7 @@ import pytest
 
 import pmesh
 from pmesh.testing import SimulatedMesh
+from tests.worlds.faults import Faults
 from tools.chaos import calls, ranks
 from tools.chaos.calls import (
     CALLS,
@@ -69,18 +70,12 @@ def test_what_other_ranks_would_give_is_seen(kind: str, step: int) -> None:
 
 
 def test_a_group_that_breaks_and_a_message_that_is_lost_without_a_loss_are_wrong(
-    monkeypatch: pytest.MonkeyPatch,
+    faults: Faults,
 ) -> None:
-    def breaks(*_: object) -> None:
-        raise pmesh.GroupBroken("for no reason")
-
-    def loses(*_: object) -> None:
-        raise pmesh.RankLost("for no reason")
-
-    monkeypatch.setattr(pmesh.Mesh, "split", breaks)
-    monkeypatch.setattr(pmesh.Mesh, "recv_like", loses)
+    faults.fail(pmesh.Mesh, "split", pmesh.GroupBroken("for no reason"))
+    faults.fail(pmesh.Mesh, "recv_like", pmesh.RankLost("for no reason"))
     # Who does not receive does not end the other's send.
-    monkeypatch.setattr(pmesh.Mesh, "send", lambda *_, **__: None)
+    faults.skip(pmesh.Mesh, "send")
 
     def train(mesh: pmesh.Mesh) -> list[CallOutcome]:
         trials = [

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.worlds.faults import Faults
 from tools import check_coverage
 from tools.check_coverage import Covered
 
@@ -33,18 +34,18 @@ def test_each_package_has_its_floor(
     path: str,
     percent: int,
     passes: bool,  # noqa: FBT001 - a parameter of the table
-    monkeypatch: pytest.MonkeyPatch,
+    faults: Faults,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(check_coverage, "read_data", lambda: [(path, measured(percent))])
+    faults.instead(check_coverage, "read_data", lambda: [(path, measured(percent))])
 
     assert (check_coverage.main() == 0) == passes
     assert ("a file: 3" in capsys.readouterr().out) != passes
 
 
-def test_a_good_package_does_not_make_up_for_a_bad_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_good_package_does_not_make_up_for_a_bad_one(faults: Faults) -> None:
     files = [("pmesh/core/a.py", measured(100)), ("pmesh/cli/b.py", measured(50))]
-    monkeypatch.setattr(check_coverage, "read_data", lambda: files)
+    faults.instead(check_coverage, "read_data", lambda: files)
 
     assert check_coverage.main() == 1
 

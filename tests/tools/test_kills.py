@@ -18,7 +18,12 @@ from tools.lab.measured import Results
 from tools.lab.mesh import LabMesh
 from tools.lab.results import read_results
 
-_NEEDS = {"lora": "mlx_lm", "stages": "mlx", "stages-for-good": "mlx", "elastic-trainer": "accelerate"}
+_NEEDS = {
+    "lora": "mlx_lm",
+    "stages": "mlx",
+    "stages-for-good": "mlx",
+    "elastic-trainer": "accelerate",
+}
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from tests.worlds.faults import Faults
 from tools.lab.net import PREFIX, LabHost, NetLab, clean, labs
 
 pytestmark = pytest.mark.netns
@@ -169,16 +170,13 @@ def test_a_process_that_has_not_reached_its_host_yet_ends_with_the_lab() -> None
         assert late.wait(timeout=10) == -signal.SIGKILL
 
 
-def test_a_lab_that_fails_while_it_is_built_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lab_that_fails_while_it_is_built_leaves_nothing(faults: Faults) -> None:
     def mine() -> set[str]:  # who starts a tool meanwhile may try whether it can make a lab
         return {name for name in labs() if name.startswith(f"{PREFIX}-{os.getpid()}-")}
 
     before = mine()
 
-    def interrupt(_lab: NetLab, _host: LabHost) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(NetLab, "_plug_in", interrupt)
+    faults.fail(NetLab, "_plug_in", KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         NetLab(1).__enter__()
     assert mine() == before

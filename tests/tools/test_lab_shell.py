@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.worlds.system import be_on
 from tools.lab import net as netlab
 from tools.lab.net import NetLab, labs
 
@@ -45,7 +46,7 @@ def shell(*, script: str) -> Iterator[subprocess.Popen[str]]:
 def test_whoever_may_not_make_labs_is_told_why(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "platform", "darwin")
+    be_on(monkeypatch, "darwin")
 
     assert netlab.main() == 1
     assert capsys.readouterr().err == "netlab: network namespaces need Linux\n"

@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from tests.worlds.faults import Faults
 from tools.__main__ import main
 from tools.bench import local_updates
 
@@ -14,9 +15,9 @@ pytestmark = pytest.mark.slow
 
 
 def test_all_ways_begin_with_the_same_synchronous_steps(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], faults: Faults
 ) -> None:
-    monkeypatch.setattr(local_updates, "MEASURED_WINDOWS", 64)
+    faults.limit(local_updates, "MEASURED_WINDOWS", 64)
     arguments = [
         "run",
         "local-updates",

@@ -12,6 +12,7 @@ pytest.importorskip("mlx.core")
 pytest.importorskip("sklearn")
 
 from tests.docs.pages import DOCS, read, table_rows
+from tests.worlds.faults import Faults
 from tools.__main__ import main
 from tools.bench import training as tool
 from tools.bench.models import MODELS, Model
@@ -99,11 +100,9 @@ def test_a_training_gets_better_and_is_the_same_each_time(name: str) -> None:
     assert len(curve) == 8
 
 
-def test_a_training_whose_ranks_end_with_different_weights_is_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_training_whose_ranks_end_with_different_weights_is_an_error(faults: Faults) -> None:
     begin, seeds = Model.begin, itertools.count()
-    monkeypatch.setattr(Model, "begin", lambda model, _: begin(model, next(seeds)))
+    faults.instead(Model, "begin", lambda model, _: begin(model, next(seeds)))
 
     with pytest.raises(RuntimeError, match="mlp, seed 1: the ranks' weights differ"):
         train(MODELS["mlp"](), 1, steps=1, compression=uncompressed)
@@ -152,14 +151,14 @@ def test_the_bar_is_one_percent_of_the_mean(
     assert row(*losses).is_met(measured().plain) is met
 
 
-def test_a_measurement_goes_on_where_it_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_measurement_goes_on_where_it_was_stopped(faults: Faults) -> None:
     began: list[object] = []
 
     def trained(_: Model, seed: int, **more: object) -> tuple[float, tuple[float, ...]]:
         began.append((seed, more["steps"]))
         return 1.0, (1.0,)
 
-    monkeypatch.setattr(tool, "train", trained)
+    faults.instead(tool, "train", trained)
     model = MODELS["mlp"]()
     *_, whole = tool.measure(model)
     rows = len(whole.rows)

@@ -24,6 +24,7 @@ from pmesh.torch.sampler import DistributedBatchSampler
 from tests.torch.conftest import Programs
 from tests.torch.dealing import alone
 from tests.torch.groups import group_of, reducing
+from tests.worlds.faults import Faults
 
 ROWS = 70
 SPEEDS = 1, 2, 4
@@ -250,13 +251,11 @@ class Counted:
         self.ended += 1
 
 
-def test_the_ops_of_elastic_ddp_run_beside_what_the_rank_computes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_ops_of_elastic_ddp_run_beside_what_the_rank_computes(faults: Faults) -> None:
     def program(mesh: Mesh) -> Counted:
         counted = Counted()
-        monkeypatch.setattr(mesh._place, "begin_beside", counted.begin_beside)
-        monkeypatch.setattr(mesh._place, "end_beside", counted.end_beside)
+        faults.instead(mesh._place, "begin_beside", counted.begin_beside)
+        faults.instead(mesh._place, "end_beside", counted.end_beside)
         line, gate = BackwardLine(mesh), Event()
         done = [line.submit(gate.wait), line.submit(lambda: 1 / 0)]
         assert counted == Counted(2, 0)
@@ -289,13 +288,11 @@ def test_what_a_rank_computes_beside_its_ops_is_its_own_time() -> None:
     assert after > 1.0
 
 
-def test_a_group_times_each_op_whoever_runs_it_and_however_it_ends(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_group_times_each_op_whoever_runs_it_and_however_it_ends(faults: Faults) -> None:
     def program(mesh: Mesh) -> Counted:
         counted, place = Counted(), mesh._place
-        monkeypatch.setattr(place, "begin_beside", counted.begin_beside)
-        monkeypatch.setattr(place, "end_beside", counted.end_beside)
+        faults.instead(place, "begin_beside", counted.begin_beside)
+        faults.instead(place, "end_beside", counted.end_beside)
         group = group_of(mesh)
         group.allreduce([torch.ones(3)]).wait()
         group.allreduce([torch.ones(3)], reducing(dist.ReduceOp.SUM, waits=True)).wait()

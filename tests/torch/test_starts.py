@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import pmesh.torch
 from tests.torch.conftest import Programs
+from tests.worlds.faults import Faults
 
 pytestmark = [pytest.mark.slow, pytest.mark.measured]
 
@@ -106,12 +107,12 @@ def test_a_launch_may_let_pmesh_answer_for_other_backends() -> None:
 
 @pytest.mark.parametrize("error", [ImportError("x"), SyntaxError("x"), OSError("x"), KeyError("x")])
 def test_no_error_of_the_registration_reaches_who_imports_torch(
-    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: Exception,
+    monkeypatch: pytest.MonkeyPatch,
+    faults: Faults,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def fail() -> None:
-        raise error
-
-    monkeypatch.setattr(pmesh.torch, "_register", fail)
+    faults.fail(pmesh.torch, "_register", error)
     monkeypatch.setattr(pmesh.torch, "_failures", [])
     pmesh.torch.register()
     pmesh.torch.register()
@@ -119,11 +120,8 @@ def test_no_error_of_the_registration_reaches_who_imports_torch(
     assert type(error).__name__ in caplog.messages[0]
 
 
-def test_ctrl_c_in_the_registration_ends_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(pmesh.torch, "_register", interrupt)
+def test_ctrl_c_in_the_registration_ends_the_program(faults: Faults) -> None:
+    faults.fail(pmesh.torch, "_register", KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         pmesh.torch.register()
 

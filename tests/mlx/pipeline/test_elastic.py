@@ -19,6 +19,7 @@ from pmesh.mlx.pipeline.rules.meeting import Agreement, agree
 from pmesh.mlx.pipeline.rules.takeover import plan_parcels
 from pmesh.mlx.pipeline.stages import deal_anew
 from pmesh.testing import SimulatedMesh
+from tests.worlds.faults import Faults, Real
 
 STEPS, WIDTH, LAYERS = 6, 4, 6
 BY = {3: [2, 2, 2], 5: [2, 1, 1, 1, 1]}
@@ -166,6 +167,11 @@ def test_a_rank_whose_agent_is_killed_comes_back_with_its_stage(
         assert dict(values) == dict(undisturbed[number][0])
 
 
+def steps_of(training: Any) -> tuple[set[int], set[int]]:  # noqa: ANN401 - so is its inside
+    """The steps before which it has its own state, and a copy of its neighbour's."""
+    return {*training._own}, {*training._copies}  # noqa: SLF001
+
+
 def test_the_states_before_a_step_stay_until_it_has_ended_after_a_loss_too() -> None:
     """A rank that has come back with its stage may be lost before its next copy has arrived."""
 
@@ -173,13 +179,13 @@ def test_the_states_before_a_step_stay_until_it_has_ended_after_a_loss_too() -> 
         layers = [nn.Linear(WIDTH, WIDTH)]
         training: Any = ElasticPipeline(layers, mesh, loss_of, optimizers.SGD(0.1))
         list(training.train(batch, 2))
-        assert training._own.keys() == {1, 2}  # noqa: SLF001
+        restore = training._restore  # noqa: SLF001
+        assert steps_of(training) == ({1, 2}, set())
         training._copies = {1: "of the stage before"}  # noqa: SLF001
-        training._restore(2)  # noqa: SLF001
-        assert training._own.keys() == {1, 2}  # noqa: SLF001
-        assert training._copies.keys() == {1}  # noqa: SLF001
-        training._restore(1)  # noqa: SLF001
-        assert training._own.keys() == {1}  # noqa: SLF001
+        restore(2)
+        assert steps_of(training) == ({1, 2}, {1})
+        restore(1)
+        assert steps_of(training)[0] == {1}
 
     SimulatedMesh(1).run(go_back)
 
@@ -195,18 +201,18 @@ class Away(CutOff):
     def strike(self, victim: int) -> None:
         training: Any = self.trainings[victim]
         mesh = training._mesh  # noqa: SLF001
-        place = mesh._place  # noqa: SLF001
-        sync, reconnect = mesh.sync, place._reconnect  # noqa: SLF001
+        sync, faults = mesh.sync, Faults()
 
         def late_sync(*given: object) -> object:
             assert self._computes.wait(60)
             return sync(*given)
 
-        def told_reconnect(deadline: float) -> None:
+        def told_reconnect(reconnect: Real, deadline: float) -> None:
             reconnect(deadline)
             self._is_back.set()
 
-        mesh.sync, place._reconnect = late_sync, told_reconnect  # noqa: SLF001
+        mesh.sync = late_sync
+        faults.around(mesh._place, "_reconnect", told_reconnect)  # noqa: SLF001
         super().strike(victim)
         self.others.append(self._pool.submit(self._replace))
 
