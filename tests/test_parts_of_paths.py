@@ -76,12 +76,12 @@ KNOWN = {
         "_PACKAGE.parent / 'examples' / name",
     },
     "pmesh/cli/plot.py": {
-        "Path(f\"pmesh-plot-{_UNUSUAL.sub('_', name)}.png\")",
+        "Path(f'pmesh-plot-{_UNUSUAL.sub('_', name)}.png')",
         "Path(what)",
     },
     "pmesh/cli/trace.py": {
         "100 * part / whole_us",
-        "Path(f\"pmesh-trace-{_UNUSUAL.sub('_', job)}.json.gz\")",
+        "Path(f'pmesh-trace-{_UNUSUAL.sub('_', job)}.json.gz')",
     },
     "pmesh/client/checkpoints/checkpoints.py": {"Path(folder)"},
     "pmesh/client/elastic/place.py": {"Path(mark)"},  # the user's own environment names it
@@ -220,7 +220,7 @@ def paths_made(source: str) -> Iterator[str]:
             case _:
                 continue
         if not all(map(is_fixed, parts)):
-            yield ast.unparse(node)
+            yield ast.unparse(node).replace('"', "'")  # of which Python 3.12 writes others
 
 
 def is_fixed(part: ast.expr) -> bool:

@@ -2,9 +2,10 @@
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Generator, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, TypeVarTuple, Unpack
+from types import TracebackType
+from typing import Protocol, TypeAlias, TypeVarTuple, Unpack, cast
 
 import structlog
 import trio
@@ -74,6 +75,44 @@ class _Raised:
     since: int = 0
 
 
+@dataclass(slots=True)
+class _Block:
+    """What `Containment.contain` returns.
+
+    It is no generator: from Python 3.12 on, one that catches an error leaves the error's frames in
+    a cycle, and with them arenas, until the garbage collector comes.
+    """
+
+    _report: Callable[[BaseException | None], None]
+    _passing: tuple[type[Exception], ...]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        del kind, traceback
+        if not isinstance(error, BaseExceptionGroup):
+            unforeseen = isinstance(error, Exception) and not isinstance(error, self._passing)
+            if unforeseen:
+                self._report(error)
+            return unforeseen
+        group = cast("BaseExceptionGroup[BaseException]", error)
+        caught, others = group.split(lambda e: _is_unforeseen(e, self._passing))
+        self._report(caught)
+        if caught is None or others is None:
+            return others is None
+        try:
+            raise others
+        finally:
+            others.__context__ = None
+            del error, group, caught, others  # their tracebacks have this frame
+
+
 class Containment:
     """Contains unexpected exceptions, and logs them.
 
@@ -86,14 +125,13 @@ class Containment:
         self._clock = clock
         self._seen: OrderedDict[_Place, _Raised] = OrderedDict()
 
-    @contextlib.contextmanager
     def contain(
         self,
         what: str,
         on_error: Callable[[str], None] | None = None,
         *,
         passing: tuple[type[Exception], ...] = (),
-    ) -> Generator[None]:
+    ) -> contextlib.AbstractContextManager[None]:
         """Let no `Exception` out of the block, whether from the block itself or from a task.
 
         Cancellation, KeyboardInterrupt and SystemExit pass, even from a group with others.
@@ -103,22 +141,7 @@ class Containment:
             on_error: Called with a sentence about the error after it was logged.
             passing: Exceptions that the caller handles.
         """
-        others: BaseException | None = None
-        try:
-            yield
-        except BaseExceptionGroup as group:
-            unforeseen, others = group.split(lambda e: _is_unforeseen(e, passing))
-            self._report_all(what, unforeseen, on_error)
-            del unforeseen
-        except Exception as e:
-            if isinstance(e, passing):
-                raise
-            self._report_all(what, e, on_error)
-        try:
-            if others is not None:
-                raise others
-        finally:  # their tracebacks have this frame: in a cycle, they would keep arenas
-            del others
+        return _Block(lambda error: self._report_all(what, error, on_error), passing)
 
     def _report_all(
         self, what: str, error: BaseException | None, on_error: Callable[[str], None] | None

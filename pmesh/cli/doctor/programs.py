@@ -65,7 +65,7 @@ def find_other_packages(
 ) -> Iterator[OtherPackage]:
     """Yield the distributions of other projects that bring a package named pmesh."""
     for each in distributions() if installed is None else installed:
-        name = each.metadata["Name"] or ""
+        name = _field(each, "Name")
         packages = (each.read_text("top_level.txt") or "").split()
         if name.lower() != "pmesh" and "pmesh" not in packages:
             continue
@@ -74,9 +74,14 @@ def find_other_packages(
         yield OtherPackage(
             name=name,
             version=each.version,
-            summary=each.metadata["Summary"] or "",
+            summary=_field(each, "Summary"),
             folder=str(each.locate_file("")),
         )
+
+
+def _field(distribution: Distribution, name: str) -> str:
+    fields = distribution.metadata
+    return (fields[name] or "") if name in fields else ""  # Python 3.12 warns of a missing one
 
 
 def _port_of(address: object) -> int | None:

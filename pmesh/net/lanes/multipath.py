@@ -381,31 +381,33 @@ class MultipathLane(Lane):
                 return
             now = time.perf_counter()
             for subflow in list(self._subflows.values()):
-                with self._losing(subflow):
-                    if self.sending:
-                        self._read_acks(subflow, now)
-                    else:
-                        self._write_ack(subflow, waiting=False, force=outside)
+                if self.sending:
+                    self._try(subflow, self._read_acks, now=now)
+                else:
+                    self._try(subflow, self._write_ack, waiting=False, force=outside)
             if self.sending:
                 self._sends.relieve(now=now)
                 for subflow in list(self._subflows.values()):
-                    with self._losing(subflow):
-                        self._write(subflow, now)
+                    self._try(subflow, self._write, now=now)
                 for subflow in self._subflows.values():  # others may have got what a lost one had
                     self._show_interest(subflow)
                 self._set_wake(outside)
 
-    @contextlib.contextmanager
-    def _losing(self, subflow: _Subflow) -> Generator[None, None, None]:
-        """Lose a connection that ends or brings invalid data; the lane goes on without it."""
+    def _try(self, subflow: _Subflow, act: Callable[..., None], **options: object) -> bool:
+        """Read or write, and return True unless the connection is not ready, or is lost by it.
+
+        The lane goes on without a connection that ends or brings invalid data.
+        """
         try:
-            yield
+            act(subflow, **options)
         except BlockingIOError:
-            return
+            return False
         except (OSError, ProtocolError) as e:
             self._lose(subflow, ended=isinstance(e, ConnectionError | ProtocolError))
             if self._stop_thread is None:  # else `tend` checks by itself
                 self._wake_tend()
+            return False
+        return True
 
     def _write(self, subflow: _Subflow, now: float) -> None:
         while part := self._sends.next_part(subflow.index):
@@ -456,9 +458,7 @@ class MultipathLane(Lane):
                 frame, may_have_more = self._receives.first, False
                 if frame is None:
                     for subflow in list(self._subflows.values()):
-                        with self._losing(subflow):
-                            self._read(subflow)
-                            may_have_more = True
+                        may_have_more |= self._try(subflow, self._read)
                     frame = self._receives.first
                 if frame is None and may_have_more:
                     continue  # no wait: less may be there than makes a socket readable
