@@ -75,7 +75,7 @@ def test_an_error_of_the_program_is_a_crash_of_its_rank(fleet: Fleet, tmp_path: 
     assert "ValueError: no data" in said
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(
     importlib.util.find_spec("mlx_lm") is None and not os.environ.get("CI"),
     reason="mlx-lm is missing",
@@ -97,7 +97,7 @@ def test_mlx_lms_lora_learns_what_it_learns_over_mlxs_ring(
         folder.mkdir()
     program = ("-m", "tests.e2e.lora_program")
     run_over_mlxs_ring(
-        (*program, str(folders[0]), *words), ranks=RANKS, folder=tmp_path, timeout_s=60
+        (*program, str(folders[0]), *words), ranks=RANKS, folder=tmp_path, timeout_s=120
     )
     options = ("--no-elastic", "--wait-for", str(RANKS))
     one, other, _ = ring
@@ -108,7 +108,7 @@ def test_mlx_lms_lora_learns_what_it_learns_over_mlxs_ring(
         for at in (one, other, other)
     ]
     for each in running:
-        assert "runs uncompiled" in each.await_end(timeout_s=100)
+        assert "runs uncompiled" in each.await_end(timeout_s=200)
     expected, *found = (
         {key: np.array(value) for key, value in mx.load(str(path)).items()}
         for path in [

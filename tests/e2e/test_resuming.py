@@ -27,12 +27,12 @@ def train(fleet: Fleet, agent: Agent, folder: Path) -> tuple[str, list[Any]]:
         "lightning",
         str(folder),
     )
-    said = fleet.start_command("run", *words, home=agent.home).await_end(timeout_s=120.0)
+    said = fleet.start_command("run", *words, home=agent.home).await_end(timeout_s=240.0)
     return said, [torch.load(folder / f"rank-{rank}.pt") for rank in range(2)]
 
 
 @pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed")
-@pytest.mark.timeout(300)  # six times a rank imports it, all on two cores
+@pytest.mark.timeout(600)  # six times a rank imports it, all on two cores
 def test_a_training_with_a_kill_ends_with_the_weights_of_one_without(
     fleet: Fleet, ring: list[Agent], tmp_path: Path
 ) -> None:

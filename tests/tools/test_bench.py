@@ -449,6 +449,7 @@ def test_the_short_form_runs_all_schemes_and_finds_their_results_right(tmp_path:
     assert render("compression-speed", [CaseResults(measured=(found,))])
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.e2e
 @pytest.mark.netns
 def test_the_short_form_runs_between_hosts_and_counts_their_bytes(tmp_path: Path) -> None:
