@@ -355,7 +355,8 @@ def test_a_further_rank_may_be_lost_for_good_while_layers_are_dealt_anew(
     monkeypatch.setattr("pmesh.mlx.pipeline.elastic.deal_anew", deal)
     monkeypatch.setattr("pmesh.mlx.pipeline.elastic.plan_parcels", plan)
     check_same(trial.run(), undisturbed, 3)
-    assert trial.counts == [3, 1, 2]
+    # Dealt among three at once, or once more: the loss may be heard of when four have their layers.
+    assert trial.counts in ([3, 1, 2], [4, 1, 1])
 
 
 def test_an_optimizer_whose_state_is_not_by_layer_is_refused_with_fewer_after_s() -> None:
@@ -377,13 +378,23 @@ def test_a_stage_that_is_lost_with_its_copy_ends_the_training_with_its_name() ->
         Trial("step of 0", (1, 2), 3).run()
 
 
+def gives_up(trial: Trial) -> str:
+    """What the ranks say that wait in vain; the last of them may have lost the others by then."""
+    with pytest.raises((pmesh.errors.NotEnoughRanks, ExceptionGroup)) as caught:
+        trial.run()
+    errors = getattr(caught.value, "exceptions", (caught.value,))
+    assert all(isinstance(each, pmesh.errors.NotEnoughRanks) for each in errors)
+    said = "; ".join(map(str, errors))
+    assert "nobody has come within" in said
+    return said
+
+
 def test_ranks_do_not_wait_for_ever() -> None:
     class Alone(Trial):
         def _replace(self) -> Any:  # noqa: ANN401
             return None
 
-    with pytest.raises(pmesh.errors.NotEnoughRanks, match=r"2 of the 3 ranks .* within 0\.5 s"):
-        Alone("step of 0", (1,), 2, wait_s=0.5).run()
+    assert "2 of the 3 ranks" in gives_up(Alone("step of 0", (1,), 2, wait_s=0.5))
 
 
 def test_a_rank_with_another_model_is_refused_in_place_of_a_lost_one() -> None:
@@ -394,8 +405,7 @@ def test_a_rank_with_another_model_is_refused_in_place_of_a_lost_one() -> None:
                 return ElasticPipeline(layers, mesh, loss_of, optimizers.Adam(0.01), by=[2, 2, 2])
 
     trial = Wider("step of 0", (1,), 2, wait_s=5.0)
-    with pytest.raises(pmesh.errors.NotEnoughRanks):
-        trial.run()
+    gives_up(trial)
     with pytest.raises(pmesh.UsageError, match="has another model or optimizer than the pipeline"):
         trial.others[0].result()
 
