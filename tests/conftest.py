@@ -186,7 +186,7 @@ def threads_run_at_once(faults: Faults) -> None:
         await trio.lowlevel.checkpoint()
         return call(*arguments)
 
-    faults.instead(trio.to_thread, "run_sync", run_here)
+    faults.pretend(trio.to_thread, "run_sync", run_here)
 
 
 @pytest.fixture

@@ -309,7 +309,6 @@ class Cast:
         return (_Fp16s if self.name == "fp16" else _Halves)(wire.view(_dtype_of(self.name))[:count])
 
 
-@cache
 def _dtype_of(name: str) -> np.dtype[Any]:
     if name == "fp16":
         return np.dtype(np.float16)

@@ -138,8 +138,9 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
         It may quote what users typed, and views contain verdicts: to refuse it would punish an
         honest agent for what its trainers or others have said.
 
-        >>> len(Verdict("RankLost", "x" * 5000).message.encode())
-        2048
+        >>> verdict = Verdict("RankLost", "x" * 5000, tuple(map(TrainerId, range(2000))))
+        >>> len(verdict.message.encode()), len(verdict.trainers)
+        (2048, 1024)
         """
         message = self.message
         if not (len(message) <= SURE_TO_FIT and message.isprintable()):  # a view may have 40,000
