@@ -46,6 +46,8 @@ _REFUSED: Mapping[str, tuple[object, str]] = MappingProxyType(
     }
 )
 """For each argument that does not fit, the value that does, and why no other."""
+_DEALS_ROWS = {"get_train_dataloader", "get_batch_samples", "_get_train_sampler"}
+"""What a trainer of others overrides that takes rows in an order of its own."""
 
 
 class ElasticTrainer(transformers.Trainer):  # type: ignore[misc] # Transformers has no types here
@@ -59,6 +61,9 @@ class ElasticTrainer(transformers.Trainer):  # type: ignore[misc] # Transformers
 
     Each rank evaluates the whole evaluation set, and all take the metrics of rank 0, which is the
     only one that saves. Random generators are seeded anew for each step, on each rank otherwise.
+
+    Before another subclass of `transformers.Trainer` it makes that one elastic, as in `class
+    ElasticSFT(ElasticTrainer, trl.SFTTrainer)`, unless that one deals rows by itself.
     """
 
     def __init__(
@@ -85,7 +90,10 @@ class ElasticTrainer(transformers.Trainer):  # type: ignore[misc] # Transformers
             UsageError: an argument does not fit ranks that come and go.
             PmeshError: as for `pmesh.torch.init`.
         """
+        _check_bases(type(self))
         mine = copy(args or transformers.TrainingArguments("tmp_trainer"))
+        if not isinstance(mine, transformers.TrainingArguments):
+            raise UsageError(f"give the TrainingArguments by name, as args=…; here is {mine!r:.99}")
         _check(mine)
         if dist.is_initialized():
             raise UsageError(
@@ -104,7 +112,10 @@ class ElasticTrainer(transformers.Trainer):  # type: ignore[misc] # Transformers
         mine.is_elastic = True
         mine.distributed_state.process_index = self._elastic.mesh.rank  # Accelerate copies it
         inner: Any = super()
-        inner.__init__(model, mine, *others, **options)
+        if others:
+            inner.__init__(model, mine, *others, **options)
+        else:  # the second argument of some trainers of TRL is another one
+            inner.__init__(model, args=mine, **options)
         self.add_callback(_AtSteps(self))
 
     def train(
@@ -370,6 +381,17 @@ class _Trained(DistributedDataParallel):
     def _others(self) -> set[str]:
         named = self.named_parameters(remove_duplicate=False)
         return {name for name, parameter in named if not parameter.requires_grad}
+
+
+def _check_bases(kind: type) -> None:
+    """Raise UsageError for a trainer that deals rows by itself, such as TRL's GRPOTrainer."""
+    behind = kind.__mro__[kind.__mro__.index(ElasticTrainer) + 1 :]
+    for base in behind[: behind.index(transformers.Trainer)]:
+        if dealing := _DEALS_ROWS & vars(base).keys():
+            raise UsageError(
+                f"ElasticTrainer deals the rows itself, and so does {base.__name__}, by "
+                f"{min(dealing)}: it can't be elastic; use it alone, with checkpoints"
+            )
 
 
 def _check(args: Any) -> None:  # noqa: ANN401 - of Transformers

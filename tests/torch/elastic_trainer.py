@@ -125,8 +125,33 @@ def together(rank: int, folder: str, kind: str, accumulated: str) -> None:
         per_device_train_batch_size=4 // int(accumulated),
         gradient_accumulation_steps=int(accumulated),
     )
-    training = pmesh.torch.ElasticTrainer(model, chosen, train_dataset=rows, rows=ROWS)
+    if kind == "digits":
+        training = pmesh.torch.ElasticTrainer(model, chosen, train_dataset=rows, rows=ROWS)
+    else:
+        training = behind(with_reference())(model, args=chosen, train_dataset=rows, rows=ROWS)
     found(training, training.train(), folder, str(rank))
+
+
+def with_reference() -> type:
+    """A trainer as TRL's DPOTrainer: its second argument is another one, and it has steps."""
+    from transformers import Trainer
+
+    class WithReference(Trainer):
+        def __init__(
+            self, model: Any = None, reference: Any = None, args: Any = None, **options: Any
+        ) -> None:
+            assert reference is None
+            super().__init__(model, args, **options)
+
+        def training_step(self, *inputs: Any, **options: Any) -> Any:
+            return super().training_step(*inputs, **options)
+
+    return WithReference
+
+
+def behind(base: type) -> Any:
+    """The trainer of others, made elastic."""
+    return type("Elastic", (pmesh.torch.ElasticTrainer, base), {})
 
 
 def found(training: Any, output: Any, folder: str, name: str) -> None:
@@ -271,6 +296,15 @@ def refuses(_: int, folder: str) -> None:
     for options in of_others:
         with refused("ElasticTrainer (does not take|deals the rows itself)"):
             pmesh.torch.ElasticTrainer(Digits(), arguments(folder, **options))
+
+    class InGroups(Trainer):
+        def _get_train_sampler(self) -> None:
+            """As TRL's GRPOTrainer, which takes each prompt several times."""
+
+    with refused("so does InGroups, by _get_train_sampler"):
+        behind(InGroups)(Digits(), args=arguments(folder), train_dataset=rows)
+    with refused("give the TrainingArguments by name, as args=…; here is Digits"):
+        behind(with_reference())(Digits(), Digits(), arguments(folder), train_dataset=rows)
 
     class Stream(torch.utils.data.IterableDataset[Any]):
         def __iter__(self) -> Any:
