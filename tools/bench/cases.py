@@ -225,18 +225,17 @@ def _judge_one_agent(measured: CaseResult, ours: str) -> Iterator[BarVerdict]:
 
 
 def _judge_loopback(case: Case, measured: CaseResult, ours: str) -> Iterator[BarVerdict]:
-    def ratio(other: str, figure: Figure = seconds_of) -> float:
-        return measured.ratio(ours, other, figure) or 0.0
-
-    if measured.op_bytes >= MIB:
-        yield at_least("speed over gloo's", 1 / ratio(GLOO), goal=1.0, floor=0.8)
-        yield at_least("speed over MLX's", 1 / ratio(MLX), goal=1.3)
-    if case.ranks != 2:  # noqa: PLR2004 - as the other bars have it
+    is_large = measured.op_bytes >= MIB
+    over_gloo, over_mlx = (measured.ratio(ours, other, seconds_of) for other in (GLOO, MLX))
+    if is_large and over_gloo:
+        yield at_least("speed over gloo's", 1 / over_gloo, goal=1.0, floor=0.8)
+    if is_large and over_mlx:
+        yield at_least("speed over MLX's", 1 / over_mlx, goal=1.3)
+    if case.ranks != 2 or not over_gloo:  # noqa: PLR2004 - as the other bars have it
         return
-    if measured.op_bytes < MIB:
-        yield at_most("latency over gloo's", ratio(GLOO), goal=1.0)
-    else:
-        cpu = ratio(GLOO, cpu_s_of)
+    if not is_large:
+        yield at_most("latency over gloo's", over_gloo, goal=1.0)
+    elif cpu := measured.ratio(ours, GLOO, cpu_s_of):
         yield at_most("CPU seconds per GB over gloo's", cpu, goal=1.5, floor=2.0)
 
 
