@@ -103,6 +103,11 @@ def small(pmesh_s: float, case: str = "loopback-2", ranks: int = 2) -> CaseResul
     return measured(case, found, op_bytes=4096, ranks=ranks)
 
 
+def beside(others: str, op_bytes: int = MIB) -> CaseResult:
+    names = ("pmesh", *others.split())
+    return measured("loopback-2", {name: turn(1.0) for name in names}, op_bytes=op_bytes)
+
+
 def tree(seconds: float) -> CaseResult:
     return measured("gradients", {"all_reduce": turn(1.0), "average_gradients": turn(seconds)})
 
@@ -125,6 +130,9 @@ def trained(step_s: float, loss: float) -> CaseResult:
         (small(1.0), ["met"]),
         (small(1.01), ["MISSED"]),
         (small(1.01, "loopback-4", ranks=4), []),  # latency is a bar of two ranks only
+        (beside("gloo"), ["met"]),  # what had no turn has no bar
+        (beside("mlx"), ["MISSED"]),
+        (beside("", op_bytes=4096), []),
         (tree(1.15), ["met"]),
         (tree(1.16), ["MISSED"]),
         (soaked("memory", pss=248.0, growth=4.0), ["met", "met"]),
