@@ -45,9 +45,8 @@ def test_the_library_that_the_tests_load_is_compiled_from_these_sources() -> Non
 
 
 @compiled_here
-def test_only_what_begins_with_pmesh_is_exported(tmp_path: Path) -> None:
-    library = build.build(tmp_path)
-    command = ["nm", "-g", "--defined-only", str(library)]
+def test_only_what_begins_with_pmesh_is_exported() -> None:
+    command = ["nm", "-g", "--defined-only", str(native.PATH)]
     listed = subprocess.run(command, capture_output=True, text=True, check=True)
     names = [line.split()[-1].removeprefix("_") for line in listed.stdout.splitlines()]
     assert [name for name in names if not name.startswith("pmesh_")] == []
@@ -58,12 +57,12 @@ def test_only_what_begins_with_pmesh_is_exported(tmp_path: Path) -> None:
 def test_a_library_that_does_not_fit_the_sources_is_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library = build.build(tmp_path)
+    (tmp_path / build.NAME).write_text("an earlier one")
     with pytest.raises(build.NotBuiltError, match="no-such-file"):
-        build.build(tmp_path, ["no-such-file"])
-    assert not library.exists()
+        build.build(tmp_path, ["no-such-file", "-fsyntax-only"])
+    assert list(tmp_path.iterdir()) == []
 
-    build.build(tmp_path)
+    (tmp_path / build.NAME).write_text("an earlier one")
     monkeypatch.setenv("CC", "no-such-compiler")
     with pytest.raises(build.NotBuiltError, match=r"no C compiler was found.* install one"):
         build.build(tmp_path)
@@ -71,10 +70,7 @@ def test_a_library_that_does_not_fit_the_sources_is_deleted(
 
 
 @compiled_here
-def test_a_library_that_fits_is_loaded_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    have_library_at(monkeypatch, build.build(tmp_path))
+def test_a_library_that_fits_is_loaded_once() -> None:
     loaded = native.library()
     assert loaded is not None
     assert native.library() is loaded
@@ -103,10 +99,7 @@ def test_a_file_that_is_no_library_is_explained(
 
 
 @compiled_here
-def test_a_library_of_another_version_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    have_library_at(monkeypatch, build.build(tmp_path))
+def test_a_library_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "ABI", native.ABI + 1)
     assert native.library() is None
     assert native.why_missing().startswith("it was built for another version")

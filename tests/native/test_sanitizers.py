@@ -31,17 +31,39 @@ ENVIRONMENT = {
 }
 
 
-def build_and_run(into: Path, name: str, sanitizers: str, *arguments: object) -> str:
-    """Return what the program prints; the test fails, with all it says, if the program does."""
-    program = str(into / name)
-    sources = [str(build.SOURCES / source) for source in SOURCES[name]]
-    compiler = [*build.find_compiler(), *FLAGS, f"-fsanitize={sanitizers}"]
-    subprocess.run([*compiler, *sources, "-o", program, "-lm"], check=True)
-    command = [*_fixed_addresses(), program, *map(str, arguments)]
-    environment = os.environ | ENVIRONMENT
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr[-20000:]
-    return ran.stdout
+class Programs:
+    """Compiles a source once for all programs with the same sanitizers; each takes seconds."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def run(self, name: str, sanitizers: str, *arguments: object) -> str:
+        """Return what the program prints; the test fails, with all it says, if the program does."""
+        folder = self._folder / sanitizers
+        folder.mkdir(exist_ok=True)
+        program = str(folder / name)
+        objects = [self._compiled(source, sanitizers, folder) for source in SOURCES[name]]
+        self._compile(sanitizers, *objects, "-o", program, "-lm")
+        command = [*_fixed_addresses(), program, *map(str, arguments)]
+        environment = os.environ | ENVIRONMENT
+        ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert ran.returncode == 0, ran.stderr[-20000:]
+        return ran.stdout
+
+    def _compiled(self, source: str, sanitizers: str, folder: Path) -> str:
+        compiled = folder / f"{Path(source).stem}.{Path(source).parent.name}.o"
+        if not compiled.exists():
+            self._compile(sanitizers, "-c", str(build.SOURCES / source), "-o", str(compiled))
+        return str(compiled)
+
+    def _compile(self, sanitizers: str, *words: str) -> None:
+        compiler = [*build.find_compiler(), *FLAGS, f"-fsanitize={sanitizers}"]
+        subprocess.run([*compiler, *words], check=True)
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
+    return Programs(tmp_path_factory.mktemp("programs"))
 
 
 def _fixed_addresses() -> list[str]:
@@ -58,41 +80,41 @@ def _fixed_addresses() -> list[str]:
     [(MEMORY, 40), (THREADS, 12)],  # with threads a seed takes a second, or more
 )
 def test_ranks_that_run_any_plans_and_are_stopped_have_the_values_of_a_plain_loop(
-    sanitizers: str, seeds: int, tmp_path: Path, *, is_quick: bool
+    sanitizers: str, seeds: int, programs: Programs, *, is_quick: bool
 ) -> None:
     seeds = 4 if is_quick else seeds
-    said = build_and_run(tmp_path, "ranks", sanitizers, seeds, seeds)
+    said = programs.run("ranks", sanitizers, seeds, seeds)
     assert int(said.split()[0]) > 0  # stops; how many records then come too late is chance
 
 
 @pytest.mark.parametrize("sanitizers", [MEMORY, THREADS])
 def test_lies_of_peers_plans_that_do_not_fit_and_a_full_system_are_noticed(
-    sanitizers: str, tmp_path: Path
+    sanitizers: str, programs: Programs
 ) -> None:
-    build_and_run(tmp_path, "faults", sanitizers)
+    programs.run("faults", sanitizers)
 
 
 @pytest.mark.parametrize("sanitizers", [MEMORY, THREADS])
 def test_codecs_take_any_bytes_and_works_that_do_not_fit_are_noticed(
-    sanitizers: str, tmp_path: Path
+    sanitizers: str, programs: Programs
 ) -> None:
-    build_and_run(tmp_path, "works", sanitizers)
+    programs.run("works", sanitizers)
 
 
 @pytest.mark.parametrize("sanitizers", [MEMORY, THREADS])
 def test_ranks_of_one_machine_have_the_values_of_a_plain_loop_or_were_stopped(
-    sanitizers: str, tmp_path: Path
+    sanitizers: str, programs: Programs
 ) -> None:
-    said = build_and_run(tmp_path, "combine", sanitizers, 1, 60)
+    said = programs.run("combine", sanitizers, 1, 60)
     assert said.endswith(" stopped\n")
 
 
 @pytest.mark.parametrize("target", ["records", "plans"])
 def test_no_bytes_of_a_peer_and_no_plan_make_the_library_leave_its_memory(
-    target: str, tmp_path: Path, *, is_quick: bool
+    target: str, programs: Programs, *, is_quick: bool
 ) -> None:
     runs = 100_000 if is_quick else 400_000
-    said = build_and_run(tmp_path, f"fuzz_{target}", MEMORY, TESTS / "corpus" / target, runs)
+    said = programs.run(f"fuzz_{target}", MEMORY, TESTS / "corpus" / target, runs)
     seeds = len(list((TESTS / "corpus" / target).iterdir()))
     assert said == f"{seeds} seeds, {runs} runs\n"
     assert seeds > 0

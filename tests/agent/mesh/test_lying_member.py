@@ -23,7 +23,7 @@ from simulation.wire import AnyMessage
 from tests.agent.mesh.liar import ALL_KEYS, CRONY, KEY, LIAR, SAID, THIRD, Told, lying_to, of
 from tests.worlds.builders import make_heartbeat, make_roster, make_view, unsigned
 from tests.worlds.faults import Faults, Real
-from tests.worlds.lanes import descriptors
+from tests.worlds.lanes import descriptors, sockets
 from tests.worlds.nodes import signed
 from tests.worlds.trainer import until
 from tests.worlds.village import Machine, Village, village
@@ -284,7 +284,7 @@ async def test_a_member_without_a_rank_that_opens_lanes_leaves_nothing(clock: Mo
                     if number % 3:
                         nursery.start_soon(open_it, made_up_offer(number))
                         await trio.sleep(0.1)
-                        most = max(most, descriptors() - before - len(nursery.child_tasks))
+                        most = max(most, sockets() - before - len(nursery.child_tasks))
             assert not opened
             assert most <= 64
             assert [r[0] for r in await reduce_all(trainers)] == [2.0, 2.0]
