@@ -119,6 +119,10 @@ class LivePath:
         known = filter(None, (self.bandwidth.settled_mbit_s, self.peer_mbit_s))
         return min(known, default=0)
 
+    def wired_round_trip_s(self) -> float | None:
+        """Return the network's least round trip; None of a radio, which is rarely at its best."""
+        return None if self.thresholds is WIFI else self.path.system_round_trip_s
+
     def ask(self) -> None:
         """Ask for a sign of life, and tell what was measured."""
         now = trio.current_time()
@@ -375,7 +379,12 @@ class Link:
         """Return what is measured of the paths for tensors, the best first."""
         carriers, used = self.carriers(), self._spread_keys()
         return tuple(
-            ProbedPath(live.bandwidth, live.hosts, in_use=live is carriers[0] or live.key in used)
+            ProbedPath(
+                live.bandwidth,
+                live.hosts,
+                in_use=live is carriers[0] or live.key in used,
+                least_round_trip_s=live.wired_round_trip_s,
+            )
             for live in carriers
         )
 

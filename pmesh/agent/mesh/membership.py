@@ -5,6 +5,7 @@ its actions are carried out before another task runs. So a fence holds from the 
 flush answer (V3).
 """
 
+import math
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -171,14 +172,16 @@ class Membership:
     def round_trips_s(self, members: Iterable[Member]) -> dict[Member, float]:
         """Return the least round trips to those of the members that have been measured.
 
-        What the processes of busy machines add says nothing about the edge.
+        What the processes of busy machines add says nothing about the edge: by a cable it is what
+        the system has measured, if that is less.
         """
-        known = {member: self.health_of(member.node) for member in members}
-        return {
-            member: health.least_round_trip_s
-            for member, health in known.items()
-            if health is not None and health.round_trip_s is not None
-        }
+        found: dict[Member, float] = {}
+        for member in members:
+            health = self.health_of(member.node)
+            if health is not None and health.round_trip_s is not None:
+                least_s = self.probing.least_round_trip_s(member)
+                found[member] = min(health.least_round_trip_s, least_s or math.inf)
+        return found
 
     def clock_of(self, node: NodeId) -> tuple[Reading, ...]:
         """Return what a peer's clock has shown lately; nothing while it is unknown."""

@@ -171,6 +171,8 @@ class ProbedPath(NamedTuple):
     """The addresses of its two interfaces, ours first."""
     in_use: bool
     """Tensors take it, perhaps with others."""
+    least_round_trip_s: Callable[[], float | None] = lambda: None
+    """Returns that of the network alone; None where the system does not tell."""
 
 
 class Probing:
@@ -197,6 +199,10 @@ class Probing:
         if known := sum(bandwidth.settled_mbit_s for bandwidth in used):
             self._known_mbit_s[member] = known
         return self._known_mbit_s.get(member, 0)
+
+    def least_round_trip_s(self, member: Member) -> float | None:
+        """Return the least round trip of the network by the best path; None if it is not known."""
+        return next((path.least_round_trip_s() for path in self._paths_to(member)), None)
 
     def note(self, member: Member, hosts: tuple[str, str], mbit_s: float) -> None:
         """Add what the data of a lane have shown of the path between these addresses.

@@ -50,21 +50,29 @@ from pmesh.net.links.tls import (
 
 
 class _Counters(NamedTuple):
-    """Where a system counts the segments of a connection."""
+    """Where a system counts the segments of a connection, and has its round trip."""
 
     option: int
     kind: str
     sent_at: int
     sent_again_at: int
+    round_trip_at: int
+    unit_s: float
+    """Of the round trip, a uint32."""
+    up_to: int
+    """How many units more it may be."""
 
 
+_NO_ROUND_TRIP: Final = 2**32 - 1
 MIN_SEGMENTS: Final = 200  # of fewer, one that was lost by chance would look like a bad line
 _COUNTERS: Final = MappingProxyType(
     {
-        # TCP_INFO, struct tcp_info: tcpi_data_segs_out (since Linux 4.6) and tcpi_total_retrans.
-        "linux": _Counters(11, "=I", 156, 100),
-        # TCP_CONNECTION_INFO, struct tcp_connection_info: tcpi_txpackets, tcpi_txretransmitpackets.
-        "darwin": _Counters(0x106, "=Q", 56, 104),
+        # TCP_INFO, struct tcp_info: tcpi_data_segs_out, tcpi_total_retrans, and tcpi_min_rtt, the
+        # least of the last five minutes (since Linux 4.6).
+        "linux": _Counters(11, "=I", 156, 100, 148, 1e-6, 0),
+        # TCP_CONNECTION_INFO, struct tcp_connection_info: tcpi_txpackets, tcpi_txretransmitpackets,
+        # and tcpi_srtt, an average in whole milliseconds.
+        "darwin": _Counters(0x106, "=Q", 56, 104, 44, 1e-3, 1),
     }
 )
 _COUNTERS_BYTES: Final = 256  # more than either struct has up to there
@@ -75,18 +83,43 @@ def loss_of(stream: trio.abc.Stream) -> float | None:
 
     None while fewer than 200 were sent, and where the system does not count them.
     """
+    if (told := _told_of(stream)) is None:
+        return None
+    counters, data = told
+    try:
+        (sent,) = struct.unpack_from(counters.kind, data, counters.sent_at)
+        (sent_again,) = struct.unpack_from(counters.kind, data, counters.sent_again_at)
+    except struct.error:
+        return None
+    return min(1.0, sent_again / sent) if sent >= MIN_SEGMENTS else None
+
+
+def round_trip_of(stream: trio.abc.Stream) -> float | None:
+    """Return about the least round trip of the connection, in seconds, as the system measures it.
+
+    Unlike a message and its answer, it has nothing of the time in which a busy machine's processes
+    wait for a core. None where the system does not tell.
+    """
+    if (told := _told_of(stream)) is None:
+        return None
+    counters, data = told
+    try:
+        (units,) = struct.unpack_from("=I", data, counters.round_trip_at)
+    except struct.error:
+        return None
+    return None if units == _NO_ROUND_TRIP else float(units + counters.up_to) * counters.unit_s
+
+
+def _told_of(stream: trio.abc.Stream) -> tuple[_Counters, bytes] | None:
+    """Return what the system tells of a connection, and where in it what stands."""
     counters = _COUNTERS.get(sys.platform)
     if counters is None:
         return None
-    option, kind, sent_at, sent_again_at = counters
     try:
         sock: socket.socket = getattr(stream, "socket")  # noqa: B009 - an abstract stream has none
-        data = sock.getsockopt(socket.IPPROTO_TCP, option, _COUNTERS_BYTES)
-        (sent,) = struct.unpack_from(kind, data, sent_at)
-        (sent_again,) = struct.unpack_from(kind, data, sent_again_at)
-    except (AttributeError, OSError, struct.error):  # no socket; closed; an older system
+        return counters, sock.getsockopt(socket.IPPROTO_TCP, counters.option, _COUNTERS_BYTES)
+    except (AttributeError, OSError):  # no socket; closed
         return None
-    return min(1.0, sent_again / sent) if sent >= MIN_SEGMENTS else None
 
 
 PARTING_S: Final = 0.5  # a clean leave takes less than 1 s, whether or not the peers answer
@@ -367,6 +400,11 @@ class Path:
     def loss(self) -> float | None:
         """The share of the segments that were sent again; see `loss_of`."""
         return loss_of(self._wire.stream)
+
+    @property
+    def system_round_trip_s(self) -> float | None:
+        """About the least one; see `round_trip_of`."""
+        return round_trip_of(self._wire.stream)
 
     def send(self, message: Message) -> None:
         """Queue a message of the path itself, which has no number on the link; never waits."""

@@ -11,6 +11,7 @@ from trio.testing import MockClock
 
 from pmesh.agent.lanes import edge_costs
 from pmesh.agent.lanes.edge_costs import RingCosts
+from pmesh.agent.mesh.links import LivePath
 from pmesh.core.links.health import WIFI, WIRED
 from pmesh.core.ops.cost import EdgeCost, Edges
 from pmesh.core.topology.ranks import join_ranks
@@ -20,6 +21,7 @@ from pmesh.core.wire.calls import Call
 from pmesh.core.wire.records import RecordHeader
 from pmesh.ids import OpNumber, TrainerId
 from pmesh.net.lanes.ring import RingPosition
+from pmesh.net.links import path
 from tests.worlds.faults import Faults, Real
 from tests.worlds.ranks import ME, OTHER, THIRD, failed, roster, trainer
 from tests.worlds.trainer import Trainer, together
@@ -238,8 +240,9 @@ async def test_the_table_is_made_again_ever_more_seldom_from_what_is_known_by_th
 
 
 async def test_the_round_trip_that_counts_is_the_least_one_of_the_path_in_use(
-    clock: MockClock,
+    clock: MockClock, faults: Faults
 ) -> None:
+    faults.instead(LivePath, "wired_round_trip_s", lambda _: None)  # as where no system tells
     async with village(clock, 2) as here:
         first, second = (machine.agent.membership for machine in here.machines)
         other = second.state.me
@@ -248,3 +251,26 @@ async def test_the_round_trip_that_counts_is_the_least_one_of_the_path_in_use(
         assert first.round_trips_s([other]) == {other: 0.004}
         first.path_changed(other.node, WIRED, 0.0, relayed=False)  # it was not measured
         assert first.round_trips_s([other]) == {other: 0.004}
+
+
+@pytest.mark.parametrize(
+    ("kind", "system_s", "counts_s"),
+    [
+        ("wired", 0.001, 0.001),
+        ("wired", 0.009, 0.004),
+        ("wired", None, 0.004),
+        ("wifi", 0.001, 0.004),
+    ],
+)
+async def test_by_a_cable_the_wait_for_a_core_is_no_part_of_the_round_trip(
+    clock: MockClock, faults: Faults, kind: str, system_s: float | None, counts_s: float
+) -> None:
+    """A busy machine answers late, and a ring that takes its edges for far ones is slower."""
+    faults.pretend(path, "round_trip_of", lambda _: system_s)
+    async with village(clock, 2) as here:
+        first, second = here.machines
+        other = second.agent.membership.state.me
+        for live in first.agent.peers.links[other.node].paths.values():
+            live.kind = kind
+        first.agent.membership.path_changed(other.node, WIRED, 0.004, relayed=False)
+        assert first.agent.membership.round_trips_s([other]) == {other: counts_s}

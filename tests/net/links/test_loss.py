@@ -1,4 +1,4 @@
-"""What was sent again, from the counters of two systems; the call is faked."""
+"""What was sent again, and the round trip, from what two systems tell; the call is faked."""
 
 import socket
 import struct
@@ -8,7 +8,7 @@ import pytest
 import trio
 import trio.testing
 
-from pmesh.net.links.path import loss_of
+from pmesh.net.links.path import loss_of, round_trip_of
 from tests.net.links.links import tcp_streams
 from tests.worlds.system import be_on
 
@@ -61,3 +61,32 @@ async def test_a_connection_within_a_machine_loses_nothing_and_one_in_memory_has
         assert loss < 0.05
     assert loss_of(dialled) is None
     assert loss_of(trio.testing.memory_stream_pair()[0]) is None
+
+
+@pytest.mark.parametrize(
+    ("platform", "told", "round_trip_s"),
+    [
+        ("linux", counters("=148xI", 250), 0.00025),
+        ("linux", counters("=148xI", 2**32 - 1), None),  # before the first answer
+        ("linux", counters("=148xI", 250)[:148], None),  # before Linux 4.6
+        ("darwin", counters("=44xI", 3), 0.004),
+        ("darwin", counters("=44xI", 0), 0.001),
+        ("win32", counters("=148xI", 250), None),
+    ],
+)
+def test_the_round_trip_of_a_connection_is_what_the_system_has_measured_at_most(
+    platform: str, told: bytes, round_trip_s: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    be_on(monkeypatch, platform)
+    assert round_trip_of(stream_with(told)) == round_trip_s
+
+
+async def test_a_connection_within_a_machine_has_a_short_round_trip() -> None:
+    async with tcp_streams() as (dialled, accepted):
+        await dialled.send_all(b"x")
+        assert await accepted.receive_some(1) == b"x"
+        round_trip_s = round_trip_of(dialled)
+        assert round_trip_s is not None
+        assert 0 < round_trip_s < 0.1
+    assert round_trip_of(dialled) is None
+    assert round_trip_of(trio.testing.memory_stream_pair()[0]) is None
