@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from tools.bench.compressed import UNCOMPRESSED, WAYS
-from tools.bench.results import CaseResult, Figure, Layout, cpu_s_of, seconds_of, wire_bytes_of
+from tools.bench.results import CaseResult, Layout, cpu_s_of, seconds_of, wire_bytes_of
 from tools.lab.report import BarVerdict, at_least, at_most
 from tools.lab.units import KIB, MIB, size_text
 
