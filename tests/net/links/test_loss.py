@@ -81,12 +81,12 @@ def test_the_round_trip_of_a_connection_is_what_the_system_has_measured_at_most(
     assert round_trip_of(stream_with(told)) == round_trip_s
 
 
-async def test_a_connection_within_a_machine_has_a_short_round_trip() -> None:
+async def test_a_real_connection_has_a_round_trip_until_it_is_closed() -> None:
     async with tcp_streams() as (dialled, accepted):
         await dialled.send_all(b"x")
         assert await accepted.receive_some(1) == b"x"
         round_trip_s = round_trip_of(dialled)
         assert round_trip_s is not None
-        assert 0 < round_trip_s < 0.1
+        assert round_trip_s > 0
     assert round_trip_of(dialled) is None
     assert round_trip_of(trio.testing.memory_stream_pair()[0]) is None
