@@ -228,10 +228,11 @@ static enum pmesh_progress receive_body(struct pmesh_op *op, uint32_t track,
                                         struct pmesh_waiting *waiting) {
     struct pmesh_lane *lane = op->lanes[track];
     const uint64_t end = PMESH_OVERHEAD_BYTES + record->nbytes;
+    // Before the read: this thread may lose its core after it, and then much would come at once.
+    const double began = waiting->since > 0 ? waiting->since : now();
     const enum pmesh_progress filled = fill(op, track, end, end);
-    if (filled == PMESH_WAITS &&
-        waiting->since <= 0) { // all that was there is read; more will come
-        waiting->since = now();
+    if (filled == PMESH_WAITS && waiting->since <= 0) { // all that was there is read
+        waiting->since = began;
         waiting->paced_from = lane->filled;
     }
     if (filled != PMESH_LANDED) {

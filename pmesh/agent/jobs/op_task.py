@@ -304,7 +304,10 @@ async def run_on_network(rank: LocalRank, op: Op, jobs: Jobs) -> None:
         ring = await rank.ring(rendezvous)
         members = tuple(trainer.member for trainer in rank.roster.trainers)
         times = jobs.round_trips_s(members)
-        edges = await agree_on_costs(ring, _header(rank, op), members, times, jobs.membership)
+        is_first = rank.costs.edges is None
+        edges = await agree_on_costs(
+            ring, _header(rank, op), members, times, jobs.membership, is_first=is_first
+        )
         rank.costs.agreed(edges, op.number)
     if op.codec is not None:
         await _all_reduce_coded(rank, op, op.codec, await rank.ring(rendezvous))

@@ -3,9 +3,10 @@
 The ranks make the table in the first all-reduce of a roster with more than two ranks that leaves
 the strategy to pmesh, and again in some later ones. After a loss they keep it for some ops. Each
 rank notes how fast the edge to the next rank is, if that one has reported it in its heartbeat; else
-it sends a probe, from which the next rank measures it. Then the tables of all ranks are added up. A
-probe counts for this table only, as the first op is a busy time. All this takes two turns of the
-ring and 256 KiB for each edge, so 20 ms at 100 Mbit/s, and no op runs meanwhile.
+it sends a probe, from which the next rank guesses it. Then the tables of all ranks are added up. A
+guess is for this table only: a busy machine makes it 10 times too slow, or 5 times too fast if what
+was sent has come before the clock is read. All this takes two turns of the ring and 256 KiB for
+each edge, so 20 ms at 100 Mbit/s, and no op runs meanwhile.
 
 An edge over which another machine forwards (V5) is not probed. With nothing else under way it would
 seem as fast as the edges of which it consists, and whose bandwidth it shares. An edge between two
@@ -34,7 +35,7 @@ PROBE_BYTES = 256 * 1024  # 2 ms at 1 Gbit/s: several times the delay of a busy 
 PS_OF_MBIT_S = 8_000_000  # picoseconds for a byte at 1 Mbit/s
 RELAYED_PS = 1000 * PS_OF_MBIT_S  # so slow that a strategy uses a forwarded edge only if it must
 LOCAL_PS = 500  # 16 Gbit/s: as the faster ones of such probes, which took 300 to 3,000
-AGAIN_AFTER = 8  # ops; then nine times as many
+AGAIN_AFTER = 8  # ops; then about three times as many
 _WORD_BYTES = 8
 
 
@@ -53,9 +54,11 @@ class Bandwidths(Protocol):
 class RingCosts:
     """The table that all ranks of a roster share; before they have one, they use the ring.
 
-    The first table is made in a busy time, with one probe for each edge that is not known yet. So
-    the ranks make it again, ever more rarely: after 8 ops, 80, 728 and so on. If the roster only
-    loses ranks, the others keep the table, so that the op that runs again need not wait for it.
+    The first table is made in a busy time, so nothing counts as known, and edges that are neither
+    forwarded nor local are alike. Else the ranks might do without an edge that only seemed slow,
+    and so never find out how fast it is. They make the table again, ever more rarely, from what
+    their ops have moved: after 8 ops, 32, 104 and so on. If the roster only loses ranks, the others
+    keep the table, so that the op that runs again need not wait for it.
     """
 
     def __init__(self, edges: Edges | None = None, *, made_in: int = -1) -> None:
@@ -82,7 +85,7 @@ class RingCosts:
             self._first = op
         self._before = self.edges, self._made_in
         self.edges, self._made_in = edges, op
-        self._due = op + AGAIN_AFTER * (op - self._first + 1)
+        self._due = op + AGAIN_AFTER + 2 * (op - self._first)
 
     def follow(self, before: Roster, after: Roster, *, ended: int) -> "RingCosts":
         """Return the costs for the next roster, which are alike at all of its ranks.
@@ -120,6 +123,8 @@ async def agree_on_costs(
     members: tuple[Member, ...],
     round_trips_s: Mapping[Member, float],
     known: Bandwidths,
+    *,
+    is_first: bool,
 ) -> Edges:
     """Return what each edge costs, the same at every rank: all ranks call this in the same op.
 
@@ -129,6 +134,7 @@ async def agree_on_costs(
         members: the member of each rank, in ring order.
         round_trips_s: the least round trip to each other member that has been measured.
         known: what is known of bandwidths.
+        is_first: the roster has no table yet; all ranks say the same.
 
     Raises:
         CallsDiffer: a neighbour called something else.
@@ -136,7 +142,7 @@ async def agree_on_costs(
     """
     size, me = ring.size, ring.rank
     before, after = (me - 1) % size, (me + 1) % size
-    table = np.zeros((size, size, 2), np.int64)
+    table = np.zeros((size, size, 3), np.int64)
     for rank, member in enumerate(members):
         table[me, rank, 0] = round(round_trips_s.get(member, 0.0) / 2 * 1e9)
         table[me, rank, 1] = RELAYED_PS if known.is_relayed(member) else 0
@@ -144,9 +150,9 @@ async def agree_on_costs(
             table[me, rank, 1] = LOCAL_PS
     mbit_s = known.reported_mbit_s(members[after])
     if mbit_s and not table[me, after, 1]:
-        table[me, after, 1] = max(1, PS_OF_MBIT_S // mbit_s)
-    measured_ps = await _probe(ring, header, sends=not table[me, after, 1])
-    table[before, me, 1] += measured_ps
+        table[me, after, 2 if is_first else 1] = max(1, PS_OF_MBIT_S // mbit_s)
+    measured_ps = await _probe(ring, header, sends=not table[me, after, 1:].any())
+    table[before, me, 2] += measured_ps
     result = np.empty_like(table)
     await all_reduce(
         ring,
@@ -162,14 +168,16 @@ async def agree_on_costs(
 
 
 def _edges_of(table: Values) -> Edges:
-    """Return the costs from a table; an edge is measured one way, and counts as fast the other way.
+    """Return the costs from a table; an edge is known one way, and counts as fast the other way.
 
-    Edges across the ring are not measured: they count as slow as the slowest direct one along it.
+    The other edges, as those across the ring, count as slow as the slowest direct one that is
+    known. While none is, they count as fast as the fastest guess: a guess is seldom too fast.
     """
-    alphas_ns, betas_ps = table[:, :, 0], table[:, :, 1]
+    alphas_ns, betas_ps, guesses_ps = table[:, :, 0], table[:, :, 1], table[:, :, 2]
     betas_ps = np.where(betas_ps, betas_ps, betas_ps.T)
-    slowest_ps = betas_ps.max(where=betas_ps < RELAYED_PS, initial=1)
-    betas_ps = np.where(betas_ps, betas_ps, slowest_ps)
+    direct_ps = betas_ps[(betas_ps > 0) & (betas_ps != LOCAL_PS) & (betas_ps < RELAYED_PS)]
+    others_ps = direct_ps.max(initial=0) or guesses_ps[guesses_ps > 0].min(initial=RELAYED_PS)
+    betas_ps = np.where(betas_ps, betas_ps, others_ps)
     rows = zip(alphas_ns.tolist(), betas_ps.tolist(), strict=True)
     return join_ranks(tuple(tuple(map(EdgeCost, alphas, betas)) for alphas, betas in rows))
 

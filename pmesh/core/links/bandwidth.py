@@ -1,7 +1,9 @@
 """The settled bandwidth of an edge between two agents: what is measured, without its noise.
 
 A ring is planned from settled values, so they must not follow each measurement. A value changes
-only if all measurements differ from it by more than 30 %, in one direction, for 10 s.
+only if all measurements differ from it by more than 30 %, in one direction, for 10 s. There is one
+exception. A probe is short, so a busy machine makes it slow, and nothing makes it fast: as soon as
+tensors move faster, they count.
 """
 
 from dataclasses import dataclass, replace
@@ -40,13 +42,15 @@ class Bandwidth:
 
 def measured(bandwidth: Bandwidth, mbit_s: float, source: SpeedSource, *, now: float) -> Bandwidth:
     """Add a measurement. The first one counts at once, and a nominal value only before it."""
-    rounded = max(1, round(mbit_s))
-    if bandwidth.source == "nominal":
-        return Bandwidth(settled_mbit_s=rounded, source=source)
+    settled, is_faster = bandwidth.settled_mbit_s, mbit_s > bandwidth.settled_mbit_s
+    is_alike = max(mbit_s, settled) <= CHANGED * min(mbit_s, settled)
+    is_first = bandwidth.source == "nominal"
+    was_probed = (bandwidth.source, source) == ("probe", "data")
+    if is_first or (was_probed and is_faster and not is_alike):
+        return Bandwidth(settled_mbit_s=max(1, round(mbit_s)), source=source)
     if source == "nominal":
         return bandwidth
-    settled, is_faster = bandwidth.settled_mbit_s, mbit_s > bandwidth.settled_mbit_s
-    if max(mbit_s, settled) <= CHANGED * min(mbit_s, settled):
+    if is_alike:
         return Bandwidth(settled_mbit_s=settled, source=source)
     if not bandwidth.is_changing or is_faster != (bandwidth.other_mbit_s > settled):
         return replace(bandwidth, other_mbit_s=mbit_s, differs_since=now)

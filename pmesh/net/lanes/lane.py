@@ -121,6 +121,7 @@ class Lane:
         self._socket = sock
         self._closed = trio.Event()
         self._path_lost = False
+        self._read_at = 0.0
         self._sealer = Sealer(ours)
         self._opener = Opener(theirs)
         self.state.seal_key[:] = self._sealer.key
@@ -338,10 +339,7 @@ class Lane:
                 break
             yield from self._refuse(header, expected)
         end = OVERHEAD_BYTES + header.body_bytes
-        before, began = (
-            self.state.filled,
-            time.monotonic(),
-        )  # all that was there is read; more will come
+        before, began = self.state.filled, self._read_at  # all that was there then is read
         if before < end and (yield from self._fill(end, end)):
             waited = True
             self._note_paces({self.hosts: end - before}, time.monotonic() - began)
@@ -377,6 +375,7 @@ class Lane:
         if len(self._in) < limit:
             self._in = _whole(self._in, state.filled)
         while state.filled < enough:
+            self._read_at = time.monotonic()
             try:
                 count = self._socket.recv_into(self._in[state.filled : limit])
             except BlockingIOError:

@@ -456,6 +456,7 @@ class MultipathLane(Lane):
         while True:
             with self._lock:
                 frame, may_have_more = self._receives.first, False
+                reads_at = time.monotonic()
                 if frame is None:
                     for subflow in list(self._subflows.values()):
                         may_have_more |= self._try(subflow, self._read)
@@ -466,7 +467,7 @@ class MultipathLane(Lane):
                     flowing = [bool(subflow.frame) for subflow in self._subflows.values()]
                     all_flow = bool(flowing) and all(flowing)
                     before = {s.index: s.bytes_read for s in self._subflows.values()}
-                    began = time.monotonic()
+                    began = reads_at
             if frame is not None:
                 if all_flow:
                     self._note_paces(self._came_since(before), time.monotonic() - began)

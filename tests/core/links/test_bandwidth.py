@@ -92,6 +92,10 @@ def test_measurements_on_both_sides_settle_nothing() -> None:
         pytest.param([(94, "probe"), (90, "data")], (94, "data"), id="data that agree"),
         pytest.param([(0.2, "data")], (1, "data"), id="hardly anything is not unknown"),
         pytest.param([(94, "probe"), (94 * CHANGED, "data")], (94, "data"), id="just noise"),
+        pytest.param([(94, "probe"), (930, "data")], (930, "data"), id="faster data at once"),
+        pytest.param([(930, "probe"), (94, "data")], (930, "probe"), id="slower data not yet"),
+        pytest.param([(94, "probe"), (930, "probe")], (94, "probe"), id="a faster probe not yet"),
+        pytest.param([(94, "data"), (930, "data")], (94, "data"), id="once only"),
     ],
 )
 def test_the_first_measurement_counts_at_once_and_what_is_nominal_only_before_it(
