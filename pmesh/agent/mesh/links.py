@@ -341,7 +341,10 @@ class Link:
 
     def carriers(self) -> tuple[LivePath, ...]:
         """Return the paths for tensors, the best first: only direct ones."""
-        keys = paths.carriers(self.states(), self._current_key, now=trio.current_time())
+        return self._carriers(self.states())
+
+    def _carriers(self, states: Sequence[PathState]) -> tuple[LivePath, ...]:
+        keys = paths.carriers(states, self._current_key, now=trio.current_time())
         return tuple(live for key in keys if (live := self.paths[key]).relay is None)
 
     def introduce(self, member: Member) -> None:
@@ -369,15 +372,16 @@ class Link:
 
     def spread(self) -> tuple[LanePath, ...]:
         """Return the paths over which a lane goes at once, the best first: only direct ones."""
-        return tuple(self._carrier(self.paths[key]) for key in self._spread_keys())
+        return tuple(self._carrier(self.paths[key]) for key in self._spread_keys(self.states()))
 
-    def _spread_keys(self) -> tuple[PathKey, ...]:
-        direct = [state for state in self.states() if state.kind != paths.RELAYED]
+    def _spread_keys(self, states: Sequence[PathState]) -> tuple[PathKey, ...]:
+        direct = [state for state in states if state.kind != paths.RELAYED]
         return paths.spread(direct, self._current_key, now=trio.current_time())
 
     def probed(self) -> tuple[ProbedPath, ...]:
         """Return what is measured of the paths for tensors, the best first."""
-        carriers, used = self.carriers(), self._spread_keys()
+        states = self.states()
+        carriers, used = self._carriers(states), self._spread_keys(states)
         return tuple(
             ProbedPath(
                 live.bandwidth,

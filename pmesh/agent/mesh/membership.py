@@ -263,7 +263,7 @@ class Membership:
         contact = self._contacts.get(node)
         if contact is not None:
             contact.relayed = relayed
-            contact.health = replace(
+            contact.health = msgspec.structs.replace(
                 contact.health,
                 thresholds=thresholds,
                 least_round_trip_s=least_s or contact.health.least_round_trip_s,
@@ -414,18 +414,20 @@ class Membership:
             return
         self._draining = True
         try:
+            known: Facts | None = None
             while self._inputs:
-                self._advance(self._inputs.popleft())
+                known = self._advance(self._inputs.popleft())
         finally:
             self._draining = False
             self._inputs.clear()
-        if self._reported != (urgent := self._urgent()):
+        if self._reported != (urgent := self._urgent(known or self._follower.facts())):
             self._reported = urgent
             self.beat()
 
-    def _advance(self, decide: Callable[[Facts, float], MemberStep]) -> None:
-        before = self.state
-        step = decide(self._facts(), trio.current_time())
+    def _advance(self, decide: Callable[[Facts, float], MemberStep]) -> Facts | None:
+        """Take one step; return the facts that led to it, unless an action has changed them."""
+        before, facts = self.state, self._facts()
+        step = decide(facts, trio.current_time())
         self.state = step.state
         for action in step.actions:
             match action:
@@ -443,6 +445,7 @@ class Membership:
                     self._installed(before.view, view, self._losses)
                     self._losses = {m: w for m, w in self._losses.items() if m in view.members}
                     self.reevaluate()  # after this step, because the facts have changed
+        return facts if all(isinstance(action, SendOnLink) for action in step.actions) else None
 
     @property
     def edges(self) -> dict[Incarnation, MeasuredEdge]:
@@ -469,11 +472,11 @@ class Membership:
         contacts = self._contacts.items()
         return [node for node, c in contacts if c.health.condition is Condition.SUSPECT]
 
-    def _urgent(self) -> object:
+    def _urgent(self, facts: Facts) -> object:
         """Return the parts of a heartbeat that are sent at once when they change."""
-        beat = heartbeat_of(self.state, self._follower.facts(), trio.current_time())
+        beat = heartbeat_of(self.state, facts, trio.current_time())
         heard = dict.fromkeys(beat.heard, UNKNOWN)
-        return msgspec.structs.replace(beat, heard=heard, progress=())
+        return msgspec.structs.replace(beat, heard=heard, progress=(), silent=())
 
     def _send_heartbeat(self, contacts: Iterable[_Contact]) -> None:
         now = trio.current_time()

@@ -10,10 +10,13 @@ soon, and an agent that suddenly hears nobody doubts itself first.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from math import sqrt
-from typing import Final
+from typing import Final, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
 
 ROUND_TRIP_ALPHA: Final = 0.2  # five heartbeats, one second: steady, and follows a change
 MAX_ROUND_TRIP_S: Final = 60.0  # a longer echo is nonsense: the link would be gone by then
@@ -78,8 +81,7 @@ WIFI: Final = Thresholds(  # its radios rest for hundreds of milliseconds at a t
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Health:
+class Health(msgspec.Struct, frozen=True, kw_only=True):
     """The health of the peer at the other end of one link."""
 
     thresholds: Thresholds
@@ -118,8 +120,7 @@ class Health:
         return (self.round_trip_s or 0.0) + 4 * sqrt(self.round_trip_variance_s2)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HealthStep:
+class HealthStep(NamedTuple):
     """The next state, and the condition if it has changed."""
 
     health: Health

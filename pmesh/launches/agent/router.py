@@ -57,6 +57,7 @@ from pmesh.launches.wire.messages import (
     StopLaunch,
     WayTo,
 )
+from pmesh.net.sessions.processes import sleep_in_step
 
 LOOK_S = 0.1  # how soon a lost link ends the ranks
 KEPT = 20  # launches whose output is kept
@@ -422,7 +423,7 @@ class Launches:
     async def _look(self) -> None:
         """Follow the links with all machines that take part."""
         while True:
-            await trio.sleep(LOOK_S)
+            await sleep_in_step(LOOK_S)
             with self._contain("the launches of this machine"):
                 self._follow_links()
 

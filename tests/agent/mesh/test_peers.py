@@ -1,9 +1,9 @@
 """Links between whole agents: which one stays, what its end means, who is turned away."""
 
 import socket
-from dataclasses import replace
 from functools import partial
 
+import msgspec
 import numpy as np
 import pytest
 import trio
@@ -427,7 +427,7 @@ async def test_who_does_not_answer_the_redial_in_time_is_gone(
     async with village(clock, 2) as here:
         one, two = here.machines
         contact = two.agent.membership._contacts[one.key.node]  # noqa: SLF001 - as if measured
-        contact.health = replace(contact.health, least_round_trip_s=round_trip_s)
+        contact.health = msgspec.structs.replace(contact.health, least_round_trip_s=round_trip_s)
         with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, and says nothing
             path_to(two, one).dialled = Address("127.0.0.1", silent.getsockname()[1]), None
             began = trio.current_time()

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,7 +50,9 @@ def path(
     round_trip_s: float = 0.0003,
 ) -> PathState:
     health = begin(WIFI if kind == "wifi" else WIRED, now=since)
-    health = replace(health, round_trip_s=round_trip_s, least_round_trip_s=round_trip_s)
+    health = msgspec.structs.replace(
+        health, round_trip_s=round_trip_s, least_round_trip_s=round_trip_s
+    )
     return PathState(
         key=PathKey(interface, "en0"),
         kind=kind,

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from pmesh.core.links.health import WIFI, WIRED, begin
@@ -23,7 +24,7 @@ def path(
         kind=kind,
         speed_mbit_s=speed,
         since=0.0,
-        health=replace(health, least_round_trip_s=trip_s),
+        health=msgspec.structs.replace(health, least_round_trip_s=trip_s),
         last_heard=0.0,
     )
 
