@@ -104,9 +104,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported for all tests is no garbage: who collects some need not look at it.
+    _forget_what_stays()
 
-    Of torch, transformers and 10,000 tests there are millions of objects, half a second each time.
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    """Before the first test of a file, when nothing of the file before is in use."""
+    if _last_file[-1] != (file := _file_of(nodeid)):
+        _last_file[:] = [file]
+        _forget_what_stays()
+
+
+_last_file = [""]
+
+
+def _forget_what_stays() -> None:
+    """What has been imported, and what pytest has noted, is no garbage: nobody need look at it.
+
+    Of torch, transformers and 10,000 tests there are millions of objects. A collection took a
+    second or two in the middle of a run, and tests that count what is left make two of them.
     """
     gc.collect()
     gc.freeze()

@@ -320,7 +320,7 @@ def test_a_rank_that_drops_its_group_early_spoils_nothing_for_the_others(
 ) -> None:
     def before_op(session: WatchedSession, request: StartOp) -> None:
         if "/" in session.job and request.call.kind == "broadcast" and request.arena < 0:
-            agent.wait_until(lambda: len(agent.left) == 1)
+            agent.wait_until(lambda: len(agent.left) >= 1)  # another may have left before it looks
 
     agent.before_op = before_op
 
