@@ -271,7 +271,9 @@ async def test_too_few_workers_are_an_error(
     assert str(error) == "1 of 2 workers have joined within 100 s"
 
 
-async def test_whole_gradients_need_rows_and_rows_are_dealt_to_workers_with_blocks_too() -> None:
+async def test_whole_gradients_need_rows_and_rows_are_dealt_to_workers_with_blocks_too(
+    autojump_clock: trio.testing.MockClock,  # noqa: ARG001 - it is the clock
+) -> None:
     async def join(listening: Listening) -> None:
         for _ in range(2):
             peer = listening.connect()

@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 import pytest
 import trio
+from trio.testing import MockClock
 
 from pmesh.agent.config import AgentSettings
 from pmesh.core.identity.advertisement import Advertisement
@@ -91,8 +92,8 @@ async def test_the_one_that_announces_the_number_is_dialled(
             assert stream.socket.getpeername()[:2] == ("127.0.0.1", port)
 
 
-@pytest.mark.usefixtures("autojump_clock")
 async def test_after_an_answer_of_before_the_code_the_next_one_is_waited_for(
+    autojump_clock: MockClock,  # noqa: ARG001 - it is the clock
     faults: Faults,
 ) -> None:
     inviter = agent(1, invitation=7, hosts=())  # so that it is not dialled

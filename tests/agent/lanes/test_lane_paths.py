@@ -212,6 +212,7 @@ async def test_a_new_path_is_joined_and_a_lost_one_left_while_the_lane_goes_on(
 
 
 async def test_the_last_path_of_a_lane_is_replaced_by_one_that_would_not_be_worth_it_else(
+    autojump_clock: MockClock,  # noqa: ARG001 - it is the clock
     joined: Joined,
 ) -> None:
     ada, bob, lanes = joined
@@ -223,7 +224,10 @@ async def test_the_last_path_of_a_lane_is_replaced_by_one_that_would_not_be_wort
     assert used(ada, lanes[0]) == {"new"}
 
 
-async def test_a_lane_whose_paths_are_all_lost_has_lost_its_path(joined: Joined) -> None:
+async def test_a_lane_whose_paths_are_all_lost_has_lost_its_path(
+    autojump_clock: MockClock,  # noqa: ARG001 - it is the clock
+    joined: Joined,
+) -> None:
     ada, bob, lanes = joined
     for side in (ada, bob):
         side.lose("cable")
@@ -258,6 +262,7 @@ async def test_a_lane_of_one_connection_is_broken_once_for_a_second_path(
 
 
 async def test_a_better_path_breaks_a_plain_lane_but_no_lane_that_has_several(
+    autojump_clock: MockClock,  # noqa: ARG001 - it is the clock
     joined: Joined,
 ) -> None:
     ada, bob, several = joined
@@ -287,7 +292,10 @@ async def test_a_path_that_takes_no_connection_is_tried_again_and_the_lane_runs_
     assert autojump_clock.current_time() < 20
 
 
-async def test_an_index_that_was_used_is_refused(joined: Joined) -> None:
+async def test_an_index_that_was_used_is_refused(
+    autojump_clock: MockClock,  # noqa: ARG001 - it is the clock
+    joined: Joined,
+) -> None:
     """Its keys would seal something else: whoever recorded the greeting must not get it."""
     _, bob, lanes = joined
     for first in list(bob.preambles):
@@ -339,7 +347,10 @@ async def test_a_connection_that_is_let_in_too_late_is_not_joined(
     assert autojump_clock.current_time() < 5
 
 
-async def test_nothing_is_kept_of_a_lane_that_is_closed(joined: Joined) -> None:
+async def test_nothing_is_kept_of_a_lane_that_is_closed(
+    autojump_clock: MockClock,  # noqa: ARG001 - it is the clock
+    joined: Joined,
+) -> None:
     ada, bob, lanes = joined
     assert isinstance(lanes[0], MultipathLane)
     [offer] = ada.offers

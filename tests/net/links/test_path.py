@@ -399,7 +399,6 @@ CARL = NodeKey.from_seed(b"carl" * 8)
 REMOVED = sign_removal(CARL, ADA.node, {}, out=True)
 
 
-@pytest.mark.usefixtures("autojump_clock")
 async def test_a_hello_says_by_which_removal_its_receiver_gets_no_link() -> None:
     refuses = msgspec.structs.replace(BOBS_HELLO, removal=REMOVED)
     ada, bob = await outcomes(trio.testing.memory_stream_pair(), server=(BOBS, refuses))
@@ -409,7 +408,6 @@ async def test_a_hello_says_by_which_removal_its_receiver_gets_no_link() -> None
     assert bob.peer.removal is None
 
 
-@pytest.mark.usefixtures("autojump_clock")
 @pytest.mark.parametrize(
     "removal",
     [
