@@ -87,6 +87,7 @@ def test_a_bare_machine_joins_by_a_code_and_the_key_is_seen_nowhere(
     assert mesh_key_text(key) == text
 
 
+@pytest.mark.slow  # in one process: tests/invites
 def test_join_up_starts_the_agent_and_a_second_join_says_that_it_is_a_member(
     fleet: Fleet, make_lab: Callable[[int], NetLab]
 ) -> None:
@@ -108,6 +109,7 @@ def test_join_up_starts_the_agent_and_a_second_join_says_that_it_is_a_member(
         fleet.pmesh("down", home=fleet.home("mac-2"))
 
 
+@pytest.mark.slow  # in one process: tests/invites
 def test_a_wrong_code_is_void_for_both_and_says_so(
     fleet: Fleet, make_lab: Callable[[int], NetLab]
 ) -> None:
@@ -129,6 +131,7 @@ def test_a_wrong_code_is_void_for_both_and_says_so(
     assert not (fleet.home("mac-2") / MESH_KEY_NAME).exists()
 
 
+@pytest.mark.slow  # in one process: tests/invites
 def test_a_machine_of_another_mesh_is_refused_and_told_what_to_type(
     fleet: Fleet, make_lab: Callable[[int], NetLab]
 ) -> None:
