@@ -4,7 +4,7 @@ The ranks make the table in the first all-reduce of a roster with more than two 
 the strategy to pmesh, and again in some later ones. After a loss they keep it for some ops. Each
 rank notes how fast the edge to the next rank is, if that one has reported it in its heartbeat; else
 it sends a probe, from which the next rank guesses it. Then the tables of all ranks are added up. A
-guess is for this table only: a busy machine makes it 10 times too slow, or 5 times too fast if what
+guess is for this table only: a busy machine makes it 10 times too slow, or 8 times too fast if what
 was sent has come before the clock is read. All this takes two turns of the ring and 256 KiB for
 each edge, so 20 ms at 100 Mbit/s, and no op runs meanwhile.
 
@@ -171,7 +171,7 @@ def _edges_of(table: Values) -> Edges:
     """Return the costs from a table; an edge is known one way, and counts as fast the other way.
 
     The other edges, as those across the ring, count as slow as the slowest direct one that is
-    known. While none is, they count as fast as the fastest guess: a guess is seldom too fast.
+    known. While none is, they count as fast as the fastest guess: most guesses are too slow.
     """
     alphas_ns, betas_ps, guesses_ps = table[:, :, 0], table[:, :, 1], table[:, :, 2]
     betas_ps = np.where(betas_ps, betas_ps, betas_ps.T)

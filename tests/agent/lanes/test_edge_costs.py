@@ -139,7 +139,7 @@ async def test_a_large_sum_does_without_the_one_edge_that_is_known_to_be_slow(
 async def test_what_is_not_known_yet_counts_as_slow_as_the_slowest_that_is(
     clock: MockClock, faults: Faults, known: list[int]
 ) -> None:
-    """A guess beside a measurement may be five times as fast: it says nothing of an edge."""
+    """A guess beside a measurement may be eight times as fast: it says nothing of an edge."""
     async with training(clock, 4) as (here, trainers):
         members = [trainer.member for trainer in ranks_of(here)[0].roster.trainers]
         by_member = dict(zip(members, known, strict=True))
