@@ -104,20 +104,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    _forget_what_stays()
+    _freeze_what_stays()
 
 
-def pytest_runtest_logstart(nodeid: str) -> None:
-    """Before the first test of a file, when nothing of the file before is in use."""
-    if _last_file[-1] != (file := _file_of(nodeid)):
-        _last_file[:] = [file]
-        _forget_what_stays()
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, None, None]:
+    """After the last test of a file nothing of the file is in use."""
+    yield
+    if nextitem is not None and _file_of(nextitem.nodeid) != _file_of(item.nodeid):
+        _freeze_what_stays()
 
 
-_last_file = [""]
-
-
-def _forget_what_stays() -> None:
+def _freeze_what_stays() -> None:
     """What has been imported, and what pytest has noted, is no garbage: nobody need look at it.
 
     Of torch, transformers and 10,000 tests there are millions of objects. A collection took a
