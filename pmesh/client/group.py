@@ -15,7 +15,8 @@ from pmesh.client.calls.reducing import DEFAULT_TIMEOUT_S
 from pmesh.client.collective.bucketed import ALONE, LastOp
 from pmesh.client.elastic.compare import Compared, run_compare
 from pmesh.client.elastic.place import Place
-from pmesh.client.session.session import TrainerSession, exchange_rows
+from pmesh.client.session.rows import exchange_rows
+from pmesh.client.session.session import TrainerSession
 from pmesh.client.shown import names_line, ranks_table
 from pmesh.client.trees.arrays import digest
 from pmesh.client.trees.state import pack

@@ -9,7 +9,8 @@ import numpy as np
 
 from pmesh.client.collective.bucketed import Arrays
 from pmesh.client.collective.gather_ops import Head, build
-from pmesh.client.session.session import TrainerSession, exchange_rows
+from pmesh.client.session.rows import exchange_rows
+from pmesh.client.session.session import TrainerSession
 from pmesh.client.trees.arrays import Leaf, Tree, digest, flatten
 from pmesh.client.trees.raw import library_of
 from pmesh.core.ops.reductions import Values

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pmesh.client.collective.bucketed import LastOp
-from pmesh.client.session.session import Done, TrainerSession, exchange_rows
+from pmesh.client.session.rows import exchange_rows
+from pmesh.client.session.session import Done, TrainerSession
 from pmesh.client.trees.arrays import digest, no_array
 from pmesh.client.trees.raw import from_raw, to_raw
 from pmesh.core.ops.reductions import Values

@@ -21,7 +21,8 @@ from pmesh.client.collective.bucketed import (
     OnNonfinite,
     run_collective,
 )
-from pmesh.client.session.session import TrainerSession, exchange_rows
+from pmesh.client.session.rows import exchange_rows
+from pmesh.client.session.session import TrainerSession
 from pmesh.client.trees.arrays import Leaf
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.calls import Call

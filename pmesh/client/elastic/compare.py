@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from pmesh.client.session.session import Done, TrainerSession, exchange_rows
+from pmesh.client.session.rows import exchange_rows
+from pmesh.client.session.session import Done, TrainerSession
 from pmesh.client.trees.state import Packed
 from pmesh.core.jobs.comparing import compare, digest_text
 from pmesh.core.wire.calls import Call

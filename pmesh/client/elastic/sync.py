@@ -20,7 +20,8 @@ from typing import NamedTuple, Self
 import numpy as np
 import xxhash
 
-from pmesh.client.session.session import Done, TrainerSession, exchange_rows
+from pmesh.client.session.rows import exchange_rows
+from pmesh.client.session.session import Done, TrainerSession
 from pmesh.client.trees.state import Packed, digest_of
 from pmesh.core.jobs.comparing import digest_text, naming
 from pmesh.core.jobs.shares import Standing

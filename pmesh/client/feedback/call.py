@@ -34,7 +34,8 @@ from pmesh.client.feedback.kernels import (
     add_uncompressed,
 )
 from pmesh.client.feedback.memory import Feedback, Memory, Trials
-from pmesh.client.session.session import TrainerSession, exchange_rows
+from pmesh.client.session.rows import exchange_rows
+from pmesh.client.session.session import TrainerSession
 from pmesh.client.trees.arrays import digest
 from pmesh.compression.schemes import (
     Auto,
