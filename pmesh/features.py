@@ -33,12 +33,12 @@ def make_features(kernel: Kernel) -> Sequence[AnyFeature]:
         contain=kernel.contain,
         launch_ids=lambda: path_name(secrets.token_hex(6)),
     )
-    stores = Stores(me, jobs.ranks, peers.send)
+    stores = Stores(me, jobs.ranks, peers.reach.send)
     p2p = P2PRouter(
         me,
         jobs.ranks,
         jobs.rendezvous,
-        peers.send,
+        peers.reach.send,
         stores=stores,
         admission=kernel.admission,
         note=jobs.ended_ops.append,

@@ -329,7 +329,7 @@ class Agent:
             self._settings,
             membership=self._join,
             rendezvous=lambda awaits: LaneRendezvous(
-                self._me, self.peers, lanes, secrets.token_bytes, awaits=awaits
+                self._me, self.peers.reach, lanes, secrets.token_bytes, awaits=awaits
             ),
         )
 
@@ -339,13 +339,13 @@ class Agent:
             self._said,
             names=self._names,
             follower=follower,
-            send=self.peers.send,
+            send=self.peers.reach.send,
             drop=self.peers.drop,
             ban=self.peers.ban,
             installed=self._installed,
             noticed=self._event_log.note,
             led_astray=lambda: self.begin_anew("a member raised our epoch counter too far"),
-            probing=Probing(self.peers.probed_paths_to),
+            probing=Probing(self.peers.reach.probed_paths_to),
         )
 
     @property

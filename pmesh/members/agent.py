@@ -216,7 +216,7 @@ class Members(Feature[MembersMessage, MembersQuestion]):
                 self._begin_to_adopt()
 
     def _see(self, link: Link) -> None:
-        name = self._peers.name_of(link.member)
+        name = self._peers.reach.name_of(link.member)
         self._register.see(link.node, name, link.peer.addresses)
 
     def _begin_to_adopt(self) -> None:

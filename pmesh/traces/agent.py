@@ -93,7 +93,7 @@ class Traces(Feature[TracesMessage, AskTrace]):
 
     def _answer(self, member: Member, asked: AskOps) -> None:
         self._answers_left -= 1
-        self._kernel.peers.send(member, TellOps(asked.question, self._next_ops(asked)))
+        self._kernel.peers.reach.send(member, TellOps(asked.question, self._next_ops(asked)))
 
     def _next_ops(self, asked: AskOps) -> RankOps | None:
         jobs, since_us = self._kernel.jobs, _now_us() - round(asked.seconds * 1e6)
@@ -163,7 +163,7 @@ class Traces(Feature[TracesMessage, AskTrace]):
             return TellOps(number, self._next_ops(asked))
         question = self._open[number] = _AskedOps(member)
         try:
-            self._kernel.peers.send(member, asked)
+            self._kernel.peers.reach.send(member, asked)
             with trio.move_on_after(ANSWER_S):
                 await question.answered.wait()
         finally:

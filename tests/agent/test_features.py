@@ -94,7 +94,7 @@ async def test_a_feature_learns_of_ranks_ops_and_views_until_it_is_closed(clock:
 async def test_features_of_two_agents_talk_on_their_channel(clock: MockClock) -> None:
     async with village(clock, 2) as here:
         one, two = map(diary_of, here.machines)
-        one.kernel.peers.send(two.kernel.me, Word("hello"))
+        one.kernel.peers.reach.send(two.kernel.me, Word("hello"))
         await until(lambda: (one.kernel.me, "hello") in two.entries)
 
 

@@ -32,7 +32,7 @@ ARRIVAL_S = 5.0  # as long as a connection may take to authenticate
 
 
 class Reach(Protocol):
-    """What the lanes need of the links (`pmesh.agent.mesh.peers`)."""
+    """What the lanes need of the links (`pmesh.agent.mesh.reach`)."""
 
     def send(self, member: Member, message: OfferLane | Splice) -> None:
         """Send on the link to the member, if there is one."""

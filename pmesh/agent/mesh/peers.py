@@ -28,26 +28,24 @@ from pmesh.agent.mesh.links import (
 )
 from pmesh.agent.mesh.membership import Membership
 from pmesh.agent.mesh.path_keeper import PathKeeper
-from pmesh.agent.mesh.probing import ProbedPath
+from pmesh.agent.mesh.reach import MemberReach
 from pmesh.agent.mesh.register import Register
 from pmesh.agent.mesh.relays import Relays
 from pmesh.agent.mesh.renewals import Renewals
 from pmesh.core.links.addresses import BoundAddress, in_dialling_order
 from pmesh.core.links.dialing import STEADY_AFTER_S
 from pmesh.core.links.paths import MAX_PATHS, Way
-from pmesh.core.wire.channels import Channels, Message
+from pmesh.core.wire.channels import Channels
 from pmesh.core.wire.link import LINK, Address, Hello, KnownPeers, Leaving
 from pmesh.core.wire.relays import RELAYS
 from pmesh.errors import (
     MeshKeyMismatch,
-    NetworkError,
     PeerUnreachable,
     PmeshError,
     ProtocolError,
     ProtocolVersionMismatch,
 )
-from pmesh.ids import Member, NodeId, short_node
-from pmesh.net.lanes.multipath import LanePath
+from pmesh.ids import NodeId
 from pmesh.net.links.dialer import dial_any
 from pmesh.net.links.interfaces import AddressWatch, remote_address_of
 from pmesh.net.links.path import Path, shake_hands
@@ -111,6 +109,7 @@ class Peers:
         self.broken_links = 0
         """How many paths ended because the peer did what no honest member would."""
         self.links: dict[NodeId, Link] = {}
+        self.reach = MemberReach(self.links, hello=hello, membership=membership)
         self._numbers = itertools.count(1)
         self._next_numbers: dict[NodeId, int] = {}  # of links that may come up
         self.targets = Targets(self._dial_target, nursery=nursery, jitter=jitter)
@@ -140,6 +139,9 @@ class Peers:
             sent + sum(path.bytes_sent for path in paths),
             received + sum(path.bytes_received for path in paths),
         )
+
+    def _name_of(self, link: Link) -> str:
+        return self.reach.name_of(link.member)
 
     def _contexts(self) -> TlsContexts:
         return self._renewals().keyring.contexts
@@ -260,7 +262,7 @@ class Peers:
             if replaced is not None:
                 replaced.scope.cancel()
             elif live is not link.current:
-                _log.info("a path is there", peer=self.name_of(link.member), path=str(live))
+                _log.info("a path is there", peer=self._name_of(link), path=str(live))
         else:
             link = self._begin(live, instead_of=link)
         if link.is_direct:
@@ -375,9 +377,7 @@ class Peers:
         if link.remove(live):
             self._begin_switch(link, why, since=live.last_heard)
         elif not used and link.paths:
-            _log.info(
-                "a path has ended", peer=self.name_of(link.member), path=str(live), reason=why
-            )
+            _log.info("a path has ended", peer=self._name_of(link), path=str(live), reason=why)
         if link.paths and not link.is_direct and self.links.get(link.node) is link:
             self.relays.forget(link.node)
             self.targets.link_lost(link.node)
@@ -401,7 +401,7 @@ class Peers:
                 self._path_failed(*live.hosts, outranked=True)
 
     def _tell_switch(self, link: Link, took_s: float, why: str) -> None:
-        name = self.name_of(link.member)
+        name = self._name_of(link)
         text = f"{name} is reached over {link.current} after {took_s:.2f} s: {why}"
         self._noticed(News(kind="path changed", text=text, names=(name,), duration_s=took_s))
 
@@ -451,7 +451,9 @@ class Peers:
                 if is_of_path or not link.receive_untrusted(packet):
                     continue
                 with self._contain(
-                    f"the link to {self.name_of(link.member)}", errors.append, passing=(PmeshError,)
+                    f"the link to {self._name_of(link)}",
+                    errors.append,
+                    passing=(PmeshError,),
                 ):
                     self._receive_untrusted(link, packet.message)
             self._ban(link.node)
@@ -464,7 +466,7 @@ class Peers:
             return "its connection broke", False
         except ProtocolError as e:
             self._ban(link.node)
-            _log.error("a peer broke the protocol", peer=self.name_of(link.member), reason=str(e))
+            _log.error("a peer broke the protocol", peer=self._name_of(link), reason=str(e))
             self.targets.refuse(link.node, e, live.path.remote_address)
             return f"it broke the protocol: {e}", True
 
@@ -541,60 +543,13 @@ class Peers:
     async def leave(self) -> None:
         """Inform all peers that this is a leave and not a failure, and accept no more links."""
         self._leaving = True
-        leaving, self.links = self.links, {}  # so that their ends cause no redial
+        leaving = list(self.links.values())
+        self.links.clear()  # so that their ends cause no redial
         for direct in (False, True):  # the relayed paths need the others
             async with trio.open_nursery() as nursery:
-                for link in leaving.values():
+                for link in leaving:
                     if link.is_direct == direct:
                         link.send(Leaving())
                         link.scope.cancel()
                         for live in link.paths.values():
                             nursery.start_soon(live.path.aclose)
-
-    # --- implements `pmesh.agent.lanes.splices.Reach`
-
-    def send(self, member: Member, message: Message) -> None:
-        """Send on the link to the member; dropped if there is none."""
-        link = self.links.get(member.node)
-        if link is not None and link.member == member:
-            link.send(message)
-
-    def we_dialled(self, member: Member) -> bool:
-        link = self.links.get(member.node)
-        best = next(iter(() if link is None else link.carriers()), None)
-        if best is None:  # as the smaller node opens relayed paths
-            return link is not None and self._hello().member.node < member.node
-        return best.dialled is not None
-
-    def relay_of(self, member: Member) -> Member | None:
-        link = self.links.get(member.node)
-        return None if link is None or link.carriers() else link.relay
-
-    def paths_to(self, member: Member) -> tuple[LanePath, ...]:
-        link = self.links.get(member.node)
-        return () if link is None else link.spread()
-
-    async def dial_member(self, member: Member) -> trio.SocketStream:
-        """Open a new connection to the member over the best path that takes one."""
-        link = self.links.get(member.node)
-        if link is None or not (addresses := link.addresses()):
-            raise PeerUnreachable(f"this agent has no path to {self.name_of(member)}")
-        return (await dial_any(addresses))[0]
-
-    def probed_paths_to(self, member: Member) -> tuple[ProbedPath, ...]:
-        """Return what is measured of the paths to the member, the best for tensors first."""
-        link = self.links.get(member.node)
-        return () if link is None else link.probed()
-
-    def name_of(self, member: Member) -> str:
-        seat, link = self.membership.view.seat_of(member), self.links.get(member.node)
-        if seat is not None:
-            return self.membership.names.of_seat(seat)
-        if link is not None:
-            return self.membership.names.of(member.node, link.peer.name)
-        own = self._hello()
-        return own.name if member.node == own.member.node else short_node(member.node)
-
-    def complain(self, member: Member, error: NetworkError) -> None:
-        """Log a failed connection to the member; the lane rendezvous tries again."""
-        _log.info("no lane", peer=self.name_of(member), reason=str(error))

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from trio.testing import MockClock
 
 from pmesh.agent.events import Event
-from pmesh.agent.mesh import peers
+from pmesh.agent.mesh import peers, reach
 from pmesh.agent.mesh.links import Link, LivePath, live_path
 from pmesh.agent.mesh.path_keeper import PathKeeper
 from pmesh.agent.mesh.peers import REDIAL_S
@@ -177,11 +177,11 @@ async def test_a_new_connection_goes_over_the_best_path_whoever_dialled_it(
             dialled=(Address("10.0.0.1", 1), None),
         )
         link.paths[slow.key] = slow
-        faults.instead(peers, "dial_any", dial_in_vain)
+        faults.instead(reach, "dial_any", dial_in_vain)
         with pytest.raises(PeerUnreachable, match="not now"):
-            await one.agent.peers.dial_member(link.member)
+            await one.agent.peers.reach.dial_member(link.member)
         assert asked == [((Address("127.0.0.1", two.port), None), (Address("10.0.0.1", 1), None))]
-        assert not one.agent.peers.we_dialled(link.member)
+        assert not one.agent.peers.reach.we_dialled(link.member)
         del link.paths[slow.key]
 
 

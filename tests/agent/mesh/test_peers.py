@@ -264,18 +264,29 @@ async def test_names_and_messages_for_members_without_a_link(clock: MockClock) -
         stranger = Member(NodeId(b"s" * 32), Incarnation(1))
         me = one.agent.membership.state.me
         old = Member(two.key.node, Incarnation(1))
-        assert peers.name_of(me) == "mac-0"
-        assert peers.name_of(stranger) == short_node(stranger.node)
-        assert peers.name_of(old) == "mac-1"
-        assert not peers.we_dialled(stranger)
+        assert peers.reach.name_of(me) == "mac-0"
+        assert peers.reach.name_of(stranger) == short_node(stranger.node)
+        assert peers.reach.name_of(old) == "mac-1"
+        assert not peers.reach.we_dialled(stranger)
         epoch = Epoch(1, stranger.node, Incarnation(1))
         ask = AskResult(JobName("x"), epoch, 1, OpNumber(0), TrainerId(0), TrainerId(1))
         link_to(one, two).send(ask)  # of a job that nobody knows
-        peers.send(stranger, ask)
-        peers.send(old, ask)  # of an incarnation that is gone
+        peers.reach.send(stranger, ask)
+        peers.reach.send(old, ask)  # of an incarnation that is gone
         with pytest.raises(PeerUnreachable, match="no path to"):
-            await peers.dial_member(stranger)
-        peers.complain(stranger, PeerUnreachable("no"))
+            await peers.reach.dial_member(stranger)
+        peers.reach.complain(stranger, PeerUnreachable("no"))
+
+
+async def test_the_only_path_to_a_member_is_measured_and_in_use(clock: MockClock) -> None:
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        link = link_to(one, two)
+        (probed,) = one.agent.peers.reach.probed_paths_to(link.member)
+        assert link.current is not None
+        assert probed.in_use
+        assert (probed.bandwidth, probed.hosts) == (link.current.bandwidth, link.current.hosts)
+        assert link.carriers() == (link.current,)
 
 
 async def test_jobs_run_on_while_a_link_is_replaced(clock: MockClock) -> None:
