@@ -262,7 +262,7 @@ def _member(rank: int, seat: Seat, sources: Sources) -> schema.MemberStatus:
     trip = None if health is None else health.round_trip_s
     jitter = None if health is None else sqrt(health.round_trip_variance_s2)
     path = None if live is None else live.current
-    loss = None if path is None else path.path.loss
+    paths = [] if live is None else list(_paths(live, trip, sources))
     return schema.MemberStatus(
         id=node_text(node),
         name=name,
@@ -273,29 +273,29 @@ def _member(rank: int, seat: Seat, sources: Sources) -> schema.MemberStatus:
         interface=None if path is None else path.key.interface or None,
         jitter_ms=None if trip is None or jitter is None else round(jitter * 1e3, 3),
         silence_s=None if health is None else round(health.longest_silence_s, 1),
-        loss_percent=_percent(loss),
+        loss_percent=None if path is None else paths[0].loss_percent,
         mbit_s=sources.membership.probing.settled_mbit_s(seat.member) or None,
         cpu_percent=cpu_percent,
         memory_percent=memory_percent,
-        paths=() if live is None else tuple(_paths(live, trip, sources)),
+        paths=tuple(paths),
     )
 
 
 def _paths(link: Link, trip_s: float | None, sources: Sources) -> Iterator[schema.PathStatus]:
-    """Yield the paths of a link; `trip_s` is the round trip of its messages."""
+    """Yield the paths of a link, the current one first; `trip_s` is its messages' round trip."""
     now, ours = trio.current_time(), sources.hello.interfaces
     current = link.current
     both = zip(link.paths.values(), link.states(), strict=True)
     for live, state in sorted(both, key=lambda pair: (pair[0] is not current, pair[1].rank)):
         in_use = live is current
-        carries = sources.jobs.rendezvous.paths.carries(*live.hosts)
+        carries = in_use or sources.jobs.rendezvous.paths.carries(*live.hosts)
         silent = state.silence_s(now) >= live.thresholds.degraded_after_s
         path_trip_s = live.health.round_trip_s or (trip_s if in_use else None)
         yield schema.PathStatus(
             interface=live.key.interface or None,
             remote=live.key.remote,
             kind=live.kind or None,
-            use="silent" if silent else "in use" if in_use or carries else "standby",
+            use="silent" if silent else "in use" if carries else "standby",
             speed_mbit_s=live.speed_mbit_s or None,
             mbit_s=state.measured_mbit_s or None,
             rtt_ms=_milliseconds(path_trip_s),

@@ -380,13 +380,19 @@ class Link:
 
     def probed(self) -> tuple[ProbedPath, ...]:
         """Return what is measured of the paths for tensors, the best first."""
-        states = self.states()
-        carriers, used = self._carriers(states), self._spread_keys(states)
+        carriers: tuple[LivePath, ...] = ()
+        used: tuple[PathKey, ...] = ()
+        if len(self.paths) != 1 or self._current is None:
+            states = self.states()
+            carriers, used = self._carriers(states), self._spread_keys(states)
+        elif self._current.relay is None:  # the usual case, and this is asked at each heartbeat
+            carriers = (self._current,)
+        best = next(iter(carriers), None)
         return tuple(
             ProbedPath(
                 live.bandwidth,
                 live.hosts,
-                in_use=live is carriers[0] or live.key in used,
+                in_use=live is best or live.key in used,
                 least_round_trip_s=live.wired_round_trip_s,
             )
             for live in carriers

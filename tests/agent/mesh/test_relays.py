@@ -35,6 +35,8 @@ async def test_two_that_lose_their_link_come_together_over_a_third(clock: MockCl
         _, one, other = here.machines
         await part(one, other)
         await here.settle(*here.machines)
+        assert reached_over(one, other) == RELAYED
+        assert one.agent.peers.reach.probed_paths_to(link_to(one, other).member) == ()
 
 
 async def test_a_link_whose_only_path_falls_silent_goes_on_over_a_third(clock: MockClock) -> None:
