@@ -5,6 +5,8 @@ from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, assert_never
 
+import msgspec
+
 from pmesh.core.links import health
 from pmesh.core.links.health import WIRED
 from pmesh.core.values import OpOutcome, Roster, SignedName, View
@@ -430,9 +432,14 @@ class SimulatedAgent:
             self._show()
 
     def _show(self) -> None:
-        """A heartbeat at once whenever it says anything new; progress rides on the regular ones."""
-        beat = self._heartbeat()
-        if self._shown is None or not says_the_same(self._shown, beat):
+        """A heartbeat at once whenever it says anything new.
+
+        Progress and promises ride on the regular ones.
+        """
+        beat, shown = self._heartbeat(), self._shown
+        if shown is None or not says_the_same(
+            shown, msgspec.structs.replace(beat, promised=shown.promised, flushed=shown.flushed)
+        ):
             self._beat(beat)
 
     def _beat(self, beat: Heartbeat | None = None) -> None:

@@ -142,6 +142,11 @@ class Jobs(JobsState[WaitingRank, LocalRank]):
 
     # --- what the agreement reads and decides
 
+    @property
+    def moved_at(self) -> float:
+        """When bytes of the local ranks were last seen to have moved."""
+        return max((rank.lanes.moved_at for rank in self.ranks), default=0.0)
+
     def facts(self) -> Facts:
         """Return what the local jobs want and have."""
         return self.known(self.membership.state, trio.current_time())

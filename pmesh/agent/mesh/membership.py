@@ -48,7 +48,8 @@ from pmesh.net.links.acceptor import HANDSHAKE_INTERVAL_S
 from pmesh.net.sessions.processes import Stall, sleep_in_step
 
 HEARTBEAT_S = 0.2  # a fifth of the shortest silence that means anything
-QUIET_HEARTBEAT_S = 0.4  # while no job runs: still five before a peer is gone
+REST_HEARTBEAT_S = 0.4  # while nothing moves: still five before a peer is gone
+RESTS_AFTER_S = 5.0  # by cable a peer is gone long before: an op that has stopped learns why
 TICK_S = 0.1  # half a heartbeat: silence is judged no later than this
 DOUBT_S = WIRED.gone_after_s / 2  # V8: after a stall this long, a peer may have given us up
 NEW_CLAIMS = 2 * MAX_MEMBERS  # those of a view, and ranks that it has lost: 11 ms of verifying
@@ -59,6 +60,11 @@ _log = structlog.get_logger()
 
 class Follower(Protocol):
     """Supplies the facts and carries out the decisions (`pmesh.agent.jobs.driver`)."""
+
+    @property
+    def moved_at(self) -> float:
+        """When bytes of the local jobs were last seen to have moved."""
+        ...
 
     def facts(self) -> Facts:
         """Return what the local jobs have and want; without round trips."""
@@ -319,22 +325,28 @@ class Membership:
     @property
     def pace_s(self) -> float:
         """How often to send heartbeats, and to check deadlines."""
-        return QUIET_HEARTBEAT_S if self.is_quiet else HEARTBEAT_S
+        return REST_HEARTBEAT_S if self.rests else HEARTBEAT_S
 
     @property
     def tick_s(self) -> float:
         """How often to judge silence; a peer that is late ends the quiet long before it is gone."""
-        return QUIET_HEARTBEAT_S if self.is_quiet else TICK_S
+        return REST_HEARTBEAT_S if self.rests else TICK_S
 
     @property
     def is_quiet(self) -> bool:
-        """Whether no job runs or is about to, and all peers are healthy and in our view.
+        """Whether no job runs or is about to, and all peers are healthy and in our view."""
+        return not self.state.view.rosters and self.rests
+
+    @property
+    def rests(self) -> bool:
+        """As `is_quiet`, or jobs run but have moved nothing for a while.
 
         A peer need not know: what it thinks of silence stays the same.
         """
         state = self.state
         return (
-            not (state.view.rosters or self._stall_guard.unconfirmed)
+            not (state.view.rosters and self._has_moved_lately())
+            and not self._stall_guard.unconfirmed
             and state.flushed_at is None
             and len(state.peers) == len(self._contacts)
             and all(
@@ -344,6 +356,11 @@ class Membership:
             and all(c.health.condition is Condition.HEALTHY for c in self._contacts.values())
             and not self._follower.facts().waiting  # last, as it costs most
         )
+
+    def _has_moved_lately(self) -> bool:
+        """A view counts as well: its jobs begin, or go on, at once."""
+        moved_at = max(self.state.installed_at, self._follower.moved_at)
+        return trio.current_time() < moved_at + RESTS_AFTER_S
 
     def beat(self) -> None:
         self._send_heartbeat(self._contacts.values())
@@ -473,10 +490,16 @@ class Membership:
         return [node for node, c in contacts if c.health.condition is Condition.SUSPECT]
 
     def _urgent(self, facts: Facts) -> object:
-        """Return the parts of a heartbeat that are sent at once when they change."""
+        """Return the parts of a heartbeat that are sent at once when they change.
+
+        A promise is none: the leader has the answer to its proposal, and the view, which comes
+        within milliseconds, tells the others.
+        """
         beat = heartbeat_of(self.state, facts, trio.current_time())
-        heard = dict.fromkeys(beat.heard, UNKNOWN)
-        return msgspec.structs.replace(beat, heard=heard, progress=(), silent=())
+        heard, promised = dict.fromkeys(beat.heard, UNKNOWN), beat.view
+        return msgspec.structs.replace(
+            beat, heard=heard, promised=promised, flushed=False, progress=(), silent=()
+        )
 
     def _send_heartbeat(self, contacts: Iterable[_Contact]) -> None:
         now = trio.current_time()

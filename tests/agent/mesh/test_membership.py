@@ -16,7 +16,7 @@ from pmesh.agent.mesh.membership import (
     DOUBT_S,
     HEARTBEAT_S,
     NEW_CLAIMS,
-    QUIET_HEARTBEAT_S,
+    REST_HEARTBEAT_S,
     TICK_S,
     Membership,
 )
@@ -28,7 +28,15 @@ from pmesh.core.links.health import DEAF, LONGEST_SILENCE_S, WIRED, Condition
 from pmesh.core.values import Seat, SignedName, View
 from pmesh.core.views.state import Facts
 from pmesh.core.wire.channels import Message
-from pmesh.core.wire.views import AgreementMessage, Candidate, Commit, Heartbeat, Propose, TellView
+from pmesh.core.wire.views import (
+    AgreementMessage,
+    Candidate,
+    Commit,
+    Flushed,
+    Heartbeat,
+    Propose,
+    TellView,
+)
 from pmesh.errors import ProtocolError
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, Slot
 from pmesh.net.sessions.processes import Clocks, Stall, tick
@@ -49,6 +57,7 @@ class Follower:
     now: Facts = field(default_factory=Facts)
     told: list[str] = field(default_factory=list)
     membership: Membership | None = None
+    moved_at: float = 0.0
 
     def facts(self) -> Facts:
         return self.now
@@ -274,6 +283,24 @@ async def test_what_others_must_know_is_told_at_once_and_only_once() -> None:
     assert beat.waiting == waiting
 
 
+async def test_of_a_view_change_others_hear_only_what_it_takes_and_the_new_view() -> None:
+    world = await in_a_view(A, B, C)
+    leader, one, other = (world.sides[m] for m in world.sides[A].view.by_seniority)
+    leader.follower.now = Facts(waiting=(Candidate(JobName("digits"), Slot(0), 1),))
+    leader.membership.reevaluate()
+    (_, proposal), (_, wish) = one.inbox
+    assert isinstance(proposal, Propose)
+    assert isinstance(wish, Heartbeat)
+    leader.follower.now = Facts()
+    other.inbox.clear()
+    one.membership.receive(leader.me, proposal)
+    assert [type(message) for _, message in leader.inbox] == [Flushed]
+    assert not other.inbox
+    other.membership.receive(leader.me, proposal)
+    await world.deliver()
+    assert len({side.view.epoch for side in world.sides.values()}) == 1
+
+
 async def test_silence_is_suspected_and_then_ends_the_membership(
     autojump_clock: MockClock,
 ) -> None:
@@ -334,8 +361,8 @@ async def test_silence_is_noticed_as_soon_while_no_trainer_is_there(
         for side in world.sides.values():
             nursery.start_soon(side.membership.run)
             nursery.start_soon(judge, side.membership)
-        await trio.sleep_until(10 * QUIET_HEARTBEAT_S + 0.05)  # a heartbeat has just been sent
-        assert one.membership.pace_s == (HEARTBEAT_S if with_a_trainer else QUIET_HEARTBEAT_S)
+        await trio.sleep_until(10 * REST_HEARTBEAT_S + 0.05)  # a heartbeat has just been sent
+        assert one.membership.pace_s == (HEARTBEAT_S if with_a_trainer else REST_HEARTBEAT_S)
         world.sides[C].links.clear()
         began = trio.current_time()
         await until(lambda: C not in one.view.members)
