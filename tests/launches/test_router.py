@@ -406,3 +406,26 @@ async def test_a_new_rank_0_learns_that_the_input_has_ended(tmp_path: Path) -> N
                 launch.send_input(b"")
             assert await here.anna.next() == LaunchPart(ID, 0, 0, ends=True)
             here.launches.receive(ANNA, RankEnded(ID, generation, 0, 1))
+
+
+# --- what it does at rest
+
+
+async def test_links_are_looked_at_less_often_while_no_launch_goes_on(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with launches_in(tmp_path, None) as here:
+        looks = list[float]()
+        monkeypatch.setattr(
+            here.launches, "_follow_links", lambda: looks.append(autojump_clock.current_time())
+        )
+        counts = list[int]()
+        for going_on in (frozenset[str](), frozenset({ID})):
+            monkeypatch.setattr(here.launches, "_in_use", lambda going_on=going_on: going_on)
+            await trio.sleep(1)  # for which it may have begun to wait
+            looks.clear()
+            await trio.sleep(10)
+            counts.append(len(looks))
+        idle, busy = counts
+        assert 20 <= idle <= 30
+        assert 90 <= busy <= 110

@@ -60,6 +60,7 @@ from pmesh.launches.wire.messages import (
 from pmesh.net.sessions.processes import sleep_in_step
 
 LOOK_S = 0.1  # how soon a lost link ends the ranks
+IDLE_LOOK_S = 0.4  # as heartbeats, where no launch goes on
 KEPT = 20  # launches whose output is kept
 MAX_STARTED = 64  # by programs of this machine at once: each is a terminal, or was detached
 MAX_RUNNING = 16  # parts of launches at once
@@ -423,7 +424,7 @@ class Launches:
     async def _look(self) -> None:
         """Follow the links with all machines that take part."""
         while True:
-            await sleep_in_step(LOOK_S)
+            await sleep_in_step(LOOK_S if self._in_use() else IDLE_LOOK_S)
             with self._contain("the launches of this machine"):
                 self._follow_links()
 
