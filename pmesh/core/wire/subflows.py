@@ -30,9 +30,9 @@ from pmesh.errors import ProtocolError
 
 WINDOW_BYTES: Final = 16 * 1024 * 1024  # 1 Gbit/s for as long as 100 Mbit/s take for a record
 WINDOW_RECORDS: Final = 256
-ACK_BYTES: Final = 128 * 1024
+ACK_BYTES: Final = 512 * 1024
 ACK_RECORDS: Final = 32
-ACK_EARLY_BYTES: Final = 16 * 1024  # if there is nothing more to read: 1.3 ms at 100 Mbit/s
+ACK_EARLY_BYTES: Final = 64 * 1024  # if there is nothing more to read: 5 ms at 100 Mbit/s
 MEASURE_S: Final = 0.01
 STALE_S: Final = 1.0  # in so long a pause the system's buffers may have been full
 BUSY_BYTES: Final = 64 * 1024  # on their way all the time: then the network was the limit

@@ -117,7 +117,7 @@ class MultipathLane(Lane):
             offer,
             sending=first.sending,
             peer=first.peer,
-            wake_up_bytes=first.wake_up_bytes,
+            wake_up_bytes=2 * first.wake_up_bytes,  # each costs more than in the library
         )
         self._lock = threading.Lock()
         self._subflows: dict[int, _Subflow] = {}
@@ -281,7 +281,8 @@ class MultipathLane(Lane):
             self._tending = False
             await self._news.wait()
         self._tending = True
-        await trio.sleep(PUSH_S if self._has_unsent else TICK_S)
+        is_ours = self._stop_thread is None  # a thread writes what it has posted by itself
+        await trio.sleep(PUSH_S if is_ours and self._has_unsent else TICK_S)
         self.pump(outside=True)
 
     async def _await_path(self) -> None:

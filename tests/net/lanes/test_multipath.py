@@ -17,7 +17,13 @@ from pmesh.core.wire.subflows import WINDOW_RECORDS
 from pmesh.errors import LaneBroken
 from pmesh.net.lanes.executor import OpStage, StageRunner
 from pmesh.net.lanes.lane import WAKE_UP_BYTES, Lane, LaneWait, PathLost, Steps
-from pmesh.net.lanes.multipath import MAX_SUBFLOWS, ConnectionFacts, MultipathLane
+from pmesh.net.lanes.multipath import (
+    MAX_SUBFLOWS,
+    PUSH_S,
+    TICK_S,
+    ConnectionFacts,
+    MultipathLane,
+)
 from tests.net.lanes.multipath import Paths, connections, drop, names_of, paths_between
 from tests.net.lanes.parts import either_way, receive_all, send_all
 from tests.worlds.lanes import header
@@ -229,6 +235,27 @@ async def test_a_lane_whose_peer_is_gone_lingers_no_longer_than_it_must(
         nursery.start_soon(paths.sending.tend)
         await paths.sending.send(header(3), b"abc")  # and nobody receives it
         paths.sending.close()
+    assert autojump_clock.current_time() < 5
+
+
+async def test_while_a_thread_has_the_lane_it_is_tended_less_often(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread writes the rest by itself, and each time would wake it."""
+    async with paths_between(1, buffer_bytes=65536) as paths:
+        lane, pumped, counts = paths.sending, list[bool](), list[int]()
+        await lane.send(header(len(BODIES[0])), BODIES[0])  # more than the socket takes
+        monkeypatch.setattr(lane, "pump", lambda *, outside: pumped.append(outside))
+        for lends in (False, True):
+            if lends:
+                lane.lend(lambda: None)
+            await trio.sleep(TICK_S)  # for which it may have begun to wait
+            pumped.clear()
+            await trio.sleep(10 * TICK_S)
+            counts.append(len(pumped))
+        lane.take_back()
+    assert counts[0] > 5 * TICK_S / PUSH_S
+    assert counts[1] <= 11
     assert autojump_clock.current_time() < 5
 
 
