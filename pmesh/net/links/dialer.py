@@ -55,6 +55,9 @@ async def dial(
         raise PeerUnreachable(f"{where} does not answer ({timeout_s:g} s)") from e
     except (OSError, ValueError, RuntimeError) as e:
         # ValueError: a name that can't be one. RuntimeError: no thread is left that could look up.
+        # What trio has noted refers to the frames that noted it: they would wait for the collector.
+        for leaf in (e, *_leaves(e)):
+            leaf.__traceback__ = None
         raise _explain(e, address) from e
 
 
@@ -119,7 +122,7 @@ async def dial_any(
         try:
             stream = await dial(address, via=via, timeout_s=timeout_s, connect=connect)
         except (PeerUnreachable, LocalNetworkDenied) as e:
-            failures.append(e)
+            failures.append(e.with_traceback(None))  # likewise: this frame refers to `failures`
             failed.set()
             turns.release()
             return

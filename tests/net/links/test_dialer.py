@@ -1,5 +1,8 @@
+import contextlib
 import errno
+import gc
 import socket
+import weakref
 from collections.abc import AsyncIterator
 
 import psutil
@@ -286,3 +289,30 @@ async def test_four_addresses_at_once_are_dialled_at_most(
         await dial_any([(Address(f"10.0.0.{n}", 7), None) for n in range(16)], connect=connect)
     assert most == AT_ONCE
     assert autojump_clock.current_time() < 4 * DIAL_TIMEOUT_S + 1
+
+
+class Refuser:
+    """Notes why it fails in its own frame, as trio does."""
+
+    async def __call__(self, _host: str, _port: int) -> trio.SocketStream:
+        errors = list[OSError]()
+        try:
+            await trio.lowlevel.checkpoint()
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "refused")
+        except OSError as e:
+            errors.append(e)
+        raise OSError("all attempts failed") from ExceptionGroup("all", errors)
+
+
+async def test_what_failed_attempts_held_does_not_wait_for_the_collector() -> None:
+    """An agent dials what is not there for as long as it runs."""
+    connect = Refuser()
+    held = weakref.ref(connect)
+    gc.disable()
+    try:
+        with contextlib.suppress(PeerUnreachable):
+            await dial_any([(Address("127.0.0.1", 1), None)] * 2, connect=connect)
+        del connect
+        assert held() is None
+    finally:
+        gc.enable()
