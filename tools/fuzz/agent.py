@@ -5,6 +5,7 @@ And the hostile member: such an agent whose links carry what a liar makes of its
     $ PMESH_HOME=... python -m tools.fuzz.agent '{"number": 3, "seed": 7, "log": "lies"}' up ...
 """
 
+import gc
 import os
 import secrets
 import sys
@@ -52,19 +53,29 @@ LONGEST_STEP_S = 0.2  # of processor time, so that other programs have no part i
 
 
 class Steps(trio.abc.Instrument):
-    """Tells of steps of the event loop that are too long."""
+    """Tells of steps of the event loop that are too long, and how much of them was a collection."""
 
     def __init__(self) -> None:
-        self._began_s = 0.0
+        self._began_s = self._collection_began_s = self._collected_s = 0.0
+        self._garbage = 0
+        gc.callbacks.append(self._collect)
+
+    def _collect(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._collection_began_s = time.thread_time()
+        else:
+            self._collected_s += time.thread_time() - self._collection_began_s
+            self._garbage += info["collected"]
 
     def before_task_step(self, task: trio.lowlevel.Task) -> None:  # noqa: ARG002 - trio's
         """Trio runs a task until its next await."""
-        self._began_s = time.thread_time()
+        self._began_s, self._collected_s, self._garbage = time.thread_time(), 0.0, 0
 
     def after_task_step(self, task: trio.lowlevel.Task) -> None:
         took_s = time.thread_time() - self._began_s
         if took_s > LONGEST_STEP_S:
-            print(f"{LONG_STEP} {took_s:.3f} s: {task}", file=sys.stderr, flush=True)
+            garbage = f"{self._collected_s:.3f} s for {self._garbage} objects of garbage"
+            print(f"{LONG_STEP} {took_s:.3f} s, {garbage}: {task}", file=sys.stderr, flush=True)
 
 
 CLAIMS = 0.02  # of the heartbeats

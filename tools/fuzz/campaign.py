@@ -101,6 +101,8 @@ class FuzzedMesh(LabMesh):
         self._key = mesh_key_from_text(self._environment["PMESH_KEY"])
         """That of the mesh now."""
         self._rotations: dict[str, Rotation | None] = {}
+        self._seeds: set[int] = set()
+        """Of the liars that this mesh has had: each may have been removed from it for good."""
         self.worst: dict[str, float] = {}
 
     def __exit__(self, *_: object) -> None:
@@ -123,6 +125,9 @@ class FuzzedMesh(LabMesh):
     def run(self, seed: int, *, lies_for_s: float = LIES_FOR_S, replay: Path | None = None) -> None:
         """Raises FindingError."""
         try:
+            if seed in self._seeds:
+                self._start_over()
+            self._seeds.add(seed)
             self._start_agents()
             begin = self._start_lying_member(seed, replay)
             self._start_trainers(seed)
@@ -146,6 +151,15 @@ class FuzzedMesh(LabMesh):
     def case(self, liar: Literal["member", "trainer"], seed: int, finding: str) -> KeptCase:
         messages = recorded(self.folder / f"{liar}-{seed}.lies")
         return KeptCase(liar=liar, seed=seed, finding=finding, messages=messages)
+
+    def _start_over(self) -> None:
+        """Let the next agents be a mesh that has never met anybody."""
+        self.end_all()
+        for name in NAMES:
+            shutil.rmtree(self._home(name), ignore_errors=True)
+        self._key = mesh_key_from_text(self._environment["PMESH_KEY"])
+        self._rotations.clear()
+        self._seeds.clear()
 
     def _start_agents(self) -> None:
         for number, name in enumerate(NAMES):
