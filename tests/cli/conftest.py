@@ -1,10 +1,10 @@
 import gc
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from pmesh.home_paths import home_directory, socket_path
+from tests.worlds.faults import Fault, Faults
 
 
 @pytest.fixture
@@ -14,9 +14,6 @@ def socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _objects_are_collected() -> Iterator[None]:
+def freezing(faults: Faults) -> Fault:
     """An agent of a test has no process of its own, in which it may freeze what there is."""
-    before = gc.get_freeze_count()
-    yield
-    if gc.get_freeze_count() > before:  # else it stays as `tests/conftest.py` has frozen it
-        gc.unfreeze()
+    return faults.pretend(gc, "freeze", lambda: None)

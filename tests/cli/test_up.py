@@ -24,7 +24,7 @@ from pmesh.home_paths import socket_path
 from pmesh.terminal.lines import ending_signals
 from tests.cli.homes import use_agent, use_home
 from tests.worlds.fake_status_agent import agent_at, answer_well
-from tests.worlds.faults import Faults
+from tests.worlds.faults import Fault, Faults
 from tests.worlds.system import type_in
 
 KEY = MeshKey(bytes(range(32)))
@@ -94,7 +94,10 @@ def test_every_option_reaches_the_agent(agent: FakeAgent, home: Path) -> None:
     )
 
 
-def test_no_collection_looks_through_the_modules_while_the_agent_runs(agent: FakeAgent) -> None:
+def test_no_collection_looks_through_the_modules_while_the_agent_runs(
+    agent: FakeAgent, freezing: Fault
+) -> None:
+    freezing.end()
     looked_at = list[int]()
     agent.then = lambda: looked_at.append(len(gc.get_objects()))
     gc.unfreeze()  # what the tests have frozen: the agent does so again

@@ -201,12 +201,14 @@ def test_what_makes_a_member_slow_or_unwise_is_named_and_is_no_cause(
     joined = [plain, rekeyed, dreamer, slow]
     world.fleet.await_view(*world.members, *joined)
     key_file.write_text(new_key())
+    # Before anybody finds an edge to the slow machine, which they would name first.
+    doctors = [world.call_doctor(agent) for agent in (plain, rekeyed, world.members[0])]
+    native, key, clock = map(diagnosis, doctors)
     trainers = [world.fleet.start_trainer(agent, TRAIN) for agent in (world.members[1], slow)]
     slow.await_status(lambda s: any(p.slow for m in s.view.members for p in m.paths))
     for trainer in trainers:
         trainer.reap()
-    doctors = [world.call_doctor(agent) for agent in (plain, rekeyed, world.members[0], slow)]
-    native, key, clock, speed = map(diagnosis, doctors)
+    speed = diagnosis(world.call_doctor(slow))
     key_file.unlink()
     for agent in joined:
         agent.process.reap()

@@ -30,9 +30,10 @@ def end(agent: Agent, number: signal.Signals, *peers: Agent, code: int) -> None:
     """End it by the signal: its peers hear of it, and it says nothing more."""
     before, began = agent.process.output, time.monotonic()
     agent.process.send_signal(number)
-    for peer in peers:
-        reason = peer.process.await_line(f"^{agent.name} is gone: (.*)")[1]
-        assert reason == "its agent was stopped"
+    reasons = {peer.process.await_line(f"^{agent.name} is gone: (.*)")[1] for peer in peers}
+    if peers:  # one may install the view without it before it reads of the leave itself
+        stopped, told = {"its agent was stopped"}, {"the others no longer hear it"}
+        assert stopped <= reasons <= stopped | told
     left_s = time.monotonic() - began
     said = agent.process.await_end(code=code)
     ended_s = time.monotonic() - began
@@ -53,7 +54,7 @@ def test_a_stopped_agent_leaves_at_once_also_while_a_job_runs(fleet: Fleet) -> N
 
     assert trainers[1].await_end().splitlines()[-1].startswith("AgentStopped: ")
     assert trainers[0].await_end().splitlines()[-1] == "alone after mac-1"
-    one.process.await_line(rf"rank {ranks[1]} \(mac-2\) is lost: its agent was stopped")
+    one.process.await_line(rf"rank {ranks[1]} \(mac-2\) is lost: its agent (was stopped|is gone)$")
 
     down = fleet.pmesh("down", home=four.home)
 

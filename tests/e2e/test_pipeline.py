@@ -62,15 +62,19 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "fine_tune_in_stages.py"
 
 
 def test_the_example_fine_tunes_adapters_on_two_machines_each_of_its_own_layers(
-    fleet: Fleet, ring: list[Agent], tmp_path: Path
+    fleet: Fleet, ring: list[Agent], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny(tmp_path)
+    monkeypatch.chdir(tmp_path)  # what it writes goes where the command was given
     words = ("run", "--on", "mac-1,mac-2", "--", sys.executable, str(EXAMPLE), str(tmp_path), "4")
     said = fleet.start_command(*words, home=ring[0].home).await_end(timeout_s=120)
     losses = re.findall(r"stage (\d): step \d+, loss ([\d.]+)", said)
     of_first, of_last = ([float(loss) for stage, loss in losses if stage == s] for s in "01")
     assert of_first == of_last
     assert of_first[-1] < of_first[0]
+    assert {path.name for path in tmp_path.glob("stage-*")} == {
+        f"stage-{n}.safetensors" for n in "01"
+    }
 
 
 def test_processes_go_on_with_the_layers_of_one_that_was_killed_for_good(

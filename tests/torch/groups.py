@@ -1,6 +1,7 @@
 """Process groups on a simulated mesh."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -26,8 +27,22 @@ def group_of(mesh: Mesh) -> ProcessGroup:
     )
 
 
+@contextlib.contextmanager
+def group_that_ends(mesh: Mesh) -> Iterator[ProcessGroup]:
+    """Else its threads would wait for ops until the tests have ended."""
+    group = group_of(mesh)
+    try:
+        yield group
+    finally:
+        group.shutdown()
+
+
 def run(program: Callable[[ProcessGroup], T], ranks: int = 3) -> list[T]:
-    return SimulatedMesh(ranks).run(lambda mesh: program(group_of(mesh)))
+    def run_rank(mesh: Mesh) -> T:
+        with group_that_ends(mesh) as group:
+            return program(group)
+
+    return SimulatedMesh(ranks).run(run_rank)
 
 
 def reducing(op: Any, *, waits: bool = False) -> Any:

@@ -10,6 +10,8 @@ import pytest
 
 from tests.torch.conftest import Programs
 
+pytestmark = [pytest.mark.slow, pytest.mark.measured]  # its programs import torch for seconds
+
 
 @pytest.mark.parametrize("program", ["of_a_line", "of_a_message"])
 def test_a_program_ends_well_while_an_op_is_under_way(program: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from threading import Event
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from pmesh.torch.ranks import WORLDS, BackwardLine, Elastic
 from pmesh.torch.sampler import DistributedBatchSampler
 from tests.torch.conftest import Programs
 from tests.torch.dealing import alone
-from tests.torch.groups import group_of, reducing
+from tests.torch.groups import group_of, reducing, run
 from tests.worlds.faults import Faults
 
 ROWS = 70
@@ -36,14 +36,12 @@ class TimedGroup(ProcessGroup):
     computed_s = 0.0
 
 
-def timed(mesh: Mesh) -> TimedGroup:
-    group = group_of(mesh)
-    group.__class__ = TimedGroup
-    return group
-
-
 def each_rank(program: Callable[[TimedGroup], Any]) -> list[Any]:
-    return SimulatedMesh(3).run(lambda mesh: program(timed(mesh)))
+    def timed(group: ProcessGroup) -> Any:
+        group.__class__ = TimedGroup
+        return program(cast("TimedGroup", group))
+
+    return run(timed)
 
 
 def train(group: TimedGroup, steps: int, *, ahead: int = 0, **options: Any) -> list[list[int]]:

@@ -146,6 +146,7 @@ def test_leaving_an_agent_that_has_gone_is_no_error(scripted: ScriptedAgent) -> 
 
 def test_a_silent_agent_is_not_waited_for_forever(scripted: ScriptedAgent, faults: Faults) -> None:
     faults.limit(connection, "SILENCE_S", 0.05)
+    faults.limit(connection, "FIRST_ANSWER_S", 0.5)
     silent_until = threading.Event()
 
     def stay_silent(trainer: Trainer, request: AnyRequest | None) -> None:
