@@ -1,8 +1,8 @@
 """What a test needs of the machine, for all of them.
 
 `make test` leaves tests that are marked slow to `make test-all`, which takes twice as long. They
-are short forms of campaigns, and tests of whole processes where a test in one process covers the
-same rule.
+are short forms of campaigns, tests of whole processes where a test in one process covers the same
+rule, and those whose programs import torch or are compiled first.
 """
 
 import functools
@@ -24,13 +24,14 @@ from xdist.scheduler.loadscope import LoadScopeScheduling
 
 import pmesh
 from pmesh.net.lanes import executor
+from tests.worlds.examples import ALL, QUICK
 from tests.worlds.faults import Faults
 from tests.worlds.watched_agent import WatchedAgent, watched_agent
 from tools.lab.net import why_not
 
 # A busy machine is no finding. A blob in the log replays what CI found: its database is not kept.
-settings.register_profile("all", deadline=None, print_blob=True)
-settings.register_profile("quick", settings.get_profile("all"), max_examples=40)
+settings.register_profile("all", deadline=None, print_blob=True, max_examples=ALL)
+settings.register_profile("quick", settings.get_profile("all"), max_examples=QUICK)
 
 # Else each of the hundreds of processes that the tests start compiles the whole package again.
 sys.dont_write_bytecode = False

@@ -4,7 +4,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pmesh.compression.blocks import Float32s
@@ -12,10 +12,11 @@ from pmesh.compression.codecs import PART, Codec, codec_of
 from tests.compression.every_codec import COUNTS, IN_C, NAMES, decoded, encoded, every_codec
 from tests.compression.ring_of_codecs import all_reduce
 from tests.compression.values import float32s, gaussian
+from tests.worlds.examples import examples
 
 
 @every_codec
-@settings(max_examples=30)
+@examples(30)
 @given(data=st.data(), scale=st.sampled_from([1.0, 0.25, 1 / 3]), divisor=st.integers(1, 8))
 def test_what_is_decoded_and_the_residual_make_up_the_value(
     codec: Codec, data: st.DataObject, scale: float, divisor: int
@@ -57,7 +58,7 @@ def test_what_is_decoded_and_the_residual_make_up_the_value(
 
 
 @every_codec
-@settings(max_examples=30)
+@examples(30)
 @given(values=float32s(COUNTS, finite=False), last=st.booleans())
 def test_nothing_that_is_not_finite_is_swallowed(
     codec: Codec,
@@ -117,7 +118,7 @@ def test_pieces_lie_one_behind_the_other_at_multiples_of_four(codec: Codec, coun
 
 
 @every_codec
-@settings(max_examples=20)
+@examples(20)
 @given(data=st.data())
 def test_whatever_bytes_arrive_become_values(codec: Codec, data: st.DataObject) -> None:
     count = data.draw(COUNTS)

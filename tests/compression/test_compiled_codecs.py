@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pmesh.compression.blocks import Float32s
@@ -19,6 +19,7 @@ from tests.compression.every_codec import (
     needs_the_library,
 )
 from tests.compression.values import float32s, gaussian
+from tests.worlds.examples import examples
 
 pytestmark = needs_the_library
 
@@ -56,7 +57,7 @@ def assert_same_bits(
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=60)
+@examples(60)
 @given(data=st.data(), scale=st.sampled_from([1.0, 1 / 3]), divisor=st.integers(1, 3))
 def test_c_gives_the_same_bits_as_numpy(
     name: str, data: st.DataObject, scale: float, divisor: int

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pmesh.compression import compiled, one_bit, power_sgd, random_k
@@ -12,6 +12,7 @@ from pmesh.compression.blocks import Float32s
 from pmesh.compression.compiled import Kernels, in_numpy, kernels
 from tests.compression.every_codec import needs_the_library
 from tests.compression.values import float32s, gaussian
+from tests.worlds.examples import examples
 from tests.worlds.system import without_library
 
 pytestmark = needs_the_library
@@ -60,7 +61,7 @@ def by_power_sgd(shape: tuple[int, int], rank: int, factors: Float32s, kept: Flo
     return [out, after, alone]
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(data=st.data(), key=st.integers(0, 2**64 - 1))
 def test_random_k_gives_the_same_bits(data: st.DataObject, key: int) -> None:
     own = data.draw(float32s(st.integers(0, 60), finite=False))
@@ -77,7 +78,7 @@ def test_random_k_draws_alike_from_many_values(count: int, k: int) -> None:
         np.testing.assert_array_equal(random_k.draw_indices(count, k, key), expected)
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(data=st.data(), count=st.sampled_from([0, 1, 31, 32, 33, 1023, 1024, 1025, 40_000]))
 def test_one_bit_gives_the_same_bits(data: st.DataObject, count: int) -> None:
     own = gaussian(count, seed=data.draw(st.integers(0, 2**32)))
@@ -87,7 +88,7 @@ def test_one_bit_gives_the_same_bits(data: st.DataObject, count: int) -> None:
     assert_same_bits(lambda: by_one_bit(own, before))
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(
     data=st.data(),
     rank=st.integers(1, 4),

@@ -48,6 +48,7 @@ def files_with(folder: Path, secrets: list[bytes]) -> list[Path]:
     return found
 
 
+@pytest.mark.slow  # in one process: tests/invites
 def test_a_bare_machine_joins_by_a_code_and_the_key_is_seen_nowhere(
     fleet: Fleet, make_lab: Callable[[int], NetLab]
 ) -> None:
@@ -192,6 +193,7 @@ def test_ctrl_c_withdraws_the_code(fleet: Fleet, make_lab: Callable[[int], NetLa
     late.await_end(code=1)
 
 
+@pytest.mark.slow  # in one process: tests/invites
 def test_a_fourth_code_in_an_hour_is_refused_whoever_asks(fleet: Fleet) -> None:
     first = fleet.start_agent("mac-1", "--no-mdns")
     first.await_status(lambda _: True)

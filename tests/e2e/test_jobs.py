@@ -9,6 +9,8 @@ import pytest
 
 from tests.e2e.harness import Agent, Fleet, Running
 
+pytestmark = pytest.mark.slow  # in one process: tests/agent/jobs
+
 # Job, ranks, how often one after the other.
 TRAINER = """
 import json, sys

@@ -10,6 +10,8 @@ import pytest
 
 from tests.e2e.harness import Agent, Fleet, Running
 
+pytestmark = pytest.mark.slow  # in one process: tests/agent/jobs
+
 # Calls op after op, 32 MiB each, so that whatever happens happens in the middle of one; each result
 # is checked, and a line tells of each change of the world.
 TRAINER = """
@@ -163,7 +165,6 @@ def test_ranks_out_of_step_all_learn_which_op_and_who_called_what(ring: Ring) ->
     assert ends == {"then [3. 3.] 3"}
 
 
-@pytest.mark.slow
 def test_the_others_go_on_without_a_killed_agent_whether_it_leads_or_follows(fleet: Fleet) -> None:
     agents = fleet.start_ring("mac-1", "mac-2", "mac-3", "mac-4")
     leads, follows, other, dies = sorted(agents, key=lambda agent: not is_leader(agent))
@@ -182,7 +183,6 @@ def test_the_others_go_on_without_a_killed_agent_whether_it_leads_or_follows(fle
     follows.await_status(lambda status: len(status.view.members) == 2)
 
 
-@pytest.mark.slow
 @pytest.mark.measured
 def test_a_restarted_machine_is_training_again_by_itself(fleet: Fleet) -> None:
     agents = fleet.start_ring("mac-1", "mac-2", "mac-3")

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pmesh.core.identity.keys import MeshKey, mesh_key_text
@@ -29,6 +29,7 @@ from pmesh.invites.wire import (
     decode_guest_untrusted,
     encode_guest,
 )
+from tests.worlds.examples import examples
 
 CODE = Code(7, "guitar", "lemon")
 OTHER = Code(7, "guitar", "lend")
@@ -148,7 +149,7 @@ def test_the_inviters_own_messages_are_no_guest() -> None:
 
 
 @given(st.binary(min_size=ELEMENT_BYTES, max_size=ELEMENT_BYTES))
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_any_element_is_taken_or_refused_and_gets_no_key(element: bytes) -> None:
     for side in (b"A", b"B", b"S", element[:1]):
         ada = inviter()

@@ -23,6 +23,7 @@ def _loaded_anew() -> Iterator[None]:
     native.forget()
 
 
+@pytest.mark.slow  # the library that all tests use was compiled with these warnings, too
 @compiled_here
 @pytest.mark.parametrize("compiler", ["cc", "clang"])
 def test_the_sources_compile_without_a_warning(

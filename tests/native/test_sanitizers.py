@@ -10,7 +10,10 @@ import pytest
 
 from native import build
 
-pytestmark = pytest.mark.skipif(not build.find_compiler(), reason="needs a C compiler")
+pytestmark = [
+    pytest.mark.slow,  # in one process, without sanitizers: the other files here
+    pytest.mark.skipif(not build.find_compiler(), reason="needs a C compiler"),
+]
 
 TESTS = build.SOURCES / "tests"
 MEMORY: Final = "address,undefined"

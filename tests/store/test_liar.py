@@ -4,7 +4,6 @@ from collections.abc import Callable
 from random import Random
 from typing import get_args
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -36,6 +35,7 @@ from pmesh.store.wire import (
 )
 from tests.store.stores import ID_OF, Post, make_keepers
 from tests.worlds.builders import ANNA, BERT, CARA, DORA
+from tests.worlds.examples import examples
 from tests.worlds.strategies import values_of
 
 HONEST, LIAR = (ANNA, BERT, CARA), DORA
@@ -147,5 +147,5 @@ class OneMachineLies(RuleBasedStateMachine):
                 assert (ID_OF[member], self.calls) in self.post.answers
 
 
-OneMachineLies.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+OneMachineLies.TestCase.settings = examples(60, stateful_step_count=25)
 TestOneMachineLies = OneMachineLies.TestCase

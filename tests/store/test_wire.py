@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pmesh.errors import ProtocolError
@@ -25,6 +25,7 @@ from pmesh.store.wire import (
     decode_message_untrusted,
     encode,
 )
+from tests.worlds.examples import examples
 from tests.worlds.strategies import garbled, values_of
 
 DECODERS: dict[Any, Any] = {
@@ -37,7 +38,7 @@ ENCODED = st.sampled_from(list(DECODERS)).flatmap(values_of).map(encode)
 
 @pytest.mark.parametrize("kind", DECODERS)
 def test_everything_comes_back_from_its_bytes(kind: type[msgspec.Struct]) -> None:
-    @settings(max_examples=25)  # 21 kinds
+    @examples(25)  # 21 kinds
     @given(values_of(kind))
     def comes_back(message: StoreMessage | Command | Answer) -> None:
         assert DECODERS[kind](encode(message)) == message

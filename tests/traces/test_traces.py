@@ -183,7 +183,7 @@ class Post:
     def __init__(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sent: list[Message] = []
         monkeypatch.setattr(
-            machine.agent.peers, "send", lambda _, message: self.sent.append(message)
+            machine.agent.peers.reach, "send", lambda _, message: self.sent.append(message)
         )
 
 

@@ -105,6 +105,7 @@ class Trainer:
         self.maps: dict[int, mmap.mmap] = {}
         self.next_op = 0
         self.superseded = False
+        self._is_dead = False
         self._reader = FrameReader(max_bytes=MAX_SESSION_MESSAGE_BYTES)
         self._descriptors: deque[int] = deque()
         self._input: tuple[int, int] | None = None
@@ -159,6 +160,9 @@ class Trainer:
                 descriptors = array.array("i")
                 descriptors.frombytes(rights)
                 self._descriptors.extend(descriptors)
+            if self._is_dead:  # trio has let others run since the data were read
+                self._close_descriptors()
+                raise trio.ClosedResourceError
             if not data:
                 raise trio.EndOfChannel
             self._reader.receive_data(data)
@@ -324,9 +328,13 @@ class Trainer:
 
     async def die(self) -> None:
         """End without a word, as a killed process does."""
+        self._is_dead = True
         for mapped in self.maps.values():
             mapped.close()
         self.maps.clear()
+        self._close_descriptors()
+        await self.stream.aclose()
+
+    def _close_descriptors(self) -> None:
         while self._descriptors:
             os.close(self._descriptors.popleft())
-        await self.stream.aclose()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pmesh.core.ops.cost import Islands
@@ -39,6 +39,7 @@ from pmesh.core.ops.reducing import (
     plan_tree,
 )
 from pmesh.core.ops.reductions import Values
+from tests.worlds.examples import examples
 from tests.worlds.plans import Order, PlanWorld, check_shape, values_of
 
 SIZES = st.integers(1, 9)
@@ -130,7 +131,7 @@ def whole_bytes(sources: Sequence[Values]) -> list[int]:
     return [source.nbytes for source in sources]
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(ALL_REDUCES, ORDERS | IN_LINE, st.sampled_from(["sum", "mean"]))
 def test_an_all_reduce_brings_the_right_bits_to_all_in_any_order(
     asked: AllReduce, order: Order, reduction: str
@@ -143,7 +144,7 @@ def test_an_all_reduce_brings_the_right_bits_to_all_in_any_order(
     assert {result.tobytes() for result in world.run(order, whole_bytes(sources))} == {expected}
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(ALL_REDUCES, ORDERS, ORDERS)
 def test_neither_ranks_nor_orders_differ_in_a_bit_where_sums_are_rounded(
     asked: AllReduce, order: Order, another: Order
@@ -223,7 +224,7 @@ def test_an_exchange_brings_the_sum_to_all_in_one_step(size: int, count: int, or
     assert {result.tobytes() for result in results} == {reduced(sources, "mean").tobytes()}
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(SIZES, COUNTS, SEGMENTS, ORDERS | IN_LINE, st.data())
 def test_a_reduce_brings_the_sum_to_its_root_alone(
     size: int, count: int, segment_bytes: int, order: Order, data: st.DataObject
@@ -242,7 +243,7 @@ def test_a_reduce_brings_the_sum_to_its_root_alone(
 
 
 @pytest.mark.slow
-@settings(max_examples=100)
+@examples(100)
 @given(
     st.lists(st.integers(0, 60), min_size=1, max_size=9),
     SEGMENTS,
@@ -328,7 +329,7 @@ def moved(kind: str, counts: list[list[int]], root: int) -> tuple[list[bytes], l
             ]
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(MOVERS, st.integers(1, 9).flatmap(matrix), SEGMENTS, ORDERS | IN_LINE, st.data())
 def test_what_is_moved_arrives_where_it_belongs(
     kind: str,

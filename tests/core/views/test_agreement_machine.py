@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Literal
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -36,6 +35,7 @@ from tests.worlds.builders import (
     make_waiting,
     running,
 )
+from tests.worlds.examples import examples
 
 NODES = [NodeId(letter * 32) for letter in (b"a", b"b", b"c")]
 NODE = st.sampled_from(NODES)
@@ -204,7 +204,7 @@ class ThreeAgents(RuleBasedStateMachine):
 
 
 TestThreeAgents = ThreeAgents.TestCase
-TestThreeAgents.settings = settings(max_examples=60, stateful_step_count=50)
+TestThreeAgents.settings = examples(60, stateful_step_count=50)
 
 
 class TestTogether:

@@ -11,7 +11,7 @@ from functools import partial
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pmesh.core.values import (
@@ -83,6 +83,7 @@ from tests.worlds.builders import (
     running,
     unsigned,
 )
+from tests.worlds.examples import examples
 
 NOW = 100.0
 HONEST = (ANNA, BERT)
@@ -337,7 +338,7 @@ def beats_of(view: View) -> st.SearchStrategy[Heartbeat]:
     )
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     beats=beats_of(BOTH),
     jobs=reports_on(BOTH),
@@ -363,7 +364,7 @@ def test_whatever_a_member_with_a_seat_says_of_its_jobs(
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.data())
 def test_whatever_a_newcomer_says_of_its_view(data: st.DataObject) -> None:
     mesh, view = new_mesh(), data.draw(brought())

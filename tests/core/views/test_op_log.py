@@ -1,5 +1,4 @@
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -25,6 +24,7 @@ from tests.worlds.builders import (
     make_verdict,
     running,
 )
+from tests.worlds.examples import examples
 
 TIMED_OUT = make_verdict("OpTimedOut")
 
@@ -180,4 +180,4 @@ class LedgerOfOneRank(RuleBasedStateMachine):
 
 
 TestLedgerOfOneRank = LedgerOfOneRank.TestCase
-TestLedgerOfOneRank.settings = settings(max_examples=50, stateful_step_count=30)
+TestLedgerOfOneRank.settings = examples(50, stateful_step_count=30)

@@ -2,7 +2,6 @@
 
 import itertools
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -10,6 +9,7 @@ from pmesh.core.values import Terms
 from pmesh.ids import Incarnation, Member, NodeId
 from tests.core.views.ring import Agent, Rank, RingWorld
 from tests.worlds.builders import make_call
+from tests.worlds.examples import examples
 
 NODES = [NodeId(letter * 32) for letter in (b"a", b"b", b"c", b"d")]
 NODE = st.sampled_from(NODES)
@@ -187,4 +187,4 @@ class OneJob(RuleBasedStateMachine):
 
 
 TestOneJob = OneJob.TestCase
-TestOneJob.settings = settings(max_examples=60, stateful_step_count=30)
+TestOneJob.settings = examples(60, stateful_step_count=30)

@@ -3,7 +3,7 @@ from collections import defaultdict
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pmesh.core.values import View
@@ -45,6 +45,7 @@ from tests.worlds.builders import (
     make_view,
     unsigned,
 )
+from tests.worlds.examples import examples
 from tests.worlds.strategies import garbled, values_of
 
 KINDS: tuple[type[msgspec.Struct], ...] = typing.get_args(AnyPathMessage)
@@ -54,7 +55,7 @@ MESSAGES = st.sampled_from(KINDS).flatmap(values_of)
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_message_comes_back_from_its_bytes(kind: type[AnyPathMessage]) -> None:
-    @settings(max_examples=25)  # 15 kinds
+    @examples(25)  # 15 kinds
     @given(values_of(kind))
     def comes_back(message: AnyPathMessage) -> None:
         decoded = decode_untrusted(encode(message))

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import inspect
 from msgspec.structs import replace
@@ -27,6 +27,7 @@ from pmesh.errors import ProtocolError
 from pmesh.ids import JobName, OpNumber, TrainerId
 from pmesh.p2p.wire import ReceiveMessage
 from simulation.wire import AnyReply, AnyRequest, decode_reply_untrusted, decode_request_untrusted
+from tests.worlds.examples import examples
 from tests.worlds.strategies import garbled, values_of
 
 REQUESTS: tuple[type[msgspec.Struct], ...] = typing.get_args(AnyRequest)
@@ -37,7 +38,7 @@ HOSTILE = st.binary(max_size=200) | ENCODED | garbled(ENCODED)
 
 @pytest.mark.parametrize("kind", REQUESTS)
 def test_every_request_comes_back_from_its_bytes(kind: type[AnyRequest]) -> None:
-    @settings(max_examples=25)  # 17 kinds
+    @examples(25)  # 17 kinds
     @given(values_of(kind))
     def comes_back(request: AnyRequest) -> None:
         assert decode_request_untrusted(encode(request)) == request
@@ -47,7 +48,7 @@ def test_every_request_comes_back_from_its_bytes(kind: type[AnyRequest]) -> None
 
 @pytest.mark.parametrize("kind", REPLIES)
 def test_every_reply_comes_back_from_its_bytes(kind: type[AnyReply]) -> None:
-    @settings(max_examples=25)  # 17 kinds
+    @examples(25)  # 17 kinds
     @given(values_of(kind))
     def comes_back(reply: AnyReply) -> None:
         assert decode_reply_untrusted(encode(reply)) == reply

@@ -6,12 +6,12 @@ from collections import deque
 from random import Random
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pmesh.core.wire.stream import AGAIN_S, PART_BYTES, SELDOM_S, WINDOW_BYTES, Part, Stream
 from pmesh.errors import ProtocolError
+from tests.worlds.examples import examples
 
 BEGIN = 7  # of one direction
 
@@ -278,4 +278,4 @@ class StreamMachine(RuleBasedStateMachine):
 
 
 TestAnyInterleaving = StreamMachine.TestCase
-TestAnyInterleaving.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAnyInterleaving.settings = examples(60, stateful_step_count=40)

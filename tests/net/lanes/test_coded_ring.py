@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import trio
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from trio.testing import wait_all_tasks_blocked
 
@@ -19,6 +19,7 @@ from pmesh.errors import LaneBroken
 from pmesh.net.lanes.lane import CallsDiffer
 from pmesh.net.lanes.ring import RingPosition, Tensors, all_reduce_coded
 from tests.worlds.coded_rings import Coded, Plain, noise, reduce_coded, reduce_coded_all
+from tests.worlds.examples import examples
 from tests.worlds.lanes import bytes_on_the_wire, header, reduce_all, ring_of
 
 NAMES = ["bf16", "fp16", "int8", "int8-stochastic"]
@@ -52,7 +53,7 @@ async def check_against_hops(
     return clipped
 
 
-@settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow])
+@examples(80, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.integers(1, 8),
     st.integers(0, 40) | st.integers(0, 5000),

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 import trio
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from trio.testing import wait_all_tasks_blocked
 
@@ -19,6 +19,7 @@ from pmesh.core.wire.records import (
 )
 from pmesh.errors import LaneBroken
 from pmesh.net.lanes.lane import WAKE_UP_BYTES, CallsDiffer, Lane, LaneWait, PathLost
+from tests.worlds.examples import examples
 from tests.worlds.faults import Faults
 from tests.worlds.lanes import header, lane_pair, offer_between, raw_receiving_lane
 
@@ -168,7 +169,7 @@ async def test_the_sending_end_expects_nothing_but_a_greeting() -> None:
     theirs.close()
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(st.binary(max_size=120))
 async def test_whatever_arrives_is_a_broken_lane(data: bytes) -> None:
     with raw_receiving_lane() as (peer, lane):

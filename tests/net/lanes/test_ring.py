@@ -4,13 +4,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from pmesh.core.ops.plan import IN_LINE_BYTES, SEGMENT_BYTES
 from pmesh.core.ops.reductions import WIRE_DTYPES, check_reduction
 from pmesh.core.wire.records import OVERHEAD_BYTES
 from pmesh.net.lanes.ring import RingPosition, all_reduce, broadcast
+from tests.worlds.examples import examples
 from tests.worlds.lanes import (
     EMPTY,
     at_every_rank,
@@ -52,7 +53,7 @@ async def check_all_reduce(size: int, count: int, reduction: str, dtype: str) ->
     np.testing.assert_allclose(results[0], expected, rtol=tolerance, atol=tolerance)
 
 
-@settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow])
+@examples(120, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(1, 8), st.integers(0, 40), st.sampled_from(KINDS))
 async def test_all_ranks_get_the_same_bits_and_the_right_ones(
     size: int, count: int, kind: tuple[str, str]
