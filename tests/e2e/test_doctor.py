@@ -197,13 +197,14 @@ def test_what_makes_a_member_slow_or_unwise_is_named_and_is_no_cause(
     plain = world.start(plain_at, PMESH_NATIVE="0")
     rekeyed = world.start(key_at, mesh_key="")
     dreamer = world.start(clock_at, LD_PRELOAD=str(compile_clock(tmp_path)))
-    slow = world.start(slow_at)
-    joined = [plain, rekeyed, dreamer, slow]
+    joined = [plain, rekeyed, dreamer]
     world.fleet.await_view(*world.members, *joined)
     key_file.write_text(new_key())
-    # Before anybody finds an edge to the slow machine, which they would name first.
     doctors = [world.call_doctor(agent) for agent in (plain, rekeyed, world.members[0])]
     native, key, clock = map(diagnosis, doctors)
+    slow = world.start(slow_at)  # not before: they would name its edges first
+    joined.append(slow)
+    world.fleet.await_view(*world.members, *joined)
     trainers = [world.fleet.start_trainer(agent, TRAIN) for agent in (world.members[1], slow)]
     slow.await_status(lambda s: any(p.slow for m in s.view.members for p in m.paths))
     for trainer in trainers:

@@ -8,11 +8,12 @@ Histories aimed at the rules for whoever has slept: V2 and V8.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import msgspec
 
 from pmesh.core.links.health import DEAF, WIRED
-from pmesh.core.values import Terms, Verdict
+from pmesh.core.values import Terms, Verdict, View
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.lanes import AskResult
 from pmesh.core.wire.views import Commit, Heartbeat
@@ -488,3 +489,23 @@ def _sleep_through_several_views(cluster: Cluster) -> None:
     run_until(cluster, lambda: rank.over is not None, 1.0)
     ends = [end.outcome for end in rank.ends.values() if isinstance(end.outcome, OpResult)]
     assert all(len(result.contributors) > 1 for result in ends)
+
+
+def who_has_gone_on_alone_parts_nobody_else() -> None:
+    """V2: two still continue, though the third shows a later view without them."""
+    cluster = formed_cluster(3)
+    *others, alone = by_seniority(cluster)
+    view = alone.state.view
+    epoch = Epoch(view.epoch.counter + 1, *alone.state.me)
+    (seat,) = (seat for seat in view.seats if seat.member == alone.state.me)
+    alone.state = replace(
+        alone.state, view=View(epoch, (seat,)), promised=epoch, highest_counter=epoch.counter
+    )
+    sizes = set[int]()
+
+    def both_have_gone_on() -> bool:
+        sizes.update(len(other.state.view.seats) for other in others)
+        return all(len(other.state.view.seats) == 2 for other in others)
+
+    run_until(cluster, both_have_gone_on, 2.0)
+    assert sizes == {3, 2}

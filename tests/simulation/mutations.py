@@ -274,6 +274,9 @@ MUTATIONS = {
     "never_superseded": Mutation(
         "V2: who is left behind starts anew", (agreement._leave_if_superseded, without.no_step)
     ),
+    "believe_anyone": Mutation(
+        "V2: one member's word parts nobody else", (agreement._others_continue, _never)
+    ),
     "no_fence": Mutation(
         "V3: after the answer nothing is delivered", (_flush, _flush_without_fence)
     ),

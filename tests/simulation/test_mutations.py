@@ -42,6 +42,7 @@ RANDOM = {
 AIMED = {
     "own_view_base": histories.a_half_sent_commit_is_what_the_next_leader_builds_on,
     "never_superseded": histories.who_slept_through_several_views_does_not_go_on_alone,
+    "believe_anyone": histories.who_has_gone_on_alone_parts_nobody_else,
     "drop_early": histories.what_comes_before_its_view_is_not_lost,
     "impatient": link_histories.agreements_end_where_messages_take_seconds,
     "forget_links": (link_histories.agreements_end_where_messages_outlast_a_silence),

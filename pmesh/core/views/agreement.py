@@ -10,7 +10,7 @@ from typing import assert_never
 
 import msgspec
 
-from pmesh.core.values import Seat, SignedName, View
+from pmesh.core.values import SignedName, View
 from pmesh.core.views import leader, limits, quorum
 from pmesh.core.views.limits import STEP, check_message, is_within_reach
 from pmesh.core.views.room import fit_answer
@@ -330,13 +330,12 @@ def _jitter(state: MemberState) -> float:
 
 
 def _leave_if_superseded(state: MemberState, sender: Member, view: View, now: float) -> MemberStep:
-    """V2: if the successor of our view was installed without us, continue alone."""
-    next_of_ours = view.previous_epoch_of(sender) == state.view.epoch
+    """V2: continue alone if our view went on without us, and nobody of it continues with us."""
     proof = (
         view.epoch > state.view.epoch
         and state.me not in view.members
-        and sender in state.view.members
-        and (next_of_ours or _all_have_gone_on(state, sender, view, now))
+        and _has_gone_on(state, sender, view)
+        and not _others_continue(state, sender, now)
     )
     if not proof:
         return MemberStep(state)
@@ -347,19 +346,15 @@ def _leave_if_superseded(state: MemberState, sender: Member, view: View, now: fl
     return _install(replace(state, promised=epoch), alone, now)
 
 
-def _all_have_gone_on(state: MemberState, sender: Member, view: View, now: float) -> bool:
-    """True if all members of our view that we hear, among them the sender, are in this later view.
-
-    Then we slept through more than one view. A member with the same admission epoch in both views
-    has been in one lineage ever since.
-    """
-    gone_on = {seat.member for seat in state.view.seats if _keeps_its_place(seat, view)}
-    return sender in gone_on and {*gone_on, state.me}.issuperset(continuing_members(state, now))
+def _has_gone_on(state: MemberState, member: Member, later: View) -> bool:
+    """True if it has been in one lineage from our view on: its admission is the same in both."""
+    ours, theirs = state.view.seat_of(member), later.seat_of(member)
+    return ours is not None and theirs is not None and ours.admitted == theirs.admitted
 
 
-def _keeps_its_place(seat: Seat, view: View) -> bool:
-    later = view.seat_of(seat.member)
-    return later is not None and later.admitted == seat.admitted
+def _others_continue(state: MemberState, sender: Member, now: float) -> bool:
+    """True if more than the sender is left of our view: if it lies, it parts nobody else."""
+    return not {state.me, sender}.issuperset(continuing_members(state, now))
 
 
 def _receive_commit(state: MemberState, message: Commit, now: float) -> MemberStep:

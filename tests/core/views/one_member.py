@@ -2,7 +2,7 @@
 
 from pmesh.core.topology.graph import USUAL, edge_cost
 from pmesh.core.values import View
-from pmesh.core.views.agreement import receive
+from pmesh.core.views.agreement import lose, receive
 from pmesh.core.views.state import Facts, Install, MemberState, MemberStep, SendOnLink
 from pmesh.core.wire.views import AgreementMessage, Commit
 from pmesh.ids import Member
@@ -11,8 +11,10 @@ from tests.worlds.builders import (
     BERT,
     CARA,
     all_hearing_each_other,
+    make_epoch,
     make_heartbeat,
     make_proposal,
+    make_seat,
     make_view,
 )
 
@@ -23,6 +25,12 @@ BERTS = all_hearing_each_other(BERT, TRIO, ANNA, CARA)
 
 CARA_LOST_ANNA = receive(BERTS, CARA, make_heartbeat(TRIO, BERT), Facts(), now=NOW).state
 """Cara has noticed already that Anna, who leads, is gone; Bert is about to."""
+
+CARA_GONE = lose(BERTS, CARA.node, "silent", Facts(), now=NOW).state
+"""Only Anna is there yet, who goes on with Bert."""
+
+GONE_ON = View(make_epoch(9), (make_seat(ANNA, 1, TRIO.epoch), make_seat(CARA, 3, TRIO.epoch)))
+"""What becomes of the view of the three without Bert."""
 
 
 def told(

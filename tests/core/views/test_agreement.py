@@ -31,12 +31,14 @@ from pmesh.core.views.state import (
     needs_epoch,
 )
 from pmesh.core.wire.link import Leaving
-from pmesh.core.wire.views import AskView, Heartbeat, Refuse, Superseded, TellView, Veto
+from pmesh.core.wire.views import AskView, Heartbeat, Propose, Refuse, Superseded, TellView, Veto
 from pmesh.ids import Incarnation, Member
 from tests.core.views.circle import gathered
 from tests.core.views.one_member import (
     BERTS,
+    CARA_GONE,
     CARA_LOST_ANNA,
+    GONE_ON,
     NOW,
     TRIO,
     commit,
@@ -155,9 +157,12 @@ class TestAHeartbeat:
 
     def test_of_the_line_that_went_on_without_us_leaves_us_alone(self) -> None:
         """V2: with a view of one's own above all that was promised."""
-        view = make_view(9, ANNA, CARA, previous=TRIO.epoch)
-        state = told(promising(12), ANNA, TellView(view)).state
-        step = told(state, ANNA, make_heartbeat(view, BERT))
+        state = promising(12)
+        for member in (CARA, ANNA):
+            state = told(state, member, TellView(GONE_ON)).state
+            step = told(state, member, make_heartbeat(GONE_ON, BERT))
+            assert installed(step) == [] or member == ANNA
+            state = step.state
         (alone,) = installed(step)
         assert alone == View.of_one(BERT, said_by(BERT), make_epoch(13, BERT))
         assert step.state.promised == alone.epoch
@@ -179,44 +184,48 @@ class TestAHeartbeat:
 
 
 class TestBeingSuperseded:
-    VIEW = make_view(9, ANNA, CARA, previous=TRIO.epoch)
-
     def test_leaves_one_alone_with_the_jobs_that_are_all_its_own(self) -> None:
         own, shared = make_roster(BERT), make_roster(ANNA, BERT, job=FACES)
-        state = replace(BERTS, view=make_view(5, *TRIO.members, rosters=[own, shared]))
-        (alone,) = installed(told(state, ANNA, Superseded(self.VIEW)))
+        state = replace(CARA_GONE, view=make_view(5, *TRIO.members, rosters=[own, shared]))
+        (alone,) = installed(told(state, ANNA, Superseded(GONE_ON)))
         assert alone.members == (BERT,)
         assert alone.rosters == (own,)
 
-    def test_is_not_believed_without_proof(self) -> None:
-        other_line = make_view(9, ANNA, CARA, previous=make_epoch(3))
-        assert told(BERTS, ANNA, Superseded(other_line)) == MemberStep(BERTS)
+    @pytest.mark.parametrize("leader", [ANNA, CARA, DORA])
+    def test_is_not_believed_of_one_while_others_stay(self, leader: Member) -> None:
+        members = dict.fromkeys((leader, CARA))
+        view = View(make_epoch(9, leader), tuple(make_seat(m, 3, TRIO.epoch) for m in members))
+        assert told(BERTS, CARA, Superseded(view)) == MemberStep(BERTS)
+        state = told(BERTS, CARA, TellView(view)).state
+        assert installed(told(state, CARA, make_heartbeat(view, BERT))) == []
 
-    LATER = View(
-        make_epoch(9), (make_seat(ANNA, 1, make_epoch(8)), make_seat(CARA, 3, make_epoch(8)))
-    )
-    """Two views on: Anna and Cara have been in it from the beginning."""
+    def test_said_by_a_liar_parts_the_liar_from_the_others(self) -> None:
+        view = View(make_epoch(9, CARA), (make_seat(CARA, 3, TRIO.epoch),))
+        annas = all_hearing_each_other(ANNA, TRIO, BERT, CARA)
+        annas = told(annas, CARA, TellView(view)).state
+        ((to, proposal),) = sent(told(annas, CARA, make_heartbeat(view, ANNA, BERT)))
+        assert to == BERT
+        assert isinstance(proposal, Propose)
+        assert proposal.members == (ANNA, BERT)
 
-    @pytest.mark.parametrize("linked", [True, False])
-    def test_happens_to_one_who_has_slept_through_several_views(self, *, linked: bool) -> None:
-        """Cara may not have told him yet: Anna's view says that she has gone on, too."""
-        state = BERTS if linked else lose(BERTS, CARA.node, "silent", Facts(), now=NOW).state
-        (alone,) = installed(told(state, ANNA, Superseded(self.LATER)))
+    def test_happens_to_one_who_has_slept_through_several_views(self) -> None:
+        later = View(
+            make_epoch(9), (make_seat(ANNA, 1, make_epoch(8)), make_seat(CARA, 3, make_epoch(8)))
+        )
+        (alone,) = installed(told(CARA_GONE, ANNA, Superseded(later)))
         assert alone.members == (BERT,)
 
     def test_does_not_happen_while_somebody_goes_on_with_us(self) -> None:
         """Anna may have been cut off, and have gone on by herself."""
         view = make_view(9, ANNA, previous=make_epoch(8))
         assert told(BERTS, ANNA, Superseded(view)) == MemberStep(BERTS)
-        alone = lose(BERTS, CARA.node, "silent", Facts(), now=NOW).state
-        assert [v.members for v in installed(told(alone, ANNA, Superseded(view)))] == [(BERT,)]
+        assert [v.members for v in installed(told(CARA_GONE, ANNA, Superseded(view)))] == [(BERT,)]
 
     def test_does_not_happen_by_one_who_has_been_taken_in_anew(self) -> None:
         """She had fallen out as well."""
-        alone = lose(BERTS, CARA.node, "silent", Facts(), now=NOW).state
         seat = make_seat(ANNA, 7, make_epoch(8))
         view = View(make_epoch(9, DORA), (make_seat(DORA, 1, make_epoch(8)), seat))
-        assert installed(told(alone, ANNA, Superseded(view))) == []
+        assert installed(told(CARA_GONE, ANNA, Superseded(view))) == []
 
 
 class TestARefusal:

@@ -13,7 +13,7 @@ from pmesh.core.views.state import Facts, MemberState, heartbeat_of
 from pmesh.core.wire.views import Flushed, KnownPrimary, Propose, Superseded, TellView
 from pmesh.ids import Incarnation, JobName, Member
 from tests.core.views.circle import Circle, gathered
-from tests.core.views.one_member import BERTS, NOW, commit, promising, sent, told
+from tests.core.views.one_member import CARA_GONE, NOW, commit, promising, sent, told
 from tests.worlds.builders import (
     ANNA,
     BERT,
@@ -192,7 +192,7 @@ def test_a_member_remembers_with_the_install_of_a_view_what_that_tells() -> None
 
 
 def test_a_member_tells_with_its_answer_what_it_remembers() -> None:
-    state = replace(BERTS, view=BEFORE, primaries=KNOWN)
+    state = replace(CARA_GONE, view=BEFORE, primaries=KNOWN)
     after = make_view(8, ANNA, CARA, previous=BEFORE.epoch)
     state = told(state, ANNA, Superseded(after)).state
     assert state.view.members == (BERT,)
