@@ -22,6 +22,7 @@ from pmesh.terminal.lines import complain, say
 from pmesh.terminal.rows import Rows, output
 from pmesh.texts import printable
 
+MOST_LISTED = 16  # twice the machines of a home
 _HEADERS = ("machine", "id", "pmesh", "first seen", "last seen", "")
 
 
@@ -94,4 +95,7 @@ def _day(seconds: float) -> str:
 
 
 def _listed(names: tuple[str, ...]) -> str:
-    return ", ".join(map(printable, names))
+    """Return the names on a line; a member can have made up hundreds."""
+    more = len(names) - MOST_LISTED
+    rest = f", and {more} more: 'pmesh members' lists all" if more > 0 else ""
+    return ", ".join(map(printable, names[:MOST_LISTED])) + rest

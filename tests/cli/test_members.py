@@ -107,6 +107,19 @@ def test_a_new_key_says_who_has_it_and_who_gets_it(
     assert ("PMESH_KEY" in err) == given
 
 
+def test_of_hundreds_of_machines_that_are_away_some_are_named_and_the_rest_counted(
+    socket: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A member that made up machines is one reason to ask for a new key."""
+    away = tuple(f"mac-{number}" for number in range(300))
+    rotated = KeyRotated(told=(), away=away, removed=(), given=False)
+    with agent_at(socket, answering(rotated)):
+        assert run(["key", "rotate"]) == 0
+    _, line = capsys.readouterr().out.splitlines()
+    assert line.startswith("get it when they are back: mac-0, mac-1, ")
+    assert line.endswith(", mac-15, and 284 more: 'pmesh members' lists all")
+
+
 def test_an_undone_removal_says_so(socket: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with agent_at(socket, answering(MachineTold("studio", told=(), away=()))):
         assert run(["remove", "--undo", "studio"]) == 0
