@@ -31,7 +31,7 @@ from pmesh.core.wire.probes import PATHS
 from pmesh.core.wire.stream import PART_BYTES
 from pmesh.core.wire.views import Commit, Heartbeat, TellView
 from pmesh.errors import ProtocolError
-from pmesh.ids import NodeId, node_text
+from pmesh.ids import Member, NodeId, node_text
 from pmesh.launches.wire.messages import (
     LaunchPart,
     LaunchPrepared,
@@ -40,6 +40,7 @@ from pmesh.launches.wire.messages import (
 from simulation.wire import AnyMessage, AnyPathMessage, decode_untrusted, encode_unbounded
 from tools.fuzz.claims import choose_claims
 from tools.fuzz.corpus import Recorder, load
+from tools.fuzz.later_views import LaterViews
 from tools.fuzz.liar import Liar
 from tools.fuzz.store_lies import lie_about_stores, new_store_liar
 
@@ -130,12 +131,14 @@ def _send_lie(send: Send, link: Link, lie: Message) -> None:
         link.current.path.send_packet(pack(0, 0, data))
 
 
-def insist_on_claims(liar: Liar, beat: Heartbeat, view: View, link: Link) -> None:
+def insist_on_claims(liar: Liar, beat: Heartbeat, view: View, me: Member) -> None:
     """Let it say of itself as much as anybody takes."""
-    node = next(iter(link.paths.values())).path.ours.member if link.paths else None
-    if node is not None:
-        taken = choose_claims(view, node, liar.dice, lambda found: accepts(replace(beat, **found)))
-        liar.insist(taken)
+    taken = choose_claims(view, me, liar.dice, lambda found: accepts(replace(beat, **found)))
+    liar.insist(taken)
+
+
+def _our_end(link: Link) -> Member | None:
+    return next((live.path.ours.member for live in link.paths.values()), None)
 
 
 def lying(
@@ -150,6 +153,7 @@ def lying(
         tell: Called with each lie before it is sent.
     """
     views: list[View] = []
+    later = LaterViews(liar.dice)
 
     def lie(link: Link, message: AnyMessage) -> None:
         if isinstance(message, Commit | TellView):
@@ -158,8 +162,15 @@ def lying(
             liar.hear(message)
             send(link, message)
             return
-        if isinstance(message, Heartbeat) and views and liar.dice.random() < CLAIMS:
-            insist_on_claims(liar, message, views[0], link)
+        me = _our_end(link)
+        if isinstance(message, Heartbeat) and views and me is not None:
+            if liar.dice.random() < CLAIMS:
+                insist_on_claims(liar, message, views[0], me)
+            if shown := later.instead_of(message, views[0], me):
+                for said in shown:
+                    tell(said)
+                    send(link, said)
+                return
         for said in (*liar.say(message), *(isinstance(message, Heartbeat) * liar.interrupt())):
             if said is message:
                 send(link, message)

@@ -26,6 +26,7 @@ from pmesh.agent.mesh.register import MAX_KNOWN
 from pmesh.core.identity.removals import MAX_REMOVALS
 from pmesh.core.values import Terms, View
 from pmesh.core.views.limits import TOLERATED
+from pmesh.core.wire.views import Heartbeat, TellView
 from pmesh.home_paths import socket_path
 from pmesh.ids import Member, NodeId, TrainerId
 from pmesh.invites.wire import Invite, Invited
@@ -42,6 +43,7 @@ from tools.fuzz.agent import SHORT_BAN_S, accepts, lying
 from tools.fuzz.agent import new_liar as new_lying_member
 from tools.fuzz.claims import Claims, errors_of_ranks, waiting_in_jobs
 from tools.fuzz.doors import new_guest
+from tools.fuzz.later_views import LaterViews
 from tools.fuzz.liar import Liar
 from tools.fuzz.outsider import ACTIONS, OutsiderAttack
 from tools.fuzz.store_lies import lie_about_stores, new_store_liar, sequences
@@ -169,7 +171,7 @@ async def check_that_all_is_well(here: Village, honest: list[Machine]) -> None:
         assert "internal error" not in kinds_of_events(machine)
     trainers = await here.job(*honest, name="afterwards")
     for result in await together(*[partial(t.reduce, np.ones(5)) for t in trainers]):
-        assert set(result) == {2.0}
+        assert set(result) == {float(len(honest))}
 
 
 def check_that_nobody_is_alone(trainings: list[Training]) -> None:
@@ -384,5 +386,34 @@ async def test_however_much_a_member_says_of_itself_the_others_pass_on_what_all_
         assert {len(ids) for t in trainings for ids in t.ops.values()} == {2}
         assert [t.error for t in trainings] == ["", ""]
         lies.end()
+        await hostile.kill()
+        await check_that_all_is_well(here, honest)
+
+
+async def test_a_member_that_says_it_has_gone_on_without_others_parts_nobody_else(
+    clock: MockClock, faults: Faults
+) -> None:
+    async with village(clock, 4) as here:
+        hostile, *honest = here.machines
+        trainings = await trainings_on(here, honest)
+        later = LaterViews(Random(FIRST_SEED))  # noqa: S311 - no secret
+        shown = list[View]()
+
+        def show(send: Real, link: Link, message: AnyMessage) -> None:
+            view = hostile.agent.membership.view
+            his = any(own is link for own in hostile.agent.peers.links.values())
+            instead: Sequence[AnyMessage] | None = None
+            if his and isinstance(message, Heartbeat):
+                instead = later.instead_of(message, view, hostile.me)
+            for said in instead or (message,):
+                send(link, said)
+            shown.extend(said.view for said in instead or () if isinstance(said, TellView))
+
+        lies = faults.around(Link, "send", show)
+        await trio.sleep(2 * LIES_FOR_S)
+        lies.end()
+        assert len({view.epoch for view in shown}) > 3
+        assert {len(ids) for t in trainings for ids in t.ops.values()} == {3}
+        assert [t.error for t in trainings] == ["", "", ""]
         await hostile.kill()
         await check_that_all_is_well(here, honest)
