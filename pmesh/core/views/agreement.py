@@ -166,9 +166,10 @@ def _receive_heartbeat(
     if (
         state.flushed_at is not None
         and view.epoch == state.promised > state.view.epoch
-        and (view.epoch[1:] == sender or view.epoch.leader not in state.peers)
+        and (view.epoch[1:] == sender or view.epoch.leader not in (*state.peers, state.me.node))
     ):
-        # V6: we missed the commit. Its leader shows the view; if that is gone, any member does.
+        # V6: we missed the commit. Its leader shows the view; if that is gone, any member does. Of
+        # our own commits we miss none.
         return _install(state, view, now)
     return _leave_if_superseded(_confirm_primaries(state), sender, view, now)
 

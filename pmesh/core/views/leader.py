@@ -324,13 +324,15 @@ def _may_join(state: MemberState, member: Member, now: float) -> bool:
 def _base(state: MemberState, answers: Mapping[Member, Flushed]) -> View:
     """V2: Return the highest view among the answers that has the leader as a continuing member.
 
-    The leader must have promised its epoch, or no other member could have included it.
+    The leader must have promised its epoch, or no other member could have included it. What it has
+    committed itself, it has installed first: in its name another can only make one up.
     """
     base = state.view
     for answer in answers.values():
         view = answer.view
         ours = view.previous_epoch_of(state.me) == state.view.epoch
-        if view.epoch > base.epoch and ours and view.epoch in state.promises:
+        promised = view.epoch in state.promises and view.epoch[1:] != state.me
+        if view.epoch > base.epoch and ours and promised:
             base = view
     return base
 

@@ -150,6 +150,16 @@ class TestAHeartbeat:
         state = told(promising(6), CARA, TellView(view)).state
         assert installed(told(state, CARA, make_heartbeat(view, BERT))) == []
 
+    def test_shows_no_commit_in_our_own_name(self) -> None:
+        """V6: a member can make up what comes of a proposal that it got."""
+        state = lose(CARA_LOST_ANNA, ANNA.node, "closed", Facts(), now=NOW).state
+        assert state.proposal is not None
+        counter = state.proposal.message.epoch.counter
+        view = make_view(counter, BERT, CARA, previous=TRIO.epoch)
+        assert view.epoch == state.promised
+        state = told(state, CARA, TellView(view)).state
+        assert installed(told(state, CARA, make_heartbeat(view, BERT))) == []
+
     def test_shows_no_commit_to_one_who_has_promised_more(self) -> None:
         view = make_view(6, ANNA, BERT, CARA, previous=TRIO.epoch)
         state = told(promising(7), CARA, TellView(view)).state

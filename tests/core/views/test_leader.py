@@ -351,11 +351,15 @@ class TestTheCommit:
         view = committed(replace(WITHOUT_CARA, promises=(ahead.epoch,)), answers)
         assert view.previous_epoch_of(BERT) is None
 
-    def test_does_not_go_on_from_an_invented_view(self) -> None:
-        """V2: nobody could have committed it without a promise of the leader's."""
-        invented = make_view(7, BERT, ANNA, previous=TRIO.epoch)
+    @pytest.mark.parametrize("leader", [ANNA, BERT])
+    def test_does_not_go_on_from_an_invented_view(self, leader: Member) -> None:
+        """V2: nobody could have committed it without a promise of the leader's, or for the leader.
+
+        Here that has promised one of its own, which came to nothing.
+        """
+        invented = make_view(7, BERT, ANNA, leader=leader, previous=TRIO.epoch)
         answers = {ANNA: make_flushed(ANNA, TRIO), BERT: make_flushed(BERT, invented)}
-        view = committed(replace(WITHOUT_CARA, promises=(make_epoch(6),)), answers)
+        view = committed(replace(WITHOUT_CARA, promises=(make_epoch(7, ANNA),)), answers)
         assert view.previous_epoch_of(BERT) is None
 
     def test_puts_the_ring_through_the_fast_edges(self) -> None:
