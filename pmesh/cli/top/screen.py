@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from textwrap import wrap
 from typing import Final
 
+from rich.cells import cached_cell_len
 from rich.text import Text
 
 from pmesh.agent.events import Event
@@ -72,6 +73,7 @@ def lines_of(seen: Shown, *, width: int, height: int | None, beat: int | None = 
         The lines. If they do not fit, first old events are left out, then the ring, whose speeds
         move to the machines, then the empty lines. Then the last line says how many more there are.
     """
+    cached_cell_len.cache_clear()  # the next screen has other numbers: rich would keep 4,096
     width = min(width, MOST_CELLS)
     lines = list(_without_events(seen, width, beat=beat, ring=True))
     events, gap = min(FEWEST_EVENTS, len(seen.events)), [Text("")]

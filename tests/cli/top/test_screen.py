@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from rich.cells import cell_len
+from rich.cells import cached_cell_len, cell_len
 
 from pmesh.agent.events import Event
 from pmesh.agent.schema import EdgeStatus, JobStatus, MemberStatus, RankStatus, Status
@@ -329,3 +329,14 @@ def test_only_a_job_that_trains_moves_the_light_of_the_ring() -> None:
     assert all("bold cyan" in map(str, each) for each in styles[1:])
     assert all(one != other for one, other in pairwise(styles))
     assert styles[1] == styles[4]
+
+
+def test_numbers_of_screens_that_are_gone_are_not_kept() -> None:
+    """Rich remembers how wide texts are, and each second has others."""
+    status = mesh_of(3, job_of(80, 81))
+    (job,) = status.jobs
+    kept = list[int]()
+    for step in range(100):
+        lines_of(seen_of(replace(status, jobs=(replace(job, step=step),))), width=80, height=24)
+        kept.append(cached_cell_len.cache_info().currsize)
+    assert kept[-1] <= kept[0] + 5
