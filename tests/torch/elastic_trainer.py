@@ -86,32 +86,35 @@ def alone(_: int, folder: str, kind: str, accumulated: str) -> None:
     """Transformers' own Trainer in one process, on the batches of all ranks."""
     from transformers import Trainer
 
-    class InTheSameOrder(Trainer):
-        epoch = 0
+    model, rows = of_kind(kind)
+    chosen = arguments(
+        folder, num_train_epochs=EPOCHS, gradient_accumulation_steps=int(accumulated)
+    )
+    kind_of_trainer = in_the_same_order(Trainer, ROWS // int(accumulated))
+    training = kind_of_trainer(model, chosen, train_dataset=rows)
+    found(training, training.train(), folder, "alone")
 
+
+def in_the_same_order(base: type, batch: int) -> Any:
+    """The trainer of others, which takes rows in the order in which a mesh deals them."""
+
+    class InTheSameOrder(base):
         def get_train_dataloader(self) -> Any:
-            orders = (order_of(100, epoch=epoch, seed=3).tolist() for epoch in range(EPOCHS))
+            count = len(self.train_dataset)
+            orders = (order_of(count, epoch=epoch, seed=3).tolist() for epoch in range(EPOCHS))
 
             class Order(torch.utils.data.Sampler[int]):
                 def __iter__(self) -> Any:
                     return iter(next(orders))
 
                 def __len__(self) -> int:
-                    return 100
+                    return count
 
             return torch.utils.data.DataLoader(
-                self.train_dataset,
-                ROWS // int(accumulated),
-                sampler=Order(),
-                collate_fn=self.data_collator,
+                self.train_dataset, batch, sampler=Order(), collate_fn=self.data_collator
             )
 
-    model, rows = of_kind(kind)
-    chosen = arguments(
-        folder, num_train_epochs=EPOCHS, gradient_accumulation_steps=int(accumulated)
-    )
-    training = InTheSameOrder(model, chosen, train_dataset=rows)
-    found(training, training.train(), folder, "alone")
+    return InTheSameOrder
 
 
 def together(rank: int, folder: str, kind: str, accumulated: str) -> None:
@@ -154,6 +157,18 @@ def behind(base: type) -> Any:
     return type("Elastic", (pmesh.torch.ElasticTrainer, base), {})
 
 
+def waiting(base: type, step: int) -> Any:
+    """The trainer, which takes this step and the later ones with all three ranks."""
+
+    class Waits(base):
+        def _sync(self) -> None:
+            super()._sync()
+            while self._elastic.mesh.size < 3 and self.state.global_step >= step:
+                super()._sync()  # the one that was killed may come back late
+
+    return Waits
+
+
 def found(training: Any, output: Any, folder: str, name: str) -> None:
     logs = [
         (each["step"], each["loss"], each["grad_norm"], each["learning_rate"])
@@ -182,17 +197,12 @@ def comes_back(rank: int, folder: str, kills: str) -> None:
 def train_digits(rank: int, folder: Path, *, will_die: bool) -> None:
     from transformers import EarlyStoppingCallback
 
-    class Watched(pmesh.torch.ElasticTrainer):
+    class Watched(waiting(pmesh.torch.ElasticTrainer, ALL_AGAIN_AT)):
         def training_step(self, model: Any, inputs: Any, items: Any = None) -> Any:
             step = self.state.global_step
             taken[step] = [int(row) for batch in inputs for row in batch["row"]]
             sizes.add(mesh.size)
             return super().training_step(model, inputs, items)
-
-        def _sync(self) -> None:
-            super()._sync()
-            while mesh.size < 3 and self.state.global_step >= ALL_AGAIN_AT:
-                super()._sync()  # the killed one may come back late
 
     taken = dict[int, list[int]]()
     sizes = set[int]()

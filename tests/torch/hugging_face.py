@@ -25,7 +25,7 @@ def import_libraries() -> None:
         import_module(each)
 
 
-def _start(rank: int, backend: str, folder: str) -> bool:
+def start(rank: int, backend: str, folder: str) -> bool:
     """Set what the launcher sets; return whether Accelerate must be told to use the CPU."""
     told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS}
     os.environ |= {name: str(value) for name, value in told.items()}
@@ -37,7 +37,7 @@ def _start(rank: int, backend: str, folder: str) -> bool:
     return False
 
 
-def _end(rank: int, folder: str, found: dict[str, Any]) -> None:
+def end(rank: int, folder: str, found: dict[str, Any]) -> None:
     assert (dist.get_rank(), dist.get_world_size()) == (rank, RANKS)
     torch.save(found, f"{folder}/rank-{rank}.pt")
     dist.destroy_process_group()
@@ -45,7 +45,7 @@ def _end(rank: int, folder: str, found: dict[str, Any]) -> None:
 
 def loop(rank: int, folder: str, backend: str) -> None:
     """A loop over Accelerate: accumulation, a schedule, and a metric over all ranks' rows."""
-    cpu = _start(rank, backend, folder)
+    cpu = start(rank, backend, folder)
     from accelerate import Accelerator
     from accelerate.utils import set_seed
 
@@ -75,7 +75,7 @@ def loop(rank: int, folder: str, backend: str) -> None:
         right, count = right + int((pair[0] == pair[1]).sum()), count + len(pair[0])
     assert isinstance(net, torch.nn.parallel.DistributedDataParallel)
     assert accelerator.is_main_process == (rank == 0)
-    _end(rank, folder, {"net": net.state_dict(), "right": right, "count": count})
+    end(rank, folder, {"net": net.state_dict(), "right": right, "count": count})
 
 
 _PARTS = slice(0, 700), slice(700, 1000)
@@ -83,7 +83,7 @@ _PARTS = slice(0, 700), slice(700, 1000)
 
 def trainer(rank: int, folder: str, backend: str) -> None:
     """Transformers' Trainer: trains a tiny language model on Python's source, and evaluates it."""
-    cpu = _start(rank, backend, folder)
+    cpu = start(rank, backend, folder)
     training = _tiny(folder, use_cpu=cpu, save_strategy="no")
     training.train()
     losses = [each["loss"] for each in training.state.log_history if "loss" in each]
@@ -97,7 +97,7 @@ def trainer(rank: int, folder: str, backend: str) -> None:
         dist.barrier()
     else:
         pmesh.torch.report(loss=0.5)  # which nobody reads
-    _end(rank, folder, {"net": training.model.state_dict(), "losses": losses, "loss": loss})
+    end(rank, folder, {"net": training.model.state_dict(), "losses": losses, "loss": loss})
 
 
 def _tiny(folder: str, **options: Any) -> Any:
@@ -125,7 +125,7 @@ def _tiny(folder: str, **options: Any) -> Any:
 
 def of_other_checkpoints(rank: int, folder: str) -> None:
     """One machine has the checkpoint, the others begin anew."""
-    _start(rank, "pmesh", folder)
+    start(rank, "pmesh", folder)
     first = _tiny(folder, save_steps=2)
     first.train()
     last = f"{folder}/checkpoint-2"
@@ -166,7 +166,7 @@ def _pretend(module: ModuleType, name: str) -> None:
 
 def untried(rank: int, folder: str) -> None:
     """Accelerate of a version that pmesh was never tried with."""
-    _start(rank, "pmesh", folder)
+    start(rank, "pmesh", folder)
     import pmesh.torch.accelerate as plug
 
     plug.TRIED = "0.34"
@@ -179,7 +179,7 @@ def untried(rank: int, folder: str) -> None:
 
 def sharded(rank: int, folder: str) -> None:
     """FSDP through Accelerate, which would keep the whole model on each rank, and not say so."""
-    _start(rank, "pmesh", folder)
+    start(rank, "pmesh", folder)
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     with pytest.raises(pmesh.UsageError, match=r"shards a model .* on CUDA only"):
