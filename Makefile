@@ -45,6 +45,7 @@ check: .venv/.for-work $(LIBRARY)
 
 mypy: .venv/.for-work
 	$(BIN)/mypy
+	$(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin pmesh   # what Python lacks on a Mac
 
 pyright: .venv/.for-work
 	$(BIN)/pyright --pythonpath $(BIN)/python

@@ -111,6 +111,8 @@ def create_arena(kind: ArenaKind, number: int, nbytes: int) -> Arena:
 
 
 def _shared_memory_linux(kind: ArenaKind, nbytes: int) -> tuple[mmap.mmap, int]:
+    if sys.platform == "darwin":  # pragma: no cover - for mypy, which looks for what Macs lack
+        raise OSError("macOS has no memfd_create")
     descriptor = os.memfd_create(f"pmesh-{kind}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with _closing_on_failure(descriptor):
         os.ftruncate(descriptor, nbytes)
