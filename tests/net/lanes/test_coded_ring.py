@@ -171,7 +171,7 @@ async def test_no_rank_leaves_before_the_last_has_come(size: int) -> None:
         assert sorted(left) == list(range(size))
 
 
-class Watched(Plain):
+class ThreadRecorder(Plain):
     """Notes in which threads it works."""
 
     def __init__(self) -> None:
@@ -187,7 +187,7 @@ class Watched(Plain):
 async def test_only_small_pieces_are_worked_on_in_the_event_loop() -> None:
     here = threading.get_ident()
     for count, in_line in ((1000, True), (3 * PIECE_VALUES, False)):
-        codec, xs = Watched(), noise(2, count)
+        codec, xs = ThreadRecorder(), noise(2, count)
         with ring_of(2) as ring:
             await reduce_coded_all(ring, [Tensors(x, np.empty_like(x)) for x in xs], codec)
         assert (here in codec.threads) == in_line

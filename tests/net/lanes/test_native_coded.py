@@ -212,7 +212,7 @@ async def test_residuals_of_another_length_are_refused(count: int) -> None:
 
 
 @dataclass
-class Outcome:
+class CodedOutcome:
     """What became of an op whose peer sent something."""
 
     error: str
@@ -222,7 +222,7 @@ class Outcome:
     received: int
 
 
-async def outcome_of(asked: Asked, bodies: Sequence[bytes], fingerprint: int) -> Outcome:
+async def outcome_of(asked: Asked, bodies: Sequence[bytes], fingerprint: int) -> CodedOutcome:
     """Rank 0 of two; the other sends these bodies, properly sealed."""
     tensors, clipped, error = asked.tensors()[0], -1, ""
     sealer = Sealer(offer_between(0, 1).key)
@@ -241,8 +241,8 @@ async def outcome_of(asked: Asked, bodies: Sequence[bytes], fingerprint: int) ->
         received = lane.bytes_received
     assert tensors.residual_out is not None
     if error:
-        return Outcome(error, -1, b"", b"", received)  # what was written is garbage
-    return Outcome(
+        return CodedOutcome(error, -1, b"", b"", received)  # what was written is garbage
+    return CodedOutcome(
         error, clipped, tensors.result.tobytes(), tensors.residual_out.tobytes(), received
     )
 

@@ -29,8 +29,8 @@ PREAMBLE = encode_preamble(Preamble(bytes(range(16))))
 
 
 @dataclass
-class House:
-    """What lies behind the door: notes who was let in, and treats them as it is told."""
+class StreamHandlers:
+    """Note who was let in, and treat them as they are told."""
 
     treat: Callable[[Stream, Authenticated], object] = lambda _, authenticated: authenticated()
     links: list[bytes] = field(default_factory=list)
@@ -73,8 +73,8 @@ def fail_with(error: Exception) -> Callable[[Stream, Authenticated], object]:
 
 
 @asynccontextmanager
-async def opened(house: House) -> AsyncIterator[tuple[Street, Acceptor[Stream]]]:
-    street, door = Street(), Acceptor(on_link=house.on_link, on_lane=house.on_lane)
+async def opened(handlers: StreamHandlers) -> AsyncIterator[tuple[Street, Acceptor[Stream]]]:
+    street, door = Street(), Acceptor(on_link=handlers.on_link, on_lane=handlers.on_lane)
     async with trio.open_nursery() as nursery:
         await nursery.start(door.serve, [street])
         yield street, door
@@ -85,41 +85,41 @@ settled = trio.testing.wait_all_tasks_blocked
 
 
 async def test_a_client_hello_opens_a_link_and_the_rest_of_it_stays_in_the_stream() -> None:
-    house = House()
-    async with opened(house) as (street, door):
+    handlers = StreamHandlers()
+    async with opened(handlers) as (street, door):
         caller = street.call()
         await caller.send_all(CLIENT_HELLO + bytes(200))
         await settled()
-        assert house.links == [CLIENT_HELLO + bytes(14)]
-        assert len(await house.let_in[0].receive_some(1000)) == 186
+        assert handlers.links == [CLIENT_HELLO + bytes(14)]
+        assert len(await handlers.let_in[0].receive_some(1000)) == 186
         assert door.counters == DoorCounters(accepted=1, authenticated=1)
 
 
 async def test_a_preamble_opens_a_lane_and_what_follows_belongs_to_the_lane() -> None:
-    house = House()
-    async with opened(house) as (street, door):
+    handlers = StreamHandlers()
+    async with opened(handlers) as (street, door):
         await street.call().send_all(PREAMBLE + b"sealed")
         await settled()
-        assert house.lanes == [PREAMBLE]
-        assert await house.let_in[0].receive_some(1000) == b"sealed"
+        assert handlers.lanes == [PREAMBLE]
+        assert await handlers.let_in[0].receive_some(1000) == b"sealed"
         assert door.counters == DoorCounters(accepted=1, authenticated=1)
 
 
 async def test_a_machine_that_wants_the_mesh_key_has_a_handler_of_its_own() -> None:
-    house, street = House(), Street()
-    door = Acceptor(on_link=house.on_link, on_lane=house.on_lane, on_guest=house.on_guest)
+    handlers, street = StreamHandlers(), Street()
+    door = Acceptor(on_link=handlers.on_link, on_lane=handlers.on_lane, on_guest=handlers.on_guest)
     async with trio.open_nursery() as nursery:
         await nursery.start(door.serve, [street])
         await street.call().send_all(GUEST_MAGIC + b"it says")
         await settled()
-        assert house.guests == [GUEST_MAGIC + b"it says"]
-        assert house.links == house.lanes == []
+        assert handlers.guests == [GUEST_MAGIC + b"it says"]
+        assert handlers.links == handlers.lanes == []
         assert door.counters == DoorCounters(accepted=1, authenticated=1)
         nursery.cancel_scope.cancel()
 
 
 async def test_without_that_handler_it_is_garbage() -> None:
-    async with opened(House()) as (street, door):
+    async with opened(StreamHandlers()) as (street, door):
         caller = street.call()
         await caller.send_all(GUEST_MAGIC)
         assert await is_closed(caller)
@@ -127,14 +127,14 @@ async def test_without_that_handler_it_is_garbage() -> None:
 
 
 async def test_first_bytes_may_come_one_by_one() -> None:
-    house = House()
-    async with opened(house) as (street, _):
+    handlers = StreamHandlers()
+    async with opened(handlers) as (street, _):
         caller = street.call()
         for at in range(len(PREAMBLE)):
-            assert house.lanes == []
+            assert handlers.lanes == []
             await caller.send_all(PREAMBLE[at : at + 1])
             await settled()
-        assert house.lanes == [PREAMBLE]
+        assert handlers.lanes == [PREAMBLE]
 
 
 @pytest.mark.parametrize(
@@ -142,18 +142,18 @@ async def test_first_bytes_may_come_one_by_one() -> None:
     [b"GET / HTTP/1.1", b"\xff\xff\xff\xff", b"\x16\x03\x01\x40\x00\x01\xff\xff\xff", bytes(21)],
 )
 async def test_garbage_is_closed_and_counted(garbage: bytes) -> None:
-    house = House()
-    async with opened(house) as (street, door):
+    handlers = StreamHandlers()
+    async with opened(handlers) as (street, door):
         caller = street.call()
         await caller.send_all(garbage)
         await settled()
         assert await is_closed(caller)
         assert door.counters == DoorCounters(accepted=1, garbage=1)
-        assert house.let_in == []
+        assert handlers.let_in == []
 
 
 async def test_who_leaves_before_saying_anything_is_counted() -> None:
-    async with opened(House()) as (street, door):
+    async with opened(StreamHandlers()) as (street, door):
         await street.call().send_eof()
         quitter = street.call()
         await quitter.send_all(PREAMBLE[:20])
@@ -164,14 +164,14 @@ async def test_who_leaves_before_saying_anything_is_counted() -> None:
 
 
 async def test_a_reset_connection_is_counted_as_closed_early() -> None:
-    async with opened(House()) as (street, door):
+    async with opened(StreamHandlers()) as (street, door):
         street.call_and_reset()
         await settled()
         assert door.counters == DoorCounters(accepted=1, closed_early=1)
 
 
 async def test_silence_is_over_after_5_s(autojump_clock: trio.testing.MockClock) -> None:
-    async with opened(House()) as (street, door):
+    async with opened(StreamHandlers()) as (street, door):
         caller = street.call()
         assert await caller.receive_some(1) == b""
         assert autojump_clock.current_time() == pytest.approx(5)
@@ -182,7 +182,7 @@ async def test_silence_is_over_after_5_s(autojump_clock: trio.testing.MockClock)
 async def test_the_5_s_are_for_all_until_authenticated(
     autojump_clock: trio.testing.MockClock, first: bytes
 ) -> None:
-    async with opened(House(treat=do_nothing, stay_s=math.inf)) as (street, door):
+    async with opened(StreamHandlers(treat=do_nothing, stay_s=math.inf)) as (street, door):
         caller = street.call()
         await trio.sleep(3)
         await caller.send_all(first)
@@ -194,8 +194,8 @@ async def test_the_5_s_are_for_all_until_authenticated(
 async def test_who_is_authenticated_stays_and_no_longer_counts(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    house = House(stay_s=50)
-    async with opened(house) as (street, door):
+    handlers = StreamHandlers(stay_s=50)
+    async with opened(handlers) as (street, door):
         callers = [street.call()]
         for caller in callers:
             await caller.send_all(PREAMBLE)
@@ -205,25 +205,25 @@ async def test_who_is_authenticated_stays_and_no_longer_counts(
         await trio.sleep(100)
         assert not any([await is_closed(caller) for caller in callers])
         assert door.counters == DoorCounters(accepted=9, authenticated=9)
-        assert house.stayed == 9  # nobody was cancelled after 5 s
+        assert handlers.stayed == 9  # nobody was cancelled after 5 s
     assert autojump_clock.current_time() == pytest.approx(100)
 
 
 async def test_a_stream_belongs_to_its_handler_once_authenticated(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    house = House()
-    async with opened(house) as (street, _):
+    handlers = StreamHandlers()
+    async with opened(handlers) as (street, _):
         caller = street.call()
         await caller.send_all(PREAMBLE)
         await trio.sleep(100)  # the handler has returned long ago
         assert autojump_clock.current_time() == 100
-        await house.let_in[0].send_all(b"still here")
+        await handlers.let_in[0].send_all(b"still here")
         assert await caller.receive_some(100) == b"still here"
 
 
 async def test_the_oldest_from_one_address_makes_room_for_the_next_from_there() -> None:
-    async with opened(House()) as (street, door):
+    async with opened(StreamHandlers()) as (street, door):
         other = street.call("10.0.0.2")
         callers = [street.call("10.0.0.1") for _ in range(MAX_PENDING_PER_ADDRESS + 2)]
         await settled()
@@ -233,10 +233,12 @@ async def test_the_oldest_from_one_address_makes_room_for_the_next_from_there() 
 
 
 async def test_lanes_that_members_have_offered_take_nobody_s_place_and_keep_theirs() -> None:
-    house = House(treat=do_nothing, stay_s=50)
+    handlers = StreamHandlers(treat=do_nothing, stay_s=50)
     offered = [encode_preamble(Preamble(bytes([i]) * 16)) for i in range(MAX_PENDING + 2)]
     street = Street()
-    door = Acceptor(on_link=house.on_link, on_lane=house.on_lane, is_offered=offered.__contains__)
+    door = Acceptor(
+        on_link=handlers.on_link, on_lane=handlers.on_lane, is_offered=offered.__contains__
+    )
     async with trio.open_nursery() as nursery:
         await nursery.start(door.serve, [street])
         stranger, lanes = street.call(), list[MemoryStream]()
@@ -255,7 +257,7 @@ async def test_lanes_that_members_have_offered_take_nobody_s_place_and_keep_thei
 
 
 async def test_the_oldest_of_all_makes_room_when_the_door_is_full() -> None:
-    async with opened(House()) as (street, door):
+    async with opened(StreamHandlers()) as (street, door):
         callers = [street.call(f"10.0.0.{i}") for i in range(MAX_PENDING + 3)]
         await settled()
         closed = [await is_closed(caller) for caller in callers]
@@ -264,14 +266,14 @@ async def test_the_oldest_of_all_makes_room_when_the_door_is_full() -> None:
 
 
 async def test_a_thousand_that_never_speak_do_not_keep_a_peer_out() -> None:
-    house = House()
-    async with opened(house) as (street, door):
+    handlers = StreamHandlers()
+    async with opened(handlers) as (street, door):
         for i in range(1000):
             street.call(f"10.0.{i % 200}.1")
         peer = street.call("10.1.0.1")
         await peer.send_all(PREAMBLE)
         await settled()
-        assert house.lanes == [PREAMBLE]
+        assert handlers.lanes == [PREAMBLE]
         counters = door.counters
         assert counters.pending == MAX_PENDING - 1
         assert counters.accepted == counters.pending + counters.dropped + 1 == 1001
@@ -281,7 +283,7 @@ async def test_a_thousand_that_never_speak_do_not_keep_a_peer_out() -> None:
 async def test_whom_the_handler_does_not_want_is_closed_and_counted(
     treat: Callable[[Stream, Authenticated], object],
 ) -> None:
-    async with opened(House(treat=treat)) as (street, door):
+    async with opened(StreamHandlers(treat=treat)) as (street, door):
         caller = street.call()
         await caller.send_all(CLIENT_HELLO)
         await settled()
@@ -299,10 +301,10 @@ async def test_whom_the_handler_does_not_want_is_closed_and_counted(
 async def test_what_a_handler_may_not_raise_ends_the_door_and_closes_its_listener(
     treat: Callable[[Stream, Authenticated], object], error: type[Exception]
 ) -> None:
-    house, street = House(treat=treat), Street()
+    handlers, street = StreamHandlers(treat=treat), Street()
     await street.call().send_all(CLIENT_HELLO)
     with pytest.raises(ExceptionGroup) as raised:
-        await Acceptor(on_link=house.on_link, on_lane=house.on_lane).serve([street])
+        await Acceptor(on_link=handlers.on_link, on_lane=handlers.on_lane).serve([street])
     assert raised.group_contains(error)
     assert street.closed
 
@@ -317,8 +319,9 @@ async def test_what_is_contained_ends_one_connection_and_the_next_is_let_in() ->
         except OSError as e:
             contained.append(f"{what}: {e.strerror}")
 
-    house, street = House(treat=fail_with(OSError(errno.EMFILE, "no descriptor"))), Street()
-    door = Acceptor[Stream](on_link=house.on_link, on_lane=house.on_lane, contain=contain)
+    handlers = StreamHandlers(treat=fail_with(OSError(errno.EMFILE, "no descriptor")))
+    street = Street()
+    door = Acceptor[Stream](on_link=handlers.on_link, on_lane=handlers.on_lane, contain=contain)
     async with trio.open_nursery() as nursery:
         await nursery.start(door.serve, [street])
         for count in (1, 2):
@@ -359,41 +362,41 @@ async def test_authentication_that_comes_too_late_is_void(
 async def test_handshakes_come_in_a_burst_and_then_at_a_steady_pace(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    house = House()
-    async with opened(house) as (street, _):
+    handlers = StreamHandlers()
+    async with opened(handlers) as (street, _):
         for i in range(HANDSHAKE_BURST + 10):
             await street.call(f"10.0.0.{i}").send_all(CLIENT_HELLO)
         await trio.sleep(1)
-    began = house.times[0]
+    began = handlers.times[0]
     assert began < 0.001
-    for i, time in enumerate(house.times):
+    for i, time in enumerate(handlers.times):
         paced = max(0, i - HANDSHAKE_BURST) * HANDSHAKE_INTERVAL_S
         assert time - began == pytest.approx(paced, abs=HANDSHAKE_INTERVAL_S + 1e-9)
-    assert len(house.times) == HANDSHAKE_BURST + 10
+    assert len(handlers.times) == HANDSHAKE_BURST + 10
     assert autojump_clock.current_time() >= 1
 
 
 async def test_those_who_give_up_take_no_turn_from_those_who_wait(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    house = House()
-    async with opened(house) as (street, door):
+    handlers = StreamHandlers()
+    async with opened(handlers) as (street, door):
         for i in range(1000):
             await street.call(f"10.0.{i % 250}.1").send_all(CLIENT_HELLO)
         await street.call("10.9.9.9").send_all(CLIENT_HELLO)
         await trio.sleep(2)
         assert door.counters.pending == 0  # 64 turns took 1.3 s; 1,000 would have taken 20
-        assert house.times[-1] <= MAX_PENDING * HANDSHAKE_INTERVAL_S + 1e-9
+        assert handlers.times[-1] <= MAX_PENDING * HANDSHAKE_INTERVAL_S + 1e-9
     assert autojump_clock.current_time() == pytest.approx(2)
 
 
 async def test_lanes_need_no_turn(autojump_clock: trio.testing.MockClock) -> None:
-    house = House()
-    async with opened(house) as (street, _):
+    handlers = StreamHandlers()
+    async with opened(handlers) as (street, _):
         for i in range(50):
             await street.call(f"10.0.0.{i}").send_all(PREAMBLE)
         await settled()
-        assert len(house.lanes) == 50
+        assert len(handlers.lanes) == 50
         assert autojump_clock.current_time() == 0
 
 
@@ -401,8 +404,8 @@ async def test_lanes_need_no_turn(autojump_clock: trio.testing.MockClock) -> Non
 async def test_a_system_out_of_descriptors_costs_the_oldest_stranger_and_a_moment(
     autojump_clock: trio.testing.MockClock, number: int
 ) -> None:
-    house = House()
-    async with opened(house) as (street, door):
+    handlers = StreamHandlers()
+    async with opened(handlers) as (street, door):
         street.fail(OSError(number, "too many"))
         stranger = street.call()
         await trio.sleep(0.2)
@@ -410,15 +413,17 @@ async def test_a_system_out_of_descriptors_costs_the_oldest_stranger_and_a_momen
         peer = street.call()
         await peer.send_all(PREAMBLE)
         await trio.sleep(0.2)
-        assert house.times == [pytest.approx(0.3)]
+        assert handlers.times == [pytest.approx(0.3)]
         assert await is_closed(stranger)
         assert door.counters == DoorCounters(accepted=2, authenticated=1, dropped=1, out_of_files=2)
     assert autojump_clock.current_time() == pytest.approx(0.4)
 
 
 async def test_a_connection_over_an_interface_that_is_not_used_is_refused() -> None:
-    house, street = House(), Street()
-    door = Acceptor[Stream](on_link=house.on_link, on_lane=house.on_lane, uses=lambda _: False)
+    handlers, street = StreamHandlers(), Street()
+    door = Acceptor[Stream](
+        on_link=handlers.on_link, on_lane=handlers.on_lane, uses=lambda _: False
+    )
     async with trio.open_nursery() as nursery:
         await nursery.start(door.serve, [street])
         caller = street.call()
@@ -429,13 +434,13 @@ async def test_a_connection_over_an_interface_that_is_not_used_is_refused() -> N
 
 
 async def test_a_listener_may_come_later_and_be_closed_earlier() -> None:
-    house = House()
-    async with opened(house) as (street, door):
+    handlers = StreamHandlers()
+    async with opened(handlers) as (street, door):
         second = Street()
         door.add(second)
         await second.call().send_all(PREAMBLE)
         await settled()
-        assert len(house.lanes) == 1
+        assert len(handlers.lanes) == 1
         second.close()
         await settled()
         await street.call().send_all(PREAMBLE)
@@ -444,10 +449,10 @@ async def test_a_listener_may_come_later_and_be_closed_earlier() -> None:
 
 
 async def test_a_broken_listener_ends_the_door() -> None:
-    house, street = House(), Street()
+    handlers, street = StreamHandlers(), Street()
     street.fail(OSError(errno.EBADF, "bad file descriptor"))
     with pytest.raises(ExceptionGroup) as raised:
-        await Acceptor(on_link=house.on_link, on_lane=house.on_lane).serve([street])
+        await Acceptor(on_link=handlers.on_link, on_lane=handlers.on_lane).serve([street])
     assert raised.group_contains(OSError)
 
 

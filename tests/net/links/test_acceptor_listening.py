@@ -22,7 +22,7 @@ LOOPBACK = LocalAddress(interface="lo", host="127.0.0.1", prefix_bits=8, kind="w
 GONE = LocalAddress(interface="gone9", host="127.0.0.2", prefix_bits=8, kind="wired")
 
 
-class Addresses(AddressWatch):
+class MovableWatch(AddressWatch):
     """A watch that a test moves by hand."""
 
     async def become(self, *addresses: LocalAddress) -> None:
@@ -48,7 +48,7 @@ async def listening_beside(
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 async def test_a_connection_stays_at_the_interface_at_which_it_came_in(host: str) -> None:
-    watch = Addresses(only=["lo"])
+    watch = MovableWatch(only=["lo"])
     async with listening_beside(host, watch) as (own, added):
         await watch.become(LOOPBACK)
         (bound,) = added
@@ -66,7 +66,7 @@ async def test_a_connection_stays_at_the_interface_at_which_it_came_in(host: str
 
 
 async def test_the_port_stays_taken_for_another_agent() -> None:
-    watch = Addresses(only=["lo"])
+    watch = MovableWatch(only=["lo"])
     async with listening_beside("127.0.0.1", watch) as (own, added):
         await watch.become(LOOPBACK)
         assert len(added) == 1
@@ -76,7 +76,7 @@ async def test_the_port_stays_taken_for_another_agent() -> None:
 
 
 async def test_interfaces_are_told_apart_only_where_two_have_one_network() -> None:
-    watch = Addresses()
+    watch = MovableWatch()
     async with listening_beside("127.0.0.1", watch) as (_, added):
         await watch.become(LOOPBACK)
         assert added == []
@@ -88,7 +88,7 @@ async def test_a_system_that_refuses_keeps_the_agents_own_listener(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(acceptor, "SO_BINDTODEVICE", 9999)
-    watch = Addresses(only=["lo"])
+    watch = MovableWatch(only=["lo"])
     async with listening_beside("127.0.0.1", watch) as (own, added):
         await watch.become(LOOPBACK)
         assert added == []
@@ -112,7 +112,7 @@ async def test_no_descriptor_to_ask_for_the_interfaces_is_no_end_of_listening(
         return real()
 
     faults.around(socket, "if_nameindex", if_nameindex)
-    watch = Addresses(only=["lo"])
+    watch = MovableWatch(only=["lo"])
     async with listening_beside("127.0.0.1", watch) as (_, added):
         await watch.become(LOOPBACK)
         assert added == []

@@ -26,7 +26,7 @@ LIMIT_BYTES = 16 * 1024 * 1024
 Attack = Callable[[socket.socket], None]
 
 
-class Agent:
+class AttackedAcceptor:
     """The door under attack."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
@@ -46,7 +46,7 @@ class Agent:
 
 
 @pytest.fixture
-def agent() -> Iterator[Agent]:
+def agent() -> Iterator[AttackedAcceptor]:
     command = [sys.executable, "-m", "tests.net.links.foreign_acceptor"]
     with subprocess.Popen(
         command,
@@ -55,7 +55,7 @@ def agent() -> Iterator[Agent]:
         text=True,
         cwd=Path(__file__).parents[3],
     ) as process:
-        yield Agent(process)
+        yield AttackedAcceptor(process)
         process.kill()
 
 
@@ -68,7 +68,7 @@ def _room_for_a_thousand_sockets() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def connect(agent: Agent, number: int) -> socket.socket:
+def connect(agent: AttackedAcceptor, number: int) -> socket.socket:
     """Connect from one of many addresses, where the system has more than one on loopback."""
     caller = socket.socket()
     caller.settimeout(5)
@@ -131,7 +131,7 @@ def with_an_enormous_certificate(folder: Path) -> ssl.SSLContext:
     return context
 
 
-def cost(agent: Agent, attack: Attack, *, connections: int) -> tuple[int, DoorCounters]:
+def cost(agent: AttackedAcceptor, attack: Attack, *, connections: int) -> tuple[int, DoorCounters]:
     """How much the agent grows under so many connections, in bytes; and its counters then."""
     before, _ = agent.ask()
     with contextlib.ExitStack() as callers:
@@ -147,7 +147,7 @@ def cost(agent: Agent, attack: Attack, *, connections: int) -> tuple[int, DoorCo
 
 @pytest.mark.parametrize("attack", [silence, half_a_preamble, lane_that_stalls])
 def test_a_thousand_that_never_prove_anything_cost_less_than_16_mib(
-    agent: Agent, attack: Attack
+    agent: AttackedAcceptor, attack: Attack
 ) -> None:
     bytes_used, counters = cost(agent, attack, connections=1000)
     assert bytes_used < LIMIT_BYTES
@@ -157,7 +157,7 @@ def test_a_thousand_that_never_prove_anything_cost_less_than_16_mib(
 
 @pytest.mark.parametrize("flights", [1, 2])
 def test_those_who_stop_in_the_middle_of_a_handshake_cost_less_than_16_mib(
-    agent: Agent, tmp_path: Path, flights: int
+    agent: AttackedAcceptor, tmp_path: Path, flights: int
 ) -> None:
     """One flight makes the agent build TLS objects, two make it believe a large certificate."""
     attack = HalfAHandshake(with_an_enormous_certificate(tmp_path), flights)

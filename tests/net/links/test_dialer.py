@@ -76,7 +76,7 @@ async def test_a_host_that_can_not_be_is_unreachable(host: str) -> None:
         await dial(Address(host, 1), timeout_s=60)
 
 
-class FakeSocket:
+class RefusedSocket:
     """A socket that connects to nobody, and remembers what was asked of it."""
 
     def __init__(self, refuses: int | None = None) -> None:
@@ -85,7 +85,7 @@ class FakeSocket:
         self.bound: tuple[str | int, ...] | None = None
         self.closed = False
 
-    def __call__(self, family: int, _: int) -> "FakeSocket":
+    def __call__(self, family: int, _: int) -> "RefusedSocket":
         self.family = family
         return self
 
@@ -130,7 +130,7 @@ async def test_the_packets_of_a_dial_leave_by_its_interface(
     via: str,
     option: tuple[int, int, int | bytes],
 ) -> None:
-    fake = FakeSocket()
+    fake = RefusedSocket()
     be_on(monkeypatch, "darwin" if macos else "linux")
     faults.instead(trio.socket, "socket", fake)
     with pytest.raises(PeerUnreachable, match="refuses connections"):
@@ -153,7 +153,7 @@ async def test_an_old_linux_that_refuses_gets_the_source_address(
     via: str,
     bound: tuple[str | int, ...],
 ) -> None:
-    fake = FakeSocket(refuses=errno.EPERM)
+    fake = RefusedSocket(refuses=errno.EPERM)
     be_on(monkeypatch, "linux")
     faults.instead(trio.socket, "socket", fake)
     with pytest.raises(PeerUnreachable, match="refuses connections"):

@@ -51,7 +51,7 @@ def service_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @dataclass
-class Agent:
+class Discoverer:
     own: Advertisement
     heard: trio.MemoryReceiveChannel[Discovered]
 
@@ -65,7 +65,7 @@ class Agent:
             pass
 
 
-class Addresses(AddressWatch):
+class MovableAddresses(AddressWatch):
     """A watch that a test moves by hand."""
 
     def __init__(self, *addresses: LocalAddress) -> None:
@@ -114,9 +114,9 @@ async def running(
     counters: DiscoveryCounters | None = None,
     nameplate: discovery.Nameplate | None = None,
     settings: DiscoverySettings = SETTINGS,
-) -> AsyncIterator[Agent]:
+) -> AsyncIterator[Discoverer]:
     send, receive = trio.open_memory_channel[Discovered](0)
-    watch = watch or Addresses(LOOPBACK)
+    watch = watch or MovableAddresses(LOOPBACK)
     async with receive, trio.open_nursery() as nursery:
         await nursery.start(watch.run)
         await nursery.start(
@@ -132,7 +132,7 @@ async def running(
                 settings=settings,
             )
         )
-        yield Agent(own, receive)
+        yield Discoverer(own, receive)
         nursery.cancel_scope.cancel()
 
 
@@ -188,7 +188,7 @@ async def test_a_forged_advertisement_is_not_reported(
 
 
 async def test_an_agent_without_addresses_waits_for_one() -> None:
-    nowhere = Addresses()
+    nowhere = MovableAddresses()
     theirs = advertisement(12)
     async with running(advertisement(11), 11) as one:
         send, receive = trio.open_memory_channel[Discovered](0)
@@ -233,7 +233,7 @@ async def test_when_the_system_refuses_the_user_is_told_and_it_is_tried_again() 
 
 async def test_who_does_not_answer_after_a_change_of_addresses_is_gone() -> None:
     settings = replace(SETTINGS, settle_s=0.3)
-    watch = Addresses(LOOPBACK)
+    watch = MovableAddresses(LOOPBACK)
     mover, theirs = advertisement(15), advertisement(16)
     async with (
         running(mover, 15, watch=watch, settings=settings) as one,
@@ -257,7 +257,7 @@ async def test_a_cable_that_comes_and_goes_does_not_keep_the_agent_silent() -> N
 
     settings = replace(SETTINGS, move_again_s=1e6, open_zeroconf=open_one)
     watch, flaps, theirs = (
-        Addresses(LOOPBACK),
+        MovableAddresses(LOOPBACK),
         replace(LOOPBACK, speed_mbit_s=10),
         advertisement(28),
     )
@@ -459,13 +459,13 @@ async def test_a_number_is_announced_again_after_answers_that_were_put_off() -> 
     nameplate = discovery.Nameplate()
     send, updated = trio.open_memory_channel[None](99)
 
-    class Tells(AsyncZeroconf):
+    class UpdateTeller(AsyncZeroconf):
         async def async_update_service(self, info: ServiceInfo) -> Any:  # noqa: ANN401 - as above
             trio.from_thread.run_sync(send.send_nowait, None)
             update: Any = super().async_update_service
             return await update(info)
 
-    settings = replace(SETTINGS, look_s=0.01, open_zeroconf=Tells)
+    settings = replace(SETTINGS, look_s=0.01, open_zeroconf=UpdateTeller)
     async with running(advertisement(100), 100, nameplate=nameplate, settings=settings):
         for number in (7, 0):
             nameplate.show(number)

@@ -249,7 +249,7 @@ MAC_BRIDGE = """bridge0: flags=8863<UP,BROADCAST,SMART,RUNNING,SIMPLEX,MULTICAST
 """
 
 
-class FakeMac:
+class MacCommands:
     """What the commands of macOS print, and what its ioctl says of an interface's medium."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,11 +277,11 @@ class FakeMac:
 
 
 @pytest.fixture
-def mac(monkeypatch: pytest.MonkeyPatch) -> FakeMac:
-    return FakeMac(monkeypatch)
+def mac(monkeypatch: pytest.MonkeyPatch) -> MacCommands:
+    return MacCommands(monkeypatch)
 
 
-def test_macos_tells_the_kind_of_an_interface(fake_system: Fake, mac: FakeMac) -> None:
+def test_macos_tells_the_kind_of_an_interface(fake_system: Fake, mac: MacCommands) -> None:
     fake_system("bridge0", "bridge1", "en0", "en1", "en4", "en5", "en8", macos=True)
     kinds = {own.interface: (own.kind, own.speed_mbit_s) for own in read_addresses()}
     assert kinds == {
@@ -297,7 +297,7 @@ def test_macos_tells_the_kind_of_an_interface(fake_system: Fake, mac: FakeMac) -
 
 
 def test_macos_is_asked_again_only_when_an_interface_comes_up(
-    fake_system: Fake, mac: FakeMac
+    fake_system: Fake, mac: MacCommands
 ) -> None:
     reader = InterfaceReader()
     for names, asked in [
@@ -312,14 +312,14 @@ def test_macos_is_asked_again_only_when_an_interface_comes_up(
 
 
 def test_a_bridge_that_macos_does_not_describe_has_the_kind_of_its_port(
-    fake_system: Fake, mac: FakeMac
+    fake_system: Fake, mac: MacCommands
 ) -> None:
     mac.bridges.clear()
     fake_system("bridge0", macos=True)
     assert [own.kind for own in read_addresses()] == ["thunderbolt"]
 
 
-def test_macos_says_that_a_cable_was_pulled(fake_system: Fake, mac: FakeMac) -> None:
+def test_macos_says_that_a_cable_was_pulled(fake_system: Fake, mac: MacCommands) -> None:
     mac.unplugged.add("en4")
     mac.without_medium.add("en8")
     fake_system("en0", "en4", "en8", macos=True)
@@ -338,7 +338,7 @@ def test_without_an_answer_every_interface_counts_as_wired(
     assert [address.kind for address in read_addresses()] == ["wired"]
 
 
-def test_an_answer_that_is_no_json_says_no_speed(fake_system: Fake, mac: FakeMac) -> None:
+def test_an_answer_that_is_no_json_says_no_speed(fake_system: Fake, mac: MacCommands) -> None:
     mac.said["system_profiler"] = "no"
     fake_system("en1", macos=True)
     assert [(own.kind, own.speed_mbit_s) for own in read_addresses()] == [("thunderbolt", 0)]
@@ -502,7 +502,7 @@ async def test_where_the_system_tells_nothing_changes_are_noticed(
 
 
 @dataclass
-class FakeSocket:
+class BoundSocket:
     name: object = ""
 
     def getsockopt(self, level: int, option: int, buffersize: int) -> bytes:
@@ -517,7 +517,7 @@ class FakeSocket:
 
 def stream_from(name: object) -> trio.abc.HalfCloseableStream:
     stream, _ = trio.testing.memory_stream_pair()
-    stream.socket = FakeSocket(name)  # type: ignore[attr-defined]
+    stream.socket = BoundSocket(name)  # type: ignore[attr-defined]
     return stream
 
 

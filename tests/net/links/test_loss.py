@@ -14,7 +14,7 @@ from tests.worlds.system import be_on
 
 
 @dataclass
-class FakeSocket:
+class SocketWithCounters:
     counters: bytes
 
     def getsockopt(self, level: int, option: int, buffersize: int) -> bytes:
@@ -24,7 +24,7 @@ class FakeSocket:
 
 def stream_with(counters: bytes) -> trio.abc.HalfCloseableStream:
     stream, _ = trio.testing.memory_stream_pair()
-    stream.socket = FakeSocket(counters)  # type: ignore[attr-defined]
+    stream.socket = SocketWithCounters(counters)  # type: ignore[attr-defined]
     return stream
 
 

@@ -151,7 +151,7 @@ def test_an_entry_that_comes_twice_ends_the_record() -> None:
 
 
 def test_a_loop_hands_on_only_what_passes() -> None:
-    class Heard(asyncio.DatagramProtocol):
+    class DatagramRecorder(asyncio.DatagramProtocol):
         def __init__(self) -> None:
             self.heard: list[bytes] = []
             self.done = asyncio.Event()
@@ -170,9 +170,11 @@ def test_a_loop_hands_on_only_what_passes() -> None:
             del exc
             self.closed.set()
 
-    async def converse() -> Heard:
+    async def converse() -> DatagramRecorder:
         loop = asyncio.get_running_loop()
-        transport, heard = await loop.create_datagram_endpoint(Heard, local_addr=("127.0.0.1", 0))
+        transport, heard = await loop.create_datagram_endpoint(
+            DatagramRecorder, local_addr=("127.0.0.1", 0)
+        )
         where = transport.get_extra_info("sockname")
         transport.sendto(b"bad", where)
         transport.sendto(b"good", where)

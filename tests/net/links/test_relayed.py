@@ -15,7 +15,7 @@ from tests.net.links.links import outcomes
 from tests.worlds.nodes import ADAS, ADAS_HELLO, BOBS, BOBS_HELLO
 
 
-class Between:
+class ForwardingAgent:
     """The agent between two ends, which forwards at once; ends are named by their node ids."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ async def is_blocked(send: Callable[[], Awaitable[None]]) -> bool:
 
 
 async def test_bytes_arrive_in_order_in_pieces_of_a_limited_size() -> None:
-    between = Between()
+    between = ForwardingAgent()
     sent = bytes(range(256)) * 1024
     received = bytearray()
 
@@ -71,7 +71,7 @@ async def test_bytes_arrive_in_order_in_pieces_of_a_limited_size() -> None:
 
 
 async def test_a_sender_waits_until_the_other_end_has_read() -> None:
-    between = Between()
+    between = ForwardingAgent()
     await between.small.send_all(bytes(WINDOW_BYTES))
     assert await is_blocked(lambda: between.small.send_all(b"x"))
     await between.large.receive_some(WINDOW_BYTES // 2)
@@ -80,7 +80,7 @@ async def test_a_sender_waits_until_the_other_end_has_read() -> None:
 
 
 async def test_what_came_before_the_end_is_read_before_it() -> None:
-    between = Between()
+    between = ForwardingAgent()
     await between.small.send_all(b"last words")
     await between.small.aclose()
     assert await between.large.receive_some() == b"last words"
@@ -91,7 +91,7 @@ async def test_what_came_before_the_end_is_read_before_it() -> None:
 
 
 async def test_who_waits_learns_that_nobody_forwards_any_more() -> None:
-    between = Between()
+    between = ForwardingAgent()
     await between.small.send_all(bytes(WINDOW_BYTES))
 
     async def wait_to_receive() -> None:
@@ -113,7 +113,7 @@ async def test_who_waits_learns_that_nobody_forwards_any_more() -> None:
 
 
 async def test_a_closed_end_can_not_be_used() -> None:
-    between = Between()
+    between = ForwardingAgent()
     await between.small.aclose()
     await between.small.aclose()
     with pytest.raises(trio.ClosedResourceError):
@@ -133,7 +133,7 @@ async def test_a_closed_end_can_not_be_used() -> None:
     ids=["too much is sent", "more was read than sent"],
 )
 async def test_an_end_that_exceeds_the_window_is_given_up(message: Relay) -> None:
-    between = Between()
+    between = ForwardingAgent()
     for _ in range(WINDOW_BYTES // MAX_RELAYED_BYTES + 1):
         between.small.take(message)
     with pytest.raises(trio.BrokenResourceError):
@@ -141,7 +141,7 @@ async def test_an_end_that_exceeds_the_window_is_given_up(message: Relay) -> Non
 
 
 async def test_a_handshake_runs_through_it_and_the_one_between_sees_only_ciphertext() -> None:
-    between = Between()
+    between = ForwardingAgent()
     bob, ada = await outcomes(
         (between.small, between.large), client=(BOBS, BOBS_HELLO), server=(ADAS, ADAS_HELLO)
     )

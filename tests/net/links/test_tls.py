@@ -33,7 +33,7 @@ from tests.worlds.nodes import (
 
 
 @dataclass
-class Pair:
+class TlsEnds:
     """A client and a server joined by a fake wire, and what has happened at each."""
 
     client: TlsProtocol
@@ -60,8 +60,8 @@ def take_events(tls: TlsProtocol, events: list[TlsEvent]) -> None:
         events.append(event)
 
 
-def pair(client: TlsContexts, server: TlsContexts) -> Pair:
-    both = Pair(TlsProtocol(client, server_side=False), TlsProtocol(server, server_side=True))
+def pair(client: TlsContexts, server: TlsContexts) -> TlsEnds:
+    both = TlsEnds(TlsProtocol(client, server_side=False), TlsProtocol(server, server_side=True))
     both.converse()
     return both
 

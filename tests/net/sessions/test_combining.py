@@ -118,7 +118,7 @@ def test_a_plan_that_leaves_its_memory_is_refused(
         )
 
 
-class Watched:
+class EndlessSlices:
     """Slices that go on until they are stopped."""
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ class Watched:
 
 
 async def test_what_is_stopped_ends_in_all_threads_before_it_is_said_to_have_ended() -> None:
-    run, ended = CombiningRun(Watched(), 1 << 30), trio.Event()
+    run, ended = CombiningRun(EndlessSlices(), 1 << 30), trio.Event()
     assert not run.start(ended.set)
     run.stop()
     await ended.wait()
@@ -142,7 +142,7 @@ async def test_what_is_stopped_ends_in_all_threads_before_it_is_said_to_have_end
 
 
 async def test_an_error_in_a_thread_is_raised_by_the_op() -> None:
-    class Broken(Watched):
+    class Broken(EndlessSlices):
         def work(self) -> bool:
             raise MemoryError("no room")
 

@@ -350,7 +350,7 @@ async def test_a_bug_in_a_handler_is_not_hidden(path: Path) -> None:
     assert caught.group_contains(ZeroDivisionError)
 
 
-class FakeMac:
+class MacSocket:
     """A Unix socket as macOS has it: only getsockopt, answered from sys/ucred.h."""
 
     def __init__(self, *, version: int = 0) -> None:
@@ -368,9 +368,9 @@ class FakeMac:
 
 def test_on_macos_the_kernel_is_asked_in_two_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     be_on(monkeypatch, "darwin")
-    assert sessions.credentials_of(FakeMac()) == PeerCredentials(pid=4321, uid=501)
+    assert sessions.credentials_of(MacSocket()) == PeerCredentials(pid=4321, uid=501)
     with pytest.raises(OSError, match="version 1"):
-        sessions.credentials_of(FakeMac(version=1))
+        sessions.credentials_of(MacSocket(version=1))
 
 
 async def connected() -> tuple[Session, socket.socket]:
