@@ -34,7 +34,7 @@ from tests.worlds.village_ops import kinds_of_events, machine_of, ones, reduce_a
 ME = Member(NodeId(b"a" * 32), Incarnation(1))
 
 
-class Watched:
+class WatchedContainment:
     """A containment, what it has told, and a clock moved by hand."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ def fail(*_: object, **__: object) -> NoReturn:
 
 
 def test_an_error_ends_the_block_and_is_told_with_its_traceback() -> None:
-    watched, heard = Watched(), list[str]()
+    watched, heard = WatchedContainment(), list[str]()
     with capture_logs() as logs, watched.contain("the link to mac-2", heard.append):
         fail()
     text = (
@@ -74,7 +74,7 @@ def test_an_error_ends_the_block_and_is_told_with_its_traceback() -> None:
 
 
 def test_the_same_error_is_told_once_a_minute_and_counted_meanwhile() -> None:
-    watched, heard = Watched(), list[str]()
+    watched, heard = WatchedContainment(), list[str]()
     with capture_logs() as logs:
         for second in range(100):
             watched.now = float(second)
@@ -93,7 +93,7 @@ def test_the_same_error_is_told_once_a_minute_and_counted_meanwhile() -> None:
 
 
 def test_errors_from_many_places_are_not_remembered_for_ever() -> None:
-    watched = Watched()
+    watched = WatchedContainment()
     kinds = [type(f"Error{number}", (Exception,), {}) for number in range(MAX_PLACES + 5)]
     with capture_logs():
         for kind in [*kinds, kinds[0], kinds[-1]]:
@@ -104,7 +104,7 @@ def test_errors_from_many_places_are_not_remembered_for_ever() -> None:
 
 
 def test_what_the_caller_has_foreseen_passes() -> None:
-    watched = Watched()
+    watched = WatchedContainment()
     with pytest.raises(ProtocolError), watched.contain("a link", passing=(ProtocolError,)):
         raise ProtocolError("garbage")
     assert watched.events == []
@@ -112,14 +112,14 @@ def test_what_the_caller_has_foreseen_passes() -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_what_ends_the_whole_program_passes(error: type[BaseException]) -> None:
-    watched = Watched()
+    watched = WatchedContainment()
     with pytest.raises(error), watched.contain("a link"):
         raise error
     assert watched.events == []
 
 
 async def test_cancellation_passes_and_the_tasks_of_the_block_end() -> None:
-    watched, ended = Watched(), list[str]()
+    watched, ended = WatchedContainment(), list[str]()
 
     async def wait(name: str) -> None:
         try:
@@ -139,7 +139,7 @@ async def test_cancellation_passes_and_the_tasks_of_the_block_end() -> None:
 
 
 async def test_an_error_while_the_block_is_cancelled_is_told_and_the_cancellation_passes() -> None:
-    watched = Watched()
+    watched = WatchedContainment()
 
     async def fail_at_the_end() -> None:
         try:
@@ -160,7 +160,7 @@ async def test_an_error_while_the_block_is_cancelled_is_told_and_the_cancellatio
 
 
 async def test_of_several_errors_at_once_each_is_told_and_what_was_foreseen_passes() -> None:
-    watched, heard = Watched(), list[str]()
+    watched, heard = WatchedContainment(), list[str]()
 
     def groups() -> NoReturn:
         inner = ExceptionGroup("of a nursery", [KeyError("a"), ProtocolError("garbage")])
@@ -177,23 +177,23 @@ async def test_of_several_errors_at_once_each_is_told_and_what_was_foreseen_pass
     assert [text.partition("(")[2][:8] for text in heard] == ["KeyError", "ValueErr"]
 
 
-class Memory:
+class HeldByFrame:
     pass
 
 
 @pytest.mark.parametrize("error", [ValueError, ProtocolError])
 async def test_an_error_frees_the_memory_of_its_frames_at_once(error: type[Exception]) -> None:
-    held = list[weakref.ref[Memory]]()
+    held = list[weakref.ref[HeldByFrame]]()
 
     async def hold_and_fail() -> None:
-        memory = Memory()
+        memory = HeldByFrame()
         held.append(weakref.ref(memory))
         await trio.lowlevel.checkpoint()
         raise error
 
     gc.disable()
     try:
-        contain = Watched().contain("the session", passing=(ProtocolError,))
+        contain = WatchedContainment().contain("the session", passing=(ProtocolError,))
         with contextlib.suppress(ExceptionGroup), capture_logs(), contain:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(hold_and_fail)
@@ -205,7 +205,7 @@ async def test_an_error_frees_the_memory_of_its_frames_at_once(error: type[Excep
 
 
 async def test_a_task_that_fails_ends_no_other_and_says_what_it_was() -> None:
-    watched, ended = Watched(), list[int]()
+    watched, ended = WatchedContainment(), list[int]()
 
     async def work(number: int) -> None:
         await trio.lowlevel.checkpoint()

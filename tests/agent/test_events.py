@@ -52,7 +52,7 @@ NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
 ME = Member(NodeId(b"a" * 32), Incarnation(0xBEEF))
 
 
-class Clock:
+class ManualClocks:
     """Both clocks, moved by hand."""
 
     now_s = 100.0
@@ -60,16 +60,16 @@ class Clock:
 
 
 def event_log(
-    clock: Clock | None = None, listener: Callable[[Event], None] = lambda _: None
+    clock: ManualClocks | None = None, listener: Callable[[Event], None] = lambda _: None
 ) -> EventLog:
-    at = clock or Clock()
+    at = clock or ManualClocks()
     return EventLog(
         ME, "studio", clock=lambda: at.now_s, wall_clock=lambda: at.wall, listener=listener
     )
 
 
 def test_an_event_has_a_number_two_times_and_what_it_is_about() -> None:
-    clock = Clock()
+    clock = ManualClocks()
     events = event_log(clock)
     clock.now_s += 2.5
     clock.wall -= timedelta(days=1)  # somebody has set the clock

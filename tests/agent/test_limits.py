@@ -38,7 +38,7 @@ from tests.worlds.village import training, village
 from tests.worlds.village_ops import machine_of, ones, reduce_all
 
 
-class System:
+class FileLimits:
     """A system's limit of open files, and the most that it grants (None: as the hard limit)."""
 
     def __init__(self, soft: int, hard: int, *, fails: bool = False) -> None:
@@ -56,7 +56,7 @@ class System:
         self.limits = limits
 
 
-def start_on(system: System, monkeypatch: pytest.MonkeyPatch) -> str | None:
+def start_on(system: FileLimits, monkeypatch: pytest.MonkeyPatch) -> str | None:
     monkeypatch.setattr(resource, "getrlimit", system.getrlimit)
     monkeypatch.setattr(resource, "setrlimit", system.setrlimit)
     return raise_open_files()
@@ -75,7 +75,7 @@ def start_on(system: System, monkeypatch: pytest.MonkeyPatch) -> str | None:
 def test_the_soft_limit_is_raised(
     soft: int, hard: int, raised: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    system = System(soft, hard)
+    system = FileLimits(soft, hard)
     assert start_on(system, monkeypatch) is None
     assert system.limits == (raised, hard)
 
@@ -83,13 +83,13 @@ def test_the_soft_limit_is_raised(
 @pytest.mark.parametrize(
     ("system", "words"),
     [
-        (System(256, 512), "only 512 files may be open at once (the system allows no more)"),
-        (System(512, 512), "only 512 files may be open at once (the system allows no more)"),
-        (System(256, 4096, fails=True), "only 256 files may be open at once ([Errno 1]"),
+        (FileLimits(256, 512), "only 512 files may be open at once (the system allows no more)"),
+        (FileLimits(512, 512), "only 512 files may be open at once (the system allows no more)"),
+        (FileLimits(256, 4096, fails=True), "only 256 files may be open at once ([Errno 1]"),
     ],
 )
 def test_too_few_files_are_said(
-    system: System, words: str, monkeypatch: pytest.MonkeyPatch
+    system: FileLimits, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     complaint = start_on(system, monkeypatch)
     assert complaint is not None
@@ -98,7 +98,7 @@ def test_too_few_files_are_said(
 
 
 def test_a_refusal_above_what_is_needed_is_no_news(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert start_on(System(2048, 4096, fails=True), monkeypatch) is None
+    assert start_on(FileLimits(2048, 4096, fails=True), monkeypatch) is None
 
 
 @pytest.mark.parametrize("limit", [8, 64, 100, 256, 1024, 4096, OPEN_FILES, 2**20])
@@ -125,7 +125,7 @@ def test_what_a_user_can_change_about_too_few_files_is_said() -> None:
 def test_an_unlimited_number_of_files_is_planned_as_what_is_asked_for(
     soft: int, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resource, "getrlimit", System(soft, soft).getrlimit)
+    monkeypatch.setattr(resource, "getrlimit", FileLimits(soft, soft).getrlimit)
     assert open_files_limit() == limit
 
 

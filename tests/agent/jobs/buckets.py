@@ -12,7 +12,7 @@ from pmesh.ids import OpNumber
 from tests.worlds.trainer import OpError, Trainer, together
 
 
-class Bucket:
+class CompressedBucket:
     """One rank's: its values, the residual, and room for the next one."""
 
     def __init__(self, trainer: Trainer, count: int) -> None:
@@ -56,15 +56,18 @@ class Bucket:
         return reply.arena
 
 
-async def buckets_of(trainers: list[Trainer], count: int) -> list[Bucket]:
+async def buckets_of(trainers: list[Trainer], count: int) -> list[CompressedBucket]:
     """One for each rank, with a residual of zeros."""
-    buckets = [Bucket(trainer, count) for trainer in trainers]
+    buckets = [CompressedBucket(trainer, count) for trainer in trainers]
     await together(*[bucket.keep_residual for bucket in buckets])
     return buckets
 
 
 async def reduce_buckets(
-    buckets: list[Bucket], xs: list[Float32s], compression: str = "int8", reduction: str = "mean"
+    buckets: list[CompressedBucket],
+    xs: list[Float32s],
+    compression: str = "int8",
+    reduction: str = "mean",
 ) -> list[Float32s]:
     """One op of all these ranks; each one's result."""
     pairs = zip(buckets, xs, strict=True)

@@ -18,7 +18,7 @@ from pmesh.core.wire.trainer import StartOp
 from pmesh.errors import LaneBroken
 from pmesh.ids import OpNumber
 from pmesh.net.lanes.ring import RingPosition, Tensors, all_reduce_coded
-from tests.agent.jobs.buckets import Bucket, buckets_of, reduce_buckets
+from tests.agent.jobs.buckets import CompressedBucket, buckets_of, reduce_buckets
 from tests.worlds.coded_rings import Coded, reduce_coded
 from tests.worlds.faults import Faults
 from tests.worlds.trainer import together, until
@@ -33,7 +33,7 @@ def noise(size: int, *, seed: int) -> list[Float32s]:
     return [dice.standard_normal(COUNT).astype(np.float32) for _ in range(size)]
 
 
-class Model:
+class ReductionModel:
     """What the residuals and the results are to be: hop after hop, without a network."""
 
     def __init__(self, size: int) -> None:
@@ -49,7 +49,12 @@ class Model:
         return result
 
 
-def check(buckets: list[Bucket], results: list[Float32s], model: Model, expected: Float32s) -> None:
+def check(
+    buckets: list[CompressedBucket],
+    results: list[Float32s],
+    model: ReductionModel,
+    expected: Float32s,
+) -> None:
     assert [result.tobytes() for result in results] == [expected.tobytes()] * len(results)  # I3
     for bucket, residual in zip(buckets, model.residuals, strict=True):
         assert bucket.read(bucket.residual).tobytes() == residual.tobytes()
@@ -61,7 +66,7 @@ async def test_every_rank_gets_the_same_bits_and_keeps_what_it_rounded_away(
 ) -> None:
     async with village(clock, max(places) + 1) as here:
         trainers = await here.job(*[here.machines[place] for place in places])
-        buckets, model = await buckets_of(trainers, COUNT), Model(len(places))
+        buckets, model = await buckets_of(trainers, COUNT), ReductionModel(len(places))
         for op, (name, reduction) in enumerate(
             [("int8", "mean"), ("int8-stochastic", "sum"), ("bf16", "mean"), ("fp16", "mean")]
         ):
@@ -75,9 +80,9 @@ async def test_every_rank_gets_the_same_bits_and_keeps_what_it_rounded_away(
 async def test_it_works_without_residuals_and_the_arenas_are_free_again(clock: MockClock) -> None:
     async with training(clock, 2) as (here, trainers):
         xs = noise(2, seed=1)
-        bare = [Bucket(trainer, COUNT) for trainer in trainers]
+        bare = [CompressedBucket(trainer, COUNT) for trainer in trainers]
         results = await reduce_buckets(bare, xs)
-        expected = Model(2).reduce(xs, 0)
+        expected = ReductionModel(2).reduce(xs, 0)
         assert {result.tobytes() for result in results} == {expected.tobytes()}
         await reduce_buckets(await buckets_of(trainers, COUNT), xs)
         for rank in ranks_of(here):
@@ -147,7 +152,7 @@ async def test_an_op_that_loses_a_rank_runs_again_from_the_same_residual(
 ) -> None:
     """O9: what the first attempt has kept is forgotten, however far it came."""
     async with training(clock, 3) as (_, (*left, lost)):
-        buckets, model = await buckets_of([*left, lost], COUNT), Model(3)
+        buckets, model = await buckets_of([*left, lost], COUNT), ReductionModel(3)
         xs = noise(3, seed=1)
         check(buckets, await reduce_buckets(buckets, xs), model, model.reduce(xs, 0))
         held = hold_coded(faults, size=3, complete=lambda _: complete)
@@ -173,7 +178,7 @@ async def test_the_last_rank_goes_on_alone_with_its_residual_and_keeps_none(
     clock: MockClock, faults: Faults
 ) -> None:
     async with training(clock, 2) as (_, (one, other)):
-        buckets, model = await buckets_of([one, other], COUNT), Model(2)
+        buckets, model = await buckets_of([one, other], COUNT), ReductionModel(2)
         xs = noise(2, seed=1)
         check(buckets, await reduce_buckets(buckets, xs), model, model.reduce(xs, 0))
         owed = model.residuals[0]
@@ -206,7 +211,7 @@ async def test_who_missed_the_end_fetches_the_same_bits_and_keeps_what_it_rounde
     async with village(clock, 2) as here:
         one, two = here.machines
         trainers = await here.job(*([one, one] if together_on_one else [one, two]))
-        buckets, model = await buckets_of(trainers, COUNT), Model(2)
+        buckets, model = await buckets_of(trainers, COUNT), ReductionModel(2)
         faults.instead(op_task, "all_reduce_coded", miss_the_end)
         for op in range(2):
             xs = noise(2, seed=op)
@@ -216,7 +221,7 @@ async def test_who_missed_the_end_fetches_the_same_bits_and_keeps_what_it_rounde
 
 async def test_a_failed_op_leaves_the_residual_as_it_was(clock: MockClock, faults: Faults) -> None:
     async with village(clock, 2) as here:
-        buckets, model = await buckets_of(await here.job(*here.machines), COUNT), Model(2)
+        buckets, model = await buckets_of(await here.job(*here.machines), COUNT), ReductionModel(2)
         xs = noise(2, seed=1)
         check(buckets, await reduce_buckets(buckets, xs), model, model.reduce(xs, 0))
 
@@ -238,7 +243,7 @@ async def test_a_failed_op_leaves_the_residual_as_it_was(clock: MockClock, fault
 @pytest.mark.parametrize("other", ["bf16", "int8-stochastic", "", "randomk(0.1)"])
 async def test_ranks_that_compress_differently_are_told_so(clock: MockClock, other: str) -> None:
     async with training(clock, 2) as (_, trainers):
-        buckets = [Bucket(trainer, COUNT) for trainer in trainers]
+        buckets = [CompressedBucket(trainer, COUNT) for trainer in trainers]
         xs = noise(2, seed=1)
         calls = [buckets[0].reduce(xs[0], "int8"), buckets[1].reduce(xs[1], other)]
         verdicts = await verdicts_of_all(*zip(trainers, calls, strict=True))
@@ -250,7 +255,7 @@ async def test_ranks_that_compress_differently_are_told_so(clock: MockClock, oth
 async def test_a_name_with_parentheses_is_the_trainers_matter(clock: MockClock) -> None:
     async with training(clock, 2) as (_, trainers):
         xs = noise(2, seed=1)
-        buckets = [Bucket(trainer, COUNT) for trainer in trainers]
+        buckets = [CompressedBucket(trainer, COUNT) for trainer in trainers]
         for result in await reduce_buckets(buckets, xs, "randomk(0.1)", "sum"):
             np.testing.assert_array_equal(result, xs[0] + xs[1])
 

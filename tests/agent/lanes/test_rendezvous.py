@@ -194,15 +194,15 @@ async def test_lanes_of_a_roster_that_is_over_are_closed_and_who_waits_is_told(
         assert autojump_clock.current_time() < 1
 
 
-class Memory:
+class HeldByWaiter:
     pass
 
 
 async def test_whoever_waited_in_vain_frees_its_memory_at_once(autojump_clock: MockClock) -> None:
-    held = list[weakref.ref[Memory]]()
+    held = list[weakref.ref[HeldByWaiter]]()
 
     async def bring(side: Side) -> None:
-        memory = Memory()
+        memory = HeldByWaiter()
         held.append(weakref.ref(memory))
         with contextlib.suppress(LaneBroken):
             await take(side, sending=False)

@@ -39,7 +39,7 @@ def connection() -> tuple[trio.SocketStream, trio.SocketStream]:
     return near, far
 
 
-class Between(NoReach):
+class SplicingAgent(NoReach):
     """The one that forwards, and what Cara gets."""
 
     def __init__(self, nursery: trio.Nursery) -> None:
@@ -75,9 +75,9 @@ class Between(NoReach):
 
 
 @asynccontextmanager
-async def between() -> AsyncGenerator[Between]:
+async def between() -> AsyncGenerator[SplicingAgent]:
     async with trio.open_nursery() as nursery:
-        there = Between(nursery)
+        there = SplicingAgent(nursery)
         yield there
         nursery.cancel_scope.cancel()
     for stream in there.caras:
@@ -276,7 +276,7 @@ async def test_a_connection_that_can_not_go_on_is_closed(autojump_clock: MockClo
         await ada.aclose()
 
 
-class Street(NoReach):
+class FirewalledAgents(NoReach):
     """Three agents, of which the outer two can't reach each other; links go one way only."""
 
     def __init__(self, nursery: trio.Nursery, dialled: set[tuple[Member, Member]]) -> None:
@@ -299,9 +299,9 @@ class Street(NoReach):
 class End(NoReach):
     """One of them."""
 
-    def __init__(self, me: Member, street: Street, nursery: trio.Nursery) -> None:
+    def __init__(self, me: Member, agents: FirewalledAgents, nursery: trio.Nursery) -> None:
         self.me = me
-        self.street = street
+        self.agents = agents
         numbers = count(me.incarnation * 1000)
         self.rendezvous = LaneRendezvous(
             me,
@@ -312,16 +312,16 @@ class End(NoReach):
         )
 
     def send(self, member: Member, message: OfferLane | Splice) -> None:
-        self.street.ends[member].rendezvous.accept(self.me, message)
+        self.agents.ends[member].rendezvous.accept(self.me, message)
 
     def we_dialled(self, member: Member) -> bool:
-        return self.street.has_dialled(self.me, member)
+        return self.agents.has_dialled(self.me, member)
 
     def relay_of(self, member: Member) -> Member | None:
         return B if {self.me, member} == {A, C} else None
 
     async def dial_member(self, member: Member) -> trio.SocketStream:
-        return await self.street.dial(self.me, member)
+        return await self.agents.dial(self.me, member)
 
     async def answer(self, stream: trio.SocketStream) -> None:
         authenticated: list[bool] = []
@@ -340,13 +340,13 @@ async def test_each_leg_is_dialled_as_its_link_was(
 ) -> None:
     assert autojump_clock
     async with trio.open_nursery() as nursery:
-        street = Street(nursery, {first, second})
+        agents = FirewalledAgents(nursery, {first, second})
         for sender, receiver in ((A, C), (C, A)):
             there = edge(host=sender)
-            street.ends[sender].rendezvous.offer(there, receiver)
+            agents.ends[sender].rendezvous.offer(there, receiver)
             for member in (sender, receiver):
                 end = LaneEnd(there, sending=member == sender)
-                (await street.ends[member].rendezvous.take(end)).close()
+                (await agents.ends[member].rendezvous.take(end)).close()
         nursery.cancel_scope.cancel()
 
 

@@ -28,7 +28,7 @@ ALL_KEYS = (KEY, CRONY_KEY, THIRD_KEY)
 
 
 @dataclass
-class Liar:
+class ConnectedLiar:
     """A program with the mesh key, and what it has been told."""
 
     link: Path
@@ -50,7 +50,7 @@ class Liar:
 
 
 @asynccontextmanager
-async def lying_to(machine: Machine, hello: Hello | None = None) -> AsyncGenerator[Liar]:
+async def lying_to(machine: Machine, hello: Hello | None = None) -> AsyncGenerator[ConnectedLiar]:
     stream = await trio.open_tcp_stream("127.0.0.1", machine.port)
     link = await shake_hands(
         stream,
@@ -59,7 +59,7 @@ async def lying_to(machine: Machine, hello: Hello | None = None) -> AsyncGenerat
         hello=lambda _: hello or Hello(PROTOCOL_VERSION, LIAR, SAID[LIAR], link=1),
     )
     async with trio.open_nursery() as nursery:
-        liar = Liar(link)
+        liar = ConnectedLiar(link)
         nursery.start_soon(link.run_writer)
         nursery.start_soon(liar.read)
         try:

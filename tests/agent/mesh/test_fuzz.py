@@ -79,7 +79,7 @@ def confessing(liar: Liar, seed: int) -> Iterator[None]:
 
 
 @dataclass
-class Training:
+class TrainingLoop:
     """One trainer's loop, and what it has come to."""
 
     trainer: Trainer
@@ -103,9 +103,9 @@ class Training:
             self.error = type(e).__name__
 
 
-async def trainings_on(here: Village, machines: Sequence[Machine]) -> list[Training]:
+async def trainings_on(here: Village, machines: Sequence[Machine]) -> list[TrainingLoop]:
     """A job with a trainer on each of these machines; they run."""
-    trainings = [Training(t, t.rank + 1.0) for t in await here.job(*machines)]
+    trainings = [TrainingLoop(t, t.rank + 1.0) for t in await here.job(*machines)]
     gave = {t.trainer.id: t.gives for t in trainings}
     for training in trainings:
         here.nursery.start_soon(training.run, gave)
@@ -174,7 +174,7 @@ async def check_that_all_is_well(here: Village, honest: list[Machine]) -> None:
         assert set(result) == {float(len(honest))}
 
 
-def check_that_nobody_is_alone(trainings: list[Training]) -> None:
+def check_that_nobody_is_alone(trainings: list[TrainingLoop]) -> None:
     """V5: a job that has come apart has failed at one of its parts."""
     for one in trainings:
         for other in trainings:
@@ -198,7 +198,7 @@ async def test_a_lying_member_breaks_nothing_for_good(
             honest = [machine for machine in here.machines if machine is not hostile]
             in_job = here.machines if seed % 2 else honest
             all_trainings = [
-                Training(t, 2.0**number)
+                TrainingLoop(t, 2.0**number)
                 for number, t in enumerate(await here.job(*in_job, terms=TERMS[seed // 2 % 2]))
             ]
             trainings = [t for t in all_trainings if machine_of(here, t.trainer) is not hostile]

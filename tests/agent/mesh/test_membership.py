@@ -51,7 +51,7 @@ AWAKE = Stall(late_s=0.0, slept_s=0.0)
 
 
 @dataclass
-class Follower:
+class RecordingFollower:
     """Who lives by the views; says when it was told what."""
 
     now: Facts = field(default_factory=Facts)
@@ -85,11 +85,11 @@ class Follower:
         self.told.append(f"marked {heartbeat.view.counter}")
 
 
-class World:
+class LosslessNetwork:
     """Members joined by wires that lose nothing."""
 
     def __init__(self, *members: Member) -> None:
-        self.sides = {member: Side(member, self) for member in members}
+        self.sides = {member: NetworkedMember(member, self) for member in members}
 
     def link(self, one: Member, other: Member) -> None:
         for me, them in ((one, other), (other, one)):
@@ -107,18 +107,18 @@ class World:
             await trio.lowlevel.checkpoint()
 
 
-class Side:
-    """One member of the world."""
+class NetworkedMember:
+    """One of the members on it."""
 
-    def __init__(self, me: Member, world: World) -> None:
+    def __init__(self, me: Member, network: LosslessNetwork) -> None:
         self.me = me
-        self.world = world
+        self.network = network
         self.links: set[Member] = set()
         self.inbox: list[tuple[Member, AgreementMessage]] = []
         self.dropped: list[str] = []
         self.noticed: list[tuple[str, str]] = []
         self.changes: list[tuple[int, Mapping[Member, str]]] = []
-        self.follower = Follower()
+        self.follower = RecordingFollower()
         self.membership = Membership(
             me,
             sign_name(KEY_OF[me.node], me, f"mac-{me.incarnation}"),
@@ -139,7 +139,7 @@ class Side:
     def send(self, member: Member, message: Message) -> None:
         assert isinstance(message, AgreementMessage)
         if member in self.links:
-            self.world.sides[member].inbox.append((self.me, message))
+            self.network.sides[member].inbox.append((self.me, message))
 
     def drop(self, node: NodeId, why: str) -> None:
         self.dropped.append(why)
@@ -183,8 +183,8 @@ async def test_a_peer_can_not_make_us_verify_names_without_end(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     del autojump_clock
-    world, crowd = await two_in_a_view(), Crowd(monkeypatch)
-    here = world.sides[A].membership
+    network, crowd = await two_in_a_view(), Crowd(monkeypatch)
+    here = network.sides[A].membership
 
     def show_many() -> None:
         for first in range(1000, 2000, 60):
@@ -201,8 +201,8 @@ async def test_what_one_peer_shows_costs_another_nothing(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     del autojump_clock
-    world, crowd = await in_a_view(A, B, C), Crowd(monkeypatch)
-    here = world.sides[A].membership
+    network, crowd = await in_a_view(A, B, C), Crowd(monkeypatch)
+    here = network.sides[A].membership
     view = crowd.view(B, range(63))
     here.receive(B, TellView(view))
     assert crowd.verified == 64
@@ -215,35 +215,35 @@ async def test_what_one_peer_shows_costs_another_nothing(
     assert crowd.verified == 0
 
 
-async def two_in_a_view() -> World:
+async def two_in_a_view() -> LosslessNetwork:
     return await in_a_view(A, B)
 
 
-async def in_a_view(*members: Member) -> World:
-    world = World(*members)
+async def in_a_view(*members: Member) -> LosslessNetwork:
+    network = LosslessNetwork(*members)
     for one, other in itertools.combinations(members, 2):
-        world.link(one, other)
+        network.link(one, other)
     for _ in range(4):
-        for side in world.sides.values():
+        for side in network.sides.values():
             side.membership.reevaluate()
             side.membership.beat()
-        await world.deliver()
+        await network.deliver()
         await trio.sleep(HEARTBEAT_S)
-    assert len({side.view.epoch for side in world.sides.values()}) == 1
-    assert len(world.sides[A].view.seats) == len(members)
-    return world
+    assert len({side.view.epoch for side in network.sides.values()}) == 1
+    assert len(network.sides[A].view.seats) == len(members)
+    return network
 
 
 async def test_a_new_link_shows_the_view_and_a_heartbeat_at_once() -> None:
-    world = World(A, B)
-    world.link(A, B)
-    kinds = [type(message) for _, message in world.sides[B].inbox]
+    network = LosslessNetwork(A, B)
+    network.link(A, B)
+    kinds = [type(message) for _, message in network.sides[B].inbox]
     assert kinds == [TellView, Heartbeat]
 
 
 async def test_two_agree_and_the_fence_comes_before_the_view(autojump_clock: MockClock) -> None:
-    world = await two_in_a_view()
-    for side in world.sides.values():
+    network = await two_in_a_view()
+    for side in network.sides.values():
         told = [text for text in side.follower.told if not text.startswith("marked")]
         assert told == ["fence []", "install ['mac-1', 'mac-2']"]
     assert autojump_clock.current_time() < 2
@@ -252,14 +252,14 @@ async def test_two_agree_and_the_fence_comes_before_the_view(autojump_clock: Moc
 async def test_heartbeats_go_on_without_news_and_measure_the_round_trip(
     autojump_clock: MockClock,
 ) -> None:
-    world = await two_in_a_view()
-    one, two = (world.sides[member] for member in (A, B))
+    network = await two_in_a_view()
+    one, two = (network.sides[member] for member in (A, B))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(one.membership.run)
         nursery.start_soon(two.membership.run)
         for _ in range(60):
             await trio.sleep(0.05)
-            await world.deliver()
+            await network.deliver()
         nursery.cancel_scope.cancel()
     health = one.membership.health_of(B.node)
     assert health is not None
@@ -270,22 +270,22 @@ async def test_heartbeats_go_on_without_news_and_measure_the_round_trip(
 
 
 async def test_what_others_must_know_is_told_at_once_and_only_once() -> None:
-    world = await two_in_a_view()
-    one = world.sides[A].membership
+    network = await two_in_a_view()
+    one = network.sides[A].membership
     one.reevaluate()
-    assert not world.sides[B].inbox
+    assert not network.sides[B].inbox
     waiting = (Candidate(JobName("digits"), Slot(0), 2),)
-    world.sides[A].follower.now = Facts(waiting=waiting)
+    network.sides[A].follower.now = Facts(waiting=waiting)
     one.reevaluate()
     one.reevaluate()
-    ((_, beat),) = world.sides[B].inbox
+    ((_, beat),) = network.sides[B].inbox
     assert isinstance(beat, Heartbeat)
     assert beat.waiting == waiting
 
 
 async def test_of_a_view_change_others_hear_only_what_it_takes_and_the_new_view() -> None:
-    world = await in_a_view(A, B, C)
-    leader, one, other = (world.sides[m] for m in world.sides[A].view.by_seniority)
+    network = await in_a_view(A, B, C)
+    leader, one, other = (network.sides[m] for m in network.sides[A].view.by_seniority)
     leader.follower.now = Facts(waiting=(Candidate(JobName("digits"), Slot(0), 1),))
     leader.membership.reevaluate()
     (_, proposal), (_, wish) = one.inbox
@@ -297,15 +297,15 @@ async def test_of_a_view_change_others_hear_only_what_it_takes_and_the_new_view(
     assert [type(message) for _, message in leader.inbox] == [Flushed]
     assert not other.inbox
     other.membership.receive(leader.me, proposal)
-    await world.deliver()
-    assert len({side.view.epoch for side in world.sides.values()}) == 1
+    await network.deliver()
+    assert len({side.view.epoch for side in network.sides.values()}) == 1
 
 
 async def test_silence_is_suspected_and_then_ends_the_membership(
     autojump_clock: MockClock,
 ) -> None:
-    world = await two_in_a_view()
-    one = world.sides[A]
+    network = await two_in_a_view()
+    one = network.sides[A]
     one.links.clear()
     for condition, after_s in ((Condition.SUSPECT, 1.2), (None, 1.0)):
         await trio.sleep(after_s)
@@ -322,16 +322,16 @@ async def test_silence_is_suspected_and_then_ends_the_membership(
     assert autojump_clock.current_time() < 4
 
 
-async def pass_time(world: World, seconds: float) -> None:
+async def pass_time(network: LosslessNetwork, seconds: float) -> None:
     """All agents send and judge, twice in each heartbeat."""
     end = trio.current_time() + seconds
     while trio.current_time() < end:
-        for side in world.sides.values():
+        for side in network.sides.values():
             side.membership.beat()
         for _ in range(2):
             await trio.sleep(HEARTBEAT_S / 2)
-            await world.deliver()
-            for side in world.sides.values():
+            await network.deliver()
+            for side in network.sides.values():
                 side.membership.judge(AWAKE)
 
 
@@ -343,7 +343,7 @@ async def test_silence_is_noticed_as_soon_while_no_trainer_is_there(
 
     async def deliver() -> None:
         while True:
-            await world.deliver()
+            await network.deliver()
             await trio.sleep(0.01)
 
     def read() -> Clocks:
@@ -352,18 +352,18 @@ async def test_silence_is_noticed_as_soon_while_no_trainer_is_there(
     async def judge(membership: Membership) -> None:
         await tick(membership.judge, period_s=lambda: membership.tick_s, read=read)
 
-    world = await in_a_view(A, B, C)
-    one = world.sides[A]
+    network = await in_a_view(A, B, C)
+    one = network.sides[A]
     if with_a_trainer:
         one.follower.now = Facts(waiting=(Candidate(JobName("digits"), Slot(0), 2),))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(deliver)
-        for side in world.sides.values():
+        for side in network.sides.values():
             nursery.start_soon(side.membership.run)
             nursery.start_soon(judge, side.membership)
         await trio.sleep_until(10 * REST_HEARTBEAT_S + 0.05)  # a heartbeat has just been sent
         assert one.membership.pace_s == (HEARTBEAT_S if with_a_trainer else REST_HEARTBEAT_S)
-        world.sides[C].links.clear()
+        network.sides[C].links.clear()
         began = trio.current_time()
         await until(lambda: C not in one.view.members)
         nursery.cancel_scope.cancel()
@@ -374,40 +374,40 @@ async def test_a_silent_peer_that_another_member_hears_gets_more_time(
     autojump_clock: MockClock,
 ) -> None:
     """V12: only the way between the two is bad."""
-    world = await in_a_view(A, B, C)
-    world.sides[B].links.discard(A)  # what B sends to A is lost
-    await pass_time(world, LONGEST_SILENCE_S - 0.5)
-    assert not world.sides[A].dropped
-    await pass_time(world, 1.0)
-    assert len(world.sides[A].dropped) == 1
+    network = await in_a_view(A, B, C)
+    network.sides[B].links.discard(A)  # what B sends to A is lost
+    await pass_time(network, LONGEST_SILENCE_S - 0.5)
+    assert not network.sides[A].dropped
+    await pass_time(network, 1.0)
+    assert len(network.sides[A].dropped) == 1
     assert autojump_clock.current_time() > LONGEST_SILENCE_S
 
 
 async def test_a_peer_that_is_silent_to_all_gets_no_more_time(autojump_clock: MockClock) -> None:
     """V12: the others hear it no better than we do."""
-    world = await in_a_view(A, B, C)
-    world.sides[C].links.clear()
-    await pass_time(world, WIRED.gone_after_s + 0.5)
-    assert world.sides[A].membership.view.members == world.sides[B].membership.view.members
-    assert set(world.sides[A].membership.view.members) == {A, B}
+    network = await in_a_view(A, B, C)
+    network.sides[C].links.clear()
+    await pass_time(network, WIRED.gone_after_s + 0.5)
+    assert network.sides[A].membership.view.members == network.sides[B].membership.view.members
+    assert set(network.sides[A].membership.view.members) == {A, B}
     assert autojump_clock.current_time() < 2 * WIRED.gone_after_s
 
 
 async def test_who_suddenly_hears_nobody_doubts_itself_first(autojump_clock: MockClock) -> None:
     """V12: of two peers both are silent, so the fault is probably ours."""
-    world = await in_a_view(A, B, C)
+    network = await in_a_view(A, B, C)
     for peer in (B, C):
-        world.sides[peer].links.discard(A)
-    await pass_time(world, DEAF * WIRED.gone_after_s - 0.5)
-    assert not world.sides[A].dropped
-    await pass_time(world, 1.0)
-    assert len(world.sides[A].dropped) == 2
+        network.sides[peer].links.discard(A)
+    await pass_time(network, DEAF * WIRED.gone_after_s - 0.5)
+    assert not network.sides[A].dropped
+    await pass_time(network, 1.0)
+    assert len(network.sides[A].dropped) == 2
     assert autojump_clock.current_time() > DEAF * WIRED.gone_after_s
 
 
 async def test_a_stall_of_our_own_is_not_held_against_others(autojump_clock: MockClock) -> None:
-    world = await two_in_a_view()
-    one = world.sides[A]
+    network = await two_in_a_view()
+    one = network.sides[A]
     await trio.sleep(10)
     one.membership.judge(Stall(late_s=4.0, slept_s=6.0))
     assert one.membership.health_of(B.node) is not None
@@ -415,7 +415,7 @@ async def test_a_stall_of_our_own_is_not_held_against_others(autojump_clock: Moc
     assert autojump_clock.current_time() > 10
 
 
-def last_word(side: Side) -> str:
+def last_word(side: NetworkedMember) -> str:
     """Whether it may deliver."""
     return [told for told in side.follower.told if told in {"doubt", "trust"}][-1]
 
@@ -424,17 +424,17 @@ async def test_after_an_own_stall_nothing_is_delivered_until_a_fresh_echo_names_
     autojump_clock: MockClock,
 ) -> None:
     """V8."""
-    world = await two_in_a_view()
-    one, two = (world.sides[member] for member in (A, B))
+    network = await two_in_a_view()
+    one, two = (network.sides[member] for member in (A, B))
     two.membership.beat()  # it was on its way when we fell asleep, so it proves nothing
     one.membership.judge(Stall(late_s=0.0, slept_s=DOUBT_S))
     for _, message in one.inbox:
         one.membership.receive(B, message)  # all are of the agreement
     one.inbox.clear()
     assert last_word(one) == "doubt"
-    await world.deliver()  # our question
+    await network.deliver()  # our question
     two.membership.beat()
-    await world.deliver()
+    await network.deliver()
     assert last_word(one) == "trust"
     assert autojump_clock.current_time() < 2
 
@@ -442,8 +442,8 @@ async def test_after_an_own_stall_nothing_is_delivered_until_a_fresh_echo_names_
 async def test_a_member_that_is_lost_meanwhile_need_not_confirm_the_view(
     autojump_clock: MockClock,
 ) -> None:
-    world = await two_in_a_view()
-    one = world.sides[A]
+    network = await two_in_a_view()
+    one = network.sides[A]
     one.links.clear()
     one.membership.judge(Stall(late_s=DOUBT_S, slept_s=0.0))
     assert last_word(one) == "doubt"
@@ -457,9 +457,9 @@ async def test_a_view_promised_before_a_sleep_is_doubted_before_it_is_followed(
     autojump_clock: MockClock,
 ) -> None:
     """V8: its commit was under way when we fell asleep; the others may have left it since."""
-    world = World(A, B)
-    sides = [world.sides[member] for member in (A, B)]
-    world.link(A, B)
+    network = LosslessNetwork(A, B)
+    sides = [network.sides[member] for member in (A, B)]
+    network.link(A, B)
     while not (late := [(s, m) for side in sides for s, m in side.inbox if isinstance(m, Commit)]):
         for side in sides:
             inbox, side.inbox = side.inbox, []
@@ -476,9 +476,9 @@ async def test_a_view_promised_before_a_sleep_is_doubted_before_it_is_followed(
     assert "doubt" not in sleeper.follower.told  # it is alone in its view
     sleeper.membership.receive(leader, commit)
     assert sleeper.follower.told[-2:] == ["doubt", "install ['mac-1', 'mac-2']"]
-    await world.deliver()
-    world.sides[leader].membership.beat()
-    await world.deliver()
+    await network.deliver()
+    network.sides[leader].membership.beat()
+    await network.deliver()
     assert last_word(sleeper) == "trust"
     assert autojump_clock.current_time() < 4
 
@@ -486,9 +486,9 @@ async def test_a_view_promised_before_a_sleep_is_doubted_before_it_is_followed(
 async def test_who_is_alone_has_nobody_to_ask_and_a_short_stall_needs_no_question(
     autojump_clock: MockClock,
 ) -> None:
-    world = World(A)
-    world.sides[A].membership.judge(Stall(late_s=100.0, slept_s=0.0))
-    assert world.sides[A].follower.told == []
+    network = LosslessNetwork(A)
+    network.sides[A].membership.judge(Stall(late_s=100.0, slept_s=0.0))
+    assert network.sides[A].follower.told == []
     both = await two_in_a_view()
     both.sides[A].membership.judge(Stall(late_s=DOUBT_S - 0.1, slept_s=0.0))
     assert "doubt" not in both.sides[A].follower.told
@@ -496,7 +496,7 @@ async def test_who_is_alone_has_nobody_to_ask_and_a_short_stall_needs_no_questio
 
 
 async def test_a_suspect_that_is_no_member_yet_is_a_stranger(autojump_clock: MockClock) -> None:
-    one = World(A, B).sides[A]
+    one = LosslessNetwork(A, B).sides[A]
     one.membership.link_up(B, WIRED)
     await trio.sleep(1.5)
     one.membership.judge(AWAKE)
@@ -505,14 +505,14 @@ async def test_a_suspect_that_is_no_member_yet_is_a_stranger(autojump_clock: Moc
 
 
 async def test_a_restarted_peer_is_another_one(autojump_clock: MockClock) -> None:
-    world = await two_in_a_view()
-    one = world.sides[A]
+    network = await two_in_a_view()
+    one = network.sides[A]
     again = Member(B.node, Incarnation(99))
     one.membership.link_up(again, WIRED)
     assert one.changes[-1] == (1, {B: "it was restarted"})
     told = len(one.follower.told)
-    one.membership.receive(B, TellView(world.sides[B].view))  # last words
-    stranger = TellView(world.sides[B].view)
+    one.membership.receive(B, TellView(network.sides[B].view))  # last words
+    stranger = TellView(network.sides[B].view)
     one.membership.receive(C, stranger)
     assert len(one.follower.told) == told
     one.membership.lose(C.node, "it was never here")
@@ -522,8 +522,8 @@ async def test_a_restarted_peer_is_another_one(autojump_clock: MockClock) -> Non
 async def test_another_link_to_the_same_peer_keeps_what_was_measured(
     autojump_clock: MockClock,
 ) -> None:
-    world = await two_in_a_view()
-    one = world.sides[A]
+    network = await two_in_a_view()
+    one = network.sides[A]
     before = one.membership.health_of(B.node)
     await trio.sleep(0.1)
     one.membership.link_up(B, WIRED)
@@ -534,8 +534,8 @@ async def test_another_link_to_the_same_peer_keeps_what_was_measured(
 async def test_nonsense_is_the_senders_fault_and_changes_nothing(
     autojump_clock: MockClock,
 ) -> None:
-    world = await two_in_a_view()
-    one = world.sides[A]
+    network = await two_in_a_view()
+    one = network.sides[A]
     before = one.membership.state
     epoch = before.view.epoch._replace(counter=99)
     with pytest.raises(ProtocolError):
@@ -552,10 +552,10 @@ async def test_the_second_peer_brings_networkx_apart_from_the_event_loop(
     imported = Queue[tuple[str, Thread]]()
     monkeypatch.delitem(sys.modules, "networkx", raising=False)
     faults.instead(membership, "import_module", lambda name: imported.put((name, current_thread())))
-    world = World(A, B, C)
-    world.link(A, B)
+    network = LosslessNetwork(A, B, C)
+    network.link(A, B)
     assert imported.empty()  # 12 MiB that two machines do not need
-    world.link(A, C)
+    network.link(A, C)
     name, thread = imported.get()
     assert name == "networkx"
     assert thread is not main_thread()

@@ -31,7 +31,7 @@ UNKNOWN = "", ""
 """Addresses that no path is known to have."""
 
 
-class Way:
+class MeasuredPath:
     """A path from Bert to Anna, who measures it."""
 
     def __init__(self, mbit_s: float, *, round_trip_s: float = 0.0) -> None:
@@ -89,7 +89,7 @@ async def test_probes_that_are_disturbed_say_nothing_beside_one_that_is_not(
     clock: MockClock,
 ) -> None:
     del clock
-    way = Way(94)
+    way = MeasuredPath(94)
     while not way.anna.settled_mbit_s:
         await way.measure()
     for disturbed_mbit_s in (10, 30, 10, 30):
@@ -106,7 +106,7 @@ async def test_three_probes_show_the_bandwidth_and_later_one_in_a_quarter_of_an_
     mbit_s: int, clock: MockClock
 ) -> None:
     del clock
-    way = Way(mbit_s)
+    way = MeasuredPath(mbit_s)
     assert way.anna.settled_mbit_s == 0
     while not way.anna.settled_mbit_s:
         await way.measure()
@@ -124,7 +124,7 @@ async def test_three_probes_show_the_bandwidth_and_later_one_in_a_quarter_of_an_
 
 async def test_a_probe_that_shows_something_else_is_one_of_three(clock: MockClock) -> None:
     del clock
-    way = Way(940)
+    way = MeasuredPath(940)
     while not way.anna.settled_mbit_s:
         await way.measure()
     await trio.sleep(STEADY_S)
@@ -139,7 +139,7 @@ async def test_while_the_data_of_one_path_change_the_others_are_probed_but_seldo
 ) -> None:
     """A ring that avoids the path would else be planned by what the others brought long ago."""
     del clock
-    ways = {BERT: Way(94), CARA: Way(940)}
+    ways = {BERT: MeasuredPath(94), CARA: MeasuredPath(940)}
     probing = Probing(lambda member: [ways[member].path()])
     probing.note(BERT, UNKNOWN, 94)
 
@@ -161,7 +161,7 @@ async def test_while_the_data_of_one_path_change_the_others_are_probed_but_seldo
 
 async def test_of_all_known_paths_one_is_probed_at_a_time_and_seldom(clock: MockClock) -> None:
     del clock
-    ways = {BERT: Way(940), CARA: Way(940)}
+    ways = {BERT: MeasuredPath(940), CARA: MeasuredPath(940)}
     probing = Probing(lambda member: [ways[member].path()])
     asked = list[float]()
     while trio.current_time() < 3 * PROBE_EVERY_S:
@@ -179,7 +179,7 @@ async def test_a_round_trip_longer_than_a_probe_is_not_taken_for_a_slow_path(
     mbit_s: int, clock: MockClock
 ) -> None:
     del clock
-    way = Way(mbit_s, round_trip_s=0.015)
+    way = MeasuredPath(mbit_s, round_trip_s=0.015)
     for _ in range(8):
         await way.measure()
     assert way.settled == [way.anna.settled_mbit_s]
@@ -190,7 +190,7 @@ async def test_where_no_probe_is_long_enough_nothing_is_claimed_and_the_next_com
     clock: MockClock,
 ) -> None:
     del clock
-    way = Way(940, round_trip_s=0.1)
+    way = MeasuredPath(940, round_trip_s=0.1)
     for _ in range(8):
         await way.measure()
     assert way.settled == []
@@ -201,7 +201,7 @@ async def test_where_no_probe_is_long_enough_nothing_is_claimed_and_the_next_com
 
 async def test_while_data_flow_nothing_is_probed(clock: MockClock) -> None:
     del clock
-    way = Way(94)
+    way = MeasuredPath(94)
     for _ in range(5):
         way.anna.note(94, "data")
         await trio.sleep(STEADY_S - 1)
@@ -212,7 +212,7 @@ async def test_a_probe_that_never_comes_is_asked_for_again_and_only_one_at_a_tim
     clock: MockClock,
 ) -> None:
     del clock
-    ways = {BERT: [Way(94)], CARA: [Way(94)]}
+    ways = {BERT: [MeasuredPath(94)], CARA: [MeasuredPath(94)]}
     probing = Probing(lambda member: [way.path() for way in ways[member]])
     for _ in range(3):
         probing.ask([BERT, CARA], ())
@@ -226,7 +226,7 @@ async def test_who_asks_too_often_is_not_answered_and_what_nobody_asked_for_says
     clock: MockClock,
 ) -> None:
     del clock
-    way = Way(94)
+    way = MeasuredPath(94)
     way.bert.answer(AskProbe(10_000))
     way.bert.answer(AskProbe(10_000))
     assert [len(part.padding) for part in way.answered] == [8192, 1808]
@@ -238,7 +238,7 @@ async def test_a_path_that_carries_no_tensors_is_probed_when_it_comes_seldom_the
     clock: MockClock,
 ) -> None:
     del clock
-    used, other = Way(940), Way(94)
+    used, other = MeasuredPath(940), MeasuredPath(94)
     probing = Probing(lambda _: [used.path(), other.path(in_use=False)])
 
     async def pass_time(seconds: float) -> int:
@@ -264,7 +264,7 @@ async def test_what_is_known_of_a_peer_is_that_of_the_path_that_tensors_take(
     clock: MockClock,
 ) -> None:
     del clock
-    ways = [Way(94), Way(940)]
+    ways = [MeasuredPath(94), MeasuredPath(940)]
     probing = Probing(lambda _: [way.path(in_use=way is ways[0]) for way in ways])
     probing.note(BERT, UNKNOWN, 94)
     ways.reverse()
@@ -287,7 +287,7 @@ async def test_data_over_several_paths_measure_each_and_the_edge_carries_their_s
 ) -> None:
     del clock
     wire, wifi = ("10.0.0.1", "10.0.0.2"), ("10.0.1.1", "10.0.1.2")
-    fast, slow = Way(940), Way(94)
+    fast, slow = MeasuredPath(940), MeasuredPath(94)
     probing = Probing(lambda _: [fast.path(wire), slow.path(wifi)])
     probing.note(BERT, wifi, 94)
     assert (fast.anna.settled_mbit_s, slow.anna.settled_mbit_s) == (0, 94)

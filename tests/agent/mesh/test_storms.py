@@ -25,7 +25,7 @@ MANY = round(STORM_PACKETS_PER_S * COUNT_EVERY_S)
 
 
 @dataclass
-class Counted:
+class PacketCounts:
     packets_sent: int
     packets_recv: int
 
@@ -43,7 +43,7 @@ class Counted:
 def test_a_storm_is_very_many_packets_that_nobody_answers(
     received: int, sent: int, per_s: float
 ) -> None:
-    before, after = Counted(7, 9), Counted(7 + sent, 9 + received)
+    before, after = PacketCounts(7, 9), PacketCounts(7 + sent, 9 + received)
     assert storm_packets_per_s(before, after, interval_s=COUNT_EVERY_S) == per_s
 
 
@@ -63,7 +63,7 @@ async def news_of(
     def count() -> Mapping[str, Packets]:
         nonlocal total
         total += next(received)
-        return {"bridge0": Counted(0, total), "en0": Counted(0, 100 * total)}
+        return {"bridge0": PacketCounts(0, total), "en0": PacketCounts(0, 100 * total)}
 
     began = clock.current_time()
     with trio.move_on_after(seconds):

@@ -19,7 +19,7 @@ def message(number: int) -> Refuse:
     return Refuse(make_epoch(number + 1), make_epoch(1))
 
 
-class Two:
+class TwoAgents:
     """Two agents with two paths between them."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ ACTIONS = st.sampled_from(["send", "take 0", "take 1", "change path", "lose path
 def test_all_messages_arrive_in_order_and_once_whatever_becomes_of_the_paths(
     history: list[tuple[int, str]],
 ) -> None:
-    two = Two()
+    two = TwoAgents()
     for me, action in history:
         two.do(me, action)
     for me in (0, 1):  # at the end all is quiet, and each acknowledges what it has

@@ -32,7 +32,7 @@ def call_of(op: OpNumber, root: int) -> Call:
 
 
 @dataclass(kw_only=True)
-class Rank:
+class RingRank:
     """A trainer with what its agent knows of it."""
 
     trainer: Trainer
@@ -66,14 +66,14 @@ class Rank:
 
 
 @dataclass(kw_only=True)
-class Agent:
+class RingAgent:
     """One process of one machine."""
 
     me: Member
     view: View
     fenced: bool = False
     promised: Epoch | None = None
-    ranks: list[Rank] = field(default_factory=list)
+    ranks: list[RingRank] = field(default_factory=list)
     waiting: list[Candidate] = field(default_factory=list)
     next_slot: int = 0
 
@@ -87,7 +87,7 @@ class RingWorld:
 
     def __init__(self, members: Iterable[Member]) -> None:
         self.counter = 1
-        self.agents: dict[Member, Agent] = {}
+        self.agents: dict[Member, RingAgent] = {}
         self.given: dict[tuple[Epoch, int, OpNumber], dict[TrainerId, Call]] = {}
         """Who has called an op under a roster's number: their segments are on the lanes."""
         self.parents: dict[tuple[Epoch, Epoch], tuple[Epoch, Epoch] | None] = {}
@@ -98,7 +98,7 @@ class RingWorld:
 
     def start(self, member: Member) -> None:
         view = View.of_one(member, said_by(member), Epoch(1, *member))
-        self.agents[member] = Agent(me=member, view=view)
+        self.agents[member] = RingAgent(me=member, view=view)
 
     def kill(self, member: Member) -> None:
         del self.agents[member]
@@ -108,21 +108,21 @@ class RingWorld:
         agent.waiting.append(Candidate(DIGITS, Slot(agent.next_slot), wait_for, terms))
         agent.next_slot += 1
 
-    def ranks(self) -> Iterator[tuple[Agent, Rank]]:
+    def ranks(self) -> Iterator[tuple[RingAgent, RingRank]]:
         for agent in self.agents.values():
             for rank in agent.ranks:
                 yield agent, rank
 
     # Ops
 
-    def call(self, rank: Rank, call: Call) -> None:
+    def call(self, rank: RingRank, call: Call) -> None:
         rank.ledger = ledgers.start(rank.ledger, OpNumber(rank.ledger.started + 1), call)
         rank.timed_out = False
 
-    def may_call(self, rank: Rank) -> bool:
+    def may_call(self, rank: RingRank) -> bool:
         return rank.alive and rank.in_ring and rank.running is None
 
-    def next_call(self, rank: Rank) -> Call:
+    def next_call(self, rank: RingRank) -> Call:
         return call_of(OpNumber(rank.ledger.started + 1), root=rank.world[0] if rank.world else -1)
 
     def give(self) -> None:
@@ -137,15 +137,15 @@ class RingWorld:
                 key = (rank.roster.born, rank.roster.number, op)
                 self.given.setdefault(key, {})[rank.id] = rank.call
 
-    def lets_in(self, agent: Agent, rank: Rank) -> bool:
+    def lets_in(self, agent: RingAgent, rank: RingRank) -> bool:
         """O6: a sync waits for the view that lets in those who wait."""
         here = (self.agents[m] for m in agent.view.members if m in self.agents)
         return rank.call.kind == "sync" and any(other.waiting for other in here)
 
-    def root_lives(self, rank: Rank) -> bool:
+    def root_lives(self, rank: RingRank) -> bool:
         return rank.call.root < 0 or rank.roster.rank_of(TrainerId(rank.call.root)) is not None
 
-    def end_if_possible(self, agent: Agent, rank: Rank) -> bool:
+    def end_if_possible(self, agent: RingAgent, rank: RingRank) -> bool:
         """The op under way ends at this rank, if it can: it has failed, is fetched, or is run."""
         op = rank.running
         if op is None or agent.fenced or not rank.in_ring:
@@ -160,7 +160,7 @@ class RingWorld:
         return self.run(rank, op)
 
     def fetch(
-        self, rank: Rank, op: OpNumber, holders: Contributors, contributors: Contributors
+        self, rank: RingRank, op: OpNumber, holders: Contributors, contributors: Contributors
     ) -> bool:
         """O2: the result comes from a holder that has followed the same view."""
         living = [
@@ -176,7 +176,7 @@ class RingWorld:
                 return True
         return False
 
-    def run(self, rank: Rank, op: OpNumber) -> bool:
+    def run(self, rank: RingRank, op: OpNumber) -> bool:
         self.give()
         roster, call = rank.roster, rank.call
         given = self.given.get((roster.born, roster.number, op), {})
@@ -187,17 +187,17 @@ class RingWorld:
         return True
 
     def complete(
-        self, rank: Rank, op: OpNumber, result: object, contributors: Contributors
+        self, rank: RingRank, op: OpNumber, result: object, contributors: Contributors
     ) -> None:
         rank.ledger = ledgers.complete(rank.ledger, op, contributors)
         rank.results[op] = result
         self.tell(rank, op, result, contributors)
 
-    def tell(self, rank: Rank, op: OpNumber, end: object, contributors: Contributors) -> None:
+    def tell(self, rank: RingRank, op: OpNumber, end: object, contributors: Contributors) -> None:
         rank.told[op] = end, contributors
         rank.world = contributors
 
-    def stabilize(self, rank: Rank) -> None:
+    def stabilize(self, rank: RingRank) -> None:
         """O2: it hears how far the others have come."""
         progress = [self.mark_of(rank.roster, trainer) for trainer in rank.roster.trainers]
         mark = min(progress, default=-1)
@@ -214,7 +214,7 @@ class RingWorld:
 
     # View changes
 
-    def view_requests(self, agent: Agent, *, newcomers: bool) -> Iterator[ViewRequest]:
+    def view_requests(self, agent: RingAgent, *, newcomers: bool) -> Iterator[ViewRequest]:
         """What an agent wants settled."""
         for rank in agent.ranks:
             roster, op = rank.roster, rank.running
@@ -294,7 +294,7 @@ class RingWorld:
             for trainer in roster.trainers_at(member):
                 self.begin_if_new(agent, roster, trainer)
 
-    def follow(self, rank: Rank, roster: Roster) -> None:
+    def follow(self, rank: RingRank, roster: Roster) -> None:
         if roster.number == rank.roster.number:
             return
         rank.roster = roster
@@ -304,13 +304,13 @@ class RingWorld:
                 rank.told[outcome.op] = outcome.verdict, outcome.contributors  # I5: told late
                 rank.results.pop(outcome.op, None)
 
-    def begin_if_new(self, agent: Agent, roster: Roster, trainer: Trainer) -> None:
+    def begin_if_new(self, agent: RingAgent, roster: Roster, trainer: Trainer) -> None:
         if any(rank.trainer == trainer for rank in agent.ranks):
             return
         slots = [waiting.slot for waiting in agent.waiting]
         assert trainer.slot in slots, "a trainer enters that does not wait"
         agent.waiting = [w for w in agent.waiting if w.slot != trainer.slot]
-        rank = Rank(
+        rank = RingRank(
             trainer=trainer,
             roster=roster,
             ledger=Ledger(stable=trainer.enters - 1),

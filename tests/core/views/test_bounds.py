@@ -109,7 +109,7 @@ def is_taken(sender: Member, message: AgreementMessage) -> bool:
 
 
 @dataclass
-class Mesh:
+class HonestMembers:
     """The honest members, and the messages between them; those to others are dropped."""
 
     states: dict[Member, MemberState]
@@ -171,7 +171,7 @@ class Mesh:
         self.deliver()
 
 
-def new_mesh(base: View = BASE, *, idle: bool = False) -> Mesh:
+def new_mesh(base: View = BASE, *, idle: bool = False) -> HonestMembers:
     """`idle`: their ranks are in no op."""
     ops = [] if idle else [running(4)]
     reports = {
@@ -183,7 +183,7 @@ def new_mesh(base: View = BASE, *, idle: bool = False) -> Mesh:
         for member in HONEST
     }
     others = {ANNA: (BERT, CARA), BERT: (ANNA, CARA)}
-    return Mesh(
+    return HonestMembers(
         {m: all_hearing_each_other(m, base, *others[m]) for m in HONEST},
         {m: Facts(reports=reports[m]) for m in HONEST},
     )
@@ -386,7 +386,7 @@ def test_whatever_a_newcomer_says_of_its_view(data: st.DataObject) -> None:
 # --- the seeds of what was found
 
 
-def commits(mesh: Mesh, jobs: tuple[JobReport, ...] = ()) -> View:
+def commits(mesh: HonestMembers, jobs: tuple[JobReport, ...] = ()) -> View:
     """Cara answers a proposal like this; the view that follows."""
     mesh.beat()
     assert mesh.epoch is not None

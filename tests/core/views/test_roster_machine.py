@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pmesh.core.values import Terms
 from pmesh.ids import Incarnation, Member, NodeId
-from tests.core.views.ring import Agent, Rank, RingWorld
+from tests.core.views.ring import RingAgent, RingRank, RingWorld
 from tests.worlds.builders import make_call
 from tests.worlds.examples import examples
 
@@ -53,7 +53,7 @@ class OneJob(RuleBasedStateMachine):
         for member in reached:
             self.world.install(member, view)
 
-    def chosen(self, picks: Picks) -> list[tuple[Agent, Rank]]:
+    def chosen(self, picks: Picks) -> list[tuple[RingAgent, RingRank]]:
         """Some of the ranks; those whom no pick is about are not."""
         return [found for found, pick in zip(self.world.ranks(), picks, strict=False) if pick]
 

@@ -169,7 +169,7 @@ def test_nothing_may_follow_the_end(part: Part) -> None:
         stream.receive_untrusted(part, now=0.0)
 
 
-class _End:
+class _StreamEnd:
     """One end, with what its user has written, received and not consumed."""
 
     def __init__(self, stream: Stream) -> None:
@@ -192,7 +192,7 @@ class StreamMachine(RuleBasedStateMachine):
         super().__init__()
         self.random = Random(1)  # noqa: S311 - any bytes
         self.now = 0.0
-        self.ends = _End(Stream(begin=BEGIN)), _End(Stream(far_begin=BEGIN))
+        self.ends = _StreamEnd(Stream(begin=BEGIN)), _StreamEnd(Stream(far_begin=BEGIN))
         self.old: list[tuple[int, Part]] = []
 
     @rule(side=SIDES, nbytes=st.sampled_from([1, 100, PART_BYTES - 1, PART_BYTES, WINDOW_BYTES]))

@@ -465,7 +465,7 @@ def test_each_subflow_is_told_what_is_lacked_for_another_may_be_lost_with_what_i
 
 
 @dataclass
-class Pipe:
+class SubflowWire:
     """A subflow: bytes under way, and what the receiver has half of."""
 
     data: bytearray = field(default_factory=bytearray)
@@ -479,7 +479,7 @@ class Net:
     def __init__(self) -> None:
         limits = {"window_bytes": 2 * MAX_FRAME_BYTES, "window_records": 5}
         self.sending, self.receiving = SendWindow(**limits), ReceiveWindow(**limits)
-        self.pipes: dict[int, Pipe] = {}
+        self.pipes: dict[int, SubflowWire] = {}
         self.made = 0
         self.put: list[memoryview] = []
         self.freed: list[memoryview] = []
@@ -490,7 +490,7 @@ class Net:
         indices = sorted(self.pipes)
         self.now += amount / 1000
         if what == 0 and len(self.pipes) < 3:
-            self.pipes[self.made] = Pipe()
+            self.pipes[self.made] = SubflowWire()
             self.sending.add(
                 self.made, bytes_per_s=amount + 1.0, round_trip_s=which / 10, now=self.now
             )
