@@ -18,7 +18,7 @@ needs_the_library = pytest.mark.skipif(
 )
 
 
-class InNumpy:
+class CodecInNumpy:
     """A codec that numpy computes."""
 
     def __init__(self, codec: Codec) -> None:
@@ -35,7 +35,7 @@ class InNumpy:
             self._codec.decode(wire, out)
 
 
-IN_NUMPY: dict[str, Codec] = {name: InNumpy(codec_of(name)) for name in NAMES}
+IN_NUMPY: dict[str, Codec] = {name: CodecInNumpy(codec_of(name)) for name in NAMES}
 IN_C = {name: codec_of(name) for name in NAMES}
 
 

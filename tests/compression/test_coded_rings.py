@@ -65,7 +65,7 @@ def test_nor_is_it_less_exact_on_heavy_tails_than_its_formula(size: int) -> None
     assert relative_error(result, xs) <= 1.1 * by_formula <= 0.05
 
 
-class Job:
+class ReducingRanks:
     """Ranks that reduce again and again, and all that they have put in and got."""
 
     def __init__(self, name: str, ranks: int, count: int, *, feedback: bool = True) -> None:
@@ -101,7 +101,7 @@ class Job:
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_casts_lose_nothing_at_all_over_a_thousand_steps(name: str) -> None:
     """Whole numbers, whose sums fp32 holds exactly: so each bit is accounted for."""
-    dice, job = np.random.default_rng(1), Job(name, 4, 300)
+    dice, job = np.random.default_rng(1), ReducingRanks(name, 4, 300)
     for step in range(1000):
         ranks = range(4) if step < 500 else range(1, 4)  # O9: a rank is lost half way
         xs = [dice.integers(-5000, 5000, 300).astype(np.float32) for _ in ranks]
@@ -116,7 +116,7 @@ def test_feedback_loses_no_more_than_fp32_rounds_away_over_a_thousand_steps(
     name: str, reduction: str
 ) -> None:
     dice, count, ranks = np.random.default_rng(2), 300, range(2)
-    job, without = Job(name, 2, count), Job(name, 2, count, feedback=False)
+    job, without = ReducingRanks(name, 2, count), ReducingRanks(name, 2, count, feedback=False)
     bias = dice.standard_normal(count).astype(np.float32)
     for _ in range(1000):
         xs = [bias + dice.standard_normal(count).astype(np.float32) for _ in ranks]

@@ -19,7 +19,7 @@ ByRank = dict[int, Float32s]
 """float32[count] of each rank."""
 
 
-class Sum(NamedTuple):
+class ReducedSum(NamedTuple):
     """What an all-reduce has come to."""
 
     out: Float32s
@@ -27,10 +27,12 @@ class Sum(NamedTuple):
     """The exact sum, as float64, over those whose values are in `out`."""
 
 
-class Scheme(Protocol):
+class LossyReduce(Protocol):
     """One all-reduce among ranks, of which some are lost within it."""
 
-    def __call__(self, own: ByRank, residuals: ByRank, *, step: int, lost: Collection[int]) -> Sum:
+    def __call__(
+        self, own: ByRank, residuals: ByRank, *, step: int, lost: Collection[int]
+    ) -> ReducedSum:
         """The sum over those who are left; replaces their residuals, and only theirs."""
         ...
 
@@ -40,7 +42,9 @@ class ByTopK:
     k: int
     compact: bool
 
-    def __call__(self, own: ByRank, residuals: ByRank, *, step: int, lost: Collection[int]) -> Sum:
+    def __call__(
+        self, own: ByRank, residuals: ByRank, *, step: int, lost: Collection[int]
+    ) -> ReducedSum:
         del step
 
         def compress(own: Float32s, wire: Bytes, before: Float32s, after: Float32s) -> None:
@@ -59,7 +63,7 @@ class ByTopK:
         )
 
 
-def by_one_bit(own: ByRank, residuals: ByRank, *, step: int, lost: Collection[int]) -> Sum:
+def by_one_bit(own: ByRank, residuals: ByRank, *, step: int, lost: Collection[int]) -> ReducedSum:
     del step
 
     def compress(own: Float32s, wire: Bytes, before: Float32s, after: Float32s) -> None:
@@ -83,7 +87,7 @@ def _collected(
     wire_bytes: Callable[[int], int],
     compress: Callable[[Float32s, Bytes, Float32s, Float32s], None],
     accumulate: Callable[[Bytes, Float32s], None],
-) -> Sum:
+) -> ReducedSum:
     """Everyone gets all payloads, and adds them up in rank order (I3)."""
     count = len(next(iter(own.values())))
     wires: dict[int, Bytes] = {}
@@ -96,14 +100,16 @@ def _collected(
     for rank in sorted(set(own) - set(lost)):
         accumulate(wires[rank], total)
         residuals[rank] = after[rank]
-    return Sum(total, exact_sum(own, set(own) - set(lost)))
+    return ReducedSum(total, exact_sum(own, set(own) - set(lost)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByRandomK:
     k: int
 
-    def __call__(self, own: ByRank, residuals: ByRank, *, step: int, lost: Collection[int]) -> Sum:
+    def __call__(
+        self, own: ByRank, residuals: ByRank, *, step: int, lost: Collection[int]
+    ) -> ReducedSum:
         count = len(next(iter(own.values())))
         key = random_k.draw_key(seed=1, job="test", op=step, bucket=0)
         indices = random_k.draw_indices(count, self.k, key)
@@ -117,7 +123,7 @@ class ByRandomK:
             residuals[rank] = after
         out = np.empty(count, np.float32)
         random_k.decompress(total, indices, out)
-        return Sum(out, exact_sum(own, set(own) - set(lost)))
+        return ReducedSum(out, exact_sum(own, set(own) - set(lost)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +132,9 @@ class ByPowerSGD:
     warm: dict[int, Float32s] = field(default_factory=dict[int, Float32s])
     """Each rank's Q's; all alike, but for one that is new."""
 
-    def __call__(self, own: ByRank, residuals: ByRank, *, step: int, lost: Collection[int]) -> Sum:
+    def __call__(
+        self, own: ByRank, residuals: ByRank, *, step: int, lost: Collection[int]
+    ) -> ReducedSum:
         after = {rank: np.empty(self.plan.count, np.float32) for rank in own}
         firsts: list[Float32s] = []
         for rank, values in own.items():
@@ -151,14 +159,14 @@ class ByPowerSGD:
             power_sgd.warm_up(self.plan, self.warm[rank], key=step)
         return self._sum(own, survivors, out)
 
-    def _sum(self, own: ByRank, survivors: list[int], out: Float32s) -> Sum:
+    def _sum(self, own: ByRank, survivors: list[int], out: Float32s) -> ReducedSum:
         """What goes uncompressed goes with the P's: who is lost after these is in it."""
         given = exact_sum(own, survivors)
         total = out * np.float32(len(survivors))
         for start, end in self.plan.rest:
             given[start:end] = exact_sum(own, own)[start:end]
             total[start:end] = out[start:end] * np.float32(len(own))
-        return Sum(total, given)
+        return ReducedSum(total, given)
 
     def _warm_q(self, rank: int, step: int) -> Float32s:
         if rank not in self.warm:
@@ -180,7 +188,7 @@ def _mean(arrays: list[Float32s]) -> Float32s:
     return total / np.float32(len(arrays))
 
 
-EXACT: dict[str, Scheme] = {
+EXACT: dict[str, LossyReduce] = {
     "topk": ByTopK(k=12, compact=False),
     "topk compact": ByTopK(k=12, compact=True),
     "randomk": ByRandomK(k=24),
@@ -188,7 +196,7 @@ EXACT: dict[str, Scheme] = {
 """Those that only move values or cut bits off: sums of dyadic values have no rounding at all."""
 
 
-def rounding(name: str) -> Scheme:
+def rounding(name: str) -> LossyReduce:
     """Those that compute means and products."""
     if name == "onebit":
         return by_one_bit
@@ -202,10 +210,10 @@ ROUNDING = ["onebit", "powersgd 1", "powersgd 2"]
 
 
 @dataclass(slots=True)
-class Run:
+class FourRanks:
     """A job of four ranks, from its first step on."""
 
-    scheme: Scheme
+    scheme: LossyReduce
     ranks: set[int] = field(default_factory=lambda: set(range(4)))
     residuals: ByRank = field(
         default_factory=lambda: {rank: np.zeros(COUNT, np.float32) for rank in range(4)}
@@ -241,8 +249,8 @@ class Run:
         return exact_sum(self.residuals, self.residuals)
 
 
-def run_to_the_end(scheme: Scheme, *, losses: bool) -> Run:
-    run = Run(scheme)
+def run_to_the_end(scheme: LossyReduce, *, losses: bool) -> FourRanks:
+    run = FourRanks(scheme)
     for number in range(STEPS):
         if losses and number == 500:
             run.join(4)
@@ -283,7 +291,7 @@ def test_no_more_is_lost_than_fp32_rounds_away(
 
 @pytest.mark.parametrize("name", [*EXACT, *ROUNDING])
 def test_what_is_kept_does_not_grow(name: str) -> None:
-    run = Run(EXACT[name] if name in EXACT else rounding(name))
+    run = FourRanks(EXACT[name] if name in EXACT else rounding(name))
     for number in range(100):
         run.step(number)
     early = float(np.linalg.norm(run.kept))

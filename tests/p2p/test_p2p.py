@@ -53,7 +53,7 @@ X = np.arange(6.0).reshape(2, 3)
 
 
 @dataclass
-class Pair:
+class RankPair:
     """Two ranks on two machines, with their connections for messages."""
 
     here: Village
@@ -66,10 +66,10 @@ class Pair:
 
 
 @asynccontextmanager
-async def a_pair(clock: MockClock) -> AsyncGenerator[Pair]:
+async def a_pair(clock: MockClock) -> AsyncGenerator[RankPair]:
     async with training(clock, 2) as (here, trainers):
         one, other = [await attach(here, machine_of(here, t), t) for t in trainers]
-        yield Pair(here, trainers, one, other)
+        yield RankPair(here, trainers, one, other)
 
 
 async def test_a_message_brings_its_values_shape_and_dtype(clock: MockClock) -> None:

@@ -246,7 +246,7 @@ senders = st.sampled_from((ANNA, BERT))
 tags = st.sampled_from((0, 0, 1))
 
 
-class Post(RuleBasedStateMachine):
+class LossyLinks(RuleBasedStateMachine):
     """Two senders, one receiver, and links that lose and repeat what they carry."""
 
     def __init__(self) -> None:
@@ -421,4 +421,4 @@ class Post(RuleBasedStateMachine):
             at.acknowledgements.append(transfer.sequence)
 
 
-TestPost = Post.TestCase
+TestLossyLinks = LossyLinks.TestCase

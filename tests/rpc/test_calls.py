@@ -327,7 +327,7 @@ def test_a_lost_rank_fails_its_calls_at_once_and_frees_what_it_held() -> None:
     gate, holds, freed = Gate(), threading.Event(), threading.Event()
     simulated = SimulatedMesh(3, on_loss="continue")
 
-    class Held:
+    class TellsWhenFreed:
         remote_methods = ("nothing",)
 
         def __del__(self) -> None:
@@ -336,7 +336,7 @@ def test_a_lost_rank_fails_its_calls_at_once_and_frees_what_it_held() -> None:
     def program(mesh: pmesh.Mesh) -> None:
         rank = int(mesh.rank)
         gate.register(mesh)
-        mesh.rpc.register(Held)
+        mesh.rpc.register(TellsWhenFreed)
         mesh.barrier()
         if rank == 0:
             calls = [mesh.rpc.call_async(1, "wait", i, timeout_s=3600) for i in range(2)]
@@ -351,7 +351,7 @@ def test_a_lost_rank_fails_its_calls_at_once_and_frees_what_it_held() -> None:
             gate.may_go.set()
             assert mesh.rpc.call(0, "wait", "here") == "here"
         elif rank == 1:
-            held = mesh.rpc.remote(2, "Held")
+            held = mesh.rpc.remote(2, "TellsWhenFreed")
             holds.set()
             assert gate.may_go.wait(PATIENCE_S)
             del held

@@ -33,7 +33,7 @@ PEER = TrainerId(7)
 
 
 @dataclass(eq=False)
-class Session:
+class RecordingSession:
     """Notes what begins; ends what it is told, in that order."""
 
     sent: list[tuple[int, Envelope, bytes]] = field(default_factory=list[Any])
@@ -89,7 +89,7 @@ class Session:
 
 
 @dataclass(eq=False)
-class Events:
+class RecordedEvents:
     frames: "queue.SimpleQueue[AnyFrame]" = field(default_factory=queue.SimpleQueue)
     losses: "queue.SimpleQueue[str]" = field(default_factory=queue.SimpleQueue)
     cuts: "queue.SimpleQueue[PmeshError]" = field(default_factory=queue.SimpleQueue)
@@ -113,21 +113,21 @@ class Events:
         self.ticked.set()
 
 
-class World:
+class CarrierToPeer:
     def __init__(self) -> None:
-        self.sessions: list[Session] = []
-        self.events = Events()
+        self.sessions: list[RecordingSession] = []
+        self.events = RecordedEvents()
         self.peers = [PEER]
         self.opened = threading.Semaphore(0)
         self.carrier = Carrier(self.open, lambda: self.peers, self.events)
 
-    def open(self) -> Any:  # noqa: ANN401 - a Session
-        self.sessions.append(Session())
+    def open(self) -> Any:  # noqa: ANN401 - a RecordingSession
+        self.sessions.append(RecordingSession())
         self.opened.release()
         return self.sessions[-1]
 
     @property
-    def session(self) -> Session:
+    def session(self) -> RecordingSession:
         return self.sessions[-1]
 
     def tick(self) -> None:
@@ -137,8 +137,8 @@ class World:
 
 
 @contextmanager
-def world() -> Iterator[World]:
-    made = World()
+def world() -> Iterator[CarrierToPeer]:
+    made = CarrierToPeer()
     made.carrier.post(PEER, Cancel(0))
     try:
         yield made
@@ -257,9 +257,9 @@ def test_garbage_of_another_rank_is_ignored(caplog: pytest.LogCaptureFixture) ->
 def test_a_trainer_that_is_not_in_its_job_yet_tries_again(faults: Faults) -> None:
     faults.limit(carrier, "TICK_S", 0.01)
     tries, opened = list[int](), threading.Event()
-    session = Session()
+    session = RecordingSession()
 
-    def open_session() -> Any:  # noqa: ANN401 - a Session
+    def open_session() -> Any:  # noqa: ANN401 - a RecordingSession
         tries.append(0)
         if len(tries) == 1:
             raise UsageError("call mesh.sync first")
@@ -267,7 +267,7 @@ def test_a_trainer_that_is_not_in_its_job_yet_tries_again(faults: Faults) -> Non
         return session
 
     none: Callable[[], list[TrainerId]] = list
-    made = Carrier(open_session, none, Events())
+    made = Carrier(open_session, none, RecordedEvents())
     made.start()
     made.start()
     assert opened.wait(PATIENCE_S)

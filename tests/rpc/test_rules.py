@@ -18,7 +18,7 @@ THREADS, WAITING, ROOM = 2, 3, 100
 
 
 @dataclass
-class Node:
+class CallsOfRank:
     calls: Calls = field(default_factory=Calls)
     service: Service = field(
         default_factory=lambda: Service(threads=THREADS, waiting=WAITING, room_bytes=ROOM)
@@ -35,12 +35,12 @@ class Node:
 ranks = st.sampled_from(RANKS)
 
 
-class Ranks(RuleBasedStateMachine):
+class RanksInMemory(RuleBasedStateMachine):
     """What the driver does, without threads: frames are tuples in a queue for each pair."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.nodes = {rank: Node() for rank in RANKS}
+        self.nodes = {rank: CallsOfRank() for rank in RANKS}
         self.wires = {(a, b): deque[tuple[str, int, int]]() for a in RANKS for b in RANKS}
 
     def tell(self, source: TrainerId, to: TrainerId, what: str, number: int, more: int = 0) -> None:
@@ -185,7 +185,7 @@ class Ranks(RuleBasedStateMachine):
             assert (len(node.calls), len(node.service), node.service.held) == (0, 0, 0)
 
 
-TestRanks = Ranks.TestCase
+TestRanksInMemory = RanksInMemory.TestCase
 
 
 def test_a_full_service_says_so_by_number_and_by_bytes() -> None:

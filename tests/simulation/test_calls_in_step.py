@@ -22,7 +22,7 @@ THINK_S = 0.05
 SEEDS = 12
 
 
-class Program:
+class CallingProgram:
     """Makes its calls one after the other, whatever becomes of each."""
 
     def __init__(
@@ -126,7 +126,7 @@ def test_no_call_meets_another_one_than_its_own(seed: int) -> None:
     cluster = formed_cluster(size, think_s=1e6, seed=seed)  # the trainers call nothing: we do
     ranks = [rank for _, rank in sorted(ranks_of(cluster).items())]
     programs = [
-        Program(rank, cluster.timeline, seed, Random(seed * 100 + i))  # noqa: S311 - replays
+        CallingProgram(rank, cluster.timeline, seed, Random(seed * 100 + i))  # noqa: S311 - replays
         for i, rank in enumerate(ranks)
     ]
     if size > 2 and random.random() < 0.5:

@@ -23,7 +23,7 @@ class RecordingHost:
         self.events.append(("disconnected", peer))
 
 
-class Pair:
+class TwoHosts:
     """Two connected hosts whose events so far are forgotten."""
 
     def __init__(self, conditions: Conditions) -> None:
@@ -48,18 +48,18 @@ class Pair:
 
 
 @pytest.fixture
-def pair() -> Pair:
-    return Pair(Conditions(orderly=0.0))
+def pair() -> TwoHosts:
+    return TwoHosts(Conditions(orderly=0.0))
 
 
-def test_a_channel_is_first_in_first_out(pair: Pair) -> None:
+def test_a_channel_is_first_in_first_out(pair: TwoHosts) -> None:
     words = [bytes([n]) for n in range(50)]
     pair.say(*words)
     pair.wait()
     assert pair.b.events == [("link", 0, word) for word in words]
 
 
-def test_a_cut_delays_and_its_end_lets_through(pair: Pair) -> None:
+def test_a_cut_delays_and_its_end_lets_through(pair: TwoHosts) -> None:
     pair.network.cut(0, 1)
     pair.say(b"x")
     pair.network.send(1, 0, "link", b"y")
@@ -70,7 +70,7 @@ def test_a_cut_delays_and_its_end_lets_through(pair: Pair) -> None:
     assert pair.b.events == [("link", 0, b"x")]
 
 
-def test_a_closed_connection_loses_what_was_under_way(pair: Pair) -> None:
+def test_a_closed_connection_loses_what_was_under_way(pair: TwoHosts) -> None:
     pair.say(b"x")
     pair.network.close(0, 1)
     pair.say(b"y")
@@ -80,21 +80,21 @@ def test_a_closed_connection_loses_what_was_under_way(pair: Pair) -> None:
 
 
 def test_an_orderly_close_lets_the_rest_arrive_first() -> None:
-    pair = Pair(Conditions(orderly=1.0))
+    pair = TwoHosts(Conditions(orderly=1.0))
     pair.say(b"x")
     pair.network.close(0, 1)
     pair.wait()
     assert pair.b.events == [("link", 0, b"x"), ("disconnected", 0)]
 
 
-def test_nobody_hears_of_a_close_through_a_cut(pair: Pair) -> None:
+def test_nobody_hears_of_a_close_through_a_cut(pair: TwoHosts) -> None:
     pair.network.cut(0, 1)
     pair.network.close(0, 1)
     pair.wait()
     assert pair.b.events == []
 
 
-def test_a_stopped_host_refuses_at_once_and_a_cut_one_by_silence(pair: Pair) -> None:
+def test_a_stopped_host_refuses_at_once_and_a_cut_one_by_silence(pair: TwoHosts) -> None:
     pair.network.detach(1)
     pair.wait()
     pair.network.dial(0, 1)
@@ -109,7 +109,7 @@ def test_a_stopped_host_refuses_at_once_and_a_cut_one_by_silence(pair: Pair) -> 
     assert pair.a.events[2:] == [("unreachable", 1)]
 
 
-def test_a_frozen_host_reads_everything_in_order_when_it_goes_on(pair: Pair) -> None:
+def test_a_frozen_host_reads_everything_in_order_when_it_goes_on(pair: TwoHosts) -> None:
     pair.network.freeze(1)
     pair.say(b"x", b"y")
     pair.wait()
@@ -120,7 +120,7 @@ def test_a_frozen_host_reads_everything_in_order_when_it_goes_on(pair: Pair) -> 
 
 
 def test_single_messages_are_lost_and_repeated_on_lossy_channels_only() -> None:
-    pair = Pair(Conditions(loss=0.25, repeats=0.25))
+    pair = TwoHosts(Conditions(loss=0.25, repeats=0.25))
     for number in range(400):
         pair.network.send(0, 1, "link", number.to_bytes(2))
         pair.network.send(0, 1, "lane", number.to_bytes(2))
@@ -132,7 +132,7 @@ def test_single_messages_are_lost_and_repeated_on_lossy_channels_only() -> None:
     assert 50 < len(link) - len(set(link)) < 150
 
 
-def test_a_message_that_a_test_aims_at_is_swallowed(pair: Pair) -> None:
+def test_a_message_that_a_test_aims_at_is_swallowed(pair: TwoHosts) -> None:
     pair.network.swallow = lambda _from, _to, _channel, data: data == b"x"
     pair.say(b"x", b"y")
     pair.wait()

@@ -28,12 +28,12 @@ from pmesh.store.wire import (
     decode_message_untrusted,
 )
 from tests.worlds.builders import ANNA, BERT, CARA, DORA, make_member
-from tests.worlds.linearizable import Call
+from tests.worlds.linearizable import ObservedCall
 
 KEYS = ("a", "b")
 
 
-class Machine:
+class MachineWithCopy:
     """A machine with a copy, once it has a rank."""
 
     def __init__(self, me: Member) -> None:
@@ -43,7 +43,7 @@ class Machine:
         self.keepers: Keepers | None = None
         self.replica = Replica(me)
         self.pipes: dict[Member, Pipe] = {}
-        self.calls: dict[tuple[TrainerId, int], Call] = {}
+        self.calls: dict[tuple[TrainerId, int], ObservedCall] = {}
 
     @property
     def trainers(self) -> list[TrainerId]:
@@ -53,15 +53,17 @@ class Machine:
         return [t for t, home in self.keepers.homes.items() if home == self.me]
 
 
-class World:
+class StoreWorld:
     """All of it; `calls` is what the ranks have seen."""
 
     def __init__(self, seed: int, *, machines: int = 3) -> None:
         self.random = Random(seed)  # noqa: S311 - it decides what happens
         self.now = 0.0
         self.step = 0
-        self.calls: list[Call] = []
-        self.machines = {make_member(c): Machine(make_member(c)) for c in "abcde"[: machines + 1]}
+        self.calls: list[ObservedCall] = []
+        self.machines = {
+            make_member(c): MachineWithCopy(make_member(c)) for c in "abcde"[: machines + 1]
+        }
         self._wires: dict[tuple[Member, Member], deque[tuple[int, Part]]] = {}
         self._numbers = itertools.count()
         self._ids = itertools.count(machines)
@@ -111,7 +113,7 @@ class World:
                     self.ask(machine, trainer, CompareSet(key, b"unlikely", b""))
         self.settle()
 
-    def here(self) -> list[Machine]:
+    def here(self) -> list[MachineWithCopy]:
         """The machines of the last roster."""
         return [self.machines[host] for host in self.rosters[-1].hosts]
 
@@ -120,9 +122,9 @@ class World:
         self.machines[member].lives = False
         self._agree_without({t for t, home in self.rosters[-1].homes.items() if home == member})
 
-    def ask(self, machine: Machine, trainer: TrainerId, command: Command) -> Call:
+    def ask(self, machine: MachineWithCopy, trainer: TrainerId, command: Command) -> ObservedCall:
         number = next(self._numbers)
-        call = Call(command, self.step)
+        call = ObservedCall(command, self.step)
         self.calls.append(call)
         machine.calls[trainer, number] = call
         self._carry_out(machine, machine.replica.ask(trainer, number, command))
@@ -217,7 +219,7 @@ class World:
         if machine.lives and later:
             self._follow(machine, self.random.choice(later))
 
-    def _follow(self, machine: Machine, version: int) -> None:
+    def _follow(self, machine: MachineWithCopy, version: int) -> None:
         keepers, before = self.rosters[version], machine.trainers
         machine.version, machine.keepers = version, keepers
         if not set(before).intersection(machine.trainers):
@@ -231,19 +233,19 @@ class World:
 
     # --- outputs
 
-    def _carry_out(self, machine: Machine, finished: tuple[Finished, ...]) -> None:
+    def _carry_out(self, machine: MachineWithCopy, finished: tuple[Finished, ...]) -> None:
         for ended in finished:
             call = machine.calls.pop((ended.trainer, ended.call), None)
             if call is not None:
                 call.ended, call.answer = self.step, ended.answer
         self._send_parts(machine)
 
-    def _send_parts(self, machine: Machine) -> None:
+    def _send_parts(self, machine: MachineWithCopy) -> None:
         for host, pipe in machine.pipes.items():
             wire = self._wires.setdefault((machine.me, host), deque())
             wire.extend((machine.version, part) for part in pipe.parts(now=self.now))
 
-    def unanswered(self) -> Iterator[Call]:
+    def unanswered(self) -> Iterator[ObservedCall]:
         """The calls of ranks that are there, but for those that wait for a key."""
         for machine in self.here():
             yield from (c for c in machine.calls.values() if not isinstance(c.command, Get | Wait))
@@ -256,7 +258,7 @@ def make_keepers(*members: Member, number: int = 1, is_first: bool = False) -> K
     return Keepers(number, members, {ID_OF[m]: m for m in members}, is_first=is_first)
 
 
-class Post:
+class DirectPost:
     """Brings messages between copies at once, but to those that are out of reach."""
 
     def __init__(self, *members: Member) -> None:

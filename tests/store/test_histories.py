@@ -9,7 +9,7 @@ from trio.testing import MockClock
 
 from pmesh.core.values import Terms
 from pmesh.store.wire import Add, Answer, Append, Check, Command, CompareSet, Get, Keys, Set
-from tests.worlds.linearizable import Call, is_linearizable
+from tests.worlds.linearizable import ObservedCall, is_linearizable
 from tests.worlds.store_connection import Sharing, StoreConnection, sharing
 from tests.worlds.trainer import until
 from tests.worlds.village_ops import cut, mend, ranks_of
@@ -29,17 +29,17 @@ COMMANDS: list[Command] = [
 ]
 
 
-class History:
+class CallHistory:
     """All calls that ranks have made, in the order of one clock."""
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)  # noqa: S311 - it decides what happens
-        self.calls: list[Call] = []
+        self.calls: list[ObservedCall] = []
         self._clock = itertools.count()
 
     async def call(self, store: StoreConnection, command: Command) -> bool:
         """Whether there was an answer."""
-        seen = Call(command, next(self._clock))
+        seen = ObservedCall(command, next(self._clock))
         self.calls.append(seen)
         number = await store.begin(command, timeout_s=3.0)
         await until(lambda: number in store.answers)
@@ -75,7 +75,7 @@ async def cut_off_and_back(there: Sharing, rank: int, *, for_s: float) -> None:
 async def test_with_a_majority_all_calls_on_all_sides_are_as_on_one_machine(
     clock: MockClock, seed: int
 ) -> None:
-    history = History(seed)
+    history = CallHistory(seed)
     async with sharing(clock, 4, terms=MAJORITY) as there:
         async with trio.open_nursery() as nursery:
             for store in there.stores:

@@ -33,7 +33,7 @@ from pmesh.store.wire import (
     StoreMessage,
     Wait,
 )
-from tests.store.stores import ID_OF, Post, make_keepers
+from tests.store.stores import ID_OF, DirectPost, make_keepers
 from tests.worlds.builders import ANNA, BERT, CARA, DORA
 from tests.worlds.examples import examples
 from tests.worlds.strategies import values_of
@@ -71,7 +71,7 @@ class OneMachineLies(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.post = Post(*HONEST)
+        self.post = DirectPost(*HONEST)
         self.number = 0
         self.calls = 0
         self.deaf = set[Member]()

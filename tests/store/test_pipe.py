@@ -15,7 +15,7 @@ from pmesh.store.rules.pipe import MESSAGES_AT_ONCE
 from pmesh.store.wire import Entry, Have, Set, StoreMessage, encode
 
 
-class Pipe(pipe_.Pipe):
+class QueuedPipe(pipe_.Pipe):
     """An end with a queue."""
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ def entry(position: int, size: int = 10) -> Entry:
     return Entry(position, TrainerId(0), position, Set("k", bytes(size)))
 
 
-def move(one: Pipe, other: Pipe, *, now: float = 0.0) -> list[StoreMessage]:
+def move(one: QueuedPipe, other: QueuedPipe, *, now: float = 0.0) -> list[StoreMessage]:
     """Bring all that one sends to the other, and what that answers back."""
     came = list[StoreMessage]()
     while parts := list(one.parts(now=now)):
@@ -42,7 +42,7 @@ def move(one: Pipe, other: Pipe, *, now: float = 0.0) -> list[StoreMessage]:
 
 
 def test_messages_of_any_size_come_whole_and_in_order() -> None:
-    one, other = Pipe(), Pipe()
+    one, other = QueuedPipe(), QueuedPipe()
     sent = [entry(i, size) for i, size in enumerate([0, 1_000_000, 5, PART_BYTES, 3])]
     for message in sent:
         one.send(message)
@@ -50,7 +50,7 @@ def test_messages_of_any_size_come_whole_and_in_order() -> None:
 
 
 def test_messages_are_made_when_there_is_room_and_some_at_a_time() -> None:
-    one, other = Pipe(), Pipe()
+    one, other = QueuedPipe(), QueuedPipe()
     one.queue += [Have(0)] * (MESSAGES_AT_ONCE + 1) + [entry(1, WINDOW_BYTES)] * 3
     (part,) = one.parts(now=0)
     assert (len(one.queue), one.has_more) == (4, True)
@@ -67,7 +67,7 @@ def test_messages_are_made_when_there_is_room_and_some_at_a_time() -> None:
 @given(st.integers(0, 10_000))
 def test_both_directions_survive_any_losses(seed: int) -> None:
     random = Random(seed)  # noqa: S311 - it decides what is lost
-    ends = Pipe(), Pipe()
+    ends = QueuedPipe(), QueuedPipe()
     sent: list[list[StoreMessage]] = [[], []]
     came: list[list[StoreMessage]] = [[], []]
     wires: list[list[Part]] = [[], []]
@@ -92,8 +92,8 @@ def test_both_directions_survive_any_losses(seed: int) -> None:
 
 def test_what_no_honest_machine_sends_is_a_protocol_error() -> None:
     with pytest.raises(ProtocolError, match="beyond what was sent"):
-        list(Pipe().receive_untrusted(Part(0, 1, b""), now=0))
+        list(QueuedPipe().receive_untrusted(Part(0, 1, b""), now=0))
     with pytest.raises(ProtocolError, match="claims"):
-        list(Pipe().receive_untrusted(Part(0, 0, b"\xff" * 4), now=0))
+        list(QueuedPipe().receive_untrusted(Part(0, 0, b"\xff" * 4), now=0))
     with pytest.raises(ProtocolError, match="not of a store"):
-        list(Pipe().receive_untrusted(Part(0, 0, b"\x00\x00\x00\x01\xc0"), now=0))
+        list(QueuedPipe().receive_untrusted(Part(0, 0, b"\x00\x00\x00\x01\xc0"), now=0))

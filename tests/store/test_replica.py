@@ -39,7 +39,7 @@ from pmesh.store.wire import (
     decode_message_untrusted,
     encode,
 )
-from tests.store.stores import ID_OF, Post, World
+from tests.store.stores import ID_OF, DirectPost, StoreWorld
 from tests.store.stores import make_keepers as keepers
 from tests.worlds.builders import ANNA, BERT, CARA, make_roster
 from tests.worlds.faults import Faults, Real
@@ -48,15 +48,15 @@ from tests.worlds.linearizable import is_linearizable
 STEPS = 350
 
 
-def run(seed: int) -> World:
-    world = World(seed)
+def run(seed: int) -> StoreWorld:
+    world = StoreWorld(seed)
     world.run(STEPS)
     world.settle()
     world.ask_all()
     return world
 
 
-def holds(world: World) -> bool:
+def holds(world: StoreWorld) -> bool:
     """Whether all calls of a settled world are as on one machine, and all copies the same."""
     copies = [machine.replica.copy for machine in world.here()]
     tables = [(copy.position, copy.table.values) for copy in copies if copy is not None]
@@ -82,7 +82,7 @@ def test_calls_are_as_on_one_machine_whoever_is_lost_and_comes(seeds: range) -> 
 
 def test_a_coordinator_that_is_lost_at_any_step_takes_no_answered_call_with_it() -> None:
     for step in range(1, STEPS, 3):
-        world = World(7)
+        world = StoreWorld(7)
         world.run(STEPS, kill_at=step)
         world.settle()
         world.ask_all()
@@ -94,7 +94,7 @@ LARGE = bytes(2**20)
 
 def test_a_write_of_a_whole_copy_is_not_carried_out_again() -> None:
     """S3: the coordinator that has carried it out is lost, and only a newcomer has it."""
-    post = Post(ANNA, BERT, CARA)
+    post = DirectPost(ANNA, BERT, CARA)
     post.follow(keepers(ANNA, BERT, is_first=True))
     post.ask(BERT, 0, Add("n", 1), out_of_reach=[BERT])
     post.follow(keepers(ANNA, BERT, CARA, number=2), out_of_reach=[BERT])
@@ -116,7 +116,7 @@ def test_the_machine_of_the_oldest_rank_coordinates() -> None:
 
 
 def test_when_all_who_had_a_copy_are_lost_the_store_begins_empty() -> None:
-    post = Post(ANNA, BERT)
+    post = DirectPost(ANNA, BERT)
     post.follow(keepers(ANNA, BERT))
     post.ask(BERT, 0, Keys(""))
     assert post.answers == {(1, 0): ()}
@@ -124,7 +124,7 @@ def test_when_all_who_had_a_copy_are_lost_the_store_begins_empty() -> None:
 
 def test_a_side_without_a_quorum_orders_nothing() -> None:
     """V10."""
-    post = Post(ANNA)
+    post = DirectPost(ANNA)
     post.replicas[ANNA].allow(may_order=False)
     post.follow(keepers(ANNA, is_first=True))
     post.ask(ANNA, 0, Add("n", 1))
@@ -134,7 +134,7 @@ def test_a_side_without_a_quorum_orders_nothing() -> None:
 
 
 def test_a_call_that_was_given_up_is_not_answered_and_leaves_nothing() -> None:
-    post = Post(ANNA, BERT)
+    post = DirectPost(ANNA, BERT)
     post.follow(keepers(ANNA, BERT, is_first=True))
     post.ask(BERT, 0, Wait(("a", "b")))
     post.ask(BERT, 1, Get("a"))
@@ -156,7 +156,7 @@ def position_of(replica: Replica) -> int:
 
 
 def test_the_coordinator_orders_no_more_than_the_copies_can_take() -> None:
-    post = Post(ANNA, BERT)
+    post = DirectPost(ANNA, BERT)
     post.follow(keepers(ANNA, BERT, is_first=True))
     for call in range(6):
         post.ask(ANNA, call, Set(str(call), bytes(2**20)), out_of_reach=[BERT])
@@ -197,7 +197,7 @@ def test_a_coordinator_does_a_bounded_part_of_its_work_in_one_turn() -> None:
 
 def test_a_machine_asks_for_no_more_than_the_coordinator_keeps_for_it() -> None:
     """Whatever its trainers do, nobody takes it for one that floods."""
-    post = Post(ANNA, BERT)
+    post = DirectPost(ANNA, BERT)
     post.follow(keepers(ANNA, BERT, is_first=True))
     asked = 0
     bert, wait = post.replicas[BERT], Wait(tuple(map(str, range(1024))))
@@ -224,7 +224,7 @@ def test_what_is_asked_for_and_given_up_meanwhile_is_not_kept_for_a_coordinator(
 
 def test_writes_beyond_those_whose_answers_are_remembered_wait_at_their_machine() -> None:
     """S3."""
-    post = Post(ANNA, BERT, CARA)
+    post = DirectPost(ANNA, BERT, CARA)
     post.follow(keepers(ANNA, BERT, CARA, is_first=True))
     for call in range(3 * REMEMBERED):
         post.ask(BERT, call, Add("n", 1), out_of_reach=[CARA])
@@ -240,7 +240,7 @@ def test_writes_beyond_those_whose_answers_are_remembered_wait_at_their_machine(
 @pytest.mark.slow
 def test_a_call_that_waits_makes_no_write_dearer_and_a_newcomer_gets_a_small_copy() -> None:
     """B7: nothing grows with the number of writes."""
-    post = Post(ANNA, BERT, CARA)
+    post = DirectPost(ANNA, BERT, CARA)
     post.follow(keepers(ANNA, BERT, is_first=True))
     post.ask(ANNA, 0, Get("never"))
     post.ask(BERT, 0, Get("never"))
@@ -257,7 +257,7 @@ def test_a_call_that_waits_makes_no_write_dearer_and_a_newcomer_gets_a_small_cop
 
 
 def test_a_whole_copy_is_made_as_it_is_sent_and_nothing_is_written_meanwhile() -> None:
-    post = Post(ANNA, BERT)
+    post = DirectPost(ANNA, BERT)
     post.follow(keepers(ANNA, is_first=True))
     for call in range(2000):
         post.ask(ANNA, call, Set(f"{call:04}", b""))
@@ -271,7 +271,7 @@ def test_a_whole_copy_is_made_as_it_is_sent_and_nothing_is_written_meanwhile() -
 def test_false_reports_and_copies_lead_to_no_position_that_cannot_be_sent() -> None:
     """B5: the coordinator counts from 1 under each roster, whatever others claim."""
     last = 2**62
-    post = Post(ANNA, BERT)
+    post = DirectPost(ANNA, BERT)
     post.follow(keepers(ANNA, BERT, CARA, is_first=True), out_of_reach=[CARA])
     anna = post.replicas[ANNA]
     anna.receive_untrusted(CARA, Report(last, last))
@@ -345,7 +345,7 @@ def test_answers_of_a_copy_are_no_more_than_any_machine_remembers() -> None:
 
 
 def test_messages_out_of_their_place_change_nothing() -> None:
-    post = Post(ANNA, BERT)
+    post = DirectPost(ANNA, BERT)
     assert post.replicas[BERT].ask(ID_OF[BERT], 0, Add("n", 1)) == ()  # there is no roster yet
     assert post.replicas[BERT].take(ANNA) is None
     post.replicas[BERT].ask(ID_OF[BERT], 1, Add("n", 1))

@@ -14,7 +14,7 @@ JOB = JobName("digits")
 
 
 @dataclass(frozen=True)
-class History:
+class TraceHistory:
     """What one `pmesh trace` gets, and the least that is true of it."""
 
     machines: tuple[TracedMachine, ...]
@@ -58,7 +58,7 @@ def message(
 
 
 @st.composite
-def histories(draw: st.DrawFn) -> History:
+def histories(draw: st.DrawFn) -> TraceHistory:
     """Up to four ranks, each on a machine of its own, that make the same calls.
 
     The ranks compute, call, and get the result once all have called. The clocks are off by
@@ -81,4 +81,4 @@ def histories(draw: st.DrawFn) -> History:
         for rank, (start, end) in enumerate(zip(starts, now_us, strict=True)):
             times[rank].append(op(number, start + offsets[rank], end + offsets[rank], kind))
     traced = tuple(told(rank, tuple(each)) for rank, each in enumerate(times))
-    return History(tuple(machines), traced, max(now_us))
+    return TraceHistory(tuple(machines), traced, max(now_us))

@@ -11,7 +11,16 @@ from pmesh.ids import JobName
 from pmesh.traces.rules.perfetto import MESH, entries_of
 from pmesh.traces.rules.timeline import find_waits, place_ops
 from pmesh.traces.wire import TracedEvent, TracedMachine, TracedOps
-from tests.traces.histories import BEGAN_US, JOB, History, histories, machine, message, op, told
+from tests.traces.histories import (
+    BEGAN_US,
+    JOB,
+    TraceHistory,
+    histories,
+    machine,
+    message,
+    op,
+    told,
+)
 
 END_US = BEGAN_US + 60 * 10**6
 
@@ -39,7 +48,7 @@ def names(found: list[dict[str, Any]], what: str) -> dict[int, str]:
 
 @given(histories())
 def test_no_slice_ends_before_it_begins_and_those_of_a_row_lie_within_each_other(
-    history: History,
+    history: TraceHistory,
 ) -> None:
     rows: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for each in entries(history.traced, history.machines, until_us=history.until_us):

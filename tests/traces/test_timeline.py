@@ -17,7 +17,16 @@ from pmesh.traces.rules.timeline import (
     share_out,
 )
 from pmesh.traces.wire import TracedOps
-from tests.traces.histories import BEGAN_US, JOB, History, histories, machine, message, op, told
+from tests.traces.histories import (
+    BEGAN_US,
+    JOB,
+    TraceHistory,
+    histories,
+    machine,
+    message,
+    op,
+    told,
+)
 from tests.worlds.strategies import values_of
 
 ALONE = (machine(0, me=True),)
@@ -30,7 +39,9 @@ def place(*traced: TracedOps, since_us: int = BEGAN_US) -> list[PlacedOp]:
 
 
 @given(histories())
-def test_the_ops_of_one_number_overlap_within_the_error_of_the_clocks(history: History) -> None:
+def test_the_ops_of_one_number_overlap_within_the_error_of_the_clocks(
+    history: TraceHistory,
+) -> None:
     placed = place_ops(history.traced, history.machines, since_us=0, until_us=history.until_us)
     assert len(placed) == sum(len(each.ops.times) for each in history.traced)
 
@@ -45,7 +56,7 @@ def test_the_ops_of_one_number_overlap_within_the_error_of_the_clocks(history: H
 
 
 @given(histories())
-def test_a_wait_lies_within_its_op_and_ends_as_the_last_rank_calls(history: History) -> None:
+def test_a_wait_lies_within_its_op_and_ends_as_the_last_rank_calls(history: TraceHistory) -> None:
     placed = place_ops(history.traced, history.machines, since_us=0, until_us=history.until_us)
     for number, wait in find_waits(placed).items():
         each = placed[number]
@@ -58,7 +69,7 @@ def test_a_wait_lies_within_its_op_and_ends_as_the_last_rank_calls(history: Hist
 
 
 @given(histories())
-def test_the_shares_of_a_process_are_all_of_its_time(history: History) -> None:
+def test_the_shares_of_a_process_are_all_of_its_time(history: TraceHistory) -> None:
     placed = place_ops(history.traced, history.machines, since_us=0, until_us=history.until_us)
     for process, share in share_out(placed, find_waits(placed)).items():
         own = [each for each in placed if each.process == process]

@@ -177,7 +177,7 @@ async def test_a_machine_that_answers_without_end_is_cut_off(
         assert any("more than 3072 calls" in machine.why_not for machine in traced.machines)
 
 
-class Post:
+class SentMessages:
     """What an agent sends, in place of its links."""
 
     def __init__(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +194,7 @@ async def test_who_asks_all_the_time_is_answered_at_the_pace_of_the_agreement(
         one, two = here.machines
         part, asks = one.part(Traces), two.agent.membership.state.me
         part.poll()
-        post = Post(one, monkeypatch)
+        post = SentMessages(one, monkeypatch)
         for number in range(ANSWERS_BEFORE_POLL + 3):
             part.receive(asks, AskOps(number, JobName("digits"), 60.0))
 
@@ -216,7 +216,7 @@ async def test_only_members_of_the_view_are_answered(
         part, member = one.part(Traces), two.agent.membership.state.me
         stranger = member._replace(incarnation=member.incarnation + 1)  # type: ignore[arg-type]
         part.poll()
-        post = Post(one, monkeypatch)
+        post = SentMessages(one, monkeypatch)
         part.receive(stranger, AskOps(0, JobName("digits"), 60.0))
         assert post.sent == []
 

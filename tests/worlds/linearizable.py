@@ -61,7 +61,7 @@ def carry_out(  # noqa: C901 - one arm for each command
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class ObservedCall:
     """A call as its caller has seen it."""
 
     command: Command
@@ -81,7 +81,7 @@ class Call:
 LOOKS = (Get, Wait, Check, Keys)
 
 
-def is_linearizable(calls: list[Call]) -> bool:
+def is_linearizable(calls: list[ObservedCall]) -> bool:
     """Whether the calls could have been carried out one by one, each while it was under way."""
     # Those without an answer first: they are tried last, as a stack is read from its end.
     calls = sorted(
@@ -101,7 +101,7 @@ def is_linearizable(calls: list[Call]) -> bool:
     return False
 
 
-def _steps(calls: list[Call], done: int, state: State) -> Iterator[tuple[int, State]]:
+def _steps(calls: list[ObservedCall], done: int, state: State) -> Iterator[tuple[int, State]]:
     """Carry out each call that can be the next: before whose begin no other has ended.
 
     One that has only looked, and has seen what is there now, is taken at once: no other order can

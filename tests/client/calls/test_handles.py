@@ -17,7 +17,7 @@ from tests.worlds.watched_agent import WatchedAgent, WatchedSession, run_ranks
 PATIENCE_S = 20.0
 
 
-class Gate:
+class OpGate:
     """Holds an agent's ops back until it is opened."""
 
     def __init__(self, agent: WatchedAgent, first: int = 0) -> None:
@@ -78,7 +78,7 @@ def test_every_call_that_can_wait_for_later_gives_the_same_then(
 
 
 def test_a_handle_knows_whether_its_call_is_done(agent: WatchedAgent, mesh: pmesh.Mesh) -> None:
-    gate = Gate(agent)
+    gate = OpGate(agent)
     handle = mesh.all_reduce(np.ones(2), async_op=True)
     assert gate.reached.wait(PATIENCE_S)
     assert not handle.done()
@@ -97,7 +97,7 @@ def test_a_handle_knows_whether_its_call_is_done(agent: WatchedAgent, mesh: pmes
 def test_two_threads_may_wait_for_one_handle_each_as_long_as_it_likes(
     agent: WatchedAgent, mesh: pmesh.Mesh
 ) -> None:
-    gate = Gate(agent)
+    gate = OpGate(agent)
     handle = mesh.all_reduce(np.ones(1), async_op=True)
     results: list[Any] = []
     waiting = threading.Thread(target=lambda: results.append(handle.wait()))
@@ -150,7 +150,7 @@ def test_wrong_arguments_are_told_at_the_call(agent: WatchedAgent, mesh: pmesh.M
 
 
 def test_a_blocking_call_runs_behind_those_under_way(agent: WatchedAgent, mesh: pmesh.Mesh) -> None:
-    gate = Gate(agent)
+    gate = OpGate(agent)
     first = mesh.all_gather(np.ones(1), async_op=True)
     assert gate.reached.wait(PATIENCE_S)
     threading.Timer(0.01, gate.opened.set).start()
@@ -214,7 +214,7 @@ def test_out_is_written_when_the_call_is_waited_for(agent: WatchedAgent, mesh: p
 
 
 def test_closing_ends_what_is_in_line_and_its_thread(agent: WatchedAgent) -> None:
-    gate = Gate(agent)
+    gate = OpGate(agent)
     before = {*threading.enumerate()}
     mesh = pmesh.connect("job", home=agent.home)
     handles = [mesh.all_reduce(np.ones(1), async_op=True) for _ in range(2)]

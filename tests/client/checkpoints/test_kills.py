@@ -35,7 +35,7 @@ SIZE = 3
 EVERY_BYTES = 997
 
 
-class Killed(BaseException):
+class ProcessIsGone(BaseException):
     """The process is gone: nothing is cleaned up."""
 
 
@@ -113,8 +113,8 @@ def test_a_kill_at_any_byte_of_a_save_leaves_a_whole_step(
     save(folders[other], other, 2, Disk())  # with this one's share step 2 is whole
 
     for budget in range(0, total, EVERY_BYTES):
-        with pytest.raises(Killed):
-            save(folders[rank], rank, 2, disk_with(budget, Killed()))
+        with pytest.raises(ProcessIsGone):
+            save(folders[rank], rank, 2, disk_with(budget, ProcessIsGone()))
         assert not list(folders[rank].glob("save-*-step-2-*/rank-*.json"))
         if budget % (50 * EVERY_BYTES) == 0:
             assert loaded_step(folders) == 1

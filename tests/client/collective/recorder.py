@@ -12,7 +12,7 @@ from pmesh.core.wire.trainer import World
 from pmesh.ids import OpNumber, TrainerId
 
 
-class Recorder:
+class OpRecorder:
     """One rank's ops, and in which order things happen around them."""
 
     def __init__(self) -> None:

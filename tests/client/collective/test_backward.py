@@ -12,7 +12,7 @@ from pmesh.client.collective.bucketed import Collective, run_collective, take_ap
 from pmesh.client.collective.buckets import Backward, backward_order
 from pmesh.client.session.session import TrainerSession
 from pmesh.testing import SimulatedMesh
-from tests.client.collective.recorder import Recorder
+from tests.client.collective.recorder import OpRecorder
 from tests.worlds.faults import Faults, Real
 
 MIB = 1024 * 1024
@@ -50,7 +50,7 @@ def evaluated(faults: Faults) -> list[int]:
 def test_a_bucket_is_computed_while_the_one_before_travels(mx: Any, faults: Faults) -> None:
     from pmesh.client.trees import mlx  # noqa: PLC0415 - it needs MLX
 
-    recorder = Recorder()
+    recorder = OpRecorder()
 
     def recorded(evaluate: Real, arrays: Sequence[object]) -> None:
         evaluate(arrays)

@@ -11,7 +11,7 @@ from pmesh.client.collective.bucketed import Collective, run_collective, take_ap
 from pmesh.client.session.session import TrainerSession
 from pmesh.errors import MeshClosed
 from pmesh.ids import TrainerId
-from tests.client.collective.recorder import Recorder
+from tests.client.collective.recorder import OpRecorder
 from tests.worlds.faults import Faults, Real
 from tests.worlds.watched_agent import WatchedAgent, run_ranks
 
@@ -20,8 +20,8 @@ WEIGHT_BYTES = 8
 
 
 @pytest.fixture
-def recorder(faults: Faults) -> Recorder:
-    made = Recorder()
+def recorder(faults: Faults) -> OpRecorder:
+    made = OpRecorder()
 
     def recorded(read: Real, *arguments: Any, **more: Any) -> Any:  # noqa: ANN401 - whatever it takes
         made.events.append("read")
@@ -32,7 +32,7 @@ def recorder(faults: Faults) -> Recorder:
 
 
 def run(
-    recorder: Recorder, *sizes: int, kind: str = "all_reduce", weight: float | None = None
+    recorder: OpRecorder, *sizes: int, kind: str = "all_reduce", weight: float | None = None
 ) -> list[Any]:
     arrays = take_apart([np.full(size, i + 1, np.float32) for i, size in enumerate(sizes)])
     root = TrainerId(0) if kind == "broadcast" else None
@@ -52,7 +52,7 @@ def run(
 
 @pytest.mark.parametrize("weight", [None, 2.0])
 def test_laying_out_and_reading_take_no_time_between_two_ops(
-    recorder: Recorder, weight: float | None
+    recorder: OpRecorder, weight: float | None
 ) -> None:
     run(recorder, 4, 3, 2, weight=weight)
     assert recorder.events == [
@@ -66,7 +66,7 @@ def test_laying_out_and_reading_take_no_time_between_two_ops(
 
 
 def test_an_array_larger_than_a_bucket_does_not_take_as_much_memory_again(
-    recorder: Recorder,
+    recorder: OpRecorder,
 ) -> None:
     run(recorder, 4, 100, 2)
     assert recorder.events.count("lay out") == 2
@@ -74,7 +74,7 @@ def test_an_array_larger_than_a_bucket_does_not_take_as_much_memory_again(
     assert recorder.prepared == 2 * 4 + WEIGHT_BYTES
 
 
-def test_what_lies_where_it_is_reduced_is_not_laid_out(recorder: Recorder) -> None:
+def test_what_lies_where_it_is_reduced_is_not_laid_out(recorder: OpRecorder) -> None:
     recorder.in_place = {4, 3}
     run(recorder, 4, 3, 2)
     assert recorder.events == [
@@ -85,14 +85,14 @@ def test_what_lies_where_it_is_reduced_is_not_laid_out(recorder: Recorder) -> No
     ]
 
 
-def test_one_bucket_takes_no_memory_for_another(recorder: Recorder) -> None:
+def test_one_bucket_takes_no_memory_for_another(recorder: OpRecorder) -> None:
     run(recorder, 4)
     assert recorder.events == ["lay out", "op 0", "op 0 is done", "read"]
     assert recorder.prepared == 0
 
 
 def test_what_a_root_has_sent_is_read_before_its_memory_is_asked_for_again(
-    recorder: Recorder,
+    recorder: OpRecorder,
 ) -> None:
     run(recorder, 4, 3, kind="broadcast")
     once = ("lay out", "op 0", "op 0 is done", "read")

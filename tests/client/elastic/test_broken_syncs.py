@@ -20,7 +20,7 @@ CHUNK_BYTES = 256
 THEIRS, OURS = (pack({"w": np.full(300, i, np.float32)}) for i in (1, 2))
 
 
-class Session:
+class SessionWithLoss:
     """Of rank 2 among four; 0 and 1 have the state, and 1, which sends it, is lost."""
 
     def __init__(self, *, lost_in: str) -> None:
@@ -73,7 +73,7 @@ def test_all_ask_each_other_and_go_on_with_what_the_last_of_them_lacks(
 ) -> None:
     """I5: who was a chunk ahead is told of the failure when it calls the next one."""
     faults.limit(sync, "CHUNK_BYTES", CHUNK_BYTES)
-    session = Session(lost_in=f"sync {(2 + ahead) * CHUNK_BYTES}")
+    session = SessionWithLoss(lost_in=f"sync {(2 + ahead) * CHUNK_BYTES}")
     synced = run_sync(cast("TrainerSession", session), OURS, offer_of(OURS), timeout_s=1.0)
     assert synced.received is not None
     assert synced.received.tobytes() == b"".join(bytes(piece) for piece in THEIRS.pieces)

@@ -107,22 +107,22 @@ def test_a_newcomer_takes_part_at_once_and_then_by_its_speed() -> None:
     assert later > 0.95
 
 
-class Clocks(threading.local):
+class RankClock(threading.local):
     """A clock for each rank, which is a thread."""
 
     now = 0.0
 
 
 @pytest.fixture
-def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
-    clocks = Clocks()
+def clocks(monkeypatch: pytest.MonkeyPatch) -> RankClock:
+    clocks = RankClock()
     clock = SimpleNamespace(monotonic=lambda: clocks.now)
     monkeypatch.setattr("pmesh.client.session.session.time", clock)
     return clocks
 
 
 def test_a_mesh_deals_rows_by_the_time_that_its_ranks_compute(
-    agent: WatchedAgent, clocks: Clocks
+    agent: WatchedAgent, clocks: RankClock
 ) -> None:
     def program(mesh: pmesh.Mesh) -> tuple[list[int], list[int]]:
         slowness, counts, taken = 1.0 + 2 * mesh.rank, list[int](), list[int]()
@@ -142,7 +142,7 @@ def test_a_mesh_deals_rows_by_the_time_that_its_ranks_compute(
 
 
 def test_even_shares_are_even_however_slow_a_rank_is(
-    agent: WatchedAgent, clocks: Clocks, monkeypatch: pytest.MonkeyPatch
+    agent: WatchedAgent, clocks: RankClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PMESH_SHARES", "even")
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pmesh.client.trees.arrays import digest, flatten
 
 
-class Pair(NamedTuple):
+class LeftAndRight(NamedTuple):
     left: object
     right: object
 
@@ -19,7 +19,7 @@ TREES: st.SearchStrategy[Any] = st.recursive(
         st.lists(children)
         | st.dictionaries(st.text() | st.integers(), children)
         | st.tuples(children, children)
-        | st.builds(Pair, children, children)
+        | st.builds(LeftAndRight, children, children)
     ),
 )
 
@@ -42,16 +42,16 @@ def test_containers_keep_their_types_attributes_and_order() -> None:
     ordered = collections.OrderedDict([("b", 1), ("a", 2)])
     vars(ordered)["metadata"] = "kept"  # as torch's state_dict does
     default: Any = collections.defaultdict(int, {"x": 3})
-    tree = [ordered, default, Pair(4, (5,))]
+    tree = [ordered, default, LeftAndRight(4, (5,))]
     result: Any = flatten(tree).rebuild([20, 10, 30, 40, 50])
     assert list(result[0].items()) == [("b", 10), ("a", 20)]
     assert type(result[0]) is collections.OrderedDict
     assert vars(result[0])["metadata"] == "kept"
     assert result[1] == {"x": 30}
     assert result[1].default_factory is int
-    assert result[2] == Pair(40, (50,))
-    assert type(result[2]) is Pair
-    assert tree == [ordered, default, Pair(4, (5,))]
+    assert result[2] == LeftAndRight(40, (50,))
+    assert type(result[2]) is LeftAndRight
+    assert tree == [ordered, default, LeftAndRight(4, (5,))]
     assert ordered["b"] == 1
 
 

@@ -185,7 +185,7 @@ def test_what_is_received_is_the_users_to_write() -> None:
     x[:] = 2
 
 
-class Pair(NamedTuple):
+class OneAndTwo(NamedTuple):
     one: Any
     two: Any
 
@@ -195,13 +195,13 @@ class Stack(list[Any]):
 
 
 def test_containers_of_a_class_of_its_own_keep_it_where_the_receiver_has_it_too() -> None:
-    state = {"pair": Pair(1, [Stack([2, 3])]), "ordered": collections.OrderedDict(b=1, a=2)}
-    own = {"pair": Pair(None, [Stack()]), "ordered": collections.OrderedDict(c=1)}
+    state = {"pair": OneAndTwo(1, [Stack([2, 3])]), "ordered": collections.OrderedDict(b=1, a=2)}
+    own = {"pair": OneAndTwo(None, [Stack()]), "ordered": collections.OrderedDict(c=1)}
     assert_same(copy_of(state, own), state)
-    assert own == {"pair": Pair(None, [Stack()]), "ordered": collections.OrderedDict(c=1)}
+    assert own == {"pair": OneAndTwo(None, [Stack()]), "ordered": collections.OrderedDict(c=1)}
     plain = {"pair": (1, [[2, 3]]), "ordered": {"b": 1, "a": 2}}
-    assert_same(copy_of(state, {"pair": Pair, "ordered": []}), plain)
-    assert_same(copy_of((1, 2, 3), Pair(1, 2)), (1, 2, 3))
+    assert_same(copy_of(state, {"pair": OneAndTwo, "ordered": []}), plain)
+    assert_same(copy_of((1, 2, 3), OneAndTwo(1, 2)), (1, 2, 3))
 
 
 @pytest.mark.parametrize(
