@@ -66,7 +66,7 @@ def _scope_of(file: str) -> str:
     return "networks" if makes_labs else "loopback"
 
 
-class _Lanes(LoadScopeScheduling):  # type: ignore[misc] # it has no types
+class _FilesInLanes(LoadScopeScheduling):  # type: ignore[misc] # it has no types
     """A file's tests stay together; those with agents of their own go in two lanes."""
 
     def _split_scope(self, nodeid: str) -> str:
@@ -85,7 +85,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(optionalhook=True)  # where xdist is not used
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:  # noqa: ANN401 - xdist's own, without a name
     config.option.loadscopereorder = False  # they come in the order that follows
-    return _Lanes(config, log)
+    return _FilesInLanes(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

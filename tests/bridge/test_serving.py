@@ -33,7 +33,7 @@ LAYOUT = BlockLayout(((2,),), (1, 1, 1))
 OPTIONS = BridgeOptions(workers=2, rows=None, silence_s=10, most_frame=4096, wait_s=100)
 
 
-class Listening(trio.abc.Listener[Stream]):
+class MemoryListener(trio.abc.Listener[Stream]):
     def __init__(self) -> None:
         self._send, self._receive = trio.open_memory_channel[Stream](99)
 
@@ -43,13 +43,13 @@ class Listening(trio.abc.Listener[Stream]):
     async def aclose(self) -> None:
         await self._receive.aclose()
 
-    def connect(self) -> "Peer":
+    def connect(self) -> "FarEnd":
         ours, theirs = trio.testing.memory_stream_pair()
         self._send.send_nowait(theirs)
-        return Peer(ours)
+        return FarEnd(ours)
 
 
-class Peer:
+class FarEnd:
     """The other end of a connection of the bridge."""
 
     def __init__(self, stream: trio.StapledStream[Any, Any]) -> None:
@@ -114,7 +114,7 @@ class AloneJob(Job):
 
 
 async def bridged(
-    work: Callable[[Listening], Awaitable[None]], job: Job, options: BridgeOptions = OPTIONS
+    work: Callable[[MemoryListener], Awaitable[None]], job: Job, options: BridgeOptions = OPTIONS
 ) -> int:
     """Serve while `work` runs; return the number of steps."""
 
@@ -123,7 +123,7 @@ async def bridged(
         return job
 
     async with trio.open_nursery() as nursery:
-        listening = Listening()
+        listening = MemoryListener()
         nursery.start_soon(work, listening)
         return await serve([listening], enter, options)
     raise AssertionError("it has raised")
@@ -133,7 +133,7 @@ async def test_a_silent_worker_is_dropped_and_the_others_go_on(
     autojump_clock: trio.testing.MockClock,  # noqa: ARG001 - it is the clock
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    async def work(listening: Listening) -> None:
+    async def work(listening: MemoryListener) -> None:
         good, silent = listening.connect(), listening.connect()
         number, other = await good.join("good"), await silent.join("silent")
         async with trio.open_nursery() as nursery:
@@ -171,7 +171,7 @@ async def test_a_silent_worker_is_dropped_and_the_others_go_on(
 async def test_the_last_worker_that_is_dropped_ends_the_bridge_with_the_reason(
     frame: bytes, why: str
 ) -> None:
-    async def work(listening: Listening) -> None:
+    async def work(listening: MemoryListener) -> None:
         peer = listening.connect()
         assert await peer.join() == 0
         await peer.stream.send_all(frame)
@@ -195,7 +195,7 @@ def _leaves(error: BaseException) -> list[BaseException]:
 async def test_workers_that_close_between_steps_have_ended_and_between_parts_are_lost(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    async def work(listening: Listening) -> None:
+    async def work(listening: MemoryListener) -> None:
         good, lost = listening.connect(), listening.connect()
         number, other = await good.join("good"), await lost.join("lost")
         two = np.ones(2, np.float32)
@@ -217,7 +217,7 @@ async def test_strangers_and_workers_that_go_before_the_training_leave_their_pla
     autojump_clock: trio.testing.MockClock,  # noqa: ARG001 - it is the clock
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    async def work(listening: Listening) -> None:
+    async def work(listening: MemoryListener) -> None:
         for data in (b"GET / HTTP/1.1\r\n", encode(Shutdown()), b""):
             stranger = listening.connect()
             await stranger.stream.send_all(data)
@@ -258,7 +258,7 @@ async def test_strangers_and_workers_that_go_before_the_training_leave_their_pla
 async def test_too_few_workers_are_an_error(
     autojump_clock: trio.testing.MockClock,  # noqa: ARG001 - it is the clock
 ) -> None:
-    async def work(listening: Listening) -> None:
+    async def work(listening: MemoryListener) -> None:
         peer = listening.connect()
         assert await peer.join() == 0
         assert await peer.receive() == Shutdown()
@@ -274,7 +274,7 @@ async def test_too_few_workers_are_an_error(
 async def test_whole_gradients_need_rows_and_rows_are_dealt_to_workers_with_blocks_too(
     autojump_clock: trio.testing.MockClock,  # noqa: ARG001 - it is the clock
 ) -> None:
-    async def join(listening: Listening) -> None:
+    async def join(listening: MemoryListener) -> None:
         for _ in range(2):
             peer = listening.connect()
             await peer.join()
@@ -287,7 +287,7 @@ async def test_whole_gradients_need_rows_and_rows_are_dealt_to_workers_with_bloc
         assert isinstance(error, ConfigError)
         assert "add --rows" in str(error)
 
-    async def work(listening: Listening) -> None:
+    async def work(listening: MemoryListener) -> None:
         peer = listening.connect()
         assert await peer.join() == 0
         assert await peer.receive() == ShardAssignment(0, 0, 7)
@@ -303,8 +303,8 @@ async def test_more_workers_join_than_strangers_have_room() -> None:
     count = MOST_STRANGERS + 1
     options = BridgeOptions(workers=count, rows=None, silence_s=10, most_frame=4096, wait_s=100)
 
-    async def work(listening: Listening) -> None:
-        peers = list[Peer]()
+    async def work(listening: MemoryListener) -> None:
+        peers = list[FarEnd]()
         for number in range(count):
             peers.append(listening.connect())
             assert await peers[-1].join() == number

@@ -16,7 +16,7 @@ from pmesh.bridge.client import average_blocks, average_whole
 from pmesh.client.mesh import Mesh
 from pmesh.errors import UsageError
 from pmesh.testing import SimulatedMesh
-from tests.bridge.worker import PARTS, SIZES, Worker
+from tests.bridge.worker import PARTS, SIZES, RawWorker
 
 T = TypeVar("T")
 W = TypeVar("W")
@@ -72,7 +72,7 @@ def train_by_blocks(mesh: Mesh, steps: int) -> list[list[float]]:
 
 def work_by_blocks(port: int, steps: int) -> tuple[int, list[list[float]]]:
     means: list[list[float]] = []
-    with Worker(port) as worker:
+    with RawWorker(port) as worker:
         for step in range(steps):
             means.append([])
             for part in PARTS:
@@ -112,7 +112,7 @@ def test_ranks_go_on_alone_when_the_workers_have_ended() -> None:
 
 def work_on_rows(port: int) -> list[object]:
     found: list[object] = []
-    with Worker(port) as worker:
+    with RawWorker(port) as worker:
         while (got := worker.receive())[0] == 3:
             step, start, end = struct.unpack("<QQQ", got[1:])
             gradient = struct.pack("<BQIQ4f", 4, step, worker.id, 4, *[float(start)] * 4)

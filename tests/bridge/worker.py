@@ -21,7 +21,7 @@ PARTS: Final = ("block 1", "block 0", "head", "norm", "embedding")
 SIZES: Final = {"block 0": (2, 1), "block 1": (3, 1), "head": (5,), "norm": (1,), "embedding": (2,)}
 
 
-class Worker:
+class RawWorker:
     """A worker, which has joined."""
 
     def __init__(self, port: int, name: str = "node") -> None:
@@ -96,7 +96,7 @@ class Worker:
 
 def main(port: str, steps: str, fault: str = "", at_step: str = "-1", at_part: str = "") -> None:
     """Train so many steps, and print all means."""
-    with Worker(int(port), f"node-{fault or 'good'}") as worker:
+    with RawWorker(int(port), f"node-{fault or 'good'}") as worker:
         for step in range(int(steps)):
             means = []
             for part in PARTS:

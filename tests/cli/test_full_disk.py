@@ -63,7 +63,7 @@ def call(command: str, monkeypatch: pytest.MonkeyPatch) -> int:
     return run(command.split())
 
 
-class Disk:
+class SmallFileSystem:
     """A file system of its own, with room for so many pages and files."""
 
     def __init__(self, path: Path) -> None:
@@ -95,7 +95,7 @@ class Disk:
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Disk]:
+def disk(tmp_path: Path) -> Iterator[SmallFileSystem]:
     if sys.platform != "linux" or os.geteuid() != 0:
         pytest.skip("a small file system is made by root, on Linux")
     path = tmp_path / "disk"
@@ -106,13 +106,16 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
     )
     if mounted.returncode:
         pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode()}")
-    yield Disk(path)
+    yield SmallFileSystem(path)
     subprocess.run(["umount", path], check=True)
 
 
 @pytest.mark.parametrize("command", ["key new", "key set", "up"])
 def test_wherever_a_real_disk_is_full_a_first_command_says_so_and_works_once_it_is_not(
-    disk: Disk, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    disk: SmallFileSystem,
+    command: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     home = disk.path / "home"
     monkeypatch.setenv("PMESH_HOME", str(home))
@@ -139,7 +142,10 @@ def test_wherever_a_real_disk_is_full_a_first_command_says_so_and_works_once_it_
 
 @pytest.mark.parametrize("command", ["key set", "up"])
 def test_wherever_a_real_disk_is_full_no_key_is_lost(
-    disk: Disk, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    disk: SmallFileSystem,
+    command: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     home = disk.path / "home"
     monkeypatch.setenv("PMESH_HOME", str(home))
@@ -162,7 +168,7 @@ def test_wherever_a_real_disk_is_full_no_key_is_lost(
 
 
 def test_a_log_for_which_a_real_disk_has_no_room_is_a_sentence(
-    disk: Disk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    disk: SmallFileSystem, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     home = disk.path / "home"
     monkeypatch.setenv("PMESH_HOME", str(home))

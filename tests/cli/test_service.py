@@ -36,7 +36,7 @@ def wanted(**changes: object) -> AgentService:
     return AgentService(**given | changes)
 
 
-class System:
+class SystemCommands:
     """Notes the commands it gets; some fail."""
 
     def __init__(self) -> None:
@@ -53,8 +53,8 @@ class System:
 
 
 @pytest.fixture
-def system(faults: Faults) -> System:
-    found = System()
+def system(faults: Faults) -> SystemCommands:
+    found = SystemCommands()
     faults.pretend(subprocess, "run", found.run)
     return found
 
@@ -170,7 +170,7 @@ def test_what_a_file_of_the_system_cant_say_is_refused() -> None:
 
 
 def test_install_status_and_remove(
-    home: Path, system: System, capsys: pytest.CaptureFixture[str]
+    home: Path, system: SystemCommands, capsys: pytest.CaptureFixture[str]
 ) -> None:
     unit = home.parent / ".config/systemd/user/pmesh.service"
     assert run(["service", "status"]) == 1
@@ -199,7 +199,7 @@ def test_install_status_and_remove(
 
 
 def test_sudo_on_a_mac_makes_a_daemon_of_the_user_and_its_home(
-    home: Path, system: System, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    home: Path, system: SystemCommands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = as_sudo_on_a_mac(tmp_path, monkeypatch)
     assert run(["service", "install"]) == 0
@@ -220,7 +220,7 @@ def test_sudo_on_a_mac_makes_a_daemon_of_the_user_and_its_home(
 )
 @pytest.mark.usefixtures("home")
 def test_a_system_that_refuses_is_quoted(
-    failing: Exception | str, said: str, system: System, capsys: pytest.CaptureFixture[str]
+    failing: Exception | str, said: str, system: SystemCommands, capsys: pytest.CaptureFixture[str]
 ) -> None:
     system.failing["daemon-reload"] = failing
     assert run(["service", "install"]) != 0
@@ -230,7 +230,7 @@ def test_a_system_that_refuses_is_quoted(
 
 
 def test_a_home_without_a_key_is_no_service(
-    home: Path, system: System, capsys: pytest.CaptureFixture[str]
+    home: Path, system: SystemCommands, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (home / "mesh_key").unlink()
     assert run(["service", "install"]) != 0
@@ -240,7 +240,7 @@ def test_a_home_without_a_key_is_no_service(
 
 @pytest.mark.usefixtures("home")
 def test_an_agent_that_runs_is_stopped_by_the_user_first(
-    system: System, faults: Faults, capsys: pytest.CaptureFixture[str]
+    system: SystemCommands, faults: Faults, capsys: pytest.CaptureFixture[str]
 ) -> None:
     faults.pretend(service, "ask_status", lambda *_, **__: b"{}")
     assert run(["service", "install"]) != 0
@@ -268,7 +268,7 @@ def test_other_systems_have_no_service(
 
 
 def test_a_file_that_cant_be_written_is_named(
-    home: Path, system: System, capsys: pytest.CaptureFixture[str]
+    home: Path, system: SystemCommands, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (home.parent / ".config").write_text("a file")
     assert run(["service", "install"]) != 0
@@ -277,7 +277,7 @@ def test_a_file_that_cant_be_written_is_named(
 
 
 def test_a_file_that_cant_be_removed_is_named(
-    home: Path, system: System, capsys: pytest.CaptureFixture[str]
+    home: Path, system: SystemCommands, capsys: pytest.CaptureFixture[str]
 ) -> None:
     unit = home.parent / ".config/systemd/user/pmesh.service"
     unit.mkdir(parents=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.bridge import worker
-from tests.bridge.worker import PARTS, SIZES, Worker
+from tests.bridge.worker import PARTS, SIZES, RawWorker
 from tests.e2e.harness import Agent, Fleet, Running
 
 pytestmark = [pytest.mark.slow, pytest.mark.measured]
@@ -93,7 +93,7 @@ def test_ctrl_c_is_the_workers_shutdown_and_wrong_use_is_one_sentence(
     fleet: Fleet, ring: list[Agent]
 ) -> None:
     bridge, port = start_bridge(fleet, ring[0], "--job", "none", "--workers", "2")
-    with Worker(port) as first:
+    with RawWorker(port) as first:
         bridge.send_signal(signal.SIGINT)
         assert first.receive() == b"\x07"
     bridge.await_end(code=130)

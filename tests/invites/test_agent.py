@@ -60,7 +60,7 @@ OTHER_KEY = MeshKey(bytes(range(50, 82)))
 ADA = Party(NodeKey.from_seed(b"a" * 32).node, "mac-1", 30)
 
 
-class FakeSession:
+class InviteSession:
     """What `pmesh invite` is sent."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class FakeSession:
         return last if isinstance(last, InvitationOver) else None
 
 
-class House:
+class InvitesAlone:
     """An agent's invitations, without the agent."""
 
     def __init__(self, nursery: trio.Nursery) -> None:
@@ -110,9 +110,9 @@ class House:
             below=random.Random(7).randrange,  # noqa: S311 - a test's, the same each time
         )
 
-    async def invite(self) -> FakeSession:
+    async def invite(self) -> InviteSession:
         """Run a `pmesh invite`, which shows a code now."""
-        session = FakeSession()
+        session = InviteSession()
 
         async def serve() -> None:
             with contextlib.suppress(trio.EndOfChannel), contextlib.suppress(BaseExceptionGroup):
@@ -143,9 +143,9 @@ class House:
 
 
 @asynccontextmanager
-async def housed() -> AsyncGenerator[House]:
+async def inviting() -> AsyncGenerator[InvitesAlone]:
     async with trio.open_nursery() as nursery:
-        yield House(nursery)
+        yield InvitesAlone(nursery)
         nursery.cancel_scope.cancel()
 
 
@@ -157,10 +157,10 @@ def newcomer(key: MeshKey | None = None, *, name: str = "mac-2", home: str = "x"
     )
 
 
-async def joins(house: House, code: Code, who: Newcomer | None = None) -> list[MeshKey]:
+async def joins(ada: InvitesAlone, code: Code, who: Newcomer | None = None) -> list[MeshKey]:
     """`pmesh join`: the keys that it stores."""
     stored: list[MeshKey] = []
-    async with house.call() as stream:
+    async with ada.call() as stream:
         await get_key(stream, code, who or newcomer(), stored.append)
     return stored
 
@@ -178,36 +178,36 @@ def our_version(faults: Faults) -> None:
 
 
 async def test_a_machine_with_the_code_gets_the_key_and_the_inviter_learns_its_name() -> None:
-    async with housed() as house:
-        session = await house.invite()
+    async with inviting() as ada:
+        session = await ada.invite()
         assert session.sent == [Invited(session.code.text, LASTS_S)]
-        assert house.announced == [session.code.number]
-        assert await joins(house, session.code) == [KEY]
+        assert ada.announced == [session.code.number]
+        assert await joins(ada, session.code) == [KEY]
         await settled()
         assert session.over == InvitationOver("joined", "mac-2", "unknown")
-        assert house.announced[-1] == 0
-        assert house.authenticated == 1
-        assert [event.kind for event in house.events] == ["invitation"]
-        assert house.events[0].names == ("mac-2",)
-        assert session.code.first not in house.events[0].text
+        assert ada.announced[-1] == 0
+        assert ada.authenticated == 1
+        assert [event.kind for event in ada.events] == ["invitation"]
+        assert ada.events[0].names == ("mac-2",)
+        assert session.code.first not in ada.events[0].text
 
 
 async def test_a_wrong_code_ends_the_code_for_everybody() -> None:
-    async with housed() as house:
-        session = await house.invite()
+    async with inviting() as ada:
+        session = await ada.invite()
         with pytest.raises(UsageError, match="not the code that mac-1 shows"):
-            await joins(house, other_than(session.code))
+            await joins(ada, other_than(session.code))
         await settled()
         assert session.over == InvitationOver("wrong code", "mac-2", "unknown")
         with pytest.raises(UsageError, match="mac-1 shows no such code now"):
-            await joins(house, session.code)
-        assert not house.authenticated
+            await joins(ada, session.code)
+        assert not ada.authenticated
 
 
 async def test_a_stranger_that_sends_a_proof_of_its_own_gets_no_key() -> None:
-    async with housed() as house:
-        session = await house.invite()
-        stream = house.call()
+    async with inviting() as ada:
+        session = await ada.invite()
+        stream = ada.call()
         guest = GuestStream(stream)
         exchange = Guest(other_than(session.code), newcomer().party, entropy=bytes)
         await guest.send(exchange.knock, after=GUEST_MAGIC)
@@ -221,14 +221,14 @@ async def test_a_stranger_that_sends_a_proof_of_its_own_gets_no_key() -> None:
 
 async def test_ten_thousand_guesses_get_one_try(*, is_quick: bool) -> None:
     """Each with other words; the code itself is among the later ones, and is refused, too."""
-    async with housed() as house:
-        session = await house.invite()
+    async with inviting() as ada:
+        session = await ada.invite()
         number = session.code.number
         words = [other_than(session.code), session.code]
         answers = {"offers": 0, "not invited": 0}
         guesses = 500 if is_quick else 10_000
         for guess in range(guesses):
-            async with house.call() as stream:
+            async with ada.call() as stream:
                 guest = GuestStream(stream)
                 if guess < 2:  # an element of a real guess; the rest repeats the last one
                     exchange = Guest(words[guess], newcomer().party, entropy=bytes)
@@ -242,24 +242,24 @@ async def test_ten_thousand_guesses_get_one_try(*, is_quick: bool) -> None:
                     answers["not invited"] += 1
         assert answers == {"offers": 1, "not invited": guesses - 1}
         assert exchange.knock.number == number
-        assert not house.authenticated
+        assert not ada.authenticated
 
 
 async def test_an_hour_of_guesses_at_every_code_gets_three_tries(
     autojump_clock: MockClock,  # noqa: ARG001 - a fixture
 ) -> None:
-    async with housed() as house:
+    async with inviting() as ada:
         began, tries = trio.current_time(), 0
         refused: list[float] = []
         while trio.current_time() < began + 7190:
-            session = FakeSession()
+            session = InviteSession()
             try:
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(house.invites.serve, cast("Session", session), Invite())
+                    nursery.start_soon(ada.invites.serve, cast("Session", session), Invite())
                     await settled()
                     if session.sent:
                         with contextlib.suppress(UsageError):
-                            await joins(house, other_than(session.code))
+                            await joins(ada, other_than(session.code))
                         tries += 1
             except* UsageError:
                 refused.append(trio.current_time())
@@ -271,22 +271,22 @@ async def test_an_hour_of_guesses_at_every_code_gets_three_tries(
 async def test_a_code_is_void_after_ten_minutes(
     autojump_clock: MockClock,  # noqa: ARG001 - a fixture
 ) -> None:
-    async with housed() as house:
-        session = await house.invite()
+    async with inviting() as ada:
+        session = await ada.invite()
         await trio.sleep(LASTS_S + 1)
         assert session.over == InvitationOver("expired")
-        assert house.announced[-1] == 0
+        assert ada.announced[-1] == 0
         with pytest.raises(UsageError, match="no such code"):
-            await joins(house, session.code)
+            await joins(ada, session.code)
 
 
 async def test_an_exchange_that_began_in_time_may_end_after_the_ten_minutes(
     autojump_clock: MockClock,  # noqa: ARG001 - a fixture
 ) -> None:
-    async with housed() as house:
-        session = await house.invite()
+    async with inviting() as ada:
+        session = await ada.invite()
         await trio.sleep(LASTS_S - 1)
-        async with house.call() as stream:
+        async with ada.call() as stream:
             guest = GuestStream(stream)
             exchange = Guest(session.code, newcomer().party, entropy=bytes)
             await guest.send(exchange.knock, after=GUEST_MAGIC)
@@ -301,9 +301,9 @@ async def test_an_exchange_that_began_in_time_may_end_after_the_ten_minutes(
 
 
 async def test_the_end_of_pmesh_invite_withdraws_the_code_even_within_an_exchange() -> None:
-    async with housed() as house:
-        session = await house.invite()
-        async with house.call() as stream:
+    async with inviting() as ada:
+        session = await ada.invite()
+        async with ada.call() as stream:
             guest = GuestStream(stream)
             exchange = Guest(session.code, newcomer().party, entropy=bytes)
             await guest.send(exchange.knock, after=GUEST_MAGIC)
@@ -315,29 +315,29 @@ async def test_the_end_of_pmesh_invite_withdraws_the_code_even_within_an_exchang
                 await guest.send(exchange.prove(offer))
             with pytest.raises(PeerUnreachable):
                 await guest.receive()
-        assert not house.authenticated
-        assert house.announced[-1] == 0
-        assert (await house.invite()).code != session.code
+        assert not ada.authenticated
+        assert ada.announced[-1] == 0
+        assert (await ada.invite()).code != session.code
 
 
 async def test_the_end_of_pmesh_invite_withdraws_the_code_and_another_may_follow() -> None:
-    async with housed() as house:
-        session = await house.invite()
+    async with inviting() as ada:
+        session = await ada.invite()
         session.ended.set()
         await settled()
         with pytest.raises(UsageError, match="no such code"):
-            await joins(house, session.code)
-        later = await house.invite()
+            await joins(ada, session.code)
+        later = await ada.invite()
         with pytest.raises(UsageError, match=r"no such code|not the code"):
-            await joins(house, session.code)
+            await joins(ada, session.code)
         assert later.code != session.code
 
 
 async def test_a_second_pmesh_invite_is_refused() -> None:
-    async with housed() as house:
-        await house.invite()
+    async with inviting() as ada:
+        await ada.invite()
         with pytest.raises(UsageError, match="invites already"):
-            await house.invites.serve(cast("Session", FakeSession()), Invite())
+            await ada.invites.serve(cast("Session", InviteSession()), Invite())
 
 
 SILENT: dict[str, Callable[[Guest], list[GuestMessage]]] = {
@@ -352,9 +352,9 @@ async def test_who_breaks_off_has_used_up_the_code(
     says: Callable[[Guest], list[GuestMessage]],
     autojump_clock: MockClock,  # noqa: ARG001 - a fixture
 ) -> None:
-    async with housed() as house:
-        session = await house.invite()
-        stream = house.call()
+    async with inviting() as ada:
+        session = await ada.invite()
+        stream = ada.call()
         guest = GuestStream(stream)
         exchange = Guest(session.code, newcomer().party, entropy=bytes)
         await guest.send(exchange.knock, after=GUEST_MAGIC)
@@ -367,19 +367,19 @@ async def test_who_breaks_off_has_used_up_the_code(
         assert session.over.outcome in {"broken off", "wrong code"}
         assert trio.current_time() - began <= EXCHANGE_S + 1
         with pytest.raises(UsageError, match="no such code"):
-            await joins(house, session.code)
+            await joins(ada, session.code)
         await stream.aclose()
 
 
 async def test_a_machine_that_got_the_key_and_is_silent_is_said_to_have_it() -> None:
-    async with housed() as house:
-        session = await house.invite()
+    async with inviting() as ada:
+        session = await ada.invite()
 
         async def fail_to_store() -> None:
             def store(_: MeshKey) -> None:
                 raise KeyFileError("can't write it: the disk is full")
 
-            async with house.call() as stream:
+            async with ada.call() as stream:
                 await get_key(stream, session.code, newcomer(), store)
 
         with pytest.raises(KeyFileError, match="the disk is full"):
@@ -389,52 +389,52 @@ async def test_a_machine_that_got_the_key_and_is_silent_is_said_to_have_it() -> 
 
 
 async def test_a_member_learns_that_it_is_one_and_uses_nothing_up() -> None:
-    async with housed() as house:
-        session = await house.invite()
-        assert await joins(house, session.code, newcomer(KEY)) == []
-        assert await joins(house, session.code) == [KEY]
+    async with inviting() as ada:
+        session = await ada.invite()
+        assert await joins(ada, session.code, newcomer(KEY)) == []
+        assert await joins(ada, session.code) == [KEY]
 
 
 async def test_a_machine_of_another_mesh_is_told_how_to_leave_it_and_uses_nothing_up() -> None:
-    async with housed() as house:
-        session = await house.invite()
+    async with inviting() as ada:
+        session = await ada.invite()
         with pytest.raises(KeyFileError, match=r"another mesh than mac-1.*join --replace"):
-            await joins(house, session.code, newcomer(OTHER_KEY))
-        assert await joins(house, session.code) == [KEY]
+            await joins(ada, session.code, newcomer(OTHER_KEY))
+        assert await joins(ada, session.code) == [KEY]
 
 
 @pytest.mark.parametrize("key", [None, KEY, OTHER_KEY], ids=["none", "ours", "another"])
 async def test_a_machine_that_was_removed_gets_no_key_and_uses_nothing_up(
     key: MeshKey | None,
 ) -> None:
-    async with housed() as house:
-        session = await house.invite()
+    async with inviting() as ada:
+        session = await ada.invite()
         who = newcomer(key)
-        house.removed.add(who.party.node)
+        ada.removed.add(who.party.node)
         undo = f"type there: pmesh remove --undo {short_node(who.party.node)}; "
         with pytest.raises(MachineRemoved, match=f"removed from the mesh of mac-1.*{undo}"):
-            await joins(house, session.code, who)
-        house.removed.clear()
-        assert await joins(house, session.code) == [KEY]
+            await joins(ada, session.code, who)
+        ada.removed.clear()
+        assert await joins(ada, session.code) == [KEY]
 
 
 async def test_another_version_is_named_and_uses_nothing_up(faults: Faults) -> None:
-    async with housed() as house:
-        session = await house.invite()
+    async with inviting() as ada:
+        session = await ada.invite()
         faults.limit(join_module, "PROTOCOL_VERSION", 29)
         with pytest.raises(ProtocolVersionMismatch, match=r"mac-1 speaks version 30 .* machine 29"):
-            await joins(house, session.code)
+            await joins(ada, session.code)
         faults.limit(join_module, "PROTOCOL_VERSION", 30)
-        assert await joins(house, session.code) == [KEY]
+        assert await joins(ada, session.code) == [KEY]
 
 
 async def test_another_number_uses_nothing_up() -> None:
-    async with housed() as house:
-        session = await house.invite()
+    async with inviting() as ada:
+        session = await ada.invite()
         code = session.code
         with pytest.raises(UsageError, match="no such code"):
-            await joins(house, code._replace(number=code.number % 99 + 1))
-        assert await joins(house, code) == [KEY]
+            await joins(ada, code._replace(number=code.number % 99 + 1))
+        assert await joins(ada, code) == [KEY]
 
 
 GARBAGE = {
@@ -450,21 +450,21 @@ GARBAGE = {
 
 @pytest.mark.parametrize("said", GARBAGE)
 async def test_garbage_ends_its_connection_and_uses_nothing_up(said: str) -> None:
-    async with housed() as house:
-        session = await house.invite()
-        async with house.call() as stream:
+    async with inviting() as ada:
+        session = await ada.invite()
+        async with ada.call() as stream:
             await stream.send_all(GUEST_MAGIC + GARBAGE[said])
             if said in {"nothing", "half a frame"}:
                 await stream.send_eof()
             assert len(await stream.receive_some(4096)) < 200
         await settled()
-        assert await joins(house, session.code) == [KEY]
+        assert await joins(ada, session.code) == [KEY]
 
 
 async def test_an_element_that_is_none_uses_the_code_up() -> None:
-    async with housed() as house:
-        session = await house.invite()
-        async with house.call() as stream:
+    async with inviting() as ada:
+        session = await ada.invite()
+        async with ada.call() as stream:
             guest = GuestStream(stream)
             knock = Knock(newcomer().party, session.code.number, bytes(33))
             await guest.send(knock, after=GUEST_MAGIC)
@@ -520,7 +520,7 @@ async def test_a_whole_agent_gives_its_key_at_its_port_but_to_no_removed_machine
 ) -> None:
     async with village(clock, 1) as here:
         (machine,) = here.machines
-        session = FakeSession()
+        session = InviteSession()
         invites = machine.part(Invites)
         serve = cast("Callable[[object, object], Awaitable[None]]", invites.serve)
         here.nursery.start_soon(serve, session, Invite())

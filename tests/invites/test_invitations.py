@@ -90,7 +90,7 @@ def test_an_end_without_an_exchange_changes_nothing() -> None:
 
 
 @dataclass
-class Watched:
+class GuessedInvitations:
     """An agent's codes, and all guesses that they have allowed."""
 
     now: float = 0
@@ -134,7 +134,7 @@ TIMES = st.one_of(st.just(0.0), st.floats(0, LASTS_S * 1.1), st.floats(0, HOUR_S
 def test_whatever_happens_a_code_allows_one_guess_and_an_hour_three_wrong_ones(
     deeds: list[tuple[str, int, float]],
 ) -> None:
-    watched = Watched()
+    watched = GuessedInvitations()
     for deed, number, passed_s in deeds:
         watched.do(deed, number, passed_s)
 

@@ -41,7 +41,7 @@ from tests.worlds.trainer import Trainer, until
 from tests.worlds.village import Machine, Village, village
 
 
-class FakeSession:
+class QuestionSession:
     def __init__(self) -> None:
         self.sent: list[AnyReply] = []
 
@@ -54,7 +54,7 @@ class FakeSession:
     def stay(self) -> None: ...
 
 
-async def serve(session: FakeSession, request: LaunchQuestion, launches: Launches) -> None:
+async def serve(session: QuestionSession, request: LaunchQuestion, launches: Launches) -> None:
     admission = Admission(plan_files(1024), memory_bytes=2**30)
     feature = LaunchFeature(launches, lambda: admission)
     await feature.serve(cast("Session", session), request)
@@ -69,7 +69,7 @@ async def test_lines_that_a_reader_was_too_slow_for_are_counted(tmp_path: Path) 
         launch.spool = Spool(tmp_path / "spool", segment_bytes=1, segments=2)
         for number in range(4):
             launch.spool.append(b"0 0 o line %d\n" % number)
-        session = FakeSession()
+        session = QuestionSession()
         await serve(session, FollowLaunch("night"), here.launches)
         data = b"".join(reply.data for reply in session.sent if isinstance(reply, LaunchLines))
         lines = [(line.seat, line.kind, line.text) for line in read_lines(data)]
@@ -88,7 +88,7 @@ async def test_many_long_commands_can_be_listed(tmp_path: Path) -> None:
         words = ("true", *("x" * 180,) * (MAX_COMMAND_WORDS - 1))
         for _ in range(30):
             here.launches.start(Launch("", Command(words, "/"), LaunchTerms(), on=there))
-        session = FakeSession()
+        session = QuestionSession()
         await serve(session, AskLaunches(), here.launches)
         assert sum(len(reply.rows) for reply in session.sent if isinstance(reply, LaunchRows)) == 30
         assert session.sent[-1] == LaunchRows(())

@@ -55,7 +55,7 @@ async def test_a_reader_waits_for_more(tmp_path: Path) -> None:
     spool.close()
 
 
-class Disk:
+class FillableDisk:
     """`os.pwrite`, which can be told that the disk is full; it then writes a part first."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,11 +71,13 @@ class Disk:
 
 
 @pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
-    return Disk(monkeypatch)
+def disk(monkeypatch: pytest.MonkeyPatch) -> FillableDisk:
+    return FillableDisk(monkeypatch)
 
 
-def test_a_full_disk_is_told_of_and_the_latest_lines_stay(tmp_path: Path, disk: Disk) -> None:
+def test_a_full_disk_is_told_of_and_the_latest_lines_stay(
+    tmp_path: Path, disk: FillableDisk
+) -> None:
     spool = Spool(tmp_path / "x", memory_bytes=10, describe=lambda e: f"{e.strerror}\n".encode())
     spool.append(b"stored\n")
     disk.is_full = True
@@ -92,7 +94,9 @@ def test_a_full_disk_is_told_of_and_the_latest_lines_stay(tmp_path: Path, disk: 
     spool.close()
 
 
-def test_a_reader_that_is_behind_learns_how_much_is_gone(tmp_path: Path, disk: Disk) -> None:
+def test_a_reader_that_is_behind_learns_how_much_is_gone(
+    tmp_path: Path, disk: FillableDisk
+) -> None:
     spool = Spool(tmp_path / "x", memory_bytes=10)
     disk.is_full = True
     for _ in range(10):
@@ -102,7 +106,7 @@ def test_a_reader_that_is_behind_learns_how_much_is_gone(tmp_path: Path, disk: D
     spool.close()
 
 
-def test_a_disk_that_has_room_again_is_used_again(tmp_path: Path, disk: Disk) -> None:
+def test_a_disk_that_has_room_again_is_used_again(tmp_path: Path, disk: FillableDisk) -> None:
     spool = Spool(tmp_path / "x", memory_bytes=10, describe=lambda _: b"full\n")
     disk.is_full = True
     spool.append(b"ten bytes\n")
@@ -115,7 +119,7 @@ def test_a_disk_that_has_room_again_is_used_again(tmp_path: Path, disk: Disk) ->
     spool.close()
 
 
-def test_memory_is_forgotten_like_files(tmp_path: Path, disk: Disk) -> None:
+def test_memory_is_forgotten_like_files(tmp_path: Path, disk: FillableDisk) -> None:
     spool = Spool(tmp_path / "x", segment_bytes=10, segments=1, memory_bytes=10)
     disk.is_full = True
     spool.append(b"ten bytes\n")

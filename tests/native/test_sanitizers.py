@@ -34,7 +34,7 @@ ENVIRONMENT = {
 }
 
 
-class Programs:
+class SanitizedPrograms:
     """Compiles a source once for all programs with the same sanitizers; each takes seconds."""
 
     def __init__(self, folder: Path) -> None:
@@ -65,8 +65,8 @@ class Programs:
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
-    return Programs(tmp_path_factory.mktemp("programs"))
+def programs(tmp_path_factory: pytest.TempPathFactory) -> SanitizedPrograms:
+    return SanitizedPrograms(tmp_path_factory.mktemp("programs"))
 
 
 def _fixed_addresses() -> list[str]:
@@ -83,7 +83,7 @@ def _fixed_addresses() -> list[str]:
     [(MEMORY, 40), (THREADS, 12)],  # with threads a seed takes a second, or more
 )
 def test_ranks_that_run_any_plans_and_are_stopped_have_the_values_of_a_plain_loop(
-    sanitizers: str, seeds: int, programs: Programs, *, is_quick: bool
+    sanitizers: str, seeds: int, programs: SanitizedPrograms, *, is_quick: bool
 ) -> None:
     seeds = 4 if is_quick else seeds
     said = programs.run("ranks", sanitizers, seeds, seeds)
@@ -92,21 +92,21 @@ def test_ranks_that_run_any_plans_and_are_stopped_have_the_values_of_a_plain_loo
 
 @pytest.mark.parametrize("sanitizers", [MEMORY, THREADS])
 def test_lies_of_peers_plans_that_do_not_fit_and_a_full_system_are_noticed(
-    sanitizers: str, programs: Programs
+    sanitizers: str, programs: SanitizedPrograms
 ) -> None:
     programs.run("faults", sanitizers)
 
 
 @pytest.mark.parametrize("sanitizers", [MEMORY, THREADS])
 def test_codecs_take_any_bytes_and_works_that_do_not_fit_are_noticed(
-    sanitizers: str, programs: Programs
+    sanitizers: str, programs: SanitizedPrograms
 ) -> None:
     programs.run("works", sanitizers)
 
 
 @pytest.mark.parametrize("sanitizers", [MEMORY, THREADS])
 def test_ranks_of_one_machine_have_the_values_of_a_plain_loop_or_were_stopped(
-    sanitizers: str, programs: Programs
+    sanitizers: str, programs: SanitizedPrograms
 ) -> None:
     said = programs.run("combine", sanitizers, 1, 60)
     assert said.endswith(" stopped\n")
@@ -114,7 +114,7 @@ def test_ranks_of_one_machine_have_the_values_of_a_plain_loop_or_were_stopped(
 
 @pytest.mark.parametrize("target", ["records", "plans"])
 def test_no_bytes_of_a_peer_and_no_plan_make_the_library_leave_its_memory(
-    target: str, programs: Programs, *, is_quick: bool
+    target: str, programs: SanitizedPrograms, *, is_quick: bool
 ) -> None:
     runs = 100_000 if is_quick else 400_000
     said = programs.run(f"fuzz_{target}", MEMORY, TESTS / "corpus" / target, runs)

@@ -10,7 +10,7 @@ from trio.testing import MockClock
 from pmesh.core.values import Terms
 from pmesh.store.wire import Add, Answer, Append, Check, Command, CompareSet, Get, Keys, Set
 from tests.worlds.linearizable import ObservedCall, is_linearizable
-from tests.worlds.store_connection import Sharing, StoreConnection, sharing
+from tests.worlds.store_connection import RanksWithStores, StoreConnection, sharing
 from tests.worlds.trainer import until
 from tests.worlds.village_ops import cut, mend, ranks_of
 
@@ -55,7 +55,7 @@ class CallHistory:
             await self.call(store, self.random.choice(COMMANDS))
 
 
-async def cut_off_and_back(there: Sharing, rank: int, *, for_s: float) -> None:
+async def cut_off_and_back(there: RanksWithStores, rank: int, *, for_s: float) -> None:
     """The machine of a rank is apart from the others for a while."""
     one = there.machine_of(rank)
     others = [machine for machine in there.here.machines if machine is not one]

@@ -32,7 +32,7 @@ from pmesh.store.wire import (
 from tests.worlds.control import change_received
 from tests.worlds.faults import Faults
 from tests.worlds.kept import kept
-from tests.worlds.store_connection import Sharing, StoreConnection, sharing
+from tests.worlds.store_connection import RanksWithStores, StoreConnection, sharing
 from tests.worlds.trainer import together, until
 from tests.worlds.village_ops import cut, enter, machine_of, mend, ranks_of
 
@@ -76,7 +76,7 @@ async def test_the_agent_that_coordinates_is_killed_and_every_answered_add_count
         assert there.tables([1, 2]) == [{"n": b"40"}] * 2
 
 
-def deafen(monkeypatch: pytest.MonkeyPatch, there: Sharing, ranks: Collection[int]) -> None:
+def deafen(monkeypatch: pytest.MonkeyPatch, there: RanksWithStores, ranks: Collection[int]) -> None:
     """The agents of these ranks get no more store messages from that of rank 0."""
     speaker = there.machine_of(0).agent.membership.state.me
     deaf = [there.machine_of(rank).agent.channels for rank in ranks]

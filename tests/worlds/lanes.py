@@ -273,7 +273,7 @@ def web(*, buffer_bytes: int | None = None) -> Iterator[Web]:
 
 
 @dataclass(kw_only=True)
-class Collective:
+class OpOfAllRanks:
     """An op at all ranks: their plans, sources, and how many bytes each result has."""
 
     plans: Sequence[RankPlan]

@@ -21,7 +21,7 @@ class Deadlock(AssertionError):  # noqa: N818 - what it is
 
 
 @dataclass(slots=True)
-class _Lane:
+class _LaneState:
     """One direction between two ranks."""
 
     sender: int
@@ -35,7 +35,7 @@ class _Lane:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class TurnOrder:
     """Who goes first, where several may."""
 
     seed: int
@@ -58,12 +58,12 @@ class PlanWorld:
         self.dtype = sources[0].dtype
         self.sources = [source.view(np.uint8) for source in sources]
         self.lanes = {
-            (rank, peer): _Lane(rank, peer)
+            (rank, peer): _LaneState(rank, peer)
             for rank, plan in enumerate(plans)
             for peer in plan.sends
         }
 
-    def run(self, order: Order, results: Sequence[int]) -> list[Bytes]:
+    def run(self, order: TurnOrder, results: Sequence[int]) -> list[Bytes]:
         """Do it all; returns each rank's result, of so many bytes."""
         self._order, self._dice = order, Random(order.seed)  # noqa: S311 - no secret
         self._regions: list[Mapping[Region, Bytes]] = [
@@ -86,7 +86,7 @@ class PlanWorld:
         assert [source.tobytes() for source in self.sources] == before  # I8
         return [regions[Region.RESULT] for regions in self._regions]
 
-    def _in_some_order(self, lanes: list[_Lane]) -> Iterator[tuple[_Lane, bool]]:
+    def _in_some_order(self, lanes: list[_LaneState]) -> Iterator[tuple[_LaneState, bool]]:
         """Now and then others become the favourites, so that some run far ahead."""
         if self._dice.random() < 1 / (1 + 2 * len(lanes)):
             self._dice.shuffle(lanes)
@@ -95,10 +95,10 @@ class PlanWorld:
             self._dice.shuffle(halves)
         return iter(halves)
 
-    def _advance(self, lane: _Lane, receiving: bool) -> bool:  # noqa: FBT001 - one of two halves
+    def _advance(self, lane: _LaneState, receiving: bool) -> bool:  # noqa: FBT001 - one of two halves
         return self._advance_receive(lane) if receiving else self._advance_send(lane)
 
-    def _advance_send(self, lane: _Lane) -> bool:
+    def _advance_send(self, lane: _LaneState) -> bool:
         sends = self._sends(lane)
         if lane.sent == len(sends):
             return False
@@ -113,7 +113,7 @@ class PlanWorld:
         lane.sending = False
         return True
 
-    def _advance_receive(self, lane: _Lane) -> bool:
+    def _advance_receive(self, lane: _LaneState) -> bool:
         receives = self._receives(lane)
         if lane.received == len(receives):
             return False
@@ -137,7 +137,7 @@ class PlanWorld:
             lane.receiving, lane.landing = False, "not yet"
         return True
 
-    def _is_next(self, lane: _Lane) -> bool:
+    def _is_next(self, lane: _LaneState) -> bool:
         if not self._order.in_line:
             return True
         plan = self.plans[lane.receiver]
@@ -177,10 +177,10 @@ class PlanWorld:
         assert 0 <= transfer.offset <= transfer.offset + transfer.nbytes <= len(place)
         return place[transfer.offset : transfer.offset + transfer.nbytes]
 
-    def _sends(self, lane: _Lane) -> Sequence[SendRecord]:
+    def _sends(self, lane: _LaneState) -> Sequence[SendRecord]:
         return self.plans[lane.sender].sends[lane.receiver]
 
-    def _receives(self, lane: _Lane) -> Sequence[Receive]:
+    def _receives(self, lane: _LaneState) -> Sequence[Receive]:
         return self.plans[lane.receiver].receives[lane.sender]
 
 

@@ -58,7 +58,7 @@ class Trainer:
             self.connection.sendall(data)
 
 
-class Listening:
+class ThreadedAgent:
     """A thread for each connection to `home`; errors in them fail the test at the end."""
 
     def __init__(self, home: Path) -> None:
@@ -131,7 +131,7 @@ class Listening:
 Step = Callable[[Trainer, AnyRequest | None], None]
 
 
-class ScriptedAgent(Listening):
+class ScriptedAgent(ThreadedAgent):
     """Answers each request with the next step of a script, then closes the connection."""
 
     def __init__(self, home: Path, *steps: Step) -> None:

@@ -100,7 +100,7 @@ def stores_of(machine: Machine) -> list[Any]:
 
 
 @dataclass
-class Sharing:
+class RanksWithStores:
     """Ranks on as many machines, with their connections to the store."""
 
     here: Village
@@ -125,8 +125,8 @@ class Sharing:
 @asynccontextmanager
 async def sharing(
     clock: MockClock, count: int = 3, *, terms: Terms = ANY
-) -> AsyncGenerator[Sharing]:
+) -> AsyncGenerator[RanksWithStores]:
     async with village(clock, count) as here:
         trainers = await here.job(*here.machines, terms=terms)
         stores = [await StoreConnection.attach(here, machine_of(here, t), t) for t in trainers]
-        yield Sharing(here, trainers, stores)
+        yield RanksWithStores(here, trainers, stores)

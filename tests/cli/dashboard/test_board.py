@@ -83,14 +83,14 @@ def test_only_the_last_events_are_kept() -> None:
 def test_a_page_costs_the_agent_less_while_there_is_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses = list[float]()
 
-    class Condition(threading.Condition):
+    class StopsWhenItWaits(threading.Condition):
         def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:  # noqa: ANN401 - as the library's
             if timeout is None:
                 return super().wait_for(predicate)
             pauses.append(timeout)
             raise Stop
 
-    monkeypatch.setattr(threading, "Condition", Condition)
+    monkeypatch.setattr(threading, "Condition", StopsWhenItWaits)
     script = Script()
 
     def watch() -> None:
@@ -112,12 +112,12 @@ def test_the_agent_is_asked_at_once_when_a_page_opens_and_then_each_second(
 ) -> None:
     waits = threading.Event()
 
-    class Condition(threading.Condition):
+    class TellsWhenItWaits(threading.Condition):
         def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:  # noqa: ANN401 - as the library's
             waits.set()  # whoever wants the lock gets it only once this has begun to wait
             return super().wait_for(predicate, timeout)
 
-    monkeypatch.setattr(threading, "Condition", Condition)
+    monkeypatch.setattr(threading, "Condition", TellsWhenItWaits)
     faults.limit(module, "UNWATCHED_S", 1e6)  # if opening a page did nothing, it would hang
     faults.limit(module, "WATCHED_S", 0.0)
     script, asked = Script(), 0

@@ -128,7 +128,7 @@ class Scene:
         async def look_at_sleep() -> SleepFacts:
             return SleepFacts()
 
-        class Reader:
+        class SceneAddresses:
             def read(self) -> tuple[LocalAddress, ...]:
                 return scene.local
 
@@ -137,7 +137,7 @@ class Scene:
         monkeypatch.setattr(nearby, "interface_to", lambda *_: scene.leads_through)
         monkeypatch.setattr(tools, "look_at_firewalls", look_at_firewalls)
         monkeypatch.setattr(tools, "look_at_sleep", look_at_sleep)
-        monkeypatch.setattr(looks, "InterfaceReader", Reader)
+        monkeypatch.setattr(looks, "InterfaceReader", SceneAddresses)
         monkeypatch.setattr(looks, "listens_to_mdns", lambda _: scene.mdns)
         monkeypatch.setattr(native, "why_missing", lambda: "")
         be_on(monkeypatch, "darwin")

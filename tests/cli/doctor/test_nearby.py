@@ -105,7 +105,7 @@ async def test_a_system_that_lets_nobody_ask_is_an_error_in_words(faults: Faults
     assert heard.error == "No route to host"
 
 
-class Inbox:
+class SocketWithPackets:
     """A socket that has these packets, and then ends."""
 
     def __init__(self, *packets: tuple[bytes, str]) -> None:
@@ -120,7 +120,7 @@ class Inbox:
 
 async def read(*packets: tuple[bytes, str]) -> Heard:
     heard = Heard()
-    inbox = cast("trio.socket.SocketType", Inbox(*packets))
+    inbox = cast("trio.socket.SocketType", SocketWithPackets(*packets))
     with contextlib.suppress(trio.EndOfChannel):
         await nearby._read(inbox, KEY, {"10.0.0.1"}, heard)  # noqa: SLF001 - what `listen` runs
     return heard

@@ -16,7 +16,7 @@ DROPS = """{"nftables": [{"chain": {"family": "inet", "table": "t", "name": "c",
 "policy": "drop"}}]}"""
 
 
-class System:
+class SystemTools:
     """What the tools print, by the first words of a command."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -45,14 +45,14 @@ class System:
 
 
 @pytest.fixture
-def system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> System:
-    return System(monkeypatch, tmp_path)
+def system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SystemTools:
+    return SystemTools(monkeypatch, tmp_path)
 
 
 SOCKETFILTERFW = "/usr/libexec/ApplicationFirewall/socketfilterfw"
 
 
-async def test_macos_s_firewall_is_asked(system: System) -> None:
+async def test_macos_s_firewall_is_asked(system: SystemTools) -> None:
     system.be("darwin", root=False)
     assert (await look_at_firewalls(24160)).unseen
     state = f"{SOCKETFILTERFW} --getglobalstate"
@@ -66,7 +66,7 @@ async def test_macos_s_firewall_is_asked(system: System) -> None:
     assert "Block all incoming connections" in walls.todo
 
 
-async def test_ufw_is_asked_first_and_tells_root_alone(system: System) -> None:
+async def test_ufw_is_asked_first_and_tells_root_alone(system: SystemTools) -> None:
     system.be("linux")
     system.conf.write_text("ENABLED=yes\n")
     system.prints = {"ufw status": "Status: active\n", "nft": DROPS}
@@ -77,7 +77,7 @@ async def test_ufw_is_asked_first_and_tells_root_alone(system: System) -> None:
     assert "needs root" in (await look_at_firewalls(24160)).unseen
 
 
-async def test_nftables_tells_root_alone(system: System) -> None:
+async def test_nftables_tells_root_alone(system: SystemTools) -> None:
     system.be("linux")
     system.prints = {"nft -j list ruleset": DROPS}
     assert len((await look_at_firewalls(24160)).blocks) == 1
@@ -87,7 +87,9 @@ async def test_nftables_tells_root_alone(system: System) -> None:
     assert await look_at_firewalls(24160) == Walls()
 
 
-async def test_when_a_machine_falls_asleep_is_asked_where_that_is_decided(system: System) -> None:
+async def test_when_a_machine_falls_asleep_is_asked_where_that_is_decided(
+    system: SystemTools,
+) -> None:
     system.be("darwin")
     system.prints = {"pmset -g": " sleep                5\n"}
     assert (await look_at_sleep()).after == "5 minutes without input"

@@ -16,7 +16,7 @@ from pmesh.core.wire.calls import Call
 from pmesh.core.wire.trainer import StartOp, WireDtype
 from pmesh.ids import OpNumber
 from pmesh.net.sessions.combining import InNumpy
-from tests.worlds.plans import Order, PlanWorld
+from tests.worlds.plans import PlanWorld, TurnOrder
 
 STRATEGIES = ("", "ring", "tree", "centralized", "direct", "chain", "hierarchical")
 PLACEMENTS = st.lists(st.integers(0, 3), min_size=3, max_size=7).filter(machines_of)
@@ -73,7 +73,7 @@ def test_all_machines_get_the_same_bits_and_those_of_ranks_if_the_order_does_not
         for place in range(places)
     ]
     brought = [folded([sources[r] for r in ranks], dtype, reduction) for ranks in machines]
-    order = Order(seed=seed, room=2)
+    order = TurnOrder(seed=seed, room=2)
     among = PlanWorld(plans, brought, reduction=reduction).run(order, [nbytes] * places)
     assert len({result.tobytes() for result in among}) == 1
     uneven = [(row * 0.7 - row.size / 3).astype(WIRE_DTYPES[dtype]) for row in brought]

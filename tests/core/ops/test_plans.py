@@ -40,14 +40,14 @@ from pmesh.core.ops.reducing import (
 )
 from pmesh.core.ops.reductions import Values
 from tests.worlds.examples import examples
-from tests.worlds.plans import Order, PlanWorld, check_shape, values_of
+from tests.worlds.plans import PlanWorld, TurnOrder, check_shape, values_of
 
 SIZES = st.integers(1, 9)
 COUNTS = st.integers(0, 70)
 SEGMENTS = st.sampled_from([8, 16, 40, 1024])
 SEEDS = st.integers(0, 2**32)
-ORDERS = st.builds(Order, seed=SEEDS, room=st.sampled_from([0, 1, 3, 1000]))
-IN_LINE = SEEDS.map(lambda seed: Order(seed=seed, room=1000, in_line=True))
+ORDERS = st.builds(TurnOrder, seed=SEEDS, room=st.sampled_from([0, 1, 3, 1000]))
+IN_LINE = SEEDS.map(lambda seed: TurnOrder(seed=seed, room=1000, in_line=True))
 MOVERS = st.sampled_from(["broadcast", "all_gather", "gather", "scatter", "all_to_all"])
 
 
@@ -134,7 +134,7 @@ def whole_bytes(sources: Sequence[Values]) -> list[int]:
 @examples(300)
 @given(ALL_REDUCES, ORDERS | IN_LINE, st.sampled_from(["sum", "mean"]))
 def test_an_all_reduce_brings_the_right_bits_to_all_in_any_order(
-    asked: AllReduce, order: Order, reduction: str
+    asked: AllReduce, order: TurnOrder, reduction: str
 ) -> None:
     sources = values_of(asked.size, asked.count, "float64", seed=asked.count)
     plans = asked.plans(itemsize=8)
@@ -147,7 +147,7 @@ def test_an_all_reduce_brings_the_right_bits_to_all_in_any_order(
 @examples(100)
 @given(ALL_REDUCES, ORDERS, ORDERS)
 def test_neither_ranks_nor_orders_differ_in_a_bit_where_sums_are_rounded(
-    asked: AllReduce, order: Order, another: Order
+    asked: AllReduce, order: TurnOrder, another: TurnOrder
 ) -> None:
     sources = values_of(asked.size, asked.count, "float32", seed=asked.count)
     results = set[bytes]()
@@ -214,7 +214,9 @@ def test_the_longer_a_chain_the_shorter_its_records_so_that_it_is_filled_soon(
 
 
 @given(SIZES, COUNTS, ORDERS | IN_LINE)
-def test_an_exchange_brings_the_sum_to_all_in_one_step(size: int, count: int, order: Order) -> None:
+def test_an_exchange_brings_the_sum_to_all_in_one_step(
+    size: int, count: int, order: TurnOrder
+) -> None:
     sources = values_of(size, count, "float64", seed=count)
     plans = [plan_exchange(rank=rank, size=size, nbytes=8 * count) for rank in range(size)]
     steps, sent = int(size > 1), 8 * count * (size - 1)
@@ -227,7 +229,7 @@ def test_an_exchange_brings_the_sum_to_all_in_one_step(size: int, count: int, or
 @examples(200)
 @given(SIZES, COUNTS, SEGMENTS, ORDERS | IN_LINE, st.data())
 def test_a_reduce_brings_the_sum_to_its_root_alone(
-    size: int, count: int, segment_bytes: int, order: Order, data: st.DataObject
+    size: int, count: int, segment_bytes: int, order: TurnOrder, data: st.DataObject
 ) -> None:
     root = data.draw(st.integers(0, size - 1))
     reduction = data.draw(st.sampled_from(["sum", "mean"]))
@@ -251,7 +253,7 @@ def test_a_reduce_brings_the_sum_to_its_root_alone(
     st.sampled_from(["sum", "mean"]),
 )
 def test_a_reduce_scatter_brings_each_rank_its_part_of_the_sum(
-    counts: list[int], segment_bytes: int, order: Order, reduction: str
+    counts: list[int], segment_bytes: int, order: TurnOrder, reduction: str
 ) -> None:
     size, nbytes = len(counts), tuple(8 * count for count in counts)
     sources = values_of(size, sum(counts), "float64", seed=sum(counts))
@@ -335,7 +337,7 @@ def test_what_is_moved_arrives_where_it_belongs(
     kind: str,
     counts: list[list[int]],
     segment_bytes: int,
-    order: Order,
+    order: TurnOrder,
     data: st.DataObject,
 ) -> None:
     root = data.draw(st.integers(0, len(counts) - 1))

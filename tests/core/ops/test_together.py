@@ -15,7 +15,7 @@ from pmesh.core.wire.calls import Call
 from pmesh.core.wire.trainer import StartOp
 from pmesh.ids import OpNumber
 from pmesh.net.sessions.combining import InNumpy
-from tests.worlds.plans import Order, PlanWorld
+from tests.worlds.plans import PlanWorld, TurnOrder
 
 COMBINED = sorted(KINDS.keys() - {"broadcast"})
 
@@ -88,7 +88,7 @@ def compare_with_lanes(requests: list[StartOp], root: int) -> None:
         for rank, r in enumerate(requests)
     ]
     reduction = first.call.reduction or "sum"
-    there = PlanWorld(plans, sources, reduction=reduction).run(Order(seed=0, room=2), sizes)
+    there = PlanWorld(plans, sources, reduction=reduction).run(TurnOrder(seed=0, room=2), sizes)
     assert here == [result.tobytes() for result in there]
     if first.call.kind in SAME_FOR_ALL:
         written = combined(plan_together(requests, root=root, once=True), sources, sizes, first)

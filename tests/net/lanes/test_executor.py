@@ -32,10 +32,10 @@ from pmesh.errors import LaneBroken
 from pmesh.net.lanes import executor
 from pmesh.net.lanes.lane import CallsDiffer
 from tests.worlds.faults import Faults
-from tests.worlds.lanes import Bytes, Collective, bytes_on_the_wire, header, inputs_of, web
+from tests.worlds.lanes import Bytes, OpOfAllRanks, bytes_on_the_wire, header, inputs_of, web
 from tests.worlds.system import without_library
 
-Make = Callable[[int, int], Collective]
+Make = Callable[[int, int], OpOfAllRanks]
 """The collective among so many ranks, of about so many values each."""
 
 ISLANDS = {1: ((0,),), 2: ((0,), (1,)), 3: ((2, 0), (1,)), 4: ((0, 1), (2, 3))}
@@ -45,9 +45,9 @@ def bytes_of(rows: Sequence[Values]) -> list[Bytes]:
     return [row.view(np.uint8) for row in rows]
 
 
-def reducing(plan: Callable[..., RankPlan], size: int, count: int, **more: object) -> Collective:
+def reducing(plan: Callable[..., RankPlan], size: int, count: int, **more: object) -> OpOfAllRanks:
     sources = inputs_of(size, count, "float32")
-    return Collective(
+    return OpOfAllRanks(
         plans=[plan(rank=rank, size=size, count=count, itemsize=4, **more) for rank in range(size)],
         sources=bytes_of(sources),
         results=[4 * count] * size,
@@ -56,11 +56,11 @@ def reducing(plan: Callable[..., RankPlan], size: int, count: int, **more: objec
     )
 
 
-def ring(size: int, count: int) -> Collective:
+def ring(size: int, count: int) -> OpOfAllRanks:
     return reducing(plan_ring, size, count)
 
 
-def exchange(size: int, count: int) -> Collective:
+def exchange(size: int, count: int) -> OpOfAllRanks:
     """Two ranks; of others a ring."""
     if size != 2:
         return ring(size, count)
@@ -69,31 +69,31 @@ def exchange(size: int, count: int) -> Collective:
     return both
 
 
-def tree(size: int, count: int) -> Collective:
+def tree(size: int, count: int) -> OpOfAllRanks:
     return reducing(plan_tree, size, count)
 
 
-def centralized(size: int, count: int) -> Collective:
+def centralized(size: int, count: int) -> OpOfAllRanks:
     return reducing(plan_centralized, size, count)
 
 
-def hierarchical(size: int, count: int) -> Collective:
+def hierarchical(size: int, count: int) -> OpOfAllRanks:
     islands = ISLANDS.get(size) or ((0, 1, 2), tuple(range(3, size)))
     return reducing(plan_hierarchical, size, count, islands=islands)
 
 
-def chain(size: int, count: int) -> Collective:
+def chain(size: int, count: int) -> OpOfAllRanks:
     line = tuple((2 + place) % size for place in range(size))
     return reducing(plan_chain, size, count, line=line)
 
 
-def direct(size: int, count: int) -> Collective:
+def direct(size: int, count: int) -> OpOfAllRanks:
     return reducing(plan_direct, size, count)
 
 
-def reduce(size: int, count: int) -> Collective:
+def reduce(size: int, count: int) -> OpOfAllRanks:
     root = size // 2
-    return Collective(
+    return OpOfAllRanks(
         plans=[
             plan_reduce(rank=rank, size=size, root=root, nbytes=8 * count) for rank in range(size)
         ],
@@ -104,10 +104,10 @@ def reduce(size: int, count: int) -> Collective:
     )
 
 
-def reduce_scatter(size: int, count: int) -> Collective:
+def reduce_scatter(size: int, count: int) -> OpOfAllRanks:
     parts = np.array_split(np.empty(count, np.int64), size)
     nbytes = tuple(part.nbytes for part in parts)
-    return Collective(
+    return OpOfAllRanks(
         plans=[plan_reduce_scatter(rank=rank, size=size, nbytes=nbytes) for rank in range(size)],
         sources=bytes_of(inputs_of(size, count, "int64")),
         results=nbytes,
@@ -126,46 +126,46 @@ def random_bytes(counts: Sequence[int]) -> list[Bytes]:
     return [dice.integers(0, 256, count, np.uint8) for count in counts]
 
 
-def broadcast(size: int, count: int) -> Collective:
+def broadcast(size: int, count: int) -> OpOfAllRanks:
     root = size // 2
-    return Collective(
+    return OpOfAllRanks(
         plans=[plan_broadcast(rank=r, size=size, root=root, nbytes=count) for r in range(size)],
         sources=random_bytes([count if rank == root else 0 for rank in range(size)]),
         results=[0 if rank == root else count for rank in range(size)],
     )
 
 
-def all_gather(size: int, count: int) -> Collective:
+def all_gather(size: int, count: int) -> OpOfAllRanks:
     nbytes = uneven(size, count)
-    return Collective(
+    return OpOfAllRanks(
         plans=[plan_all_gather(rank=rank, size=size, nbytes=nbytes) for rank in range(size)],
         sources=random_bytes(nbytes),
         results=[sum(nbytes)] * size,
     )
 
 
-def gather(size: int, count: int) -> Collective:
+def gather(size: int, count: int) -> OpOfAllRanks:
     nbytes, root = uneven(size, count), size - 1
-    return Collective(
+    return OpOfAllRanks(
         plans=[plan_gather(rank=r, size=size, root=root, nbytes=nbytes) for r in range(size)],
         sources=random_bytes(nbytes),
         results=[sum(nbytes) if rank == root else 0 for rank in range(size)],
     )
 
 
-def scatter(size: int, count: int) -> Collective:
+def scatter(size: int, count: int) -> OpOfAllRanks:
     nbytes, root = uneven(size, count), size - 1
-    return Collective(
+    return OpOfAllRanks(
         plans=[plan_scatter(rank=r, size=size, root=root, nbytes=nbytes) for r in range(size)],
         sources=random_bytes([sum(nbytes) if rank == root else 0 for rank in range(size)]),
         results=nbytes,
     )
 
 
-def all_to_all(size: int, count: int) -> Collective:
+def all_to_all(size: int, count: int) -> OpOfAllRanks:
     rows = [tuple(count + 13 * a + 101 * b for b in range(size)) for a in range(size)]
     columns = [tuple(row[rank] for row in rows) for rank in range(size)]
-    return Collective(
+    return OpOfAllRanks(
         plans=[
             plan_all_to_all(rank=rank, size=size, to=rows[rank], from_=columns[rank])
             for rank in range(size)
@@ -175,7 +175,7 @@ def all_to_all(size: int, count: int) -> Collective:
     )
 
 
-def expected(make: Make, asked: Collective) -> list[bytes]:
+def expected(make: Make, asked: OpOfAllRanks) -> list[bytes]:
     """What each rank is to get; of a mean only about that."""
     size, sources = len(asked.plans), [source.tobytes() for source in asked.sources]
     nothing = [b""] * size
@@ -198,7 +198,7 @@ def expected(make: Make, asked: Collective) -> list[bytes]:
     return nothing
 
 
-def _row(plan: RankPlan, asked: Collective) -> list[int]:
+def _row(plan: RankPlan, asked: OpOfAllRanks) -> list[int]:
     """How many bytes the rank of that plan has for each."""
     rank, size = asked.plans.index(plan), len(asked.plans)
     own = sum(copy.nbytes for copy in plan.copies)
@@ -213,7 +213,7 @@ def _cut(data: bytes, counts: Sequence[int]) -> list[bytes]:
     return [data[end - count : end] for end, count in zip(ends, counts, strict=True)]
 
 
-def check(make: Make, asked: Collective, results: Sequence[Bytes]) -> None:
+def check(make: Make, asked: OpOfAllRanks, results: Sequence[Bytes]) -> None:
     if make not in {ring, exchange, tree, centralized, hierarchical, chain, direct}:
         assert [result.tobytes() for result in results] == expected(make, asked)
         return

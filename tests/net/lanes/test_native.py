@@ -21,7 +21,7 @@ from pmesh.net.lanes.executor import begin_plan, run_in_python, run_plan
 from pmesh.net.lanes.lane import CallsDiffer, Lane
 from pmesh.net.lanes.native import MOST_RUNNERS, LibraryThreads, Patience
 from tests.worlds.lanes import (
-    Collective,
+    OpOfAllRanks,
     Web,
     bytes_on_the_wire,
     inputs_of,
@@ -44,7 +44,7 @@ def test_the_library_is_here() -> None:
 
 
 @st.composite
-def collectives(draw: st.DrawFn) -> Collective:
+def collectives(draw: st.DrawFn) -> OpOfAllRanks:
     """By some ranks with the library, and by some without it."""
     size, count = draw(st.integers(1, 5)), draw(COUNTS)
     kind = draw(st.sampled_from([*REDUCING, "reduce_scatter", "all_to_all", "broadcast"]))
@@ -57,8 +57,8 @@ def collectives(draw: st.DrawFn) -> Collective:
     return replace(made, in_python=draw(st.sets(st.integers(0, size - 1))))
 
 
-def _reducing(kind: str, size: int, count: int) -> Collective:
-    return Collective(
+def _reducing(kind: str, size: int, count: int) -> OpOfAllRanks:
+    return OpOfAllRanks(
         plans=[REDUCING[kind](rank=r, size=size, count=count, itemsize=4) for r in range(size)],
         sources=[row.view(np.uint8) for row in inputs_of(size, count, "float32")],
         results=[4 * count] * size,
@@ -67,9 +67,9 @@ def _reducing(kind: str, size: int, count: int) -> Collective:
     )
 
 
-def _reduce_scatter(size: int, count: int) -> Collective:
+def _reduce_scatter(size: int, count: int) -> OpOfAllRanks:
     nbytes = tuple(part.nbytes for part in np.array_split(np.empty(count, np.int16), size))
-    return Collective(
+    return OpOfAllRanks(
         plans=[plan_reduce_scatter(rank=r, size=size, nbytes=nbytes) for r in range(size)],
         sources=[row.view(np.uint8) for row in inputs_of(size, count, "int16")],
         results=nbytes,
@@ -78,22 +78,22 @@ def _reduce_scatter(size: int, count: int) -> Collective:
     )
 
 
-def _broadcast(size: int, count: int) -> Collective:
+def _broadcast(size: int, count: int) -> OpOfAllRanks:
     """With two ranks also a message from one to the other."""
     plans = [plan_broadcast(rank=r, size=size, root=0, nbytes=9 * count) for r in range(size)]
     sources = [np.arange(9 * count).astype(np.uint8) if not r else NOTHING for r in range(size)]
-    return Collective(plans=plans, sources=sources, results=[0] + [9 * count] * (size - 1))
+    return OpOfAllRanks(plans=plans, sources=sources, results=[0] + [9 * count] * (size - 1))
 
 
-def _all_to_all(size: int, count: int) -> Collective:
+def _all_to_all(size: int, count: int) -> OpOfAllRanks:
     rows = [tuple(count + 13 * a + 101 * b for b in range(size)) for a in range(size)]
     columns = [tuple(row[rank] for row in rows) for rank in range(size)]
     sources = [np.arange(sum(row), dtype=np.uint8) for row in rows]
     plans = [plan_all_to_all(rank=r, size=size, to=rows[r], from_=columns[r]) for r in range(size)]
-    return Collective(plans=plans, sources=sources, results=list(map(sum, columns)))
+    return OpOfAllRanks(plans=plans, sources=sources, results=list(map(sum, columns)))
 
 
-async def results_and_traffic(asked: Collective) -> tuple[list[bytes], list[int]]:
+async def results_and_traffic(asked: OpOfAllRanks) -> tuple[list[bytes], list[int]]:
     with web() as lanes, trio.fail_after(30):
         results = await asked.everywhere(lanes)
         sent = [lanes.bytes_sent(rank) for rank in range(len(asked.plans))]
@@ -101,7 +101,9 @@ async def results_and_traffic(asked: Collective) -> tuple[list[bytes], list[int]
 
 
 @given(collectives())
-async def test_ranks_with_and_without_it_get_the_same_by_the_same_bytes(asked: Collective) -> None:
+async def test_ranks_with_and_without_it_get_the_same_by_the_same_bytes(
+    asked: OpOfAllRanks,
+) -> None:
     results, sent = await results_and_traffic(asked)
     everybody = range(len(asked.plans))
     assert (results, sent) == await results_and_traffic(replace(asked, in_python=everybody))
@@ -110,7 +112,7 @@ async def test_ranks_with_and_without_it_get_the_same_by_the_same_bytes(asked: C
 
 @given(collectives(), st.lists(st.integers(0, 400), min_size=1, max_size=3), st.data())
 async def test_after_a_cancel_at_any_point_both_go_on_over_the_same_lanes(
-    asked: Collective, moments: Sequence[int], data: st.DataObject
+    asked: OpOfAllRanks, moments: Sequence[int], data: st.DataObject
 ) -> None:
     """V4, V7: what an attempt left in lanes and sockets is dropped, whoever reads it."""
     wanted, _ = await results_and_traffic(asked)
