@@ -144,11 +144,11 @@ def test_backends_of_mlxs_own_are_mlxs(world: list[Any]) -> None:
 def test_the_first_backend_that_has_ranks_becomes_the_global_group_as_in_mlx(
     world: list[Any], faults: Faults
 ) -> None:
-    class Two:
+    class GroupOfTwo:
         def size(self) -> int:
             return 2
 
-    made = Two()
+    made = GroupOfTwo()
     faults.instead(groups, "_native_init", lambda *_, **__: made)
     pmesh.mlx.init(backend="jaccl", all_gather_factory=lambda *_: None)
     assert world == [made]

@@ -12,7 +12,7 @@ from pmesh.mlx.program import compile_what_does_not_wait
 from tests.worlds.faults import Faults
 
 
-class Traced:
+class RunCounter:
     """A function that counts how often Python runs it: a compiled one runs in its trace only."""
 
     def __init__(self, *, communicates: bool = False) -> None:
@@ -44,7 +44,7 @@ def shared(monkeypatch: pytest.MonkeyPatch, faults: Faults) -> Callable[[bool], 
     return share
 
 
-def runs_of(traced: Traced, **options: Any) -> int:  # noqa: ANN401 - as mx.compile has them
+def runs_of(traced: RunCounter, **options: Any) -> int:  # noqa: ANN401 - as mx.compile has them
     """How often it runs in five calls."""
     compiled = compile_what_does_not_wait(traced, **options)
     for i in range(5):
@@ -54,13 +54,13 @@ def runs_of(traced: Traced, **options: Any) -> int:  # noqa: ANN401 - as mx.comp
 
 def test_alone_everything_is_compiled(shared: Callable[[bool], None]) -> None:
     shared(False)  # noqa: FBT003
-    assert runs_of(Traced(communicates=True)) == 1
-    assert runs_of(Traced(), inputs=[], outputs=[]) == 1
+    assert runs_of(RunCounter(communicates=True)) == 1
+    assert runs_of(RunCounter(), inputs=[], outputs=[]) == 1
 
 
 @pytest.mark.usefixtures("shared")
 def test_a_function_that_calls_no_other_rank_is_compiled_after_its_first_run() -> None:
-    assert runs_of(Traced()) == 2
+    assert runs_of(RunCounter()) == 2
 
 
 @pytest.mark.usefixtures("shared")
@@ -69,8 +69,8 @@ def test_a_function_with_state_or_calls_is_never_traced_and_one_line_says_so(
     options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "pmesh"):
-        assert runs_of(Traced(communicates=not options), **options) == 5
-        assert runs_of(Traced(communicates=not options), **options) == 5
+        assert runs_of(RunCounter(communicates=not options), **options) == 5
+        assert runs_of(RunCounter(communicates=not options), **options) == 5
     assert len(caplog.messages) == 1
     assert caplog.messages[0].startswith("Traced runs uncompiled")
 

@@ -20,7 +20,7 @@ from pmesh.mlx_lm.training import RunSetup, Training, digest
 VOCABULARY = 32
 
 
-class Rows:
+class PatternedRows:
     """Random rows of different lengths, each with a pattern that can be learned."""
 
     def __init__(self, count: int, *, seed: int = 0) -> None:
@@ -78,7 +78,7 @@ class Said:
 
 
 @dataclass(slots=True)
-class Trainer:
+class LoraRank:
     """One rank: everything that its thread makes."""
 
     mesh: pmesh.Mesh
@@ -121,7 +121,7 @@ def prepare(folder: Path, said: Said | None = None, **options: Any) -> tuple[Sta
     folder.mkdir(exist_ok=True)
 
     def batches(count: int, seed: int) -> Batches:
-        rows, size = Rows(count, seed=seed), chosen["batch_size"]
+        rows, size = PatternedRows(count, seed=seed), chosen["batch_size"]
         return Batches(rows, batch_size=size, max_length=64, seed=1, name="training")
 
     args = SimpleNamespace(

@@ -11,7 +11,7 @@ from pmesh.mlx_lm.batches import Batches, pad
 from pmesh.mlx_lm.libraries import mx, nn, trainer
 
 
-class Rows:
+class NumberedRows:
     """A data set of rows of different lengths; a row's first token is its number."""
 
     def __init__(self, count: int, *, offset: int = 0) -> None:
@@ -29,7 +29,9 @@ class Rows:
 
 
 def batches_of(count: int, batch_size: int, seed: int = 3) -> Batches:
-    return Batches(Rows(count), batch_size=batch_size, max_length=64, seed=seed, name="training")
+    return Batches(
+        NumberedRows(count), batch_size=batch_size, max_length=64, seed=seed, name="training"
+    )
 
 
 @given(batch_size=st.integers(1, 9), size=st.integers(1, 12), iteration=st.integers(0, 200))

@@ -182,18 +182,18 @@ def test_the_job_is_what_pmesh_mlx_has_named(
 ) -> None:
     joined: list[tuple[object, ...]] = []
 
-    class Joined(Exception):  # noqa: N818 - a state
+    class HasJoined(Exception):  # noqa: N818 - a state
         pass
 
     def connect(*arguments: object, **_: object) -> None:
         joined.append(arguments)
-        raise Joined
+        raise HasJoined
 
     faults.instead(session, "connect", connect)
     for launch in (None, MLXLaunch(job="mine", wait_for=3)):
         if launch is not None:
             for name, value in launch.variables().items():
                 monkeypatch.setenv(name, value)
-        with pytest.raises(Joined):
+        with pytest.raises(HasJoined):
             train(words(model, data))
     assert [arguments[:2] for arguments in joined] == [("mlx_lm.lora", 1), ("mine", 3)]

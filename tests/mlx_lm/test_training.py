@@ -17,18 +17,18 @@ from pmesh.mlx_lm.libraries import mx, nn, trainer, trees
 from pmesh.mlx_lm.state import State
 from pmesh.mlx_lm.training import Training, digest, seed_of
 from pmesh.testing import SimulatedMesh
-from tests.mlx_lm.lora import Trainer, make_model, prepare
+from tests.mlx_lm.lora import LoraRank, make_model, prepare
 from tests.worlds.faults import Faults, Real
 
 Adapters = dict[str, Any]
 
 
-def run(folder: Path, size: int, **options: Any) -> list[Trainer]:  # noqa: ANN401
+def run(folder: Path, size: int, **options: Any) -> list[LoraRank]:  # noqa: ANN401
     """Train on so many ranks; each keeps what it was told."""
     hashes: list[str] = []
 
-    def train(mesh: pmesh.Mesh) -> Trainer:
-        one = Trainer(mesh, folder)
+    def train(mesh: pmesh.Mesh) -> LoraRank:
+        one = LoraRank(mesh, folder)
         hashes.append(one.train(**options))
         return one
 
@@ -213,7 +213,7 @@ def test_a_step_in_which_a_rank_is_lost_is_taken_again_with_all_its_rows(
 
     faults.around(pmesh.Mesh, "average_gradients", average)
 
-    results = simulated.run(lambda mesh: Trainer(mesh, tmp_path / "disturbed").train())
+    results = simulated.run(lambda mesh: LoraRank(mesh, tmp_path / "disturbed").train())
 
     assert len(results) == 2
     assert len(set(results)) == 1
@@ -236,8 +236,8 @@ def test_a_validation_in_which_a_rank_is_lost_is_made_again_with_all_its_rows(
 
     faults.around(pmesh.Mesh, "all_reduce", reduced)
 
-    def train(mesh: pmesh.Mesh) -> Trainer:
-        one = Trainer(mesh, tmp_path / "disturbed")
+    def train(mesh: pmesh.Mesh) -> LoraRank:
+        one = LoraRank(mesh, tmp_path / "disturbed")
         one.train()
         return one
 
@@ -295,10 +295,10 @@ def test_a_newcomer_goes_on_with_the_state_of_the_others(
     newcomer = join_late(
         simulated,
         monkeypatch,
-        lambda mesh: Trainer(mesh, tmp_path / "newcomer").train(model_seed=0, **LONG),
+        lambda mesh: LoraRank(mesh, tmp_path / "newcomer").train(model_seed=0, **LONG),
     )
 
-    results = simulated.run(lambda mesh: Trainer(mesh, tmp_path / "first").train(**LONG))
+    results = simulated.run(lambda mesh: LoraRank(mesh, tmp_path / "first").train(**LONG))
 
     assert {newcomer()} == set(results) == {digest(adapters_in_mlx(tmp_path / "newcomer"))}
 
@@ -312,10 +312,10 @@ def test_a_newcomer_with_other_options_is_told_which_and_the_others_go_on(
     newcomer = join_late(
         simulated,
         monkeypatch,
-        lambda mesh: Trainer(mesh, tmp_path / "newcomer").train(**LONG, **other),
+        lambda mesh: LoraRank(mesh, tmp_path / "newcomer").train(**LONG, **other),
     )
 
-    results = simulated.run(lambda mesh: Trainer(mesh, tmp_path / "first").train(**LONG))
+    results = simulated.run(lambda mesh: LoraRank(mesh, tmp_path / "first").train(**LONG))
 
     with pytest.raises(pmesh.UsageError, match=r"--batch-size is 5 on simulated and 7 on"):
         newcomer()
@@ -324,7 +324,7 @@ def test_a_newcomer_with_other_options_is_told_which_and_the_others_go_on(
 
 def test_those_who_begin_with_other_options_are_told_which(tmp_path: Path) -> None:
     def train(mesh: pmesh.Mesh) -> None:
-        Trainer(mesh, tmp_path).train(terms={"--iters": str(mesh.rank)})
+        LoraRank(mesh, tmp_path).train(terms={"--iters": str(mesh.rank)})
 
     with pytest.raises(pmesh.UsageError, match=r"--iters is 0 on simulated and 1 on simulated"):
         SimulatedMesh(2).run(train)
@@ -339,11 +339,11 @@ def even_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PMESH_SHARES", "even")
 
 
-def run_apart(base: Path, machines: Sequence[int], **options: Any) -> tuple[str, list[Trainer]]:  # noqa: ANN401
+def run_apart(base: Path, machines: Sequence[int], **options: Any) -> tuple[str, list[LoraRank]]:  # noqa: ANN401
     """Train on machines with a folder each; the hash of the adapters, and the trainers."""
 
-    def train(mesh: pmesh.Mesh) -> tuple[str, Trainer]:
-        one = Trainer(mesh, base / f"mac-{machines[mesh.rank]}")
+    def train(mesh: pmesh.Mesh) -> tuple[str, LoraRank]:
+        one = LoraRank(mesh, base / f"mac-{machines[mesh.rank]}")
         return one.train(**(ADAM | options)), one
 
     base.mkdir(exist_ok=True)
@@ -436,7 +436,7 @@ def test_of_no_batches_there_is_no_validation(tmp_path: Path) -> None:
 
 def test_to_begin_anew_on_some_machines_only_is_refused(tmp_path: Path) -> None:
     def train(mesh: pmesh.Mesh) -> None:
-        Trainer(mesh, tmp_path).train(resumes=mesh.rank == 0)
+        LoraRank(mesh, tmp_path).train(resumes=mesh.rank == 0)
 
     with pytest.raises(pmesh.UsageError, match=r"--no-resume is not given on .* and given on"):
         SimulatedMesh(2).run(train)
@@ -455,7 +455,7 @@ def test_if_rank_0_is_lost_before_it_has_saved_the_next_one_saves(
 
     faults.around(State, "save_adapters", saved)
     results = simulated.run(
-        lambda mesh: Trainer(mesh, tmp_path / f"rank-{mesh.rank}").train(every=100)
+        lambda mesh: LoraRank(mesh, tmp_path / f"rank-{mesh.rank}").train(every=100)
     )
 
     assert results == [digest(adapters_in_mlx(tmp_path / "rank-1"))]

@@ -25,7 +25,7 @@ if find_spec("torch") is None:
 PATIENCE_S = 110.0
 
 
-class Programs:
+class RankPrograms:
     """Ranks as processes, with an agent for those that use pmesh."""
 
     def __init__(self, home: Path, folder: Path) -> None:
@@ -75,18 +75,18 @@ def start_starter() -> "subprocess.Popen[str]":
 
 
 @pytest.fixture(scope="session")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPrograms]:
     with (
         tempfile.TemporaryDirectory(prefix="pmesh-") as home,  # short, for a socket's path
         agent_in_a_thread(Path(home)),
     ):
-        programs = Programs(Path(home), tmp_path_factory.mktemp("ranks"))
+        programs = RankPrograms(Path(home), tmp_path_factory.mktemp("ranks"))
         yield programs
         programs.end(signal.SIGTERM)
 
 
 @pytest.fixture(scope="session")
-def both(programs: Programs) -> dict[str, list[dict[str, Any]]]:
+def both(programs: RankPrograms) -> dict[str, list[dict[str, Any]]]:
     """What each rank has found in each scenario, on gloo and on pmesh."""
     import torch
 

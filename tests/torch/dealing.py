@@ -58,7 +58,7 @@ def alone() -> dict[str, torch.Tensor]:
     return weights
 
 
-class Clock:
+class ComputeClock:
     """How long a rank computes: its rows by its speed, whatever else this machine does."""
 
     def __init__(self, rank: int) -> None:
@@ -74,7 +74,7 @@ class Clock:
         return scale
 
 
-def _start(rank: int, folder: str) -> Clock:
+def _start(rank: int, folder: str) -> ComputeClock:
     told: dict[str, object] = {
         "RANK": rank,
         "LOCAL_RANK": rank,
@@ -84,10 +84,10 @@ def _start(rank: int, folder: str) -> Clock:
     told |= {"PMESH_PLACE": rank, "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "a", "MASTER_PORT": 1}
     os.environ |= {name: str(value) for name, value in told.items()}
     os.environ |= {"PMESH_JOB": Path(folder).name, "MASTER_ADDR": "127.0.0.1"}
-    return Clock(rank)
+    return ComputeClock(rank)
 
 
-def _end(rank: int, folder: str, net: torch.nn.Module, clock: Clock) -> None:
+def _end(rank: int, folder: str, net: torch.nn.Module, clock: ComputeClock) -> None:
     torch.save({"net": net.state_dict(), "rows": clock.rows}, f"{folder}/rank-{rank}.pt")
     dist.destroy_process_group()
 
@@ -145,7 +145,7 @@ def lightning(rank: int, folder: str, **options: Any) -> None:
     clock = _start(rank, folder)
     from lightning import LightningModule, Trainer
 
-    class Digits(LightningModule):
+    class ScaledDigits(LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.net = digits_net()
@@ -165,7 +165,7 @@ def lightning(rank: int, folder: str, **options: Any) -> None:
     options |= {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     options |= {"enable_checkpointing": False, "default_root_dir": folder, "accelerator": "cpu"}
     trainer = Trainer(strategy="pmesh", max_epochs=EPOCHS, **options)
-    module = Digits()
+    module = ScaledDigits()
     trainer.fit(module)
     _end(rank, folder, module.net, clock)
 
@@ -194,10 +194,10 @@ def resumed(rank: int, folder: str) -> None:
     _end(rank, folder, trainer.model.net, clock)
 
 
-def _trainer(folder: str, clock: Clock, **options: Any) -> Any:
+def _trainer(folder: str, clock: ComputeClock, **options: Any) -> Any:
     from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 
-    class Digits(PreTrainedModel):
+    class DigitsWithLoss(PreTrainedModel):
         config_class = PreTrainedConfig
 
         def __init__(self, config: PreTrainedConfig) -> None:
@@ -224,7 +224,7 @@ def _trainer(folder: str, clock: Clock, **options: Any) -> Any:
     arguments = TrainingArguments(
         folder, max_grad_norm=0.0, report_to=[], disable_tqdm=True, **options
     )
-    model = Digits(PreTrainedConfig())
+    model = DigitsWithLoss(PreTrainedConfig())
     optimizer = sgd(model)
     constant = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
     return ByShares(model, arguments, train_dataset=data, optimizers=(optimizer, constant))

@@ -86,7 +86,7 @@ def train_digits(rank: int, folder: Path, *, will_die: bool) -> None:
     mesh.close()
 
 
-class Sometimes(nn.Module):
+class NetWithOptionalLayer(nn.Module):
     """A net with a layer that is used only for an odd number of samples."""
 
     def __init__(self, *, normed: bool) -> None:
@@ -120,7 +120,7 @@ def enters_late_in(way: str, rank: int, begun: Path) -> None:
     images, labels = digits()
     torch.manual_seed(rank)
     mesh = pmesh.torch.init(pmesh.torch.Options(job=way, wait_for=2), elastic=True)
-    net = Sometimes(normed=True)
+    net = NetWithOptionalLayer(normed=True)
     model = pmesh.torch.DistributedDataParallel(net, bucket_cap_mb=0.005, **WAYS[way])
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
@@ -149,7 +149,7 @@ def adds_up(rank: int) -> None:
     images, labels = digits()
     torch.manual_seed(rank)
     mesh = pmesh.torch.init(elastic=True)
-    net = Sometimes(normed=False)
+    net = NetWithOptionalLayer(normed=False)
     model = pmesh.torch.DistributedDataParallel(net, find_unused_parameters=True)
     for sizes in ([2, 5, 0], [4, 2, 6]):  # an odd number uses the layer; 0: no samples are left
         model.zero_grad()
@@ -161,7 +161,7 @@ def adds_up(rank: int) -> None:
         with model.no_sync():
             cross_entropy(model(images[mine]), labels[mine]).backward()
         cross_entropy(model(images[mine]), labels[mine]).backward()
-        alone = Sometimes(normed=False)
+        alone = NetWithOptionalLayer(normed=False)
         alone.load_state_dict(net.state_dict())
         for part in parts:
             if part:
@@ -176,7 +176,7 @@ def adds_up(rank: int) -> None:
     mesh.close()
 
 
-class Sum(nn.Module):
+class TwoParameters(nn.Module):
     """Two parameters, whose gradients are the input: each is a bucket of its own."""
 
     def __init__(self) -> None:
@@ -195,7 +195,7 @@ def guards(_: int) -> None:
     mesh = pmesh.torch.init(elastic=True)
     mine, of_all, of_others = torch.full((2,), 4.0**mesh.rank), [7.0, 7.0], [8.5, 8.5]
     for mode in ("skip", "raise"):
-        net = Sum()
+        net = TwoParameters()
         model = pmesh.torch.DistributedDataParallel(net, bucket_cap_mb=1e-6, on_nonfinite=mode)
         spoilt = net.first.register_hook(lambda g: g * torch.nan if mesh.rank == 1 else g)
         pmesh.torch.sync(model)

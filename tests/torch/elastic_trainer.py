@@ -28,7 +28,7 @@ def import_libraries() -> None:
         import_module(each)
 
 
-class Digits(nn.Module):
+class DigitsModel(nn.Module):
     """A model whose loss is the mean over the rows of a batch."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ def language_model() -> nn.Module:
 
 def of_kind(kind: str) -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
     torch.manual_seed(0)
-    return (Digits(), digits(100)) if kind == "digits" else (language_model(), texts())
+    return (DigitsModel(), digits(100)) if kind == "digits" else (language_model(), texts())
 
 
 def arguments(folder: str, **options: Any) -> Any:
@@ -103,7 +103,7 @@ def in_the_same_order(base: type, batch: int) -> Any:
             count = len(self.train_dataset)
             orders = (order_of(count, epoch=epoch, seed=3).tolist() for epoch in range(EPOCHS))
 
-            class Order(torch.utils.data.Sampler[int]):
+            class OrderOfEpoch(torch.utils.data.Sampler[int]):
                 def __iter__(self) -> Any:
                     return iter(next(orders))
 
@@ -111,7 +111,10 @@ def in_the_same_order(base: type, batch: int) -> Any:
                     return count
 
             return torch.utils.data.DataLoader(
-                self.train_dataset, batch, sampler=Order(), collate_fn=self.data_collator
+                self.train_dataset,
+                batch,
+                sampler=OrderOfEpoch(),
+                collate_fn=self.data_collator,
             )
 
     return InTheSameOrder
@@ -197,7 +200,7 @@ def comes_back(rank: int, folder: str, kills: str) -> None:
 def train_digits(rank: int, folder: Path, *, will_die: bool) -> None:
     from transformers import EarlyStoppingCallback
 
-    class Watched(waiting(pmesh.torch.ElasticTrainer, ALL_AGAIN_AT)):
+    class RecordingTrainer(waiting(pmesh.torch.ElasticTrainer, ALL_AGAIN_AT)):
         def training_step(self, model: Any, inputs: Any, items: Any = None) -> Any:
             step = self.state.global_step
             taken[step] = [int(row) for batch in inputs for row in batch["row"]]
@@ -207,7 +210,7 @@ def train_digits(rank: int, folder: Path, *, will_die: bool) -> None:
     taken = dict[int, list[int]]()
     sizes = set[int]()
     torch.manual_seed(0)
-    model = Digits()
+    model = DigitsModel()
     out = folder / f"out-{rank}"
     chosen = arguments(
         str(out),
@@ -221,7 +224,7 @@ def train_digits(rank: int, folder: Path, *, will_die: bool) -> None:
         save_steps=15,
     )
     stopping = EarlyStoppingCallback(early_stopping_patience=1000)
-    training = Watched(
+    training = RecordingTrainer(
         model,
         chosen,
         train_dataset=digits(200),
@@ -288,7 +291,7 @@ def imports_late(_: int, folder: str) -> None:
 
     fixed = TrainingArguments(folder)
     with refused("import pmesh.torch.ElasticTrainer above them"):
-        pmesh.torch.ElasticTrainer(Digits(), fixed, train_dataset=digits(100))
+        pmesh.torch.ElasticTrainer(DigitsModel(), fixed, train_dataset=digits(100))
 
 
 def refuses(_: int, folder: str) -> None:
@@ -305,36 +308,38 @@ def refuses(_: int, folder: str) -> None:
     rows = digits(100)
     for options in of_others:
         with refused("ElasticTrainer (does not take|deals the rows itself)"):
-            pmesh.torch.ElasticTrainer(Digits(), arguments(folder, **options))
+            pmesh.torch.ElasticTrainer(DigitsModel(), arguments(folder, **options))
 
     class InGroups(Trainer):
         def _get_train_sampler(self) -> None:
             """As TRL's GRPOTrainer, which takes each prompt several times."""
 
     with refused("so does InGroups, by _get_train_sampler"):
-        behind(InGroups)(Digits(), args=arguments(folder), train_dataset=rows)
-    with refused("give the TrainingArguments by name, as args=…; here is Digits"):
-        behind(with_reference())(Digits(), Digits(), arguments(folder), train_dataset=rows)
+        behind(InGroups)(DigitsModel(), args=arguments(folder), train_dataset=rows)
+    with refused("give the TrainingArguments by name, as args=…; here is DigitsModel"):
+        behind(with_reference())(
+            DigitsModel(), DigitsModel(), arguments(folder), train_dataset=rows
+        )
 
-    class Stream(torch.utils.data.IterableDataset[Any]):
+    class RowStream(torch.utils.data.IterableDataset[Any]):
         def __iter__(self) -> Any:
             return iter(rows)
 
     few = arguments(folder, max_steps=1, per_device_train_batch_size=4)
     with refused("not an IterableDataset"):
-        pmesh.torch.ElasticTrainer(Digits(), few, train_dataset=Stream()).train()
+        pmesh.torch.ElasticTrainer(DigitsModel(), few, train_dataset=RowStream()).train()
     with refused("searches no hyperparameters"):
-        pmesh.torch.ElasticTrainer(Digits(), few, train_dataset=rows).train(trial={})
+        pmesh.torch.ElasticTrainer(DigitsModel(), few, train_dataset=rows).train(trial={})
     with refused("this Trainer would train alone"):
-        Trainer(Digits(), few, train_dataset=rows).train()
+        Trainer(DigitsModel(), few, train_dataset=rows).train()
     dropping = arguments(folder, dataloader_drop_last=True)
     with refused("fewer rows than one step of all ranks, 1000"):
-        pmesh.torch.ElasticTrainer(Digits(), dropping, train_dataset=rows, rows=1000).train()
-    uncounted = pmesh.torch.ElasticTrainer(Digits(), few, train_dataset=rows)
+        pmesh.torch.ElasticTrainer(DigitsModel(), dropping, train_dataset=rows, rows=1000).train()
+    uncounted = pmesh.torch.ElasticTrainer(DigitsModel(), few, train_dataset=rows)
     uncounted.loss_is_scaled_for_ga = True
     with refused("Transformers can't count these"):
         uncounted.train()
     mesh = WORLDS.elastic.mesh  # type: ignore[union-attr]
-    other = pmesh.torch.ElasticTrainer(Digits(), few, train_dataset=rows, rows=20 + mesh.rank)
+    other = pmesh.torch.ElasticTrainer(DigitsModel(), few, train_dataset=rows, rows=20 + mesh.rank)
     with refused("the rows of a step: ") if mesh.rank else nullcontext():
         other.train()

@@ -59,7 +59,7 @@ def power_sgd(folder: Path) -> Result:
 
 
 def ddp_unused(folder: Path) -> Result:
-    class Sometimes(nn.Module):
+    class NetOfEachRank(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.one, self.two = net(), net()
@@ -68,7 +68,7 @@ def ddp_unused(folder: Path) -> Result:
             y: torch.Tensor = self.one(x) if dist.get_rank() else self.two(x)
             return y
 
-    model = nn.parallel.DistributedDataParallel(Sometimes(), find_unused_parameters=True)
+    model = nn.parallel.DistributedDataParallel(NetOfEachRank(), find_unused_parameters=True)
     losses = train(model, torch.optim.SGD(model.parameters(), 0.01))
     return {"losses": losses, "weights": full(model.parameters())}
 

@@ -9,7 +9,7 @@ import torch
 from pmesh.client.calls.queue import Line
 from pmesh.torch.arguments import StagedTensor
 from pmesh.torch.data_parallel import Reducer, cut_into_buckets
-from tests.torch.conftest import Programs
+from tests.torch.conftest import RankPrograms
 from tests.torch.elastic import WAYS
 
 pytestmark = [pytest.mark.slow, pytest.mark.measured]
@@ -77,7 +77,7 @@ def test_after_an_op_that_failed_the_rest_of_its_pass_is_left_out(line: Line) ->
 
 
 def test_a_training_in_which_a_rank_is_killed_and_comes_back_learns_as_much(
-    programs: Programs,
+    programs: RankPrograms,
 ) -> None:
     losses: list[float] = []
     for kills in ("undisturbed", "killed"):
@@ -96,7 +96,7 @@ def test_a_training_in_which_a_rank_is_killed_and_comes_back_learns_as_much(
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
 
 
-def test_a_newcomer_gets_everything_however_its_buckets_lie(programs: Programs) -> None:
+def test_a_newcomer_gets_everything_however_its_buckets_lie(programs: RankPrograms) -> None:
     folder = programs.folder / "late"
     folder.mkdir()
     for way in WAYS:
@@ -106,11 +106,13 @@ def test_a_newcomer_gets_everything_however_its_buckets_lie(programs: Programs) 
 
 
 @pytest.mark.parametrize("program", ["adds_up", "guards", "disagree"])
-def test_gradients_are_those_of_all_or_an_error_at_all(programs: Programs, program: str) -> None:
+def test_gradients_are_those_of_all_or_an_error_at_all(
+    programs: RankPrograms, program: str
+) -> None:
     assert programs.run("tests.torch.elastic", program, PMESH_JOB=program) == [0, 0, 0]
 
 
-def test_what_can_t_be_elastic_is_refused(programs: Programs) -> None:
+def test_what_can_t_be_elastic_is_refused(programs: RankPrograms) -> None:
     folder = programs.folder / "refused"
     folder.mkdir()
 

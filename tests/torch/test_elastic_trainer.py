@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pmesh.client.mesh import order_of
-from tests.torch.conftest import Programs
+from tests.torch.conftest import RankPrograms
 from tests.torch.elastic_trainer import ALL_AGAIN_AT, KILLED_AT, STEPS
 
 if find_spec("accelerate") is None and not os.environ.get("CI"):
@@ -21,7 +21,7 @@ OF_EPOCH = 9  # steps, of 24 of 200 rows
 @pytest.mark.parametrize("accumulated", ["1", "2"])
 @pytest.mark.parametrize("kind", ["digits", "texts"])
 def test_ranks_have_the_weights_of_one_process_with_their_batches(
-    programs: Programs, kind: str, accumulated: str
+    programs: RankPrograms, kind: str, accumulated: str
 ) -> None:
     folder = programs.folder / f"{kind}-{accumulated}"
     folder.mkdir()
@@ -45,7 +45,7 @@ def same_bits(weights: dict[str, Any], others: dict[str, Any]) -> bool:
     return all(torch.equal(weights[name], others[name]) for name in weights)
 
 
-def test_the_others_go_on_without_a_rank_and_it_comes_back(programs: Programs) -> None:
+def test_the_others_go_on_without_a_rank_and_it_comes_back(programs: RankPrograms) -> None:
     losses: list[float] = []
     for kills in ("undisturbed", "killed"):
         folder = programs.folder / f"trainer-{kills}"
@@ -87,7 +87,7 @@ def check_rows(step: int, taken: list[list[int]], kills: str) -> None:
 
 @pytest.mark.parametrize("program", ["refuses", "imports_late", "resumes"])
 def test_what_can_t_be_elastic_is_refused_and_checkpoints_are_compared(
-    programs: Programs, program: str
+    programs: RankPrograms, program: str
 ) -> None:
     folder = programs.folder / f"trainer-{program}"
     folder.mkdir()

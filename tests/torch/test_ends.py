@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.torch.conftest import Programs
+from tests.torch.conftest import RankPrograms
 
 pytestmark = [pytest.mark.slow, pytest.mark.measured]  # its programs import torch for seconds
 
@@ -28,5 +28,5 @@ def test_a_program_ends_well_while_an_op_is_under_way(program: str) -> None:
 @pytest.mark.parametrize(
     "program", ["callbacks_end_before_the_group", "a_worker_is_killed_in_a_call"]
 )
-def test_what_ends_in_the_middle_ends_alone(programs: Programs, program: str) -> None:
+def test_what_ends_in_the_middle_ends_alone(programs: RankPrograms, program: str) -> None:
     assert programs.run("tests.torch.ends", program, PMESH_JOB=program) == [0, 0, 0]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.torch.conftest import Programs
+from tests.torch.conftest import RankPrograms
 
 if find_spec("accelerate") is None and not os.environ.get("CI"):
     pytest.skip("needs: pip install --group hugging-face", allow_module_level=True)
@@ -18,7 +18,7 @@ if find_spec("accelerate") is None and not os.environ.get("CI"):
 pytestmark = [pytest.mark.slow, pytest.mark.measured]
 
 
-def found_by(programs: Programs, program: str, backend: str) -> list[dict[str, Any]]:
+def found_by(programs: RankPrograms, program: str, backend: str) -> list[dict[str, Any]]:
     folder = programs.folder / f"{program}-{backend}"
     folder.mkdir()
     codes = programs.run("tests.torch.hugging_face", program, str(folder), backend)
@@ -27,18 +27,18 @@ def found_by(programs: Programs, program: str, backend: str) -> list[dict[str, A
 
 
 @pytest.fixture(scope="module")
-def loop_over_gloo(programs: Programs) -> list[dict[str, Any]]:
+def loop_over_gloo(programs: RankPrograms) -> list[dict[str, Any]]:
     return found_by(programs, "loop", "gloo")
 
 
 @pytest.mark.parametrize("program", ["loop", "on_mps"])
 def test_a_loop_over_accelerate_is_that_of_gloo(
-    programs: Programs, program: str, loop_over_gloo: list[dict[str, Any]]
+    programs: RankPrograms, program: str, loop_over_gloo: list[dict[str, Any]]
 ) -> None:
     check_equal(found_by(programs, program, "pmesh"), loop_over_gloo)
 
 
-def test_the_trainer_of_transformers_is_that_of_gloo(programs: Programs) -> None:
+def test_the_trainer_of_transformers_is_that_of_gloo(programs: RankPrograms) -> None:
     ours, theirs = (found_by(programs, "trainer", backend) for backend in ("pmesh", "gloo"))
     check_equal(ours, theirs)
 
@@ -52,7 +52,7 @@ def check_equal(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> Non
 
 
 @pytest.mark.parametrize("program", ["untried", "sharded", "of_other_checkpoints"])
-def test_what_accelerate_can_t_do_is_refused(programs: Programs, program: str) -> None:
+def test_what_accelerate_can_t_do_is_refused(programs: RankPrograms, program: str) -> None:
     folder = programs.folder / program
     folder.mkdir()
     assert programs.run("tests.torch.hugging_face", program, str(folder)) == [0, 0, 0]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pmesh.torch.lightning import callbacks
-from tests.torch.conftest import Programs
+from tests.torch.conftest import RankPrograms
 
 if find_spec("lightning") is None and not os.environ.get("CI"):
     pytest.skip("needs: pip install --group lightning", allow_module_level=True)
@@ -23,7 +23,7 @@ WAYS = "launched", "by_hand", "answered"
 """The three ways to pmesh: `pmesh run` of a script for pmesh; by hand; of a script for gloo."""
 
 
-def found_by(programs: Programs, program: str, way: str) -> list[dict[str, Any]]:
+def found_by(programs: RankPrograms, program: str, way: str) -> list[dict[str, Any]]:
     folder = programs.folder / f"lightning-{program}-{way}"
     folder.mkdir()
     assert programs.run(MODULE, program, str(folder), way) == [0, 0, 0]
@@ -32,14 +32,14 @@ def found_by(programs: Programs, program: str, way: str) -> list[dict[str, Any]]
 
 @pytest.fixture(scope="module", params=["trainer", "fabric"])
 def over_gloo(
-    programs: Programs, request: pytest.FixtureRequest
+    programs: RankPrograms, request: pytest.FixtureRequest
 ) -> tuple[str, list[dict[str, Any]]]:
     return request.param, found_by(programs, request.param, "gloo")
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_trainer_and_fabric_have_the_numbers_of_gloo(
-    programs: Programs, over_gloo: tuple[str, list[dict[str, Any]]], way: str
+    programs: RankPrograms, over_gloo: tuple[str, list[dict[str, Any]]], way: str
 ) -> None:
     program, theirs = over_gloo
     ours = found_by(programs, program, way)
@@ -56,7 +56,7 @@ def test_trainer_and_fabric_have_the_numbers_of_gloo(
     "program", ["refusals", "alone", "beside_gloo", "of_other_checkpoints", "on_mps"]
 )
 def test_what_lightning_would_do_otherwise_is_refused_or_done(
-    programs: Programs, program: str
+    programs: RankPrograms, program: str
 ) -> None:
     folder = programs.folder / f"lightning-{program}"
     folder.mkdir()

@@ -21,7 +21,7 @@ from pmesh.testing import SimulatedMesh
 from pmesh.torch.process_group import ProcessGroup
 from pmesh.torch.ranks import WORLDS, BackwardLine, Elastic
 from pmesh.torch.sampler import DistributedBatchSampler
-from tests.torch.conftest import Programs
+from tests.torch.conftest import RankPrograms
 from tests.torch.dealing import alone
 from tests.torch.groups import group_of, reducing, run
 from tests.worlds.faults import Faults
@@ -212,7 +212,7 @@ def test_what_the_ranks_cannot_do_is_an_error_on_all_of_them(
 @pytest.mark.slow
 @pytest.mark.parametrize("library", ["accelerate", "lightning"])
 def test_a_library_that_would_deal_the_batches_out_once_more_is_refused(
-    programs: Programs, library: str
+    programs: RankPrograms, library: str
 ) -> None:
     pytest.importorskip(library)
     folder = programs.folder / f"dealing-{library}-twice"
@@ -236,7 +236,7 @@ def test_an_elastic_job_has_a_mesh_for_that(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @dataclass
-class Counted:
+class BesideCounter:
     """Counts the ops that a group calls, and those that end."""
 
     called: int = 0
@@ -250,13 +250,13 @@ class Counted:
 
 
 def test_the_ops_of_elastic_ddp_run_beside_what_the_rank_computes(faults: Faults) -> None:
-    def program(mesh: Mesh) -> Counted:
-        counted = Counted()
+    def program(mesh: Mesh) -> BesideCounter:
+        counted = BesideCounter()
         faults.instead(mesh._place, "begin_beside", counted.begin_beside)
         faults.instead(mesh._place, "end_beside", counted.end_beside)
         line, gate = BackwardLine(mesh), Event()
         done = [line.submit(gate.wait), line.submit(lambda: 1 / 0)]
-        assert counted == Counted(2, 0)
+        assert counted == BesideCounter(2, 0)
         gate.set()
         assert done[0].result()
         with pytest.raises(ZeroDivisionError):
@@ -264,7 +264,7 @@ def test_the_ops_of_elastic_ddp_run_beside_what_the_rank_computes(faults: Faults
         line.end()
         return counted
 
-    assert SimulatedMesh(1).run(program) == [Counted(2, 2)]
+    assert SimulatedMesh(1).run(program) == [BesideCounter(2, 2)]
 
 
 def test_what_a_rank_computes_beside_its_ops_is_its_own_time() -> None:
@@ -287,8 +287,8 @@ def test_what_a_rank_computes_beside_its_ops_is_its_own_time() -> None:
 
 
 def test_a_group_times_each_op_whoever_runs_it_and_however_it_ends(faults: Faults) -> None:
-    def program(mesh: Mesh) -> Counted:
-        counted, place = Counted(), mesh._place
+    def program(mesh: Mesh) -> BesideCounter:
+        counted, place = BesideCounter(), mesh._place
         faults.instead(place, "begin_beside", counted.begin_beside)
         faults.instead(place, "end_beside", counted.end_beside)
         group = group_of(mesh)
@@ -298,7 +298,7 @@ def test_a_group_times_each_op_whoever_runs_it_and_however_it_ends(faults: Fault
             group.allreduce([torch.ones(3 + mesh.rank)]).wait()
         return counted
 
-    assert SimulatedMesh(2).run(program) == [Counted(3, 3)] * 2
+    assert SimulatedMesh(2).run(program) == [BesideCounter(3, 3)] * 2
 
 
 @pytest.fixture(scope="module")
@@ -323,7 +323,10 @@ def weights_of_one_process() -> dict[str, torch.Tensor]:
     ],
 )
 def test_the_weights_are_those_of_one_process_with_the_same_batches(
-    programs: Programs, weights_of_one_process: dict[str, torch.Tensor], library: str, shares: str
+    programs: RankPrograms,
+    weights_of_one_process: dict[str, torch.Tensor],
+    library: str,
+    shares: str,
 ) -> None:
     folder = programs.folder / f"dealing-{library}-{shares}"
     folder.mkdir()

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 import pmesh.torch
-from tests.torch.conftest import Programs
+from tests.torch.conftest import RankPrograms
 from tests.worlds.faults import Faults
 
 pytestmark = [pytest.mark.slow, pytest.mark.measured]
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.measured]
         *("by_a_launch", "partly_by_a_launch", "for_other_backends"),
     ],
 )
-def test_ranks_come_from_the_mesh(programs: Programs, program: str) -> None:
+def test_ranks_come_from_the_mesh(programs: RankPrograms, program: str) -> None:
     assert programs.run("tests.torch.starts", program, PMESH_JOB=program) == [0, 0, 0]
 
 
@@ -31,7 +31,7 @@ def test_ranks_come_from_the_mesh(programs: Programs, program: str) -> None:
         *("of_other_sizes", "without_an_agent"),
     ],
 )
-def test_ranks_that_are_given_stay(programs: Programs, program: str) -> None:
+def test_ranks_that_are_given_stay(programs: RankPrograms, program: str) -> None:
     folder = programs.folder / program
     folder.mkdir()
     assert programs.run("tests.torch.starts", program, str(folder)) == [0, 0, 0]

@@ -67,7 +67,7 @@ def _net() -> torch.nn.Module:
     return torch.nn.Sequential(first, *layers)
 
 
-class Digits(lightning.LightningModule):
+class ValidatedDigits(lightning.LightningModule):
     def __init__(self, rate: float) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -97,8 +97,8 @@ class Digits(lightning.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
-def module() -> Digits:
-    return Digits(rate=1e-2)
+def module() -> ValidatedDigits:
+    return ValidatedDigits(rate=1e-2)
 
 
 def settings(folder: str) -> dict[str, Any]:

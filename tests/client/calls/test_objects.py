@@ -45,13 +45,13 @@ def test_objects_arrive_as_they_are(agent: WatchedAgent, obj: object) -> None:
 
 
 @dataclasses.dataclass
-class Point:
+class Coordinate:
     x: int
 
 
 def test_what_messagepack_has_no_word_for_arrives_as_what_is_nearest(agent: WatchedAgent) -> None:
     with pmesh.connect("job", home=agent.home) as mesh:
-        assert mesh.all_gather_object([(1, 2), {3}, Point(4), bytearray(b"5")]) == [
+        assert mesh.all_gather_object([(1, 2), {3}, Coordinate(4), bytearray(b"5")]) == [
             [[1, 2], [3], {"x": 4}, b"5"]
         ]
 

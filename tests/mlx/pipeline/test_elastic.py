@@ -26,7 +26,7 @@ BY = {3: [2, 2, 2], 5: [2, 1, 1, 1, 1]}
 Weights = dict[str, bytes]
 
 
-class Layer(nn.Module):  # type: ignore[misc] # MLX's modules have no types
+class HeedingLayer(nn.Module):  # type: ignore[misc] # MLX's modules have no types
     """Calls `heed` in each forward pass."""
 
     def __init__(self, heed: Callable[[], None]) -> None:
@@ -49,7 +49,7 @@ def loss_of(output: mx.array, y: mx.array) -> mx.array:
     return mx.square(output - y).mean()
 
 
-class Trial:
+class LossTrial:
     """Trains in stages; when a moment comes for the n-th time, ranks are lost and replaced."""
 
     def __init__(
@@ -90,7 +90,7 @@ class Trial:
     def train(self, mesh: pmesh.Mesh) -> tuple[int, list[tuple[int, float]], Weights]:
         mx.random.seed(1)
         layers = [
-            nn.Sequential(Layer(partial(self.comes, f"layer {i}")), nn.Tanh())
+            nn.Sequential(HeedingLayer(partial(self.comes, f"layer {i}")), nn.Tanh())
             for i in range(LAYERS)
         ]
         optimizer = optimizers.Adam(0.01)
@@ -117,7 +117,7 @@ class Trial:
 
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[int, Any]:
-    return Trial().run()
+    return LossTrial().run()
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def undisturbed() -> dict[int, Any]:
 def test_a_rank_that_is_lost_and_comes_back_leaves_the_weights_as_they_were(
     undisturbed: dict[int, Any], moment: str, nth: int, victims: tuple[int, ...]
 ) -> None:
-    trial = Trial(moment, victims, nth)
+    trial = LossTrial(moment, victims, nth)
     found = trial.run()
     assert found.keys() == undisturbed.keys()
     assert trial.others
@@ -144,7 +144,7 @@ def test_a_rank_that_is_lost_and_comes_back_leaves_the_weights_as_they_were(
         assert dict(expected).items() >= dict(values).items()
 
 
-class CutOff(Trial):
+class CutOff(LossTrial):
     """Breaks the connections of a rank with its agent, as the agent's death does."""
 
     def strike(self, victim: int) -> None:
@@ -237,7 +237,7 @@ def test_a_rank_whose_stage_another_one_has_got_meanwhile_ends_and_the_others_go
     assert (number, weights) == (1, undisturbed[1][1])
 
 
-class ForGood(Trial):
+class LostForGood(LossTrial):
     """Nobody comes in place of a lost rank: the others go on with a stage less."""
 
     def __init__(
@@ -287,7 +287,7 @@ def _weights_of(found: dict[int, Any]) -> list[bytes]:
 def test_the_layers_are_dealt_anew_when_a_rank_is_lost_for_good(
     undisturbed: dict[int, Any], moment: str, nth: int, victim: int
 ) -> None:
-    trial = ForGood(moment, victim, nth)
+    trial = LostForGood(moment, victim, nth)
     check_same(trial.run(), undisturbed, 2)
     assert trial.counts == [3, 3]
 
@@ -297,7 +297,7 @@ def test_without_by_the_layers_are_dealt_anew_by_measured_speed(
 ) -> None:
     number = count()  # each measurement finds four times the speed of the one before
     monkeypatch.setattr("pmesh.mlx.pipeline.stages._speed", lambda: 4.0 ** next(number))
-    trial = ForGood("step of 0", 1, 3, by=None)
+    trial = LostForGood("step of 0", 1, 3, by=None)
     check_same(trial.run(), undisturbed, 2)
     assert sorted(trial.counts) == [1, 5]
 
@@ -306,21 +306,21 @@ def test_layers_that_do_not_fit_as_they_would_be_dealt_go_to_the_rank_beside(
     undisturbed: dict[int, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pmesh.mlx.pipeline.stages._memory", lambda: -(2**20))
-    trial = ForGood("step of 0", 1, 3)
+    trial = LostForGood("step of 0", 1, 3)
     check_same(trial.run(), undisturbed, 2)
     assert trial.counts == [2, 4]
 
 
 def test_ranks_may_be_lost_for_good_one_after_the_other(undisturbed: dict[int, Any]) -> None:
     # The first step that rank 2 ends then may be one before the loss.
-    trial = ForGood("step of 0", 1, 2, then=("step of 2", 3, 0))
+    trial = LostForGood("step of 0", 1, 2, then=("step of 2", 3, 0))
     check_same(trial.run(), undisturbed, 1)
 
 
 def test_a_rank_may_be_lost_for_good_before_any_has_its_stage(
     undisturbed: dict[int, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trial = ForGood("agreed", 1, 1)
+    trial = LostForGood("agreed", 1, 1)
 
     def agree_and_lose(*given: Any) -> Agreement:  # noqa: ANN401 - as they are
         trial.comes("agreed")
@@ -334,7 +334,7 @@ def test_a_layer_that_was_given_away_before_the_first_copy_is_as_it_was_made(
     undisturbed: dict[int, Any],
 ) -> None:
     """Rank 1 gives layer 3 to rank 2, which is lost: it takes that from its own model again."""
-    trial = ForGood("step of 1", 0, 1, then=("batch of 1", 2, 2))
+    trial = LostForGood("step of 1", 0, 1, then=("batch of 1", 2, 2))
     check_same(trial.run(), undisturbed, 1)
 
 
@@ -342,7 +342,7 @@ def test_a_layer_that_was_given_away_before_the_first_copy_is_as_it_was_made(
 def test_a_further_rank_may_be_lost_for_good_while_layers_are_dealt_anew(
     undisturbed: dict[int, Any], monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    trial = ForGood("step of 0", 1, 3, then=(moment, 1, 3), ranks=5)
+    trial = LostForGood("step of 0", 1, 3, then=(moment, 1, 3), ranks=5)
 
     def deal(*given: Any, **options: Any) -> tuple[int, ...]:  # noqa: ANN401 - as they are
         trial.comes("deal")
@@ -375,10 +375,10 @@ def _is_bias(path: str, _: mx.array) -> bool:
 
 def test_a_stage_that_is_lost_with_its_copy_ends_the_training_with_its_name() -> None:
     with pytest.raises(pmesh.errors.RosterChanged, match=r"stage \d of the pipeline is lost, as"):
-        Trial("step of 0", (1, 2), 3).run()
+        LossTrial("step of 0", (1, 2), 3).run()
 
 
-def gives_up(trial: Trial) -> str:
+def gives_up(trial: LossTrial) -> str:
     """What the ranks say that wait in vain; the last of them may have lost the others by then."""
     with pytest.raises((pmesh.errors.NotEnoughRanks, ExceptionGroup)) as caught:
         trial.run()
@@ -390,7 +390,7 @@ def gives_up(trial: Trial) -> str:
 
 
 def test_ranks_do_not_wait_for_ever() -> None:
-    class Alone(Trial):
+    class Alone(LossTrial):
         def _replace(self) -> Any:  # noqa: ANN401
             return None
 
@@ -398,7 +398,7 @@ def test_ranks_do_not_wait_for_ever() -> None:
 
 
 def test_a_rank_with_another_model_is_refused_in_place_of_a_lost_one() -> None:
-    class Wider(Trial):
+    class Wider(LossTrial):
         def _replace(self) -> Any:  # noqa: ANN401
             with self.simulated.connect() as mesh:
                 layers = [nn.Linear(WIDTH + 1, WIDTH + 1) for _ in range(LAYERS)]

@@ -20,7 +20,7 @@ WIDTH, HEADS, LENGTH, ROWS, STEPS, LAYERS = 16, 2, 12, 10, 6, 8
 Weights = dict[str, np.ndarray[Any, Any]]
 
 
-class Layer(nn.Module):  # type: ignore[misc] # MLX's modules have no types
+class CausalLayer(nn.Module):  # type: ignore[misc] # MLX's modules have no types
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, norm_first=True)
@@ -35,7 +35,7 @@ def make_blocks() -> list[Any]:
     """A language model of bytes; its head is its embedding."""
     mx.random.seed(3)
     embedding, norm = nn.Embedding(128, WIDTH), nn.LayerNorm(WIDTH)
-    layers = [Layer() for _ in range(LAYERS - 2)]
+    layers = [CausalLayer() for _ in range(LAYERS - 2)]
     return [embedding, *layers, Block((norm, embedding), lambda x: embedding.as_linear(norm(x)))]
 
 

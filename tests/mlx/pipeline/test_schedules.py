@@ -40,7 +40,7 @@ FAMILIES: dict[str, Callable[[int, int], Schedule]] = {
 }
 
 
-class Ranks:
+class RanksOnSchedule:
     """Ranks that run a schedule as `Pipeline` does, with the rules of `send` and `recv`.
 
     A send is done once its receiver has asked for the message. A rank goes on before that, unless
@@ -131,16 +131,18 @@ def test_each_channel_has_its_messages_in_the_order_in_which_they_are_received(n
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_size_deadlocks_with_sends_and_receives_as_they_are(name: str) -> None:
     for ranks, micro_batches in SIZES:
-        Ranks(FAMILIES[name](ranks, micro_batches), most_sending=MOST_SENDING, ahead=AHEAD).run()
+        RanksOnSchedule(
+            FAMILIES[name](ranks, micro_batches), most_sending=MOST_SENDING, ahead=AHEAD
+        ).run()
 
 
 def test_the_simulated_ranks_deadlock_when_every_send_waits_for_its_receiver() -> None:
     """So `MOST_SENDING` matters: two ranks that both send first wait for each other."""
     with pytest.raises(AssertionError, match="a deadlock before"):
-        Ranks(one_f_one_b(4, 8), most_sending=1, ahead=0).run()
+        RanksOnSchedule(one_f_one_b(4, 8), most_sending=1, ahead=0).run()
     wrong = ((Action("F", 0, 0), Action("B", 0, 0)), (Action("B", 1, 0), Action("F", 1, 0)))
     with pytest.raises(AssertionError, match=r"\['B0.0', 'B1.0'\]"):
-        Ranks(wrong, most_sending=MOST_SENDING, ahead=AHEAD).run()
+        RanksOnSchedule(wrong, most_sending=MOST_SENDING, ahead=AHEAD).run()
     with pytest.raises(ValueError, match=r"wait for each other: B0\.0, B1\.0"):
         ends(wrong, lambda _: 1.0)
 
@@ -182,7 +184,7 @@ def as_torch_runs(name: str, ranks: int, micro_batches: int, rank: int) -> list[
     module = torch_schedules()
     kind: Any = getattr(module, {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}[name])
 
-    class Watched(kind):  # type: ignore[misc] # torch may be missing
+    class BareSchedule(kind):  # type: ignore[misc] # torch may be missing
         def __init__(self) -> None:
             self._stage, self._num_stages, self._n_microbatches = stage, ranks, micro_batches
             self._has_backward, self.scale_grads = True, True
@@ -194,7 +196,7 @@ def as_torch_runs(name: str, ranks: int, micro_batches: int, rank: int) -> list[
         def _check_inputs(self, *_: object) -> tuple[list[None], list[None]]:
             return [None] * micro_batches, [None] * micro_batches
 
-    Watched()._step_microbatches()  # noqa: SLF001 - torch prints another order
+    BareSchedule()._step_microbatches()  # noqa: SLF001 - torch prints another order
     return ran
 
 
