@@ -56,7 +56,7 @@ class TorchLayer(torch.nn.Module):
         return x * self.weight
 
 
-class Layer(nn.Module):  # type: ignore[misc] # MLX's modules have no types
+class SleepingLayer(nn.Module):  # type: ignore[misc] # MLX's modules have no types
     """The same in MLX."""
 
     def __init__(self, weight: np.ndarray[Any, Any], sleeps_s: float) -> None:
@@ -139,7 +139,7 @@ def _pipeline(
     send_as: SendAs | None = None,
 ) -> Pipeline:
     each = [LAYERS // RANKS] * RANKS
-    stage = split_layers([Layer(weight, sleeps_s) for weight in weights], mesh, by=each)
+    stage = split_layers([SleepingLayer(weight, sleeps_s) for weight in weights], mesh, by=each)
     return Pipeline(
         stage,
         mesh,

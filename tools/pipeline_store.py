@@ -26,7 +26,7 @@ from tools.pipeline_speed import (
     ONE_THREAD,
     ROWS,
     WIDTH,
-    Layer,
+    SleepingLayer,
     result_of,
     slow_mesh,
 )
@@ -68,7 +68,7 @@ def work(rounds: int, sleeps_s: float) -> None:
     x = random.normal(size=(ROWS * MICRO_BATCHES, WIDTH)).astype(np.float32)
     batch = mx.array(x), mx.array(np.sin(x))
     with pmesh.connect(job="pipeline-store", wait_for=RANKS) as mesh:
-        layers = [Layer(np.ones(WIDTH, np.float32), sleeps_s) for _ in range(LAYERS)]
+        layers = [SleepingLayer(np.ones(WIDTH, np.float32), sleeps_s) for _ in range(LAYERS)]
         keeping: Any = Keeping(mesh)
         stage = split_layers(layers, mesh, by=[LAYERS // RANKS] * RANKS)
         direct, kept = (

@@ -76,7 +76,7 @@ def train_elastic(*, steps: int) -> None:
     mesh.close()
 
 
-class Digits(nn.Module):
+class NetWithLoss(nn.Module):
     """The net as Transformers' Trainer wants it."""
 
     def __init__(self) -> None:
@@ -91,13 +91,13 @@ def train_by_trainer(*, steps: int) -> None:
     """The same by Transformers' Trainer, with two batches for each step, and clipping."""
     from transformers import TrainerCallback, TrainingArguments
 
-    class Watched(pmesh.torch.ElasticTrainer):
+    class WaitsForAll(pmesh.torch.ElasticTrainer):
         def _sync(self) -> None:
             super()._sync()
             while mesh.size < RANKS and self.state.global_step >= steps:
                 super()._sync()  # one that was killed late comes back, too
 
-    class Tells(TrainerCallback):
+    class StepReporter(TrainerCallback):
         def on_step_end(self, *given: Any, **_: object) -> None:
             step = given[1].global_step
             tell(step=step, size=mesh.size, rank=mesh.rank, digest=digest_of(model))
@@ -105,7 +105,7 @@ def train_by_trainer(*, steps: int) -> None:
     images, labels = digits()
     mesh = pmesh.torch.init(elastic=True)
     torch.manual_seed(1)
-    model = Digits()
+    model = NetWithLoss()
     arguments = TrainingArguments(
         os.environ["PMESH_HOME"],
         max_steps=steps,
@@ -120,8 +120,8 @@ def train_by_trainer(*, steps: int) -> None:
     optimizer = torch.optim.Adam(model.parameters(), RATE, weight_decay=1e-2)
     rows = [{"pixels": x, "labels": y} for x, y in zip(images, labels, strict=True)]
     optimizers = optimizer, None  # the Trainer makes the schedule
-    training = Watched(
-        model, arguments, train_dataset=rows, callbacks=[Tells()], optimizers=optimizers
+    training = WaitsForAll(
+        model, arguments, train_dataset=rows, callbacks=[StepReporter()], optimizers=optimizers
     )
     training.train()
     model.eval()

@@ -37,7 +37,7 @@ from pmesh.store.wire import encode as encode_of_a_store
 from simulation.wire import AnyReply, decode_request_untrusted, decode_untrusted
 from tests.worlds.builders import ANNA, BERT, make_roster, make_view, unsigned
 from tools.fuzz.agent import KINDS, accepts, new_liar
-from tools.fuzz.corpus import KeptCase, Recorder, keep, load, recorded
+from tools.fuzz.corpus import KeptCase, MessageRecorder, keep, load, recorded
 from tools.fuzz.doors import GREETED_BY, GUEST_KINDS, KeyGivenError, new_guest
 from tools.fuzz.large import grow
 from tools.fuzz.liar import MANY_TIMES, Seen, mutate
@@ -161,7 +161,7 @@ def test_a_part_that_may_be_of_several_kinds_grows_as_what_it_is() -> None:
 
 
 def test_a_case_is_kept_with_all_that_was_sent(tmp_path: Path) -> None:
-    record = Recorder(tmp_path / "lies", encode)
+    record = MessageRecorder(tmp_path / "lies", encode)
     record(COMMIT)
     record(PEERS)
     messages = recorded(tmp_path / "lies")

@@ -10,7 +10,7 @@ import pytest
 from tests.tools.running import run_tool
 from tools.kills.calling import DONE, ENDED, GIVEN_UP, LOST, RAN
 from tools.kills.calls import judge_calls
-from tools.kills.campaign import Killed, judge_losses, judge_steps
+from tools.kills.campaign import KillTally, judge_losses, judge_steps
 from tools.kills.maps import ITEMS, judge_results
 from tools.kills.stages import Stages
 from tools.kills.workloads import judge_errors
@@ -80,7 +80,7 @@ def test_a_map_with_a_kill_uses_each_result_once(tmp_path: Path) -> None:
 def test_a_result_of_another_item_or_process_is_a_violation(
     results: list[list[int]], violation: str
 ) -> None:
-    tally = Killed()
+    tally = KillTally()
 
     judge_results(tally, 2, results, {1: [0], 2: [1], 3: [1]}, lost=[3])
 
@@ -88,7 +88,7 @@ def test_a_result_of_another_item_or_process_is_a_violation(
 
 
 def test_an_item_that_two_living_processes_ran_is_a_violation() -> None:
-    tally = Killed()
+    tally = KillTally()
 
     judge_results(tally, 1, [[0, 1]], {1: [0], 2: [0]}, lost=[])
 
@@ -104,7 +104,7 @@ def test_an_item_that_two_living_processes_ran_is_a_violation() -> None:
     ],
 )
 def test_another_error_or_a_late_one_is_a_violation(after_s: float, errors: list[str]) -> None:
-    tally = Killed(recovery_s=[after_s])
+    tally = KillTally(recovery_s=[after_s])
 
     judge_errors(tally, "kill 1", "rank 1 ", errors)
 
@@ -119,7 +119,7 @@ def test_another_error_or_a_late_one_is_a_violation(after_s: float, errors: list
     ],
 )
 def test_the_same_error_at_all_that_names_the_lost_rank_is_none(error: str) -> None:
-    tally = Killed(recovery_s=[0.1])
+    tally = KillTally(recovery_s=[0.1])
 
     judge_errors(tally, "kill 1", "rank 1 ", [error] * 2)
 
@@ -127,7 +127,7 @@ def test_the_same_error_at_all_that_names_the_lost_rank_is_none(error: str) -> N
 
 
 def test_other_weights_after_a_step_are_a_violation() -> None:
-    tally = Killed()
+    tally = KillTally()
 
     judge_steps(tally, "training 1", {1: {"a"}, 2: {"a", "b"}})
 
@@ -146,7 +146,7 @@ def test_other_weights_after_a_step_are_a_violation() -> None:
 def test_another_weight_of_a_layer_is_a_violation_whatever_stage_has_it(
     ends: list[tuple[int, list[str]]], violations: int
 ) -> None:
-    tally = Killed()
+    tally = KillTally()
     undisturbed: Any = _ended([(0, ["a", "b"]), (1, ["c", "d"])])
     trained: Any = _ended(ends)
     workload = Stages(steps=1, pause_s=0.0, loads_s=0.0, mesh=LabMesh(0))
@@ -171,7 +171,7 @@ def _ended(ends: list[tuple[int, list[str]]]) -> SimpleNamespace:
 
 @pytest.mark.parametrize("losses", [[2.0, 2.0, 2.001], [2.03] * 3, [float("nan")] * 3, []])
 def test_another_loss_is_a_violation(losses: list[float]) -> None:
-    tally = Killed(losses=[2.0])
+    tally = KillTally(losses=[2.0])
 
     judge_losses(tally, "training 1", losses)
 
@@ -190,7 +190,7 @@ def test_another_loss_is_a_violation(losses: list[float]) -> None:
 def test_calls_that_run_twice_or_are_lost_without_a_loss_are_violations(
     ran: dict[int, list[int]], ended: list[tuple[int, int]], violation: str
 ) -> None:
-    tally, lost = Killed(), {0: {2}}
+    tally, lost = KillTally(), {0: {2}}
     records = {number: np.array([(call,) for call in calls], RAN) for number, calls in ran.items()}
 
     judge_calls(tally, records, np.array(ended, ENDED), lost)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.tools.running import run_tool
-from tools.kills.campaign import Killed
+from tools.kills.campaign import KillTally
 from tools.kills.launched import Ended, judge
 from tools.lab.measured import Results
 from tools.lab.results import read_results
@@ -51,7 +51,7 @@ WHOLE = Ended(steps=9, loss=0.5, net={"w": Weights(1.0)})
 
 
 def test_the_same_weights_everywhere_are_no_violation() -> None:
-    tally = Killed()
+    tally = KillTally()
 
     judge(tally, "training 1", WHOLE, [replace(WHOLE, net={"w": Weights(1.000001)})] * 3)
 
@@ -70,7 +70,7 @@ def test_the_same_weights_everywhere_are_no_violation() -> None:
     ],
 )
 def test_another_end_is_a_violation(ended: list[Ended], says: str) -> None:
-    tally = Killed()
+    tally = KillTally()
 
     judge(tally, "training 1", WHOLE, ended)
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from tools.bench.cases import CONTROL_SHARE, FASTEST, GRADIENT_ARRAYS, ORDINARY, PMESH, Case
 from tools.bench.compressed import PARAMETERS, START_STEP, find_way, shapes_of
 from tools.bench.results import BenchTurn, Order, RankAnswer, Round
-from tools.bench.systems import Ceiling, RankHosts, Running, ceiling_of, place_of, started
+from tools.bench.systems import Ceiling, RankHosts, RunningSystem, ceiling_of, place_of, started
 from tools.lab.commands import LabError
 
 VALUE_BYTES = 4  # float32
@@ -108,7 +108,7 @@ def _take_in_one_place(case: Case, rounds: int, say: Say, *, draw: int = 0) -> I
 class _Taking:
     case: Case
     place: RankHosts
-    running: Mapping[str, Running]
+    running: Mapping[str, RunningSystem]
     ceiling: Ceiling | None
     op_bytes: int
 

@@ -14,7 +14,7 @@ import psutil
 from tools.bench.cases import GROWTH, LAG_P99, PSS, Case
 from tools.bench.measuring import VALUE_BYTES, Taken, turn_of
 from tools.bench.results import BenchTurn, Order
-from tools.bench.systems import Running, place_of, start_pmesh
+from tools.bench.systems import RunningSystem, place_of, start_pmesh
 from tools.lab.units import KIB, MIB, percentile
 
 SAMPLE_S = 0.2
@@ -54,7 +54,7 @@ def soak(case: Case, op_bytes: int, ops: int) -> Taken:
 
 
 def _run(
-    pmesh: Running,
+    pmesh: RunningSystem,
     op_bytes: int,
     ops: int,
     *,
@@ -75,7 +75,7 @@ def _run(
 
 
 def _measure_memory(
-    pmesh: Running, op_bytes: int, ops: int
+    pmesh: RunningSystem, op_bytes: int, ops: int
 ) -> tuple[list[BenchTurn], dict[str, float]]:
     """The most at any time, and the growth from the first tenth of the ops to the last."""
     processes = [
@@ -103,7 +103,7 @@ def _measure_memory(
 
 
 def _measure_lag(
-    pmesh: Running, op_bytes: int, ops: int
+    pmesh: RunningSystem, op_bytes: int, ops: int
 ) -> tuple[list[BenchTurn], dict[str, float]]:
     _run(pmesh, op_bytes, TOGETHER)  # arenas are faulted in
     began = time.clock_gettime(time.CLOCK_MONOTONIC)

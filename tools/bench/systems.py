@@ -204,7 +204,7 @@ def stream_bytes_per_s(seconds: float = STREAM_S) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class RunningSystem:
     """A system with all its processes, ready for orders."""
 
     workers: Sequence[LabProgram]
@@ -230,12 +230,12 @@ class Running:
                 worker.join(within_s=5.0)
 
 
-Start = Callable[[RankHosts, Path, contextlib.ExitStack], Running]
+Start = Callable[[RankHosts, Path, contextlib.ExitStack], RunningSystem]
 
 
 def start_pmesh(
     place: RankHosts, folder: Path, stack: contextlib.ExitStack, *, patch: str = ""
-) -> Running:
+) -> RunningSystem:
     """A trainer for each rank, and their agents; for the arguments see `start_agents`."""
     nodes = start_agents(place, folder, stack, patch=patch)
     environments = [
@@ -243,7 +243,7 @@ def start_pmesh(
         for node in nodes
         for _ in range(place.per_agent)
     ]
-    return Running(_start_workers(place, "pmesh", folder, stack, environments), nodes)
+    return RunningSystem(_start_workers(place, "pmesh", folder, stack, environments), nodes)
 
 
 def start_agents(
@@ -269,9 +269,9 @@ def start_agents(
     return mesh.nodes
 
 
-def start_gloo(place: RankHosts, folder: Path, stack: contextlib.ExitStack) -> Running:
+def start_gloo(place: RankHosts, folder: Path, stack: contextlib.ExitStack) -> RunningSystem:
     """A process for each rank."""
-    return Running(_start_workers(place, "gloo", folder, stack, gloo_settings(place, folder)))
+    return RunningSystem(_start_workers(place, "gloo", folder, stack, gloo_settings(place, folder)))
 
 
 def gloo_settings(place: RankHosts, folder: Path) -> list[dict[str, str]]:
@@ -280,9 +280,9 @@ def gloo_settings(place: RankHosts, folder: Path) -> list[dict[str, str]]:
     return [settings] * place.ranks
 
 
-def start_mlx(place: RankHosts, folder: Path, stack: contextlib.ExitStack) -> Running:
+def start_mlx(place: RankHosts, folder: Path, stack: contextlib.ExitStack) -> RunningSystem:
     """A process for each rank, which find each other by a host file."""
-    return Running(_start_workers(place, "mlx", folder, stack, ring_settings(place, folder)))
+    return RunningSystem(_start_workers(place, "mlx", folder, stack, ring_settings(place, folder)))
 
 
 def ring_settings(place: RankHosts, folder: Path) -> list[dict[str, str]]:
@@ -337,7 +337,9 @@ def _start_workers(
 
 
 @contextlib.contextmanager
-def started(place: RankHosts, names: Sequence[str], folder: Path) -> Iterator[dict[str, Running]]:
+def started(
+    place: RankHosts, names: Sequence[str], folder: Path
+) -> Iterator[dict[str, RunningSystem]]:
     """These systems, one beside the other: only one of them works at a time."""
     with contextlib.ExitStack() as stack:
         running = {name: START[name](place, folder, stack) for name in names}

@@ -362,7 +362,7 @@ signal.signal(signal.SIGUSR2, count)
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldResources:
     descriptors: int
     threads: int
     shared_regions: int
@@ -372,7 +372,9 @@ class Held:
 
 # What may be more after twenty restarts: the slack of a measurement, a twentieth of a real leak. Of
 # four ranks one has two lanes for the ring, and up to four more while ops go across it.
-SLACK = Held(descriptors=2 + 4, threads=2, shared_regions=2, resident_bytes=16 << 20, tasks=2)
+SLACK = HeldResources(
+    descriptors=2 + 4, threads=2, shared_regions=2, resident_bytes=16 << 20, tasks=2
+)
 
 
 def run_restarts(run: CampaignRun) -> Tally:
@@ -431,7 +433,7 @@ def _kill_again_and_again(cluster: LabCluster, tally: Tally, kills: int, run: Ca
     tally.check(ops_of(cluster.nodes), survivors=[node.name for node in survivors])
 
 
-def _held(cluster: LabCluster, part: LabProgram) -> Held:
+def _held(cluster: LabCluster, part: LabProgram) -> HeldResources:
     tasks = 0
     if not isinstance(part, LabTrainer):
         asked = time.monotonic()
@@ -445,7 +447,7 @@ def _held(cluster: LabCluster, part: LabProgram) -> Held:
     process = psutil.Process(part.pid)
     with process.oneshot():
         maps = process.memory_maps(grouped=False)
-        return Held(
+        return HeldResources(
             descriptors=process.num_fds(),
             threads=process.num_threads(),
             shared_regions=sum("memfd" in region.path for region in maps),
@@ -454,10 +456,10 @@ def _held(cluster: LabCluster, part: LabProgram) -> Held:
         )
 
 
-def _compare(tally: Tally, name: str, before: Held, after: Held) -> None:
+def _compare(tally: Tally, name: str, before: HeldResources, after: HeldResources) -> None:
     """Notes the growth, and a violation where it is more than the slack."""
     kind = name.partition(" ")[0]
-    for what in Held.__slots__:
+    for what in HeldResources.__slots__:
         growth = getattr(after, what) - getattr(before, what)
         key = f"most {what.replace('_', ' ')} gained by a surviving {kind}"
         tally.facts[key] = max(tally.facts.get(key, 0.0), float(growth))

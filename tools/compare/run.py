@@ -17,10 +17,10 @@ import numpy as np
 
 from tools.bench.measuring import slowest
 from tools.bench.results import Order, RankAnswer
-from tools.bench.systems import START, RankHosts, Running
+from tools.bench.systems import START, RankHosts, RunningSystem
 from tools.compare import ranks as work
 from tools.compare.judge import judge_call, judge_training, times_of
-from tools.compare.started import Fleet, Ranks, Starter, System, Watch, fleet_settings
+from tools.compare.started import Fleet, Ranks, RankWatch, Starter, System, fleet_settings
 from tools.lab.commands import LabError
 from tools.lab.net import NetLab, loopbacks
 from tools.lab.program import PATIENCE_S, await_that
@@ -37,7 +37,7 @@ DATA = "digits.npz"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class ComparisonSettings:
     """What the rows have in common."""
 
     watch_s: float
@@ -51,7 +51,7 @@ class ComparedRow:
     name: str
     what: str
     ranks: int
-    measure: Callable[[Starter, System, Comparison], str] | None
+    measure: Callable[[Starter, System, ComparisonSettings], str] | None
     """What one system does, in words; None: all have turns in one run."""
     in_lab: bool = False
 
@@ -79,7 +79,7 @@ def save_digits(path: Path) -> None:
     np.savez(path, x=(x / 16).astype(np.float32), y=y.astype(np.int64))
 
 
-def kill(starter: Starter, system: System, comparison: Comparison) -> str:
+def kill(starter: Starter, system: System, comparison: ComparisonSettings) -> str:
     ranks = _train(starter, system)
     at = time.monotonic()
     ranks.send(VICTIM, signal.SIGKILL)
@@ -87,7 +87,7 @@ def kill(starter: Starter, system: System, comparison: Comparison) -> str:
 
 
 def silence(
-    starter: Starter, system: System, comparison: Comparison, *, to_all: bool = False
+    starter: Starter, system: System, comparison: ComparisonSettings, *, to_all: bool = False
 ) -> str:
     ranks = _train(starter, system)
     at = time.monotonic()
@@ -96,13 +96,13 @@ def silence(
     resumed = time.monotonic()
     ranks.send(VICTIM, signal.SIGCONT, to_all=to_all)
     others = _what_others_do(ranks, starter.place.ranks, at, comparison.watch_s, resumed)
-    error = Watch(ranks).training(VICTIM).error
+    error = RankWatch(ranks).training(VICTIM).error
     last = max(line["at"] for line in ranks.lines() if line["rank"] == VICTIM)
     then = f"raises {error}" if error else "takes steps" if last > resumed + 5 else "takes none"
     return f"{others}; the one that was stopped then {then}"
 
 
-def asleep(starter: Starter, system: System, comparison: Comparison) -> str:
+def asleep(starter: Starter, system: System, comparison: ComparisonSettings) -> str:
     return silence(starter, system, comparison, to_all=True)
 
 
@@ -110,7 +110,7 @@ def _what_others_do(
     ranks: Ranks, size: int, at: float, watch_s: float, resumed: float | None = None
 ) -> str:
     others = [rank for rank in range(size) if rank != VICTIM]
-    watch = Watch(ranks)
+    watch = RankWatch(ranks)
 
     def are_settled() -> bool:
         watch.look()
@@ -126,13 +126,13 @@ def _what_others_do(
     return judge_training(records, at=at, until=time.monotonic(), resumed=resumed)
 
 
-def mismatch(starter: Starter, system: System, comparison: Comparison) -> str:
+def mismatch(starter: Starter, system: System, comparison: ComparisonSettings) -> str:
     """Rank 1 brings 1,200 values to an all-reduce, the others 1,000."""
     counts = [1200 if rank == VICTIM else 1000 for rank in range(starter.place.ranks)]
     return _call_once(starter, system, counts, comparison.watch_s)
 
 
-def stranger(starter: Starter, system: System, comparison: Comparison) -> str:
+def stranger(starter: Starter, system: System, comparison: ComparisonSettings) -> str:
     """Rank 1 has no key; where there is none to have, it has what all have."""
     counts = [1000] * starter.place.ranks
     return _call_once(starter, system, counts, comparison.watch_s, strange=VICTIM)
@@ -153,7 +153,7 @@ def _call_once(
         fleet=fleet,
         strange=strange,
     )
-    watch = Watch(ranks)
+    watch = RankWatch(ranks)
 
     def are_settled() -> bool:
         watch.look()
@@ -167,7 +167,7 @@ def _call_once(
     return judge_call({rank: watch.call(rank, since=began) for rank in range(len(counts))})
 
 
-def wire(starter: Starter, system: System, comparison: Comparison) -> str:
+def wire(starter: Starter, system: System, comparison: ComparisonSettings) -> str:
     """Bytes at the interface of each rank for each gradient of 4 MiB."""
     if system == "macfleet":
         ways = ("none", "light", "moderate", "aggressive")
@@ -184,7 +184,7 @@ def wire(starter: Starter, system: System, comparison: Comparison) -> str:
     return ", ".join(f"{way} {bytes_ / MIB:.2f} MiB" for way, bytes_ in sent.items())
 
 
-def _wire_of_macfleet(starter: Starter, way: str, comparison: Comparison) -> float:
+def _wire_of_macfleet(starter: Starter, way: str, comparison: ComparisonSettings) -> float:
     side, size = work.SIDE, starter.place.ranks
     fleet: Fleet = {"inputs": side, "outputs": side, "compression": way, "pause_s": 0.0}
     ranks = starter.start("macfleet", work.count_bytes, job="train", fleet=fleet | {"epochs": 3})
@@ -236,7 +236,7 @@ def run(
     """
     chosen = _systems(systems, macfleet_python)
     print(f"{describe_commit()}; {describe_machine()}; {versions(macfleet_python)}", flush=True)
-    comparison = Comparison(watch_s=watch_s, rounds=rounds, macfleet_python=macfleet_python)
+    comparison = ComparisonSettings(watch_s=watch_s, rounds=rounds, macfleet_python=macfleet_python)
     if unknown := {*rows} - {row.name for row in ROWS}:
         raise ValueError(f"no row is called {min(unknown)}; 'python -m tools list' shows them")
     for row in [row for row in ROWS if row.name in rows or not rows]:
@@ -306,7 +306,9 @@ def _starter(
         )
 
 
-def _turns(row: ComparedRow, systems: Sequence[System], comparison: Comparison, mib: int) -> str:
+def _turns(
+    row: ComparedRow, systems: Sequence[System], comparison: ComparisonSettings, mib: int
+) -> str:
     """A table of the systems' times, each in its turn, round after round."""
     rounds = list[dict[str, float]]()
     with _starter(row, comparison.macfleet_python, None, "") as starter:
@@ -324,7 +326,7 @@ def _turns(row: ComparedRow, systems: Sequence[System], comparison: Comparison, 
     return table(f"{mib} MiB | median | of {systems[0]}'s time, median of the rounds", rows)
 
 
-def _take(system: Running, order: Order) -> float:
+def _take(system: RunningSystem, order: Order) -> float:
     """The median call, each as long as at its slowest rank; raises LabError for a wrong sum."""
     answers: tuple[RankAnswer, ...] = system.carry_out(order)
     if any(answer.wrong for answer in answers):
@@ -332,7 +334,7 @@ def _take(system: Running, order: Order) -> float:
     return float(np.median(slowest(answers)))
 
 
-def _running(starter: Starter, systems: Sequence[System]) -> Iterator[tuple[str, Running]]:
+def _running(starter: Starter, systems: Sequence[System]) -> Iterator[tuple[str, RunningSystem]]:
     for system in systems:
         if system != "macfleet":
             yield system, START[system](starter.place, starter.folder, starter.stack)
@@ -347,4 +349,4 @@ def _running(starter: Starter, systems: Sequence[System]) -> Iterator[tuple[str,
             ]
             for rank in ranks:
                 rank.hear()
-            yield name, Running(ranks)
+            yield name, RunningSystem(ranks)

@@ -54,7 +54,7 @@ class Ranks:
         return {line["rank"]: line["step"] for line in self.lines() if "step" in line}
 
 
-class Watch:
+class RankWatch:
     """What became of ranks, as one looks again and again."""
 
     def __init__(self, ranks: Ranks) -> None:

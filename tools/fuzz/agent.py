@@ -39,7 +39,7 @@ from pmesh.launches.wire.messages import (
 )
 from simulation.wire import AnyMessage, AnyPathMessage, decode_untrusted, encode_unbounded
 from tools.fuzz.claims import choose_claims
-from tools.fuzz.corpus import Recorder, load
+from tools.fuzz.corpus import MessageRecorder, load
 from tools.fuzz.later_views import LaterViews
 from tools.fuzz.liar import Liar
 from tools.fuzz.store_lies import lie_about_stores, new_store_liar
@@ -53,7 +53,7 @@ LONG_STEP = "a step of the event loop took"
 LONGEST_STEP_S = 0.2  # of processor time, so that other programs have no part in it
 
 
-class Steps(trio.abc.Instrument):
+class LongSteps(trio.abc.Instrument):
     """Tells of steps of the event loop that are too long, and how much of them was a collection."""
 
     def __init__(self) -> None:
@@ -251,14 +251,14 @@ def _be(order: AgentOrder) -> None:
     bans.BANNED_S = bans.LONGEST_BANNED_S = SHORT_BAN_S
     secrets.randbits = lambda k: order.number % 2**k  # the agent's incarnation is drawn so
     tell_bans()
-    trio.run = partial(trio.run, instruments=[Steps()])  # type: ignore[assignment]
+    trio.run = partial(trio.run, instruments=[LongSteps()])  # type: ignore[assignment]
     setattr(links, "encode", _encode_lie)  # noqa: B010 - a lie may be too large
     if order.replay:
         Link.send = _replaying(Link.send, order)  # type: ignore[method-assign, assignment]
     if order.seed >= 0:
         liar, tell, begin = (
             new_liar(order.seed),
-            Recorder(Path(order.log), encode_unbounded),
+            MessageRecorder(Path(order.log), encode_unbounded),
             Path(order.begin),
         )
         Link.send = lying(Link.send, liar, on=lambda _: begin.exists(), tell=tell)  # type: ignore[method-assign, assignment]

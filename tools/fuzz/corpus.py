@@ -21,7 +21,7 @@ class KeptCase(msgspec.Struct, frozen=True, kw_only=True):
     messages: tuple[bytes, ...]
 
 
-class Recorder:
+class MessageRecorder:
     """Writes what is sent into a file, so that it is there however the process ends."""
 
     def __init__(self, file: Path, encode: Callable[[Any], bytes]) -> None:

@@ -56,7 +56,7 @@ from pmesh.net.links.tls import TlsContexts
 from pmesh.store.wire import StorePart
 from simulation.wire import decode_untrusted, encode_unbounded
 from tools.fuzz.agent import ROOM, accepts, new_liar
-from tools.fuzz.corpus import Recorder
+from tools.fuzz.corpus import MessageRecorder
 from tools.fuzz.doors import ask_for_key, greet, knock, new_guest
 from tools.fuzz.large import fill
 from tools.fuzz.liar import Liar
@@ -325,7 +325,7 @@ async def _main(order: OutsiderOrder) -> None:
         liar=new_liar(order.seed),
         guest=new_guest(order.seed),
         actions=order.actions or tuple(ACTIONS),
-        tell=Recorder(File(order.log), encode_unbounded) if order.log else lambda _: None,
+        tell=MessageRecorder(File(order.log), encode_unbounded) if order.log else lambda _: None,
     )
     await attack.run()
 

@@ -47,7 +47,7 @@ from pmesh.p2p.wire import Attach, ReceiveMessage, SendMessage
 from pmesh.store import wire as store
 from pmesh.store.wire import Add, Get, Keys, Set, StoreCall, Wait
 from simulation.wire import AnyRequest, decode_reply_untrusted, decode_request_untrusted
-from tools.fuzz.corpus import KeptCase, Recorder, load
+from tools.fuzz.corpus import KeptCase, MessageRecorder, load
 from tools.fuzz.liar import Liar
 
 REQUESTS = tuple(kind for kind in get_args(AnyRequest) if kind is not StopAgent)  # which is obeyed
@@ -188,7 +188,7 @@ async def _learn(stream: trio.SocketStream, liar: Liar) -> None:
 
 
 async def _main(path: str, seed: str, log: str, replay: str = "") -> None:
-    liar, tell = new_liar(int(seed)), Recorder(Path(log), msgspec.msgpack.encode)
+    liar, tell = new_liar(int(seed)), MessageRecorder(Path(log), msgspec.msgpack.encode)
     if replay:
         await _replay(Path(path), liar, load(Path(replay)), tell)
     await lie_to_agent(Path(path), liar, tell=tell)

@@ -68,7 +68,7 @@ class Journal:
         os.write(self._ended, np.array([(call, outcome)], ENDED).tobytes())
 
 
-class Kept:
+class KeptObject:
     """An object that other ranks hold."""
 
     remote_methods = ("touch",)
@@ -93,7 +93,7 @@ class UnderWay:
     """The object whose method it is."""
 
 
-class Caller:
+class CallsInFlight:
     """One rank's calls: so many under way, and so many objects held, until it lands."""
 
     def __init__(self, mesh: pmesh.Mesh, folder: Path, process: int, in_flight: int) -> None:
@@ -103,7 +103,7 @@ class Caller:
         self._in_flight = in_flight - in_flight // 5
         self._holds = in_flight // 5
         self._dice = random.Random(process)  # noqa: S311 - no secret
-        self._kept = weakref.WeakSet[Kept]()
+        self._kept = weakref.WeakSet[KeptObject]()
         self._objects: list[RemoteObject] = []
         self._calls: list[UnderWay] = []
         self._turn, self._count = 0, 0
@@ -129,9 +129,9 @@ class Caller:
         self._journal.ran(call)
         return x + 1
 
-    def _keep(self, call: int) -> Kept:
+    def _keep(self, call: int) -> KeptObject:
         self._journal.ran(call)
-        kept = Kept(self._pause)
+        kept = KeptObject(self._pause)
         self._kept.add(kept)
         return kept
 
@@ -298,7 +298,7 @@ def call(folder: str, process: int, ranks: int, in_flight: int, rounds: int) -> 
         rounds: How often the job becomes whole.
     """
     with pmesh.connect(JOB, ranks) as mesh:
-        caller = Caller(mesh, Path(folder), process, in_flight)
+        caller = CallsInFlight(mesh, Path(folder), process, in_flight)
         state = {"round": 0}
         before: Sequence[object] = ()
         returns = 0

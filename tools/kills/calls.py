@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tools.kills.calling import DONE, ENDED, LOST, PATIENCE_S, RAN, call, turn_of
-from tools.kills.campaign import Killed
+from tools.kills.campaign import KillTally
 from tools.lab.call import fork_for
 from tools.lab.campaign import CampaignRun
 from tools.lab.commands import LabError
@@ -34,7 +34,7 @@ IMPORTED = ("tools.kills.calling",)
 
 
 @dataclass(slots=True, eq=False)
-class Rank:
+class CallingRank:
     """A process that calls and serves."""
 
     number: int
@@ -58,10 +58,10 @@ class Calling:
     """By the machine; a process without threads, which forks."""
     folder: Path
     rounds: int
-    ranks: list[Rank] = field(default_factory=list[Rank])
+    ranks: list[CallingRank] = field(default_factory=list[CallingRank])
     started: int = 0
 
-    def start(self, node: Node) -> Rank:
+    def start(self, node: Node) -> CallingRank:
         self.started += 1
         order = fork_for(
             call,
@@ -75,7 +75,7 @@ class Calling:
         name = f"rank {self.started} at {node.name}"
         program = LabProgram(name, *self.warm[node.name].start(order))
         self.mesh.programs.append(program)
-        return Rank(self.started, node, program)
+        return CallingRank(self.started, node, program)
 
     def await_landed(self, turn: int) -> list[dict[str, Any]]:
         """What all ranks have told once the job was whole again."""
@@ -105,9 +105,9 @@ class Calling:
         return [rank.number for rank in self.ranks if rank.node is node]
 
 
-def run_calls(run: CampaignRun) -> Killed:
+def run_calls(run: CampaignRun) -> KillTally:
     """Kill so often; each time all is well before the next kill."""
-    dice, tally = run.random(), Killed()
+    dice, tally = run.random(), KillTally()
     with _calling(run) as calling:
         lost: dict[int, set[int]] = {}
         for turn in range(1, run.episodes + 1):
@@ -143,7 +143,7 @@ def _calling(run: CampaignRun) -> Generator[Calling]:
         yield calling
 
 
-def _kill(calling: Calling, dice: Random, tally: Killed) -> list[int]:
+def _kill(calling: Calling, dice: Random, tally: KillTally) -> list[int]:
     tally.kills += 1
     match tally.kills % 10:
         case 2:
@@ -157,7 +157,7 @@ def _kill(calling: Calling, dice: Random, tally: Killed) -> list[int]:
 
 
 def _judge_landing(
-    tally: Killed, where: str, told: Iterable[Mapping[str, Any]], killed_at: float
+    tally: KillTally, where: str, told: Iterable[Mapping[str, Any]], killed_at: float
 ) -> None:
     """No call of the survivors hangs, and nothing is left of any."""
     told = list(told)
@@ -177,7 +177,7 @@ def _judge_landing(
         print(f"  {tally.kills} kills, {len(tally.violations)} violations", flush=True)
 
 
-def _judge_end(tally: Killed, calling: Calling) -> None:
+def _judge_end(tally: KillTally, calling: Calling) -> None:
     """Ranks that have closed their mesh have neither threads nor arenas, and agents no arenas."""
     for rank in calling.ranks:
         code = rank.program.join()
@@ -206,7 +206,7 @@ def read_journals(folder: Path) -> tuple[dict[int, Records], Records]:
 
 
 def judge_calls(
-    tally: Killed, ran: Mapping[int, Records], ended: Records, lost: Mapping[int, set[int]]
+    tally: KillTally, ran: Mapping[int, Records], ended: Records, lost: Mapping[int, set[int]]
 ) -> None:
     """Each call has run at most once, and once if it has a result; only lost ranks lose calls.
 

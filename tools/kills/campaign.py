@@ -25,7 +25,7 @@ VICTIMS: Sequence[Victim] = ("agent", "machine", "rank")
 
 
 @dataclass(slots=True)
-class Killed(Tally):
+class KillTally(Tally):
     """What has been seen in all trainings; `recovery_s` is until the survivors went on."""
 
     kills: int = 0
@@ -79,7 +79,7 @@ class Workload:
     def await_progress(self, survivors: Sequence[LabProgram], began: float) -> float | None:
         """How long after a kill the last of them completed its next step, if it tells of each."""
 
-    def judge(self, training: "KilledTraining", tally: Killed) -> None:
+    def judge(self, training: "KilledTraining", tally: KillTally) -> None:
         """Count what the ranks, which have ended, have told."""
         raise NotImplementedError
 
@@ -108,7 +108,7 @@ class KilledTraining:
     def _take_part(self, rank: LabProgram) -> bool:
         return self._workload.takes_part(rank, self._killed_at)
 
-    def _kill(self, place: int, tally: Killed, random: Random) -> None:
+    def _kill(self, place: int, tally: KillTally, random: Random) -> None:
         """Kill what is there, or a part of it, and start that again."""
         victims, node = self._workload.victims, self._mesh.nodes[place]
         victim = victims[tally.kills % len(victims)]
@@ -128,7 +128,7 @@ class KilledTraining:
             self.ranks[place] = self._workload.start(node, self.job)
             self.everyone.append(self.ranks[place])
 
-    def kill_some(self, tally: Killed, kills: int, random: Random) -> None:
+    def kill_some(self, tally: KillTally, kills: int, random: Random) -> None:
         """Kill one after the other; each comes back before the next is killed."""
         workload = self._workload
         while tally.kills < kills and self.step < KILLED_UNTIL * workload.steps:
@@ -148,9 +148,9 @@ class KilledTraining:
             tally.back_s.append(time.monotonic() - began)
 
 
-def run_kills(workload: Workload, mesh: LabMesh, kills: int, seed: int) -> Killed:
+def run_kills(workload: Workload, mesh: LabMesh, kills: int, seed: int) -> KillTally:
     """Train without a kill, then again and again until so many kills are done."""
-    random, tally = Random(seed), Killed()  # noqa: S311 - no secret
+    random, tally = Random(seed), KillTally()  # noqa: S311 - no secret
     number = 0
     while tally.kills < kills or not number:
         training = KilledTraining(workload, mesh, number)
@@ -174,7 +174,7 @@ def run_kills(workload: Workload, mesh: LabMesh, kills: int, seed: int) -> Kille
     return tally.sum_up()
 
 
-def judge_losses(tally: Killed, where: str, losses: Sequence[float]) -> None:
+def judge_losses(tally: KillTally, where: str, losses: Sequence[float]) -> None:
     """All ranks end with the same loss, which is the undisturbed one within 1 %."""
     tally.losses.append(losses[0] if losses else math.nan)
     if len(set(losses)) > 1:
@@ -183,7 +183,7 @@ def judge_losses(tally: Killed, where: str, losses: Sequence[float]) -> None:
         tally.violations.append(f"{where}: loss {tally.losses[-1]}, undisturbed {tally.losses[0]}")
 
 
-def judge_steps(tally: Killed, where: str, digests: Mapping[int, set[str]]) -> None:
+def judge_steps(tally: KillTally, where: str, digests: Mapping[int, set[str]]) -> None:
     """After each step all ranks have the same weights, those that were killed later, too."""
     tally.ops_checked += len(digests)
     for step, found in digests.items():

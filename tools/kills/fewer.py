@@ -4,7 +4,7 @@ import re
 import time
 from random import Random
 
-from tools.kills.campaign import AGAIN, PATIENCE_S, VICTIMS, Killed, KilledTraining, Victim
+from tools.kills.campaign import AGAIN, PATIENCE_S, VICTIMS, KilledTraining, KillTally, Victim
 from tools.kills.stages import LOADS_S, PAUSE_S, Stages
 from tools.lab.campaign import CampaignRun
 from tools.lab.mesh import LabMesh, Node
@@ -18,7 +18,7 @@ SOON_S = 2.0  # most of these kills hit before the layers of the one before are 
 _PROMISED = re.compile(r"pmesh\.errors\.(RosterChanged: stage|NotEnoughRanks:)")
 
 
-class ForGood(KilledTraining):
+class KilledForGood(KilledTraining):
     """One training, in which nothing that was killed comes back."""
 
     def __init__(self, workload: Stages, mesh: LabMesh, number: int) -> None:
@@ -28,7 +28,7 @@ class ForGood(KilledTraining):
         self.is_soon = False
         """Whether one was lost before all had gone on after the loss before it."""
 
-    def lose_some(self, tally: Killed, kills: int, random: Random) -> None:
+    def lose_some(self, tally: KillTally, kills: int, random: Random) -> None:
         while self._has_more(tally, kills):
             time.sleep(random.uniform(0.0, PAUSE_S))
             began = time.monotonic()
@@ -42,14 +42,14 @@ class ForGood(KilledTraining):
             if not any(rank.ended for rank in self.ranks):
                 tally.recovery_s.append(time.monotonic() - began)
 
-    def _has_more(self, tally: Killed, kills: int) -> bool:
+    def _has_more(self, tally: KillTally, kills: int) -> bool:
         has_ended = any(rank.ended for rank in self.ranks)
         return tally.kills < kills and len(self.ranks) > LEFT and not has_ended
 
     def _goes_on(self) -> bool:
         return all(rank.ended or self._take_part(rank) for rank in self.ranks)
 
-    def _lose(self, tally: Killed, random: Random) -> None:
+    def _lose(self, tally: KillTally, random: Random) -> None:
         victim: Victim = VICTIMS[tally.kills % len(VICTIMS)]
         rank = random.choice(self.ranks)
         self.ranks.remove(rank)
@@ -67,9 +67,9 @@ class ForGood(KilledTraining):
         return self.is_soon and all(rank.found(_PROMISED) for rank in self.ranks)
 
 
-def run_stages_for_good(run: CampaignRun) -> Killed:
+def run_stages_for_good(run: CampaignRun) -> KillTally:
     """Train without a loss, then again and again until so many machines are lost."""
-    random, tally, number = run.random(), Killed(), 0
+    random, tally, number = run.random(), KillTally(), 0
     words = (str(MACHINES), str(FEWER_AFTER_S), str(WAIT_S))
     with LabMesh(MACHINES) as mesh:
         mesh.start_agents()
@@ -78,7 +78,7 @@ def run_stages_for_good(run: CampaignRun) -> Killed:
             steps=run.steps or STEPS, pause_s=PAUSE_S, loads_s=LOADS_S, mesh=mesh, words=words
         )
         while tally.kills < run.episodes or not number:
-            training = ForGood(workload, mesh, number)
+            training = KilledForGood(workload, mesh, number)
             try:
                 training.await_all()
                 if number:  # the first is undisturbed

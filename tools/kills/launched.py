@@ -23,7 +23,7 @@ from tools.kills.campaign import (
     PATIENCE_S,
     RANKS,
     VICTIMS,
-    Killed,
+    KillTally,
 )
 from tools.lab.campaign import CampaignRun
 from tools.lab.commands import LabError
@@ -83,7 +83,7 @@ class LaunchedTraining:
     folder: Path
     steps: int
     dice: Random
-    tally: Killed
+    tally: KillTally
     launches: list[LabProgram] = field(default_factory=list[LabProgram])
     starter: Node = field(init=False)
 
@@ -190,7 +190,7 @@ class LaunchedTraining:
         self.house.heal()
 
 
-def judge(tally: Killed, where: str, undisturbed: Ended, ended: Sequence[Ended]) -> None:
+def judge(tally: KillTally, where: str, undisturbed: Ended, ended: Sequence[Ended]) -> None:
     """All ranks have the same bits, which are those of the training without kills."""
     tally.ops_checked += len(ended)
     first = ended[0]
@@ -207,9 +207,9 @@ def judge(tally: Killed, where: str, undisturbed: Ended, ended: Sequence[Ended])
         tally.violations.append(f"{where}: loss {first.loss}, undisturbed {undisturbed.loss}")
 
 
-def run_launched(run: CampaignRun) -> Killed:
+def run_launched(run: CampaignRun) -> KillTally:
     """Train by one library after the other, until so many kills are done."""
-    dice, tally = run.random(), Killed()
+    dice, tally = run.random(), KillTally()
     libraries = list(run.words or filter(find_spec, LIBRARIES))
     undisturbed = dict[str, Ended]()
     number = 0

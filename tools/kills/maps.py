@@ -15,7 +15,7 @@ from itertools import count
 
 import pmesh
 from tools.kills.calling import CUT_OFF_ERRORS, tell
-from tools.kills.campaign import PATIENCE_S, Killed
+from tools.kills.campaign import PATIENCE_S, KillTally
 from tools.lab.call import fork_for
 from tools.lab.campaign import CampaignRun
 from tools.lab.mesh import LabMesh, Node
@@ -77,7 +77,7 @@ def work(process: int, item_s: float, items: int) -> None:
 
 
 @dataclass(slots=True)
-class Worker:
+class ItemWorker:
     """A process that does items."""
 
     number: int
@@ -109,24 +109,24 @@ class Worker:
 
 
 @dataclass(slots=True)
-class Sharing:
+class RanksOfMap:
     """The ranks, and those in their place once they are killed."""
 
     mesh: LabMesh
     warm: Sequence[Warm]
     item_s: float
     items: int
-    everyone: list[Worker] = field(default_factory=list[Worker])
-    ranks: list[Worker] = field(default_factory=list[Worker])
+    everyone: list[ItemWorker] = field(default_factory=list[ItemWorker])
+    ranks: list[ItemWorker] = field(default_factory=list[ItemWorker])
     _numbers: "count[int]" = field(default_factory=count)
 
-    def start(self, place: int) -> Worker:
+    def start(self, place: int) -> ItemWorker:
         node, number = self.mesh.nodes[place], next(self._numbers)
         items = 0 if place else self.items
         order = fork_for(work, node.environment, number, self.item_s / SPEEDS[place], items)
         program = LabProgram(f"rank {number} at {node.name}", *self.warm[place].start(order))
         self.mesh.programs.append(program)
-        self.everyone.append(Worker(number, place, program))
+        self.everyone.append(ItemWorker(number, place, program))
         return self.everyone[-1]
 
     def await_all(self) -> None:
@@ -144,9 +144,9 @@ class Sharing:
         self.ranks[place] = self.start(place)
 
 
-def run_maps(run: CampaignRun) -> Killed:
+def run_maps(run: CampaignRun) -> KillTally:
     """Kill so often while the items are done."""
-    dice, tally = run.random(), Killed()
+    dice, tally = run.random(), KillTally()
     with _sharing(run) as sharing:
         sharing.await_all()
         caller = sharing.ranks[0].program
@@ -166,14 +166,14 @@ def run_maps(run: CampaignRun) -> Killed:
 
 
 @contextlib.contextmanager
-def _sharing(run: CampaignRun) -> Generator[Sharing]:
+def _sharing(run: CampaignRun) -> Generator[RanksOfMap]:
     with contextlib.ExitStack() as stack:
         mesh = stack.enter_context(LabMesh(len(SPEEDS), logs=run.logs))
         mesh.start_agents()
         warm = [stack.enter_context(closing(_warm(node))) for node in mesh.nodes]
         mesh.await_view()
         item_s = SHORT_ITEM_S if run.short else ITEM_S
-        sharing = Sharing(mesh, warm, item_s, ITEMS * run.episodes)
+        sharing = RanksOfMap(mesh, warm, item_s, ITEMS * run.episodes)
         sharing.ranks = [sharing.start(place) for place in range(len(SPEEDS))]
         yield sharing
 
@@ -182,7 +182,7 @@ def _warm(node: Node) -> Warm:
     return Warm([__name__], node.environment | {"OPENBLAS_NUM_THREADS": "1"}, node.host)
 
 
-def _judge(tally: Killed, sharing: Sharing, kills: int) -> None:
+def _judge(tally: KillTally, sharing: RanksOfMap, kills: int) -> None:
     told = next((r for r in sharing.ranks[0].program.reports if "results" in r), None)
     if told is None:
         tally.violations.append(f"no results: {sharing.ranks[0].program.shown}")
@@ -199,7 +199,7 @@ def _judge(tally: Killed, sharing: Sharing, kills: int) -> None:
 
 
 def judge_results(
-    tally: Killed,
+    tally: KillTally,
     items: int,
     results: Sequence[Sequence[int]],
     ran: Mapping[int, Sequence[int]],

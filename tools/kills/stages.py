@@ -8,8 +8,8 @@ from pathlib import Path
 from tools.kills.campaign import (
     RANKS,
     VICTIMS,
-    Killed,
     KilledTraining,
+    KillTally,
     Workload,
     judge_steps,
     run_kills,
@@ -55,7 +55,7 @@ class Stages(Workload):
     def await_progress(self, *_: object) -> None:
         """None goes on until the killed one is back."""
 
-    def judge(self, training: KilledTraining, tally: Killed) -> None:
+    def judge(self, training: KilledTraining, tally: KillTally) -> None:
         """Each step has the loss, and each layer the weights, of the training without a kill."""
         if any(rank.last("digests") is None for rank in training.ranks):
             raise LabError("\n".join(rank.shown for rank in training.ranks))
@@ -78,7 +78,7 @@ def losses_of(ranks: Iterable[LabProgram]) -> dict[int, set[str]]:
     return found
 
 
-def run_stages(run: CampaignRun) -> Killed:
+def run_stages(run: CampaignRun) -> KillTally:
     with LabMesh(RANKS) as mesh:
         mesh.start_agents()
         mesh.await_view()

@@ -13,8 +13,8 @@ from random import Random
 from tools.kills.campaign import (
     PATIENCE_S,
     RANKS,
-    Killed,
     KilledTraining,
+    KillTally,
     Workload,
     judge_losses,
     judge_steps,
@@ -66,7 +66,7 @@ class ElasticDdp(Workload):
         ends = [[r["at"] for r in rank.reports if "step" in r] for rank in survivors]
         return max(next(at for at in its if at > began) for its in ends) - began
 
-    def judge(self, training: KilledTraining, tally: Killed) -> None:
+    def judge(self, training: KilledTraining, tally: KillTally) -> None:
         """Everybody ends, and all that any rank has told of a step is the same."""
         losses = [rank.last("loss") for rank in training.ranks]
         if None in losses:
@@ -107,14 +107,14 @@ def _warm(mesh: LabMesh, *others: str) -> Iterator[Warm]:
         warm.close()
 
 
-def run_elastic(run: CampaignRun) -> Killed:
+def run_elastic(run: CampaignRun) -> KillTally:
     with _machines() as mesh, _warm(mesh) as warm:
         steps = run.steps or ELASTIC_STEPS
         workload = ElasticDdp(steps=steps, pause_s=PAUSE_S, loads_s=PAUSE_S, warm=warm)
         return run_kills(workload, mesh, run.episodes, run.seed)
 
 
-def run_trainer(run: CampaignRun) -> Killed:
+def run_trainer(run: CampaignRun) -> KillTally:
     """Train by Transformers' Trainer as `run_elastic` does without it."""
     with _machines() as mesh, _warm(mesh, "pmesh.torch.elastic_trainer") as warm:
         steps = run.steps or ELASTIC_STEPS
@@ -124,9 +124,9 @@ def run_trainer(run: CampaignRun) -> Killed:
         return run_kills(workload, mesh, run.episodes, run.seed)
 
 
-def run_fixed(run: CampaignRun, kind: str) -> Killed:
+def run_fixed(run: CampaignRun, kind: str) -> KillTally:
     """Trainings with torch's own DDP or FSDP2, each of which ends with a kill."""
-    tally, random = Killed(), run.random()
+    tally, random = KillTally(), run.random()
     with _machines() as mesh, _warm(mesh) as warm:
         while tally.kills < run.episodes:
             job = f"{kind}-{tally.kills}"
@@ -139,7 +139,7 @@ def run_fixed(run: CampaignRun, kind: str) -> Killed:
     return tally.sum_up()
 
 
-def _kill_one(tally: Killed, ranks: Sequence[LabProgram], random: Random) -> None:
+def _kill_one(tally: KillTally, ranks: Sequence[LabProgram], random: Random) -> None:
     await_that(
         lambda: all((rank.last("step") or 0) >= STEPS_BEFORE for rank in ranks),
         "the first steps",
@@ -170,7 +170,7 @@ def _kill_one(tally: Killed, ranks: Sequence[LabProgram], random: Random) -> Non
     judge_errors(tally, f"{where}, next call", lost, [again["again"] for _, again in ends])
 
 
-def judge_errors(tally: Killed, where: str, lost: str, errors: Sequence[str]) -> None:
+def judge_errors(tally: KillTally, where: str, lost: str, errors: Sequence[str]) -> None:
     """All survivors have the same error, which names the lost rank, within the promised time."""
     if len(set(errors)) != 1 or not re.match(rf"(RankLost|RosterChanged): (.* )?{lost}", errors[0]):
         tally.violations.append(f"{where}: {errors}, not RankLost or RosterChanged of {lost}")
@@ -208,7 +208,7 @@ class Lora(Workload):
     def takes_part(self, rank: LabProgram, since: float) -> bool:  # noqa: ARG002 - it is a new program
         return any(int(match[2]) == RANKS for match in rank.found(_ENTERED))
 
-    def judge(self, training: KilledTraining, tally: Killed) -> None:
+    def judge(self, training: KilledTraining, tally: KillTally) -> None:
         """Everybody ends well with the same bits, which are on the disk, and learned as much."""
         from pmesh.mlx_lm.libraries import mx  # noqa: PLC0415 - torch's campaigns need no MLX
         from pmesh.mlx_lm.training import digest  # noqa: PLC0415
@@ -231,7 +231,7 @@ class Lora(Workload):
         judge_losses(tally, where, losses[:1])
 
 
-def run_lora(run: CampaignRun) -> Killed:
+def run_lora(run: CampaignRun) -> KillTally:
     from tools.lora import make_data, make_model  # noqa: PLC0415 - they need mlx-lm
 
     steps = run.steps or LORA_STEPS

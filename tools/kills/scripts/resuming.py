@@ -110,7 +110,7 @@ def transformers(order: Arguments) -> None:
         TrainingArguments,
     )
 
-    class Digits(PreTrainedModel):
+    class PreTrainedDigits(PreTrainedModel):
         config_class = PreTrainedConfig
 
         def __init__(self, config: PreTrainedConfig) -> None:
@@ -125,7 +125,7 @@ def transformers(order: Arguments) -> None:
             outputs = self.net(x)
             return {"loss": cross_entropy(outputs, labels), "logits": outputs}
 
-    class BeginsSteps(TrainerCallback):
+    class OnStepBegin(TrainerCallback):
         def on_step_begin(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
             order.begin_step(state.global_step)
 
@@ -139,9 +139,9 @@ def transformers(order: Arguments) -> None:
         report_to=[],
         disable_tqdm=True,
     )
-    model = Digits(PreTrainedConfig())
+    model = PreTrainedDigits(PreTrainedConfig())
     data = [{"x": x, "labels": label} for x, label in zip(*rows(), strict=True)][:500]
-    trainer = Trainer(model, arguments, train_dataset=data, callbacks=[BeginsSteps()])
+    trainer = Trainer(model, arguments, train_dataset=data, callbacks=[OnStepBegin()])
     # `get_last_checkpoint` also returns one that rank 0 was killed while it wrote.
     whole = Path(arguments.output_dir).glob("checkpoint-*/trainer_state.json")
     last = max(whole, key=lambda file: int(file.parent.name.split("-")[1]), default=None)
@@ -153,7 +153,7 @@ def lightning(order: Arguments) -> None:
     from lightning import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    class Digits(LightningModule):
+    class LightningDigits(LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.net = digits_net()
@@ -164,7 +164,7 @@ def lightning(order: Arguments) -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.Adam(self.parameters(), lr=1e-2)
 
-    class BeginsSteps(Callback):
+    class OnBatchStart(Callback):
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
             order.begin_step(trainer.global_step)
 
@@ -177,9 +177,9 @@ def lightning(order: Arguments) -> None:
         max_epochs=order.steps // per_epoch,
         logger=False,
         enable_progress_bar=False,
-        callbacks=[ModelCheckpoint(order.folder, save_last=True), BeginsSteps()],
+        callbacks=[ModelCheckpoint(order.folder, save_last=True), OnBatchStart()],
     )
-    model = Digits()
+    model = LightningDigits()
     trainer.fit(model, loader, ckpt_path="last")
     order.end(trainer.global_step, model.net)
 
