@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pmesh.ids import TrainerId
-from pmesh.rpc.rules.calls import Answer, Call, Calls, Service
+from pmesh.rpc.rules.calls import CallKey, Calls, RequestOutcome, Service
 from pmesh.rpc.rules.deal import AHEAD, Deal
 
 RANKS = tuple(map(TrainerId, range(3)))
@@ -27,8 +27,8 @@ class CallsOfRank:
     keeping: set[int] = field(default_factory=set[int])
     ended: Counter[int] = field(default_factory=Counter[int])
     held: set[tuple[TrainerId, int]] = field(default_factory=set[tuple[TrainerId, int]])
-    ran: Counter[Call] = field(default_factory=Counter[Call])
-    running: list[Call] = field(default_factory=list[Call])
+    ran: Counter[CallKey] = field(default_factory=Counter[CallKey])
+    running: list[CallKey] = field(default_factory=list[CallKey])
     lost: bool = False
 
 
@@ -79,7 +79,7 @@ class RanksInMemory(RuleBasedStateMachine):
         if what in ("call", "repeated"):
             self.ask(source, to, number, more, again=what == "repeated")
         elif what == "cancel":
-            node.service.cancel(Call(source, number))
+            node.service.cancel(CallKey(source, number))
         elif what == "release":
             assert node.service.release(source, number)
             assert not node.service.release(source, number)
@@ -96,9 +96,11 @@ class RanksInMemory(RuleBasedStateMachine):
     ) -> None:
         """Let a request arrive, and then once more, which no wire would do."""
         arrays = 1 if nbytes > 50 else 0
-        answer = self.nodes[to].service.request(Call(source, number), nbytes=nbytes, arrays=arrays)
-        assert again == (answer is Answer.REPEATED)
-        if answer is Answer.FULL:
+        answer = self.nodes[to].service.request(
+            CallKey(source, number), nbytes=nbytes, arrays=arrays
+        )
+        assert again == (answer is RequestOutcome.REPEATED)
+        if answer is RequestOutcome.FULL:
             self.tell(to, source, "answer", number)
         if not again:
             self.wires[source, to].appendleft(("repeated", number, nbytes))
@@ -108,7 +110,7 @@ class RanksInMemory(RuleBasedStateMachine):
         node = self.nodes[callee]
         if not node.lost and not self.nodes[caller].lost:
             for number in self.nodes[caller].begun:
-                node.service.arrived(Call(caller, number))
+                node.service.arrived(CallKey(caller, number))
 
     @rule(callee=ranks)
     def start(self, callee: TrainerId) -> None:
@@ -191,19 +193,19 @@ TestRanksInMemory = RanksInMemory.TestCase
 def test_a_full_service_says_so_by_number_and_by_bytes() -> None:
     service = Service(threads=1, waiting=1, room_bytes=10)
     caller = RANKS[0]
-    assert service.request(Call(caller, 0), nbytes=50, arrays=0) is Answer.TAKEN  # alone
-    assert service.request(Call(caller, 1), nbytes=1, arrays=0) is Answer.FULL
-    assert service.start() == Call(caller, 0)
+    assert service.request(CallKey(caller, 0), nbytes=50, arrays=0) is RequestOutcome.TAKEN  # alone
+    assert service.request(CallKey(caller, 1), nbytes=1, arrays=0) is RequestOutcome.FULL
+    assert service.start() == CallKey(caller, 0)
     assert service.start() is None
-    assert service.finish(Call(caller, 0))
+    assert service.finish(CallKey(caller, 0))
     for number in (2, 3):
-        assert service.request(Call(caller, number), nbytes=1, arrays=0) is Answer.TAKEN
-    assert service.request(Call(caller, 4), nbytes=1, arrays=0) is Answer.FULL
+        assert service.request(CallKey(caller, number), nbytes=1, arrays=0) is RequestOutcome.TAKEN
+    assert service.request(CallKey(caller, 4), nbytes=1, arrays=0) is RequestOutcome.FULL
 
 
 def test_a_call_waits_for_its_arrays_and_a_cancelled_one_needs_none() -> None:
     service = Service(threads=1, waiting=9, room_bytes=10)
-    first, second = Call(RANKS[0], 0), Call(RANKS[0], 1)
+    first, second = CallKey(RANKS[0], 0), CallKey(RANKS[0], 1)
     service.request(first, nbytes=1, arrays=2)
     service.request(second, nbytes=1, arrays=1)
     assert service.arrived(first)
@@ -216,14 +218,14 @@ def test_a_call_waits_for_its_arrays_and_a_cancelled_one_needs_none() -> None:
     assert not service.is_cancelled(second)
     assert not service.cancel(second)  # it runs
     assert service.is_cancelled(second)
-    assert not service.cancel(Call(RANKS[0], 7))
+    assert not service.cancel(CallKey(RANKS[0], 7))
 
 
 def test_a_cancelled_call_never_runs_and_one_that_runs_is_told() -> None:
     service = Service(threads=1, waiting=1, room_bytes=ROOM)
-    runs, waits = Call(RANKS[0], 0), Call(RANKS[0], 1)
+    runs, waits = CallKey(RANKS[0], 0), CallKey(RANKS[0], 1)
     for call in (runs, waits):
-        assert service.request(call, nbytes=1, arrays=0) is Answer.TAKEN
+        assert service.request(call, nbytes=1, arrays=0) is RequestOutcome.TAKEN
     assert service.start() == runs
     assert service.callers == RANKS[:1]
     assert service.cancel(waits)
@@ -237,7 +239,7 @@ def test_a_cancelled_call_never_runs_and_one_that_runs_is_told() -> None:
 
 def test_a_reference_is_freed_once_by_its_holder_or_with_it() -> None:
     service = Service(threads=1, waiting=1, room_bytes=ROOM)
-    call = Call(RANKS[0], 0)
+    call = CallKey(RANKS[0], 0)
     service.request(call, nbytes=1, arrays=0)
     service.start()
     one, other = service.keep(call), service.keep(call)

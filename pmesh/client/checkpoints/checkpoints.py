@@ -24,8 +24,8 @@ from pmesh.client.checkpoints.files import (
 from pmesh.client.checkpoints.layout import (
     FORMAT,
     Contents,
-    Holding,
     Manifest,
+    SaveHolding,
     SaveReport,
     Wish,
     contents_of,
@@ -327,7 +327,7 @@ class Checkpoints:
         )
         return manifest, described.arrays, private.arrays
 
-    def _forget(self, on_disk: Sequence[Manifest], claimed: Sequence[Holding]) -> None:
+    def _forget(self, on_disk: Sequence[Manifest], claimed: Sequence[SaveHolding]) -> None:
         """Remove the saves that are older than the whole ones to keep."""
         oldest = outdated_by(on_disk, claimed, self._keep)
         if oldest is not None:

@@ -143,7 +143,7 @@ class SaveKey(NamedTuple):
         return path_name(f"save-{self.serial:06}-step-{self.step}-{self.save_id}")
 
 
-class Holding(NamedTuple):
+class SaveHolding(NamedTuple):
     """A save of which a rank has parts on its disk. Ranks send these to each other."""
 
     key: SaveKey
@@ -162,13 +162,13 @@ class Wish(msgspec.Struct, frozen=True, array_like=True):
     layout: str
     """The digest of the contents."""
     step: SavedStep
-    holdings: tuple[Holding, ...]
+    holdings: tuple[SaveHolding, ...]
 
 
 class SaveReport(msgspec.Struct, frozen=True, array_like=True):
     """How a save ended on a rank."""
 
-    holdings: tuple[Holding, ...]
+    holdings: tuple[SaveHolding, ...]
     failed: str
     """Why the rank could not write; empty if it could."""
 
@@ -243,10 +243,10 @@ def layout_digest(contents: Contents) -> str:
     return hashlib.sha3_256(msgspec.json.encode(contents)).hexdigest()[:16]
 
 
-def holding_of(manifest: Manifest) -> Holding:
+def holding_of(manifest: Manifest) -> SaveHolding:
     """Return the holding of the rank that wrote this manifest."""
     layout = layout_digest(manifest.contents)
-    return Holding(manifest.key, layout, manifest.names, manifest.replicas, manifest.digests)
+    return SaveHolding(manifest.key, layout, manifest.names, manifest.replicas, manifest.digests)
 
 
 def save_id_of(wishes: Sequence[Wish]) -> PathName:
@@ -268,9 +268,9 @@ def next_serial(wishes: Sequence[Wish]) -> int:
     return latest + 1
 
 
-def merged(holdings: Sequence[Holding]) -> list[Holding]:
+def merged(holdings: Sequence[SaveHolding]) -> list[SaveHolding]:
     """Merge the holdings of each save into one with all their parts; the latest save first."""
-    found: dict[tuple[SaveKey, str], Holding] = {}
+    found: dict[tuple[SaveKey, str], SaveHolding] = {}
     for holding in holdings:
         known = found.get((holding.key, holding.layout), holding)
         together = known._replace(digests=holding.digests | known.digests)
@@ -278,12 +278,14 @@ def merged(holdings: Sequence[Holding]) -> list[Holding]:
     return sorted(found.values(), key=lambda holding: holding.key, reverse=True)
 
 
-def missing_parts(holding: Holding) -> list[int]:
+def missing_parts(holding: SaveHolding) -> list[int]:
     """Return the parts that no rank has."""
     return [part for part in range(len(holding.names)) if part not in holding.digests]
 
 
-def outdated_by(own: Sequence[Manifest], claimed: Sequence[Holding], keep: int) -> SaveKey | None:
+def outdated_by(
+    own: Sequence[Manifest], claimed: Sequence[SaveHolding], keep: int
+) -> SaveKey | None:
     """Return the save before which this disk may remove all saves; None if it may remove none.
 
     A save counts as whole by what other ranks claim, but only if this disk has its own whole share

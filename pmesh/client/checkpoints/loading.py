@@ -11,8 +11,8 @@ import numpy as np
 from pmesh.client.checkpoints.files import DamagedError, manifests_in, read_part
 from pmesh.client.checkpoints.layout import (
     Contents,
-    Holding,
     Manifest,
+    SaveHolding,
     SaveKey,
     SaveReport,
     decode_manifest_untrusted,
@@ -88,7 +88,7 @@ def _load(mesh: Mesh, folder: Path) -> LoadedSave | None:
     )
 
 
-def _reason(save: Holding, lacking: Sequence[int]) -> str:
+def _reason(save: SaveHolding, lacking: Sequence[int]) -> str:
     where = ", ".join(machines_with(lacking, save.names, save.replicas))
     parts = ", ".join(str(part + 1) for part in lacking)
     return f"step {save.key.step} lacks part {parts} of {len(save.names)}, saved by {where}"
@@ -98,7 +98,7 @@ class _Attempt:
     """Loads one save that is whole according to the manifests."""
 
     def __init__(
-        self, mesh: Mesh, folder: Path, manifests: Sequence[Manifest], save: Holding
+        self, mesh: Mesh, folder: Path, manifests: Sequence[Manifest], save: SaveHolding
     ) -> None:
         self._mesh = mesh
         self._folder = folder
@@ -207,6 +207,6 @@ class _ByteSequence:
         return pieces
 
 
-def whole_saves(holdings: Sequence[Holding]) -> list[SaveKey]:
+def whole_saves(holdings: Sequence[SaveHolding]) -> list[SaveKey]:
     """Return the saves of which all parts exist, the latest first."""
     return [holding.key for holding in merged(holdings) if not missing_parts(holding)]

@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 
 from pmesh.client.collective.bucketed import Arrays
-from pmesh.client.session.arenas import Kept, Residuals
+from pmesh.client.session.arenas import KeptValues, Residuals
 from pmesh.client.session.session import TrainerSession
 from pmesh.client.trees.arrays import digest
 from pmesh.compression.blocks import Float32s
@@ -223,7 +223,7 @@ class Feedback:
 
 def in_memory(values: Float32s) -> Residuals:
     """Return residuals of these values, which they keep, in memory that the agent can't read."""
-    return Residuals(Kept(-1, values), Kept(-1, np.empty_like(values)))
+    return Residuals(KeptValues(-1, values), KeptValues(-1, np.empty_like(values)))
 
 
 def _of_session(residuals: Residuals, session: TrainerSession) -> Residuals:

@@ -131,7 +131,7 @@ def _address(values: Values) -> int:
     return address
 
 
-class Kept(NamedTuple):
+class KeptValues(NamedTuple):
     """Values that outlive an op, in memory that the agent can reach."""
 
     arena: int
@@ -149,7 +149,7 @@ class Residuals:
 
     __slots__ = ("_attempt", "_committed")
 
-    def __init__(self, committed: Kept, attempt: Kept) -> None:
+    def __init__(self, committed: KeptValues, attempt: KeptValues) -> None:
         """Raise ValueError unless both have the same length; the first op reads `committed`."""
         if committed.values.shape != attempt.values.shape:
             raise ValueError(f"{attempt.values.size} values beside {committed.values.size}")
@@ -165,12 +165,12 @@ class Residuals:
         return self._committed.values
 
     @property
-    def committed(self) -> Kept:
+    def committed(self) -> KeptValues:
         """The memory that the next op reads."""
         return self._committed
 
     @property
-    def attempt(self) -> Kept:
+    def attempt(self) -> KeptValues:
         """The memory that the next op writes."""
         return self._attempt
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from pmesh.client.session.arenas import (
     InputRegion,
-    Kept,
+    KeptValues,
     Mapped,
     Residuals,
     UsersArrays,
@@ -422,12 +422,12 @@ class TrainerSession:
             raise ValueError(f"{residuals.values.size} residuals of {count} values")
         return residuals.committed.arena, residuals.attempt.arena
 
-    def _zeros(self, count: int) -> Kept:
+    def _zeros(self, count: int) -> KeptValues:
         arena = self._want_arena(count * _RESIDUAL_BYTES, lasting=True) if count else None
         with self._end_on_error():
             values = values_in(arena, "float32", count)
         values.fill(0)  # the agent does not clear an arena before it grants it again
-        return Kept(-1 if arena is None else arena.number, cast("Float32s", values))
+        return KeptValues(-1 if arena is None else arena.number, cast("Float32s", values))
 
     def _want_arena(self, nbytes: int, *, lasting: bool = False) -> Mapped:
         reply = self._exchange(WantArena(nbytes, lasting))

@@ -32,12 +32,12 @@ from pmesh.core.views.state import (
     Facts,
     FenceJobs,
     Install,
-    JoinRequest,
     MemberAction,
     MemberFlaps,
     MemberState,
     MemberStep,
     Peer,
+    PendingJoin,
     SendOnLink,
     Skip,
     continuing_members,
@@ -132,7 +132,7 @@ def _receive(  # noqa: C901, PLR0911 - one arm for each message
         case TellView():
             return _receive_view(state, sender, message.view, now)
         case AskToJoin():
-            request = JoinRequest(now, message.whole)
+            request = PendingJoin(now, message.whole)
             return MemberStep(replace(state, joining={**state.joining, sender: request}))
         case Propose():
             return _receive_proposal(state, sender, message, facts, now)

@@ -24,8 +24,8 @@ from pmesh.core.views.state import (
     JOIN_REQUEST_S,
     RING_RETRY_S,
     Facts,
-    JoinRequest,
     MemberState,
+    PendingJoin,
     Proposal,
     continuing_members,
     hear_each_other,
@@ -269,7 +269,7 @@ def _candidates(state: MemberState, now: float) -> tuple[Member, ...]:
     return (*asked, *others)
 
 
-def _requests(state: MemberState, now: float) -> dict[Member, JoinRequest]:
+def _requests(state: MemberState, now: float) -> dict[Member, PendingJoin]:
     lasts_s = JOIN_REQUEST_S * patience(state)
     return {m: asked for m, asked in state.joining.items() if now - asked.asked_at < lasts_s}
 

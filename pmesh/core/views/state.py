@@ -156,7 +156,7 @@ class Debt(NamedTuple):
     """V11: A second of a slow network counts as less than one."""
 
 
-class JoinRequest(NamedTuple):
+class PendingJoin(NamedTuple):
     """A request of a member of a lighter view to join ours."""
 
     asked_at: float
@@ -204,7 +204,7 @@ class MemberState:
     """V11: How many of its proposals were refused since it installed its view."""
     flaps: Mapping[Member, MemberFlaps] = field(default_factory=dict[Member, MemberFlaps])
     """V11: The members that views left out lately."""
-    joining: Mapping[Member, JoinRequest] = field(default_factory=dict[Member, JoinRequest])
+    joining: Mapping[Member, PendingJoin] = field(default_factory=dict[Member, PendingJoin])
     skipped: Mapping[Member, Skip] = field(default_factory=dict[Member, Skip])
     """Members that did not answer a proposal; proposals leave them out for a while."""
     promised_to: tuple[Promise, ...] = ()

@@ -13,7 +13,7 @@ from pmesh.client.elastic.place import Place
 from pmesh.errors import RankLost, TooManyCalls, UsageError
 from pmesh.ids import TrainerId
 from pmesh.rpc.client.carrier import TICK_S
-from pmesh.rpc.client.endpoint import CALL_TIMEOUT_S, Call, Endpoint
+from pmesh.rpc.client.endpoint import CALL_TIMEOUT_S, Endpoint, OutgoingCall
 from pmesh.rpc.client.serving import THREADS, WAITING, check_function
 from pmesh.rpc.client.values import check_items
 from pmesh.rpc.rules.deal import Deal, Dealt
@@ -24,7 +24,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 class RemoteCall(Handle[Any]):
     """A call under way, of `mesh.rpc.call_async`: a Handle that can also be given up."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: OutgoingCall) -> None:
         super().__init__(call.future.done, call.result_within)
         self._call = call
 
@@ -88,7 +88,7 @@ class RemoteObject:
 
     def _begin(
         self, method: str, args: tuple[object, ...], named: dict[str, object], timeout_s: float
-    ) -> Call:
+    ) -> OutgoingCall:
         if not self._finalizer.alive:
             raise UsageError(f"this object of {self._made_by!r} was let go by close()")
         return self._endpoint.begin(
@@ -339,8 +339,8 @@ class Map:
         check_items(items)
         self._deal = Deal(len(items))
         self._results: list[object] = [None] * len(items)
-        self._ended = queue.SimpleQueue[tuple[Dealt, Call]]()
-        self._calls: dict[Dealt, Call] = {}
+        self._ended = queue.SimpleQueue[tuple[Dealt, OutgoingCall]]()
+        self._calls: dict[Dealt, OutgoingCall] = {}
 
     def run(self) -> list[object]:
         """Return the results. Raises as `Rpc.map`."""

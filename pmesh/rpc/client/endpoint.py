@@ -34,14 +34,14 @@ CALL_TIMEOUT_S = 60.0
 
 
 @dataclass(slots=True, eq=False)
-class Answer:
+class CallAnswer:
     """What has come for a call: a value, or the number of a kept object."""
 
     value: Arriving | None = None
     reference: int = -1
 
 
-class Call:
+class OutgoingCall:
     """A call that this rank has made."""
 
     def __init__(
@@ -52,7 +52,7 @@ class Call:
         self.callee = callee
         self.function = function
         self.timeout_s = timeout_s
-        self.future: Future[Answer] = Future()
+        self.future: Future[CallAnswer] = Future()
 
     def result(self) -> object:
         """Wait for the result; give the call up when its time is over, or on Ctrl-C."""
@@ -80,7 +80,7 @@ class Call:
     def __str__(self) -> str:
         return f"{self.function} on {self._endpoint.describe(self.callee)}"
 
-    def _answer(self) -> Answer:
+    def _answer(self) -> CallAnswer:
         try:
             self.future.exception(self.timeout_s)
         except TimeoutError:
@@ -90,7 +90,7 @@ class Call:
             raise
         return self._ended(None)
 
-    def _ended(self, wait_s: float | None) -> Answer:
+    def _ended(self, wait_s: float | None) -> CallAnswer:
         """Return the answer, or raise a copy of the error.
 
         The traceback of what is raised has the caller's frame, which has this call. In a cycle, all
@@ -101,7 +101,7 @@ class Call:
             raise _copy_of(error)
         return self.future.result()
 
-    def _take(self, answer: Answer) -> object:
+    def _take(self, answer: CallAnswer) -> object:
         if answer.value is None:
             raise ProtocolError("a call has ended without a value")
         return answer.value.unpack_untrusted()
@@ -119,7 +119,7 @@ class Endpoint:
     def __init__(self, place: Place) -> None:
         self._place = place
         self._calls = Calls()
-        self._pending: dict[int, Call] = {}
+        self._pending: dict[int, OutgoingCall] = {}
         self._lock = threading.Lock()
         self._posting = threading.Lock()
         """Held from a call's number until its frame is posted: callees take ascending numbers."""
@@ -157,7 +157,7 @@ class Endpoint:
         *,
         reference: int = -1,
         keeps: bool = False,
-    ) -> Call:
+    ) -> OutgoingCall:
         """Begin a call; it has ended once its future is done.
 
         Args:
@@ -181,7 +181,9 @@ class Endpoint:
         with self._posting:
             with self._lock:
                 number = self._calls.begin(callee, deadline=time.monotonic() + timeout_s)
-                call = self._pending[number] = Call(self, number, callee, function, timeout_s)
+                call = self._pending[number] = OutgoingCall(
+                    self, number, callee, function, timeout_s
+                )
             request = Request(number, function, packed.value, timeout_s, reference, keeps)
             try:
                 self._post(call, request, packed.arrays)
@@ -191,7 +193,7 @@ class Endpoint:
                 raise
         return call
 
-    def _post(self, call: Call, request: Request, arrays: list[tuple[int, Values]]) -> None:
+    def _post(self, call: OutgoingCall, request: Request, arrays: list[tuple[int, Values]]) -> None:
         if call.callee == self.me():
             self._place.check_open()
             self.received(call.callee, request)
@@ -199,7 +201,7 @@ class Endpoint:
         failed = partial(self.give_up, call)
         self._carrier.post(call.callee, request, arrays, timeout_s=call.timeout_s, failed=failed)
 
-    def give_up(self, call: Call, error: PmeshError) -> None:
+    def give_up(self, call: OutgoingCall, error: PmeshError) -> None:
         """End a call by an error, unless it has ended."""
         with self._lock:
             callee = self._calls.give_up(call.number)
@@ -278,7 +280,7 @@ class Endpoint:
             case Result(call, value):
                 self._receive_value(source, call, value)
             case Kept(call, reference):
-                if not self._settle(source, call, Answer(reference=reference)):
+                if not self._settle(source, call, CallAnswer(reference=reference)):
                     self.release(source, reference)
             case Failure(call):
                 found = self._pending.get(call)
@@ -313,7 +315,7 @@ class Endpoint:
             call.overdue()
 
     def _receive_value(self, source: TrainerId, number: int, value: Value) -> None:
-        answer = Answer(Arriving(value))
+        answer = CallAnswer(Arriving(value))
         if not value.apart:
             self._settle(source, number, answer)
             return
@@ -327,7 +329,7 @@ class Endpoint:
         waiting = [partial(came, i) for i in range(len(value.apart))]
         self._carrier.receive(source, value.apart, timeout_s, waiting)
 
-    def _settle(self, source: TrainerId, number: int, end: Answer | PmeshError) -> bool:
+    def _settle(self, source: TrainerId, number: int, end: CallAnswer | PmeshError) -> bool:
         with self._lock:
             call = self._pending.pop(number, None) if self._calls.end(number, source) else None
         if call is None:

@@ -12,7 +12,7 @@ from pmesh.core.ops.reductions import Values
 from pmesh.errors import UsageError
 from pmesh.ids import TrainerId
 from pmesh.rpc.client.values import Arriving, Came, failure_of, pack, unpack_arguments_untrusted
-from pmesh.rpc.rules.calls import Answer, Call, Service
+from pmesh.rpc.rules.calls import CallKey, RequestOutcome, Service
 from pmesh.rpc.wire import FULL, GONE, MAX_TEXT, REFUSED, AnyFrame, Failure, Kept, Request, Result
 
 THREADS = 4
@@ -63,9 +63,9 @@ class Serving:
         self._lock = threading.Lock()
         self._functions: dict[str, Callable[..., object]] = {}
         self._service = Service(threads=THREADS, waiting=WAITING, room_bytes=ROOM_BYTES)
-        self._incoming: dict[Call, _Incoming] = {}
+        self._incoming: dict[CallKey, _Incoming] = {}
         self._objects: dict[int, object] = {}
-        self._ready = queue.SimpleQueue[Call | None]()
+        self._ready = queue.SimpleQueue[CallKey | None]()
         self._threads = 0
         self._current = threading.local()
         self._ended = False
@@ -83,7 +83,7 @@ class Serving:
 
     def is_cancelled(self) -> bool:
         """Return True in a call whose caller has given up or is lost."""
-        call: Call | None = getattr(self._current, "call", None)
+        call: CallKey | None = getattr(self._current, "call", None)
         if call is None:
             return False
         with self._lock:
@@ -91,7 +91,7 @@ class Serving:
 
     def request(self, caller: TrainerId, request: Request) -> list[Callable[[Came], None]]:
         """Take a call, or answer that there is no room; return who waits for its large arrays."""
-        call, arriving = Call(caller, request.call), Arriving(request.arguments)
+        call, arriving = CallKey(caller, request.call), Arriving(request.arguments)
         apart = request.arguments.apart
         if request.reference < 0 and (why := self._lacks(request.name)):
             # At once: its arrays may take long.
@@ -99,11 +99,11 @@ class Serving:
             return [_ignore] * len(apart)
         with self._lock:
             answer = self._service.request(call, nbytes=request.arguments.nbytes, arrays=len(apart))
-            if answer is Answer.TAKEN:
+            if answer is RequestOutcome.TAKEN:
                 kept = self._kept(caller, request.reference)
                 self._incoming[call] = _Incoming(request, arriving, kept)
             running, waiting = self._service.running, len(self._service)
-        if answer is Answer.FULL:
+        if answer is RequestOutcome.FULL:
             text = (
                 f"it runs {running} calls, and {waiting - running} wait; call again once some of "
                 "them have ended, or let it serve more by mesh.rpc.serve(threads=, waiting=)"
@@ -125,7 +125,7 @@ class Serving:
 
     def cancel(self, caller: TrainerId, number: int) -> None:
         """Drop a call that its caller has given up; if it runs, `is_cancelled` says so."""
-        call = Call(caller, number)
+        call = CallKey(caller, number)
         with self._lock:
             dropped = self._incoming.pop(call, None) if self._service.cancel(call) else None
         del dropped  # outside of the lock: user's arrays may have finalizers
@@ -176,7 +176,7 @@ class Serving:
             del incoming
             self._start_ready()
 
-    def _serve(self, call: Call, incoming: _Incoming) -> None:
+    def _serve(self, call: CallKey, incoming: _Incoming) -> None:
         request = incoming.request
         frame: AnyFrame
         arrays: list[tuple[int, Values]] = []
@@ -204,7 +204,7 @@ class Serving:
         elif isinstance(frame, Kept):
             self.release(call.caller, frame.reference)
 
-    def _keep(self, call: Call, result: object) -> int:
+    def _keep(self, call: CallKey, result: object) -> int:
         if not _methods_of(result):
             raise _Refused(
                 f"its result's class {type(result).__name__} has no remote_methods: name there "

@@ -35,7 +35,7 @@ Came: TypeAlias = "Values | None"
 """An array that has arrived, flat uint8; None if it did not come in time."""
 
 
-class Packed(NamedTuple):
+class PackedValue(NamedTuple):
     """A value to send."""
 
     value: Value
@@ -43,7 +43,7 @@ class Packed(NamedTuple):
     """Those that travel by themselves, by their tags; in the user's memory."""
 
 
-def pack(x: object, next_tag: Callable[[], int] | None) -> Packed:
+def pack(x: object, next_tag: Callable[[], int] | None) -> PackedValue:
     """Take a value apart.
 
     Args:
@@ -71,7 +71,7 @@ def pack(x: object, next_tag: Callable[[], int] | None) -> Packed:
             tag = next_tag()
             arrays.append(Apart(tag, array.data.size))
             apart.append((tag, array.data))
-    return Packed(Value(described.header, tuple(arrays)), apart)
+    return PackedValue(Value(described.header, tuple(arrays)), apart)
 
 
 class Arriving:
@@ -101,7 +101,7 @@ def pack_arguments(
     args: tuple[object, ...],
     named: Mapping[str, object],
     next_tag: Callable[[], int] | None,
-) -> Packed:
+) -> PackedValue:
     """Pack positional and named arguments; an error names the argument, as pack's does."""
     both: dict[int | str, object] = dict(enumerate(args))
     both.update(named)

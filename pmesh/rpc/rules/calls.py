@@ -68,14 +68,14 @@ class Calls:
         return self.lose({each.callee for each in self._pending.values()})
 
 
-class Call(NamedTuple):
-    """A call of another rank, or of this one itself."""
+class CallKey(NamedTuple):
+    """Which call it is, of another rank or of this one itself."""
 
     caller: TrainerId
     number: int
 
 
-class Answer(Enum):
+class RequestOutcome(Enum):
     """What becomes of a new request."""
 
     TAKEN = "taken"
@@ -111,8 +111,8 @@ class Service:
         self.threads = threads
         self.waiting = waiting
         self._room_bytes = room_bytes
-        self._served: dict[Call, _Served] = {}
-        self._queue: deque[Call] = deque()
+        self._served: dict[CallKey, _Served] = {}
+        self._queue: deque[CallKey] = deque()
         self._callers: dict[TrainerId, _Caller] = {}
         self._running = 0
         self._bytes = 0
@@ -137,7 +137,7 @@ class Service:
         """The ranks that have called, and are not lost."""
         return tuple(self._callers)
 
-    def request(self, call: Call, *, nbytes: int, arrays: int) -> Answer:
+    def request(self, call: CallKey, *, nbytes: int, arrays: int) -> RequestOutcome:
         """Take a new call, or not.
 
         Args:
@@ -147,18 +147,18 @@ class Service:
         """
         caller = self._callers.setdefault(call.caller, _Caller())
         if call.number <= caller.last:
-            return Answer.REPEATED
+            return RequestOutcome.REPEATED
         caller.last = call.number
         is_full = len(self._served) >= self.threads + self.waiting
         if is_full or (self._served and self._bytes + nbytes > self._room_bytes):
-            return Answer.FULL
+            return RequestOutcome.FULL
         self._served[call] = _Served(nbytes, arrays)
         self._bytes += nbytes
         if not arrays:
             self._queue.append(call)
-        return Answer.TAKEN
+        return RequestOutcome.TAKEN
 
-    def arrived(self, call: Call) -> bool:
+    def arrived(self, call: CallKey) -> bool:
         """Note one array of a call; return False if the call needs it no more."""
         served = self._served.get(call)
         if served is None or served.cancelled or not served.missing:
@@ -168,7 +168,7 @@ class Service:
             self._queue.append(call)
         return True
 
-    def start(self) -> Call | None:
+    def start(self) -> CallKey | None:
         """Return the next call to run, if a thread is free for it; `finish` must follow."""
         if not self._queue or self._running >= self.threads:
             return None
@@ -177,14 +177,14 @@ class Service:
         self._running += 1
         return call
 
-    def finish(self, call: Call) -> bool:
+    def finish(self, call: CallKey) -> bool:
         """End a call that ran; return True if its caller waits for the answer."""
         served = self._served[call]
         self._running -= 1
         self._drop(call)
         return not served.cancelled
 
-    def cancel(self, call: Call) -> bool:
+    def cancel(self, call: CallKey) -> bool:
         """Cancel a call that its caller has given up; return True if it will never run."""
         served = self._served.get(call)
         if served is None:
@@ -197,12 +197,12 @@ class Service:
         self._drop(call)
         return True
 
-    def is_cancelled(self, call: Call) -> bool:
+    def is_cancelled(self, call: CallKey) -> bool:
         """Return True if nobody waits for the call any more."""
         served = self._served.get(call)
         return served is None or served.cancelled
 
-    def keep(self, call: Call) -> int | None:
+    def keep(self, call: CallKey) -> int | None:
         """Count a reference of the caller to the result of a running call; return its number.
 
         None if the caller has given up, or is lost: then the result is dropped.
@@ -225,11 +225,11 @@ class Service:
         self._callers[caller].references.remove(reference)
         return True
 
-    def lose(self, caller: TrainerId) -> tuple[list[Call], set[int]]:
+    def lose(self, caller: TrainerId) -> tuple[list[CallKey], set[int]]:
         """Cancel all calls of a lost caller; return those that never run, and its references."""
         found = self._callers.pop(caller, _Caller())
         own = [call for call in self._served if call.caller == caller]
         return [call for call in own if self.cancel(call)], found.references
 
-    def _drop(self, call: Call) -> None:
+    def _drop(self, call: CallKey) -> None:
         self._bytes -= self._served.pop(call).nbytes

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pmesh.client.session.arenas import Kept, Residuals
+from pmesh.client.session.arenas import KeptValues, Residuals
 from pmesh.client.session.connection import AgentConnection
 from pmesh.client.session.session import Done, TrainerSession
 from pmesh.core.values import Verdict
@@ -151,7 +151,7 @@ def test_those_of_another_session_or_of_other_values_are_refused_before_anything
 ) -> None:
     used = scripted.used()
     session = scripted.join(used, used, used, used)
-    foreign = Residuals(*[Kept(-1, np.zeros(COUNT, np.float32)) for _ in range(2)])
+    foreign = Residuals(*[KeptValues(-1, np.zeros(COUNT, np.float32)) for _ in range(2)])
     assert not session.has(foreign)
     with pytest.raises(ValueError, match="of another session"):
         reduce(session, foreign)
@@ -210,4 +210,4 @@ def test_they_can_be_read_when_the_session_has_ended(scripted: Scripted) -> None
 
 def test_both_halves_are_of_one_length() -> None:
     with pytest.raises(ValueError, match="3 values beside 2"):
-        Residuals(Kept(0, np.zeros(2, np.float32)), Kept(1, np.zeros(3, np.float32)))
+        Residuals(KeptValues(0, np.zeros(2, np.float32)), KeptValues(1, np.zeros(3, np.float32)))

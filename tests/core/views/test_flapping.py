@@ -9,9 +9,9 @@ from pmesh.core.views.state import (
     LONGEST_HOLD_OFF_S,
     STEADY_S,
     Facts,
-    JoinRequest,
     MemberFlaps,
     MemberState,
+    PendingJoin,
 )
 from tests.core.views.one_member import BERTS, NOW, TRIO, commit, told
 from tests.worlds.builders import (
@@ -42,7 +42,7 @@ def leader_asked_by_dora(flaps: MemberFlaps) -> MemberState:
     view, doras = make_view(5, ANNA, BERT), make_view(3, DORA)
     bert = make_peer(BERT, view, make_heartbeat(view, ANNA, DORA))
     state = make_state(ANNA, view, bert, make_peer(DORA, doras, make_heartbeat(doras, ANNA, BERT)))
-    asked = {DORA: JoinRequest(NOW, whole=False)}
+    asked = {DORA: PendingJoin(NOW, whole=False)}
     return replace(state, joining=asked, flaps={DORA: flaps})
 
 

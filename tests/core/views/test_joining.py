@@ -12,9 +12,9 @@ from pmesh.core.views.state import (
     JOIN_REQUEST_S,
     PATIENCE_S,
     Facts,
-    JoinRequest,
     MemberState,
     MemberStep,
+    PendingJoin,
 )
 from pmesh.core.wire.views import AskToJoin, Heartbeat, Propose, TellView
 from pmesh.ids import JobName, Member
@@ -37,8 +37,8 @@ from tests.worlds.builders import (
     make_waiting,
 )
 
-ASKED = JoinRequest(NOW, whole=False)
-ASKED_WHOLE = JoinRequest(NOW, whole=True)
+ASKED = PendingJoin(NOW, whole=False)
+ASKED_WHOLE = PendingJoin(NOW, whole=True)
 FACTS = Facts()
 WITHOUT_CARA = all_hearing_each_other(ANNA, TRIO, BERT)
 
@@ -53,7 +53,7 @@ class TestWhoAskedToJoin:
         ]
         view = make_view(5, ANNA, BERT)
         state = make_state(ANNA, view, replace(peers[0], view=view), peers[1])
-        return replace(state, joining={DORA: JoinRequest(asked_at, whole=False)})
+        return replace(state, joining={DORA: PendingJoin(asked_at, whole=False)})
 
     def test_is_taken_in_as_a_newcomer(self) -> None:
         message = propose(self.leader(), FACTS, NOW)
@@ -114,8 +114,8 @@ class TestWhoComesAlong:
         *,
         dora: View = TWINS,
         heard: bool = True,
-        asked: JoinRequest | None = ASKED,
-        emma_asked: JoinRequest | None = None,
+        asked: PendingJoin | None = ASKED,
+        emma_asked: PendingJoin | None = None,
     ) -> tuple[Member, ...]:
         """Whom Anna, Bert and Cara would take in when Dora asks, and Emma mostly does not."""
         trio = (ANNA, BERT, CARA)
@@ -176,7 +176,7 @@ class TestWhoComesAlong:
     def test_is_not_torn_by_an_impatience_of_long_ago(self) -> None:
         """Whoever is still impatient asks again."""
         trio = make_view(3, DORA, self.EMMA, make_member("f"))
-        long_ago = JoinRequest(NOW - JOIN_REQUEST_S, whole=False)
+        long_ago = PendingJoin(NOW - JOIN_REQUEST_S, whole=False)
         quartet = make_view(5, ANNA, BERT, CARA, make_member("g"))
         peers = [
             make_peer(m, trio, make_heartbeat(trio, ANNA, DORA, self.EMMA))
@@ -293,7 +293,7 @@ class TestAskingToJoin:
         anna = make_peer(ANNA, self.BIG, self.BEAT)
         cara = make_peer(CARA, make_view(1, CARA), make_heartbeat(make_view(1, CARA), DORA))
         state = make_state(DORA, make_view(9, DORA), anna, self.SECOND, cara)
-        state = replace(state, joining={CARA: JoinRequest(NOW, whole=False)})
+        state = replace(state, joining={CARA: PendingJoin(NOW, whole=False)})
         ((to, message),) = sent(pass_time(state, Facts(), now=NOW))
         assert to == CARA
         assert isinstance(message, Propose)
@@ -301,7 +301,7 @@ class TestAskingToJoin:
     @pytest.mark.parametrize("whole", [False, True])
     def test_is_noted_by_who_is_asked(self, *, whole: bool) -> None:
         step = told(BERTS, DORA, AskToJoin(make_epoch(1, DORA), whole))
-        assert step.state.joining == {DORA: JoinRequest(NOW, whole)}
+        assert step.state.joining == {DORA: PendingJoin(NOW, whole)}
 
 
 class TestComingWhole:

@@ -14,8 +14,8 @@ from pmesh.core.views.leader import begin, collect, decide, known_view_requests,
 from pmesh.core.views.state import (
     PATIENCE_S,
     Facts,
-    JoinRequest,
     MemberState,
+    PendingJoin,
     Skip,
 )
 from pmesh.core.wire.views import Commit, Flushed, MeasuredEdge
@@ -167,7 +167,7 @@ class TestNoProposalIsMade:
             state,
             promised=make_epoch(7, DORA),
             flushed_at=NOW,
-            joining={BERT: JoinRequest(NOW, whole=True)},
+            joining={BERT: PendingJoin(NOW, whole=True)},
         )
         assert propose(state, FACTS, NOW) is None
 

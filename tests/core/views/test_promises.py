@@ -9,8 +9,8 @@ from pmesh.core.views.state import (
     Facts,
     FenceJobs,
     Install,
-    JoinRequest,
     MemberStep,
+    PendingJoin,
     SendOnLink,
 )
 from pmesh.core.wire.views import Commit, Flushed, Propose, Refuse, Superseded, TellView, Veto
@@ -190,7 +190,7 @@ class TestAProposalIsAnswered:
             told(BERTS, sender, proposal)
 
 
-ASKED = JoinRequest(NOW, whole=False)
+ASKED = PendingJoin(NOW, whole=False)
 
 
 class TestACommitIsInstalled:
