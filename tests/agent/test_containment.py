@@ -25,7 +25,7 @@ from pmesh.errors import ProtocolError
 from pmesh.ids import Incarnation, JobName, Member, NodeId, TrainerId
 from pmesh.p2p.agent import router
 from pmesh.p2p.wire import Attach, Attached, ReceiveMessage
-from tests.worlds.faults import Fault, Faults, Real
+from tests.worlds.faults import Faults, InjectedFault, Real
 from tests.worlds.kept import kept
 from tests.worlds.trainer import RefusedError, together
 from tests.worlds.village import Machine, Village, training, village
@@ -291,7 +291,7 @@ async def test_an_error_before_a_trainer_has_joined_leaves_nobody_waiting(
         await reduce_all(await here.job(machine, machine))
 
 
-def fails_for(faults: Faults, whom: TrainerId, where: object, name: str) -> Fault:
+def fails_for(faults: Faults, whom: TrainerId, where: object, name: str) -> InjectedFault:
     """What is called for a rank fails for this one."""
 
     def call(real: Real, *arguments: object) -> object:

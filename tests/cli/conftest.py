@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from pmesh.home_paths import home_directory, socket_path
-from tests.worlds.faults import Fault, Faults
+from tests.worlds.faults import Faults, InjectedFault
 
 
 @pytest.fixture
@@ -14,6 +14,6 @@ def socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def freezing(faults: Faults) -> Fault:
+def freezing(faults: Faults) -> InjectedFault:
     """An agent of a test has no process of its own, in which it may freeze what there is."""
     return faults.pretend(gc, "freeze", lambda: None)

@@ -24,7 +24,7 @@ from pmesh.home_paths import socket_path
 from pmesh.terminal.lines import ending_signals
 from tests.cli.homes import use_agent, use_home
 from tests.worlds.fake_status_agent import agent_at, answer_well
-from tests.worlds.faults import Fault, Faults
+from tests.worlds.faults import Faults, InjectedFault
 from tests.worlds.system import type_in
 
 KEY = MeshKey(bytes(range(32)))
@@ -95,7 +95,7 @@ def test_every_option_reaches_the_agent(agent: FakeAgent, home: Path) -> None:
 
 
 def test_no_collection_looks_through_the_modules_while_the_agent_runs(
-    agent: FakeAgent, freezing: Fault
+    agent: FakeAgent, freezing: InjectedFault
 ) -> None:
     freezing.end()
     looked_at = list[int]()

@@ -31,7 +31,7 @@ while True:
 """
 
 
-class World:
+class MeshWithDoctors:
     """A mesh of three, four other hosts on its network, and doctors."""
 
     def __init__(self, lab: NetLab, fleet: Fleet) -> None:
@@ -93,18 +93,20 @@ def diagnosis(doctor: Running) -> tuple[str, str, str, int]:
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[World]:
+def world() -> Iterator[MeshWithDoctors]:
     clean()  # what a run that was killed has left
     with NetLab(MEMBERS + 4) as lab, Fleet() as fleet:
-        yield World(lab, fleet)
+        yield MeshWithDoctors(lab, fleet)
 
 
-def test_a_mesh_that_is_well_gives_no_alarm(world: World) -> None:
+def test_a_mesh_that_is_well_gives_no_alarm(world: MeshWithDoctors) -> None:
     for doctor in [world.call_doctor(agent) for agent in world.members]:
         assert diagnosis(doctor) == ("", "", "", 0)
 
 
-def test_packets_that_vanish_on_one_machine_or_between_two_are_named(world: World) -> None:
+def test_packets_that_vanish_on_one_machine_or_between_two_are_named(
+    world: MeshWithDoctors,
+) -> None:
     one, two, three = world.members
     world.drop("wall", "udp dport 5353", world.lab.hosts[0])
     world.drop("multicast", 'oifname "h2" udp dport 5353')
@@ -124,7 +126,7 @@ def test_packets_that_vanish_on_one_machine_or_between_two_are_named(world: Worl
     assert wall[3] == multicast[3] == one_way[3] == 0  # the mesh is whole
 
 
-def test_a_hole_for_large_packets_and_the_route_of_a_vpn_are_named(world: World) -> None:
+def test_a_hole_for_large_packets_and_the_route_of_a_vpn_are_named(world: MeshWithDoctors) -> None:
     one, _, three = world.members
     world.drop("hole", 'iifname "h1" oifname "h2" meta length > 1300')
     world.in_host(
@@ -146,7 +148,7 @@ def test_a_hole_for_large_packets_and_the_route_of_a_vpn_are_named(world: World)
     assert "the route to mac-2 (10.77.0.2) leads through tun0" in vpn[2]
 
 
-def test_what_keeps_one_machine_alone_is_named(world: World) -> None:
+def test_what_keeps_one_machine_alone_is_named(world: MeshWithDoctors) -> None:
     stranger_at, unplugged_at, untold_at, unheard_at = world.spare
     world.lab.unplug(unplugged_at)
     world.drop("multicast", 'iifname "h7" udp dport 5353')
@@ -186,7 +188,7 @@ def test_what_keeps_one_machine_alone_is_named(world: World) -> None:
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_what_makes_a_member_slow_or_unwise_is_named_and_is_no_cause(
-    world: World, tmp_path: Path
+    world: MeshWithDoctors, tmp_path: Path
 ) -> None:
     plain_at, key_at, clock_at, slow_at = world.spare
     world.lab.shape(slow_at, bits_per_s=30_000_000)
@@ -227,7 +229,7 @@ def test_what_makes_a_member_slow_or_unwise_is_named_and_is_no_cause(
 
 
 def test_another_version_a_port_that_nobody_reaches_and_a_stopped_agent_are_named(
-    world: World,
+    world: MeshWithDoctors,
 ) -> None:
     other_at, walled_at, *_ = world.spare
     old = world.start(other_at, patch=OTHER_VERSION)

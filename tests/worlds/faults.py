@@ -17,7 +17,7 @@ Real = Callable[..., Any]
 """What would have been called: the first argument of what is called around it."""
 
 
-class Fault:
+class InjectedFault:
     """It ends with the test, or with the `with` statement that it is the subject of."""
 
     def __init__(self, where: object, call: str, run: Callable[..., Any]) -> None:
@@ -50,34 +50,34 @@ class Faults:
     """What calls do instead: `where` is a module, a class or an object that has such a `call`."""
 
     def __init__(self) -> None:
-        self._all: list[Fault] = []
-        self._pretended: list[Fault] = []
-        self._forbidden: list[Fault] = []
+        self._all: list[InjectedFault] = []
+        self._pretended: list[InjectedFault] = []
+        self._forbidden: list[InjectedFault] = []
         self._limits = pytest.MonkeyPatch()
 
-    def instead(self, where: object, call: str, run: Callable[..., Any]) -> Fault:
+    def instead(self, where: object, call: str, run: Callable[..., Any]) -> InjectedFault:
         """Let `run` be called."""
-        self._all.append(Fault(where, call, run))
+        self._all.append(InjectedFault(where, call, run))
         return self._all[-1]
 
-    def pretend(self, where: object, call: str, run: Callable[..., Any]) -> Fault:
+    def pretend(self, where: object, call: str, run: Callable[..., Any]) -> InjectedFault:
         """As `instead`, in a world in which a test need not get that far."""
-        self._pretended.append(Fault(where, call, run))
+        self._pretended.append(InjectedFault(where, call, run))
         return self._pretended[-1]
 
-    def around(self, where: object, call: str, run: Callable[..., Any]) -> Fault:
+    def around(self, where: object, call: str, run: Callable[..., Any]) -> InjectedFault:
         """Let `run` be called: its first argument is the real call, the others are the call's."""
         return self.instead(where, call, partial(run, getattr(where, call)))
 
-    def watch(self, where: object, call: str, run: Callable[..., Any]) -> Fault:
+    def watch(self, where: object, call: str, run: Callable[..., Any]) -> InjectedFault:
         """As `around`, where the test itself says how often it is called, perhaps never."""
         return self.pretend(where, call, partial(run, getattr(where, call)))
 
     def forbid(self, where: object, call: str) -> None:
         """It must not be called, and is an error of the test even where nobody sees it fail."""
-        self._forbidden.append(Fault(where, call, _must_not_be_called))
+        self._forbidden.append(InjectedFault(where, call, _must_not_be_called))
 
-    def fail(self, where: object, call: str, error: BaseException) -> Fault:
+    def fail(self, where: object, call: str, error: BaseException) -> InjectedFault:
         """Let each call raise this error, at once or when it is awaited."""
 
         def fail(*_: object, **__: object) -> None:
@@ -90,7 +90,7 @@ class Faults:
         is_awaited = inspect.iscoroutinefunction(getattr(where, call))
         return self.instead(where, call, fail_later if is_awaited else fail)
 
-    def hang(self, where: object, call: str) -> Fault:
+    def hang(self, where: object, call: str) -> InjectedFault:
         """Let each call be awaited until somebody cancels it."""
 
         async def hang(*_: object, **__: object) -> None:
@@ -98,7 +98,7 @@ class Faults:
 
         return self.instead(where, call, hang)
 
-    def skip(self, where: object, call: str) -> Fault:
+    def skip(self, where: object, call: str) -> InjectedFault:
         """Let each call do nothing."""
         return self.instead(where, call, lambda *_, **__: None)
 

@@ -16,7 +16,7 @@ import pmesh
 from pmesh.client.checkpoints import checkpoints as module
 from pmesh.client.checkpoints import files
 from pmesh.testing import SimulatedMesh
-from tests.worlds.faults import Fault, Faults, Real
+from tests.worlds.faults import Faults, InjectedFault, Real
 
 Values = Any
 
@@ -367,7 +367,7 @@ def test_a_rank_that_is_lost_in_a_save_costs_the_others_neither_the_save_nor_the
 # --- what a rank that lies can do to the disks of others
 
 
-def lying(faults: Faults, lie: Callable[[list[Any]], object]) -> Fault:
+def lying(faults: Faults, lie: Callable[[list[Any]], object]) -> InjectedFault:
     """From now on rank 0 changes what it tells the others before a save."""
 
     def gathered(gather: Real, mesh: pmesh.Mesh, obj: object, *more: Any) -> object:  # noqa: ANN401 - as the original
