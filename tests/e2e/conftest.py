@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import Agent, Fleet, allow_runs
+from tests.e2e.harness import Fleet, StartedAgent, allow_runs
 from tools.lab.net import NetLab, clean
 
 HERE = Path(__file__).parent
@@ -31,12 +31,12 @@ def lasting_fleet() -> Iterator[Fleet]:
 
 
 @pytest.fixture(scope="session")
-def three_agents(lasting_fleet: Fleet) -> list[Agent]:
+def three_agents(lasting_fleet: Fleet) -> list[StartedAgent]:
     return lasting_fleet.start_ring("mac-1", "mac-2", "mac-3")
 
 
 @pytest.fixture
-def ring(lasting_fleet: Fleet, three_agents: list[Agent]) -> list[Agent]:
+def ring(lasting_fleet: Fleet, three_agents: list[StartedAgent]) -> list[StartedAgent]:
     """Three machines, the same for all tests; all allow every member to run commands."""
     address = next(agent.address for agent in three_agents if agent.process.alive)
     for place, agent in enumerate(three_agents):

@@ -72,7 +72,7 @@ class Running(LabProgram):
         self.end()
 
 
-class Agent:
+class StartedAgent:
     """A `pmesh up` with its home."""
 
     def __init__(self, process: Running, home: Path, host: LabHost | None) -> None:
@@ -142,7 +142,7 @@ class Fleet:
         patch: str = "",
         under: Sequence[str] = (),
         **variables: str,
-    ) -> Agent:
+    ) -> StartedAgent:
         """`pmesh up`, not yet awaited.
 
         Args:
@@ -163,9 +163,9 @@ class Fleet:
         if mesh_key != "":
             variables["PMESH_KEY"] = mesh_key or self.mesh_key
         process = self._start(name, command, host=host, home=self.home(name), **variables)
-        return Agent(process, self.home(name), host)
+        return StartedAgent(process, self.home(name), host)
 
-    def start_ring(self, *names: str) -> list[Agent]:
+    def start_ring(self, *names: str) -> list[StartedAgent]:
         """Agents on this machine that know the first one's address, in one view."""
         first = self.start_agent(names[0], "--no-mdns")
         peer = ("--no-mdns", "--peer", first.address) if names[1:] else ()
@@ -173,13 +173,13 @@ class Fleet:
         self.await_view(*agents)
         return agents
 
-    def start_in(self, lab: NetLab, *options: str) -> list[Agent]:
+    def start_in(self, lab: NetLab, *options: str) -> list[StartedAgent]:
         """An agent in each host, mac-1 and so on, in one view."""
         agents = [self.start_agent(f"mac-{h.number}", *options, host=h) for h in lab.hosts]
         self.await_view(*agents)
         return agents
 
-    def start_trainer(self, agent: Agent, script: Path | str, *arguments: str) -> Running:
+    def start_trainer(self, agent: StartedAgent, script: Path | str, *arguments: str) -> Running:
         """A program that calls `pmesh.connect()` and meets this agent; a str is its source."""
         program = [str(script)] if isinstance(script, Path) else ["-c", textwrap.dedent(script)]
         name = f"trainer {len(self._running)} at {agent.process.name}"
@@ -208,7 +208,7 @@ class Fleet:
         name = f"pmesh {arguments[0]}"
         return self._start(name, command, host=host, home=home, **variables)
 
-    def await_view(self, *agents: Agent, timeout_s: float = TIMEOUT_S) -> EpochStatus:
+    def await_view(self, *agents: StartedAgent, timeout_s: float = TIMEOUT_S) -> EpochStatus:
         """The epoch of the one view that has these agents as its members, and no other."""
         ids = {agent.await_status(lambda _: True).node.id for agent in agents}
 
@@ -251,7 +251,7 @@ def _environment(home: Path) -> dict[str, str]:
     return inherited() | {"PMESH_HOME": str(home), "PYTHONUNBUFFERED": "1"}
 
 
-def allow_runs(agents: Iterable[Agent]) -> None:
+def allow_runs(agents: Iterable[StartedAgent]) -> None:
     """As `pmesh allow run --as-root` on each: the tests may run as root."""
     for agent in agents:
         allow_run(agent.home, (), as_root=True, no=False)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.bridge import worker
 from tests.bridge.worker import PARTS, SIZES, RawWorker
-from tests.e2e.harness import Agent, Fleet, Running
+from tests.e2e.harness import Fleet, Running, StartedAgent
 
 pytestmark = [pytest.mark.slow, pytest.mark.measured]
 
@@ -36,7 +36,7 @@ with pmesh.connect(job="bridged", wait_for=3) as mesh:
 """
 
 
-def start_bridge(fleet: Fleet, agent: Agent, *options: str) -> tuple[Running, int]:
+def start_bridge(fleet: Fleet, agent: StartedAgent, *options: str) -> tuple[Running, int]:
     running = fleet.start_command(
         *("bridge", "entrenar", "--listen", "127.0.0.1:0", *options), home=agent.home
     )
@@ -54,7 +54,7 @@ def expected(step: int, workers_at: list[int]) -> list[float]:
 
 
 def test_means_are_exact_while_a_worker_is_killed_and_another_lies(
-    fleet: Fleet, ring: list[Agent]
+    fleet: Fleet, ring: list[StartedAgent]
 ) -> None:
     bridge, port = start_bridge(fleet, ring[0], "--job", "bridged", "--workers", "3")
     arguments = json.dumps([PARTS, SIZES])
@@ -90,7 +90,7 @@ def test_means_are_exact_while_a_worker_is_killed_and_another_lies(
 
 
 def test_ctrl_c_is_the_workers_shutdown_and_wrong_use_is_one_sentence(
-    fleet: Fleet, ring: list[Agent]
+    fleet: Fleet, ring: list[StartedAgent]
 ) -> None:
     bridge, port = start_bridge(fleet, ring[0], "--job", "none", "--workers", "2")
     with RawWorker(port) as first:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.e2e.harness import TIMEOUT_S, Agent, Fleet, Running
+from tests.e2e.harness import TIMEOUT_S, Fleet, Running, StartedAgent
 from tools.lab.program import await_that
 
 pytestmark = pytest.mark.slow
@@ -61,7 +61,7 @@ with pmesh.connect(job="calls", wait_for=3) as mesh:
 
 
 def test_a_rank_that_is_killed_in_a_call_fails_it_at_once_and_frees_what_it_held(
-    fleet: Fleet, ring: list[Agent]
+    fleet: Fleet, ring: list[StartedAgent]
 ) -> None:
     trainers = [fleet.start_trainer(at, TRAINER) for at in ring]
     hung: list[Running] = []

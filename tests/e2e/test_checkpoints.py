@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import Agent, Fleet
+from tests.e2e.harness import Fleet, StartedAgent
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +42,7 @@ print("ended at", state["step"], digest, flush=True)
 
 
 def test_trainers_that_are_all_killed_while_they_save_go_on_from_a_whole_step(
-    fleet: Fleet, ring: list[Agent], tmp_path: Path
+    fleet: Fleet, ring: list[StartedAgent], tmp_path: Path
 ) -> None:
     folders = [str(tmp_path / agent.name) for agent in ring]
     trainers = [

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from pmesh.agent.schema import decode_status
-from tests.e2e.harness import TIMEOUT_S, Agent, Fleet
+from tests.e2e.harness import TIMEOUT_S, Fleet, StartedAgent
 from tools.lab.mesh import inherited
 
 pytestmark = pytest.mark.slow
@@ -35,7 +35,7 @@ TYPES: dict[str, type | tuple[type, ...]] = {
 
 
 @pytest.fixture
-def two_homes(fleet: Fleet) -> Iterator[tuple[Agent, Path]]:
+def two_homes(fleet: Fleet) -> Iterator[tuple[StartedAgent, Path]]:
     """An agent that was started without a mesh key, and the home of a detached one."""
     first = fleet.start_agent("mac-1", "--no-mdns", mesh_key="")
     home = fleet.home("mac-2")
@@ -45,7 +45,7 @@ def two_homes(fleet: Fleet) -> Iterator[tuple[Agent, Path]]:
 
 
 def test_from_a_first_up_without_a_key_to_two_machines_and_back(
-    fleet: Fleet, two_homes: tuple[Agent, Path]
+    fleet: Fleet, two_homes: tuple[StartedAgent, Path]
 ) -> None:
     first, home = two_homes
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.e2e.harness import Agent, Fleet, Running
+from tests.e2e.harness import Fleet, Running, StartedAgent
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +54,7 @@ def go_on(trainers: Sequence[Running]) -> None:
 
 
 def test_other_weights_and_gradients_of_a_rank_are_named_by_all_ranks_and_all_agents(
-    fleet: Fleet, ring: list[Agent]
+    fleet: Fleet, ring: list[StartedAgent]
 ) -> None:
     trainers = [fleet.start_trainer(at, TRAINER) for at in ring]
     (_, digest), *others = said(trainers)
@@ -81,7 +81,7 @@ def test_other_weights_and_gradients_of_a_rank_are_named_by_all_ranks_and_all_ag
         assert f"warned: {why}; they are left out of the mean" in trainer.await_end()
 
 
-def await_shown(fleet: Fleet, ring: Sequence[Agent], text: str) -> None:
+def await_shown(fleet: Fleet, ring: Sequence[StartedAgent], text: str) -> None:
     """Wait until `pmesh status` says it on each machine; heartbeats carry it there."""
     for agent in ring:
         agent.await_status(

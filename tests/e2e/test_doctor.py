@@ -15,7 +15,7 @@ import pytest
 
 from pmesh.core.wire.link import PROTOCOL_VERSION
 from pmesh.home_paths import MESH_KEY_NAME
-from tests.e2e.harness import Agent, Fleet, Running
+from tests.e2e.harness import Fleet, Running, StartedAgent
 from tests.e2e.odd_agents import OTHER_VERSION, compile_clock
 from tools.lab.mesh import new_key
 from tools.lab.net import LabHost, NetLab, clean, run_system
@@ -47,7 +47,7 @@ class MeshWithDoctors:
         mesh_key: str | None = None,
         patch: str = "",
         **variables: str,
-    ) -> Agent:
+    ) -> StartedAgent:
         return self.fleet.start_agent(
             f"mac-{host.number}",
             *options,
@@ -57,7 +57,7 @@ class MeshWithDoctors:
             **variables,
         )
 
-    def call_doctor(self, agent: Agent, *options: str) -> Running:
+    def call_doctor(self, agent: StartedAgent, *options: str) -> Running:
         """`pmesh doctor` on the machine of this agent, not yet ended."""
         return self.fleet.start_command(
             "doctor", "--json", *options, home=agent.home, host=agent.host

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.docs.pages import DOCS, read, sections, table_rows
-from tests.e2e.harness import TIMEOUT_S, Agent, Fleet
+from tests.e2e.harness import TIMEOUT_S, Fleet, StartedAgent
 
 pytest.importorskip("mlx.core")
 
@@ -38,7 +38,7 @@ def of_mlx(folder: Path) -> list[dict[str, Any]]:
     return [results_in(each) for each in printed]
 
 
-def of_pmesh(fleet: Fleet, ring: list[Agent]) -> list[dict[str, Any]]:
+def of_pmesh(fleet: Fleet, ring: list[StartedAgent]) -> list[dict[str, Any]]:
     command = ("mlx", "--wait-for", str(RANKS), "-m", "tests.e2e.mlx_cases")
     one, other, _ = ring
     running = [fleet.start_command(*command, home=at.home) for at in (one, other, other)]
@@ -48,7 +48,7 @@ def of_pmesh(fleet: Fleet, ring: list[Agent]) -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(180)
 def test_every_function_does_what_it_does_over_mlxs_ring(
-    fleet: Fleet, ring: list[Agent], tmp_path: Path
+    fleet: Fleet, ring: list[StartedAgent], tmp_path: Path
 ) -> None:
     expected, found = of_mlx(tmp_path), of_pmesh(fleet, ring)
     for native, ours in zip(expected, found, strict=True):

@@ -5,7 +5,7 @@ import signal
 import psutil
 import pytest
 
-from tests.e2e.harness import Agent, Fleet
+from tests.e2e.harness import Fleet, StartedAgent
 
 pytestmark = pytest.mark.slow
 
@@ -40,11 +40,11 @@ with pmesh.connect(job="groups", wait_for=3) as mesh:
 RESTS_SOON = "import pmesh.agent.jobs.session as t; t.IDLE_S = 0.2"
 
 
-def descriptors(agent: Agent) -> int:
+def descriptors(agent: StartedAgent) -> int:
     return psutil.Process(agent.process.pid).num_fds()
 
 
-def await_descriptors(agent: Agent, most: int) -> None:
+def await_descriptors(agent: StartedAgent, most: int) -> None:
     agent.await_status(lambda _: descriptors(agent) <= most)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.harness import Agent, Fleet, Running
+from tests.e2e.harness import Fleet, Running, StartedAgent
 from tools.lab.net import NetLab
 
 pytestmark = pytest.mark.slow
@@ -19,11 +19,11 @@ def run(fleet: Fleet, source: str) -> Running:
     return fleet.start_trainer(nobody(fleet), source)
 
 
-def nobody(fleet: Fleet) -> Agent:
+def nobody(fleet: Fleet) -> StartedAgent:
     """An agent that has ended already."""
     process = fleet._start("none", ["true"], host=None, home=Path("/nonexistent"))  # noqa: SLF001
     process.await_end()
-    return Agent(process, Path("/nonexistent"), None)
+    return StartedAgent(process, Path("/nonexistent"), None)
 
 
 def test_lines_are_found_in_order_and_each_once(fleet: Fleet) -> None:
@@ -123,7 +123,7 @@ def test_a_program_runs_in_the_host_of_its_agent(
     fleet: Fleet, make_lab: Callable[[int], NetLab]
 ) -> None:
     host = make_lab(2).hosts[1]
-    agent = Agent(nobody(fleet).process, Path("/nonexistent"), host)
+    agent = StartedAgent(nobody(fleet).process, Path("/nonexistent"), host)
     source = "import psutil; print(*(a.address for a in psutil.net_if_addrs()['eth0']))"
 
     assert host.ipv4 in fleet.start_trainer(agent, source).await_end()

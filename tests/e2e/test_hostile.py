@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from pmesh.home_paths import socket_path
-from tests.e2e.harness import Agent, Fleet, Running
+from tests.e2e.harness import Fleet, Running, StartedAgent
 
 pytestmark = pytest.mark.slow
 
@@ -63,7 +63,7 @@ def many_files() -> Iterator[None]:
 class Watched:
     """An agent whose memory and whose job's progress are looked at again and again."""
 
-    def __init__(self, agent: Agent, trainer: Running) -> None:
+    def __init__(self, agent: StartedAgent, trainer: Running) -> None:
         self.agent = agent
         self.trainer = trainer
         """Of rank 0 or another: all of them take the same steps."""

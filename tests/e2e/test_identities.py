@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from tests.e2e.harness import Agent, Fleet
+from tests.e2e.harness import Fleet, StartedAgent
 
 pytestmark = pytest.mark.slow
 
@@ -20,12 +20,12 @@ signal.sigwait([signal.SIGUSR1])
 """
 
 
-def copied(agent: Agent) -> list[str]:
+def copied(agent: StartedAgent) -> list[str]:
     """The reasons that its status gives for copied node keys."""
     return [p.reason or "" for p in agent.status().peers if p.state == "node_key_copied"]
 
 
-def copy_home(fleet: Fleet, agent: Agent, name: str) -> None:
+def copy_home(fleet: Fleet, agent: StartedAgent, name: str) -> None:
     """The key by which an agent is known, under another name."""
     fleet.home(name).mkdir(mode=0o700)
     shutil.copy2(agent.home / "node_key", fleet.home(name) / "node_key")

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.e2e.harness import Agent, Fleet
+from tests.e2e.harness import Fleet, StartedAgent
 from tools.lab.net import NetLab, run_system
 
 pytestmark = [pytest.mark.netns, pytest.mark.slow]
@@ -30,7 +30,7 @@ def connect(lab: NetLab, cable: str, *, v4: bool = True) -> None:
         run_system(["ip", "-netns", host.namespace, "-batch", "-"], stdin=commands)
 
 
-def interface_between(one: Agent, other: Agent) -> str | None:
+def interface_between(one: StartedAgent, other: StartedAgent) -> str | None:
     """Over which interface the first one's link with the other runs."""
     (member,) = [m for m in one.status().view.members if m.name == other.name]
     return member.interface

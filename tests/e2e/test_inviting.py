@@ -12,7 +12,7 @@ import pytest
 
 from pmesh.core.identity.keys import mesh_key_from_text, mesh_key_text
 from pmesh.home_paths import MESH_KEY_NAME
-from tests.e2e.harness import Agent, Fleet, Running
+from tests.e2e.harness import Fleet, Running, StartedAgent
 from tools.lab.net import LabHost, NetLab
 
 pytestmark = pytest.mark.netns
@@ -27,7 +27,7 @@ def arguments() -> Iterator[str]:
             yield " ".join(process.cmdline())
 
 
-def invite(fleet: Fleet, agent: Agent) -> tuple[Running, str]:
+def invite(fleet: Fleet, agent: StartedAgent) -> tuple[Running, str]:
     """`pmesh invite`, and the code that it shows."""
     showing = fleet.start_command("invite", home=agent.home)
     code = showing.await_line(CODE)[1]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import Agent, Fleet, Running
+from tests.e2e.harness import Fleet, Running, StartedAgent
 
 pytestmark = pytest.mark.slow  # in one process: tests/agent/jobs
 
@@ -50,7 +50,7 @@ except pmesh.PmeshError as e:
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[tuple[Fleet, Agent, Agent]]:
+def two() -> Iterator[tuple[Fleet, StartedAgent, StartedAgent]]:
     with Fleet() as fleet:
         one, other = fleet.start_ring("mac-1", "mac-2")
         yield fleet, one, other
@@ -62,7 +62,7 @@ def results(*trainers: Running) -> list[list[object]]:
 
 
 def test_jobs_run_at_once_on_some_or_all_agents_with_several_trainers_on_one(
-    two: tuple[Fleet, Agent, Agent],
+    two: tuple[Fleet, StartedAgent, StartedAgent],
 ) -> None:
     fleet, one, other = two
     wide = [fleet.start_trainer(at, TRAINER, "wide", "3", "1") for at in (one, one, other)]
@@ -75,7 +75,7 @@ def test_jobs_run_at_once_on_some_or_all_agents_with_several_trainers_on_one(
 
 
 def test_a_trace_has_the_calls_of_all_ranks_on_one_clock(
-    two: tuple[Fleet, Agent, Agent], tmp_path: Path
+    two: tuple[Fleet, StartedAgent, StartedAgent], tmp_path: Path
 ) -> None:
     fleet, one, other = two
     trainers = [fleet.start_trainer(at, TRAINER, "traced", "2", "1") for at in (one, other)]
@@ -98,7 +98,7 @@ def test_a_trace_has_the_calls_of_all_ranks_on_one_clock(
 
 
 def test_a_name_is_free_again_as_soon_as_its_job_has_ended(
-    two: tuple[Fleet, Agent, Agent],
+    two: tuple[Fleet, StartedAgent, StartedAgent],
 ) -> None:
     fleet, one, other = two
     trainers = [fleet.start_trainer(at, TRAINER, "again", "2", "4") for at in (one, other)]
@@ -108,7 +108,9 @@ def test_a_name_is_free_again_as_soon_as_its_job_has_ended(
         agent.await_status(lambda status: not status.jobs)
 
 
-def test_nobody_enters_a_running_job_that_never_syncs(two: tuple[Fleet, Agent, Agent]) -> None:
+def test_nobody_enters_a_running_job_that_never_syncs(
+    two: tuple[Fleet, StartedAgent, StartedAgent],
+) -> None:
     fleet, one, other = two
     holders = [fleet.start_trainer(at, HOLDER, "held", "2") for at in (one, other)]
     for holder in holders:
@@ -124,7 +126,7 @@ def test_nobody_enters_a_running_job_that_never_syncs(two: tuple[Fleet, Agent, A
 
 
 def test_too_few_trainers_are_counted_and_idle_machines_named(
-    two: tuple[Fleet, Agent, Agent],
+    two: tuple[Fleet, StartedAgent, StartedAgent],
 ) -> None:
     fleet, one, _ = two
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from pmesh.launches.cli.launches import allow_run
-from tests.e2e.harness import TIMEOUT_S, Agent, Fleet, Running, allow_runs
+from tests.e2e.harness import TIMEOUT_S, Fleet, Running, StartedAgent, allow_runs
 from tools.lab.net import NetLab
 from tools.lab.program import await_that
 
@@ -36,7 +36,7 @@ def running(word: str) -> list[int]:
 
 
 def test_a_script_trains_on_three_machines_from_one_terminal(
-    fleet: Fleet, ring: list[Agent], tmp_path: Path
+    fleet: Fleet, ring: list[StartedAgent], tmp_path: Path
 ) -> None:
     script = tmp_path / "line.py"
     script.write_text(
@@ -53,7 +53,7 @@ def test_a_script_trains_on_three_machines_from_one_terminal(
 
 
 def test_the_number_before_a_line_is_the_rank_that_its_script_has_just_then(
-    fleet: Fleet, ring: list[Agent], tmp_path: Path
+    fleet: Fleet, ring: list[StartedAgent], tmp_path: Path
 ) -> None:
     script = tmp_path / "ranks.py"
     script.write_text(
@@ -79,7 +79,7 @@ def test_the_number_before_a_line_is_the_rank_that_its_script_has_just_then(
 
 
 def test_a_machine_that_has_not_allowed_it_is_named_and_nothing_starts(
-    fleet: Fleet, ring: list[Agent], tmp_path: Path
+    fleet: Fleet, ring: list[StartedAgent], tmp_path: Path
 ) -> None:
     allow_run(ring[2].home, (), as_root=False, no=True)
     done = fleet.pmesh(
@@ -97,7 +97,7 @@ def test_a_machine_that_has_not_allowed_it_is_named_and_nothing_starts(
 
 
 def test_what_is_missing_on_one_machine_is_named_and_nothing_starts(
-    fleet: Fleet, ring: list[Agent], tmp_path: Path
+    fleet: Fleet, ring: list[StartedAgent], tmp_path: Path
 ) -> None:
     done = fleet.pmesh("run", "--on", "mac-1,mac-9", "--", "true", home=ring[0].home)
     assert "UsageError: no machine is called 'mac-9'; there are" in done.stderr
@@ -119,7 +119,7 @@ def test_what_is_missing_on_one_machine_is_named_and_nothing_starts(
 
 
 def test_arguments_arrive_as_they_are_and_input_reaches_rank_0(
-    fleet: Fleet, ring: list[Agent]
+    fleet: Fleet, ring: list[StartedAgent]
 ) -> None:
     words = ["a b", "two\nlines", "$HOME", "; touch x", "'\""]
     show = "import sys; print(repr(sys.argv[1:]), repr(sys.stdin.read()))"
@@ -133,7 +133,7 @@ def test_arguments_arrive_as_they_are_and_input_reaches_rank_0(
     assert "two\\nlines" in fleet.pmesh("events", home=ring[1].home).stdout
 
 
-def test_the_first_failure_is_the_exit_code(fleet: Fleet, ring: list[Agent]) -> None:
+def test_the_first_failure_is_the_exit_code(fleet: Fleet, ring: list[StartedAgent]) -> None:
     script = 'if [ "$RANK" = 1 ]; then echo bad >&2; exit 7; fi; sleep 600'
     done = fleet.pmesh(
         "run", "--on", "all", "--engine", "gloo", "--restarts", "0", "--", "sh", "-c", script,
@@ -145,7 +145,7 @@ def test_the_first_failure_is_the_exit_code(fleet: Fleet, ring: list[Agent]) -> 
 
 
 def test_a_script_that_fails_at_once_everywhere_is_started_once(
-    fleet: Fleet, ring: list[Agent], tmp_path: Path
+    fleet: Fleet, ring: list[StartedAgent], tmp_path: Path
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text("import pmesh\nmesh = pmesh.connect(\n")
@@ -156,7 +156,7 @@ def test_a_script_that_fails_at_once_everywhere_is_started_once(
 
 
 def test_no_rank_is_started_again_to_wait_for_one_that_has_finished(
-    fleet: Fleet, ring: list[Agent], tmp_path: Path
+    fleet: Fleet, ring: list[StartedAgent], tmp_path: Path
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(
@@ -176,7 +176,7 @@ def test_no_rank_is_started_again_to_wait_for_one_that_has_finished(
 SLEEPERS = ("--on", "all", "--", "sh", "-c")
 
 
-def start_sleepers(fleet: Fleet, agent: Agent, marker: str, *options: str) -> Running:
+def start_sleepers(fleet: Fleet, agent: StartedAgent, marker: str, *options: str) -> Running:
     """Ranks that heed no signal, each with a child; both have the marker as an argument."""
     script = 'trap "" INT TERM HUP; sleep "$0" & echo up; while :; do wait; sleep 0.1; done'
     started = fleet.start_command("run", *options, *SLEEPERS, script, marker, home=agent.home)
@@ -188,7 +188,7 @@ def start_sleepers(fleet: Fleet, agent: Agent, marker: str, *options: str) -> Ru
 
 @pytest.mark.parametrize("victim", ["rank", "agent"])
 def test_children_in_groups_of_their_own_end_too(
-    fleet: Fleet, ring: list[Agent], victim: str
+    fleet: Fleet, ring: list[StartedAgent], victim: str
 ) -> None:
     """`timeout` makes a group; a signal to the group of the rank does not reach it."""
     marker = f"86400.{os.getpid()}{time.monotonic_ns()}"
@@ -208,7 +208,9 @@ def test_children_in_groups_of_their_own_end_too(
 
 
 @pytest.mark.parametrize("victim", ["ctrl-c", "starter", "agent of the starter"])
-def test_nothing_is_left_running_anywhere(fleet: Fleet, ring: list[Agent], victim: str) -> None:
+def test_nothing_is_left_running_anywhere(
+    fleet: Fleet, ring: list[StartedAgent], victim: str
+) -> None:
     marker = f"86400.{os.getpid()}{time.monotonic_ns()}"
     started = start_sleepers(fleet, ring[0], marker, "--grace", "1")
     match victim:
@@ -225,7 +227,7 @@ def test_nothing_is_left_running_anywhere(fleet: Fleet, ring: list[Agent], victi
         assert "AgentStopped" in started.await_end(code=1)
 
 
-def test_a_rank_that_is_killed_is_started_again(fleet: Fleet, ring: list[Agent]) -> None:
+def test_a_rank_that_is_killed_is_started_again(fleet: Fleet, ring: list[StartedAgent]) -> None:
     marker = f"86400.{os.getpid()}{time.monotonic_ns()}"
     started = start_sleepers(fleet, ring[0], marker)
     psutil.Process(min(running(marker))).kill()
@@ -238,7 +240,7 @@ def test_a_rank_that_is_killed_is_started_again(fleet: Fleet, ring: list[Agent])
 
 
 def test_a_machine_that_comes_back_starts_its_rank_again(
-    fleet: Fleet, lasting_fleet: Fleet, ring: list[Agent]
+    fleet: Fleet, lasting_fleet: Fleet, ring: list[StartedAgent]
 ) -> None:
     marker = f"86400.{os.getpid()}{time.monotonic_ns()}"
     started = start_sleepers(fleet, ring[0], marker, "--grace", "1")
@@ -253,7 +255,9 @@ def test_a_machine_that_comes_back_starts_its_rank_again(
     assert not running(marker)
 
 
-def test_a_detached_launch_goes_on_until_it_is_stopped(fleet: Fleet, ring: list[Agent]) -> None:
+def test_a_detached_launch_goes_on_until_it_is_stopped(
+    fleet: Fleet, ring: list[StartedAgent]
+) -> None:
     marker = f"86400.{os.getpid()}{time.monotonic_ns()}"
     home = ring[0].home
     script = "echo up; sleep $0"
@@ -308,7 +312,7 @@ each_engine = pytest.mark.parametrize(
 
 @each_engine
 def test_a_script_for_another_launcher_runs_unchanged(
-    fleet: Fleet, ring: list[Agent], tmp_path: Path, engine: str, source: str
+    fleet: Fleet, ring: list[StartedAgent], tmp_path: Path, engine: str, source: str
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(source)
@@ -340,7 +344,7 @@ def test_machines_of_a_network_find_each_other_s_addresses(
 
 
 def test_an_engine_that_needs_all_ranks_starts_all_of_them_again(
-    fleet: Fleet, ring: list[Agent]
+    fleet: Fleet, ring: list[StartedAgent]
 ) -> None:
     script = (
         'echo "generation $TORCHELASTIC_RESTART_COUNT of $WORLD_SIZE"; '
@@ -358,7 +362,7 @@ def test_an_engine_that_needs_all_ranks_starts_all_of_them_again(
 
 
 def test_no_line_is_lost_or_torn_while_the_terminal_is_slow(
-    ring: list[Agent], tmp_path: Path
+    ring: list[StartedAgent], tmp_path: Path
 ) -> None:
     lines = 30_000
     script = (
@@ -385,7 +389,9 @@ def test_no_line_is_lost_or_torn_while_the_terminal_is_slow(
 
 
 @pytest.mark.parametrize("hangs", ["kill -STOP $$", "while :; do sleep 1; done"])
-def test_ranks_that_hang_are_started_again(fleet: Fleet, ring: list[Agent], hangs: str) -> None:
+def test_ranks_that_hang_are_started_again(
+    fleet: Fleet, ring: list[StartedAgent], hangs: str
+) -> None:
     script = f'echo began; [ "$TORCHELASTIC_RESTART_COUNT" = 1 ] && exit 0; {hangs}'
     options = ("--on", "all", "--engine", "gloo", "--hang-timeout", "2", "--grace", "0.5")
     done = fleet.pmesh("run", *options, "--", "sh", "-c", script, home=ring[0].home)
@@ -394,7 +400,7 @@ def test_ranks_that_hang_are_started_again(fleet: Fleet, ring: list[Agent], hang
     assert done.stdout.count("began") == 6
 
 
-def start_chatter(ring: list[Agent], *, output: int) -> "subprocess.Popen[bytes]":
+def start_chatter(ring: list[StartedAgent], *, output: int) -> "subprocess.Popen[bytes]":
     """Ranks that print for ever, and a `pmesh run` that shows it."""
     return subprocess.Popen(
         [sys.executable, "-m", "pmesh.cli", "run", *SLEEPERS, "while :; do echo x; done"],
@@ -406,7 +412,7 @@ def start_chatter(ring: list[Agent], *, output: int) -> "subprocess.Popen[bytes]
     )
 
 
-def test_a_pipe_that_is_closed_ends_all(ring: list[Agent]) -> None:
+def test_a_pipe_that_is_closed_ends_all(ring: list[StartedAgent]) -> None:
     reading, writing = os.pipe()
     with start_chatter(ring, output=writing) as run:
         os.close(writing)
@@ -417,7 +423,7 @@ def test_a_pipe_that_is_closed_ends_all(ring: list[Agent]) -> None:
     await_that(lambda: not running("while :; do echo x; done"), "the end of all", within_s=ENDS_S)
 
 
-def test_a_third_signal_ends_a_run_that_can_not_print(ring: list[Agent]) -> None:
+def test_a_third_signal_ends_a_run_that_can_not_print(ring: list[StartedAgent]) -> None:
     reading, writing = os.pipe()
     try:
         with start_chatter(ring, output=writing) as run:
@@ -433,7 +439,7 @@ def test_a_third_signal_ends_a_run_that_can_not_print(ring: list[Agent]) -> None
 
 
 def test_another_version_of_the_script_is_named_and_nothing_starts(
-    fleet: Fleet, lasting_fleet: Fleet, ring: list[Agent], tmp_path: Path
+    fleet: Fleet, lasting_fleet: Fleet, ring: list[StartedAgent], tmp_path: Path
 ) -> None:
     """All homes are on one disk: HOME tells the machines apart."""
     here, there = tmp_path / "here", tmp_path / "there"

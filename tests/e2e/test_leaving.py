@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tests.e2e.harness import Agent, Fleet
+from tests.e2e.harness import Fleet, StartedAgent
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +26,7 @@ except pmesh.PmeshError as e:
 """
 
 
-def end(agent: Agent, number: signal.Signals, *peers: Agent, code: int) -> None:
+def end(agent: StartedAgent, number: signal.Signals, *peers: StartedAgent, code: int) -> None:
     """End it by the signal: its peers hear of it, and it says nothing more."""
     before, began = agent.process.output, time.monotonic()
     agent.process.send_signal(number)

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import pytest
 
-from tests.e2e.harness import Agent, Fleet, Running
+from tests.e2e.harness import Fleet, Running, StartedAgent
 
 pytestmark = pytest.mark.slow  # in one process: tests/agent/jobs
 
@@ -84,7 +84,7 @@ with pmesh.connect(job="elastic", wait_for=int(sys.argv[1])) as mesh:
     print(mesh.step, state["position"], digest)
 """
 
-Ring: TypeAlias = tuple[Fleet, list[Agent]]
+Ring: TypeAlias = tuple[Fleet, list[StartedAgent]]
 
 
 @pytest.fixture(scope="module")
@@ -93,12 +93,14 @@ def ring() -> Iterator[Ring]:
         yield fleet, fleet.start_ring("mac-1", "mac-2", "mac-3")
 
 
-def is_leader(agent: Agent) -> bool:
+def is_leader(agent: StartedAgent) -> bool:
     status = agent.status()
     return status.view.leader == status.node.id
 
 
-def start_job(fleet: Fleet, job: str, *agents: Agent, on_loss: str = "continue") -> list[Running]:
+def start_job(
+    fleet: Fleet, job: str, *agents: StartedAgent, on_loss: str = "continue"
+) -> list[Running]:
     """A trainer at each agent, all in the middle of large ops."""
     size = str(len(agents))
     trainers = [fleet.start_trainer(agent, TRAINER, job, size, on_loss) for agent in agents]

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tests.e2e.harness import Agent, Fleet, Running
+from tests.e2e.harness import Fleet, Running, StartedAgent
 from tools.lab.net import NetLab, clean
 
 pytestmark = [pytest.mark.netns, pytest.mark.slow]
@@ -25,7 +25,7 @@ with pmesh.connect(job="digits", wait_for=4) as mesh:
 """
 
 
-def states(fleet: Fleet, agent: Agent) -> dict[str, str]:
+def states(fleet: Fleet, agent: StartedAgent) -> dict[str, str]:
     """What `pmesh members` says there of each machine."""
     said = fleet.pmesh("members", "--json", home=agent.home)
     assert said.returncode == 0, said.stderr
@@ -112,7 +112,7 @@ def goes_on(trainer: Running) -> None:
     trainer.await_line("^op")
 
 
-def key_at(fleet: Fleet, agent: Agent) -> str:
+def key_at(fleet: Fleet, agent: StartedAgent) -> str:
     shown = fleet.pmesh("key", "show", home=agent.home)
     assert shown.returncode == 0, shown.stderr
     return shown.stdout.strip()

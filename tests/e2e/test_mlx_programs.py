@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.e2e.harness import Agent, Fleet
+from tests.e2e.harness import Fleet, StartedAgent
 from tests.e2e.mlx_ring import run_over_mlxs_ring
 
 mx = pytest.importorskip("mlx.core")
@@ -40,7 +40,7 @@ sys.exit(3 if group.rank() == 1 else 0)
 
 
 def test_a_program_goes_on_when_its_rank_0_is_killed_and_warns_that_nobody_will_save(
-    fleet: Fleet, ring: list[Agent], tmp_path: Path
+    fleet: Fleet, ring: list[StartedAgent], tmp_path: Path
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(PROGRAM)
@@ -81,7 +81,7 @@ def test_an_error_of_the_program_is_a_crash_of_its_rank(fleet: Fleet, tmp_path: 
     reason="mlx-lm is missing",
 )
 def test_mlx_lms_lora_learns_what_it_learns_over_mlxs_ring(
-    fleet: Fleet, ring: list[Agent], tmp_path: Path
+    fleet: Fleet, ring: list[StartedAgent], tmp_path: Path
 ) -> None:
     """At the learning rate that it has by default: Adam makes much of rounding at higher ones."""
     from tools.lora import make_data, make_model  # noqa: PLC0415 - it needs mlx-lm

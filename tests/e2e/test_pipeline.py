@@ -11,7 +11,7 @@ import pytest
 if importlib.util.find_spec("mlx_lm") is None and not os.environ.get("CI"):
     pytest.skip("mlx-lm is not installed", allow_module_level=True)
 
-from tests.e2e.harness import Agent, Fleet
+from tests.e2e.harness import Fleet, StartedAgent
 from tools.lora import make_model, tiny
 
 pytestmark = pytest.mark.slow
@@ -62,7 +62,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "fine_tune_in_stages.py"
 
 
 def test_the_example_fine_tunes_adapters_on_two_machines_each_of_its_own_layers(
-    fleet: Fleet, ring: list[Agent], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet, ring: list[StartedAgent], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny(tmp_path)
     monkeypatch.chdir(tmp_path)  # what it writes goes where the command was given
@@ -78,7 +78,7 @@ def test_the_example_fine_tunes_adapters_on_two_machines_each_of_its_own_layers(
 
 
 def test_processes_go_on_with_the_layers_of_one_that_was_killed_for_good(
-    fleet: Fleet, ring: list[Agent], tmp_path: Path
+    fleet: Fleet, ring: list[StartedAgent], tmp_path: Path
 ) -> None:
     model = str(make_model(tmp_path / "model"))
 

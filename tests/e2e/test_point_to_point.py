@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.e2e.harness import Agent, Fleet
+from tests.e2e.harness import Fleet, StartedAgent
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +43,7 @@ with pmesh.connect(job="messages", wait_for=3) as mesh:
 
 
 def test_ranks_send_to_each_other_and_go_on_when_one_leaves(
-    fleet: Fleet, ring: list[Agent]
+    fleet: Fleet, ring: list[StartedAgent]
 ) -> None:
     one, other, _ = ring
     trainers = [fleet.start_trainer(at, TRAINER) for at in (one, one, other)]

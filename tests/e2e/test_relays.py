@@ -6,10 +6,10 @@ from typing import TypeAlias
 
 import pytest
 
-from tests.e2e.harness import Agent, Fleet
+from tests.e2e.harness import Fleet, StartedAgent
 from tools.lab.net import NetLab, clean
 
-Chain: TypeAlias = tuple[NetLab, Fleet, list[Agent]]
+Chain: TypeAlias = tuple[NetLab, Fleet, list[StartedAgent]]
 pytestmark = [pytest.mark.netns, pytest.mark.slow]
 
 TRAINER = """

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.harness import Agent, Fleet
+from tests.e2e.harness import Fleet, StartedAgent
 
 pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parents[2] / "tools/kills/scripts/resuming.py"
 
 
-def train(fleet: Fleet, agent: Agent, folder: Path) -> tuple[str, list[Any]]:
+def train(fleet: Fleet, agent: StartedAgent, folder: Path) -> tuple[str, list[Any]]:
     import torch  # noqa: PLC0415 - it may not be installed
 
     words = (
@@ -34,7 +34,7 @@ def train(fleet: Fleet, agent: Agent, folder: Path) -> tuple[str, list[Any]]:
 @pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed")
 @pytest.mark.timeout(600)  # six times a rank imports it, all on two cores
 def test_a_training_with_a_kill_ends_with_the_weights_of_one_without(
-    fleet: Fleet, ring: list[Agent], tmp_path: Path
+    fleet: Fleet, ring: list[StartedAgent], tmp_path: Path
 ) -> None:
     """With Lightning; `tests/tools/test_trainer_kills.py` has Transformers."""
     ended = {}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pmesh.agent.schema import Status
-from tests.e2e.harness import Agent, Fleet
+from tests.e2e.harness import Fleet, StartedAgent
 from tools.lab.net import NetLab
 
 pytestmark = [pytest.mark.netns, pytest.mark.slow]
@@ -31,7 +31,7 @@ with pmesh.connect(job="cables", wait_for=2) as mesh:
 """
 
 
-def reruns(fleet: Fleet, agent: Agent) -> int:
+def reruns(fleet: Fleet, agent: StartedAgent) -> int:
     page = json.loads(fleet.pmesh("events", "--json", home=agent.home).stdout)
     return sum(event["kind"] == "op rerun" for event in page["events"])
 

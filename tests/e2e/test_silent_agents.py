@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.harness import Agent, Fleet
+from tests.e2e.harness import Fleet, StartedAgent
 
 pytestmark = pytest.mark.slow
 
@@ -23,13 +23,15 @@ with pmesh.connect("job") as mesh:
 
 
 @pytest.fixture(scope="module")
-def agent() -> Iterator[Agent]:
+def agent() -> Iterator[StartedAgent]:
     with Fleet() as fleet:
         (agent,) = fleet.start_ring("mac-1")
         yield agent
 
 
-def test_who_meets_a_frozen_agent_reads_how_to_continue_it(fleet: Fleet, agent: Agent) -> None:
+def test_who_meets_a_frozen_agent_reads_how_to_continue_it(
+    fleet: Fleet, agent: StartedAgent
+) -> None:
     pid = agent.process.pid
     silent = f"the agent at {agent.home}/agent.sock"
     state = f"its process (pid {pid}) is stopped; run 'kill -CONT {pid}'"
@@ -45,7 +47,7 @@ def test_who_meets_a_frozen_agent_reads_how_to_continue_it(fleet: Fleet, agent: 
     assert warned.string == f"{silent} does not answer: {state}"
 
 
-def test_a_call_under_way_says_that_its_agent_is_frozen(fleet: Fleet, agent: Agent) -> None:
+def test_a_call_under_way_says_that_its_agent_is_frozen(fleet: Fleet, agent: StartedAgent) -> None:
     trainer = fleet.start_trainer(agent, TRAIN)
     trainer.await_line("rank 0")
 
@@ -60,7 +62,9 @@ def test_a_call_under_way_says_that_its_agent_is_frozen(fleet: Fleet, agent: Age
     )
 
 
-def test_who_loses_a_killed_agent_reads_how_to_start_another(fleet: Fleet, agent: Agent) -> None:
+def test_who_loses_a_killed_agent_reads_how_to_start_another(
+    fleet: Fleet, agent: StartedAgent
+) -> None:
     (agent.home / "agent.log").touch()  # as --detach does
     trainer = fleet.start_trainer(agent, TRAIN)
     trainer.await_line("rank 0")

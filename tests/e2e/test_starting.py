@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pmesh.home_paths import socket_path
-from tests.e2e.harness import Agent, Fleet
+from tests.e2e.harness import Fleet, StartedAgent
 
 pytestmark = pytest.mark.slow
 
@@ -25,20 +25,22 @@ except pmesh.PmeshError as e:
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[tuple[Fleet, Agent]]:
+def running() -> Iterator[tuple[Fleet, StartedAgent]]:
     with Fleet() as fleet:
         agent = fleet.start_agent("mac-1", "--no-mdns")
         agent.await_status(lambda _: True)
         yield fleet, agent
 
 
-def refusal(agent: Agent) -> str:
+def refusal(agent: StartedAgent) -> str:
     """The one line with which it did not start."""
     (line,) = agent.process.await_end(code=1).splitlines()
     return line
 
 
-def test_a_second_agent_in_a_home_or_at_a_port_is_refused(running: tuple[Fleet, Agent]) -> None:
+def test_a_second_agent_in_a_home_or_at_a_port_is_refused(
+    running: tuple[Fleet, StartedAgent],
+) -> None:
     fleet, agent = running
     same_home = fleet.start_agent("mac-1", "--no-mdns")
     same_port = fleet.start_agent("mac-2", "--no-mdns", listen=agent.address)
@@ -54,7 +56,7 @@ def test_a_second_agent_in_a_home_or_at_a_port_is_refused(running: tuple[Fleet, 
 
 
 def test_a_killed_agent_leaves_a_socket_that_says_so_and_is_replaced_silently(
-    running: tuple[Fleet, Agent],
+    running: tuple[Fleet, StartedAgent],
 ) -> None:
     fleet, _ = running
     killed = fleet.start_agent("mac-3", "--no-mdns")
@@ -91,7 +93,7 @@ def spoil_the_mesh_key(home: Path) -> None:
 
 
 def test_key_files_that_can_not_be_used_are_refused_with_what_mends_them(
-    running: tuple[Fleet, Agent],
+    running: tuple[Fleet, StartedAgent],
 ) -> None:
     fleet, _ = running
     spoilers = {"open": spoil_for_others, "cut": spoil_by_cutting, "wrong": spoil_the_mesh_key}
@@ -99,7 +101,7 @@ def test_key_files_that_can_not_be_used_are_refused_with_what_mends_them(
         fleet.home(name).mkdir(mode=0o700)
         spoil(fleet.home(name))
 
-    def start_all() -> list[Agent]:
+    def start_all() -> list[StartedAgent]:
         return [
             fleet.start_agent(name, "--no-mdns", mesh_key="" if name == "wrong" else None)
             for name in spoilers
@@ -115,7 +117,9 @@ def test_key_files_that_can_not_be_used_are_refused_with_what_mends_them(
         agent.process.await_line(f"^{agent.name} is up")
 
 
-def test_too_few_open_files_are_raised_or_said_at_start(running: tuple[Fleet, Agent]) -> None:
+def test_too_few_open_files_are_raised_or_said_at_start(
+    running: tuple[Fleet, StartedAgent],
+) -> None:
     fleet, _ = running
     soft = fleet.start_agent("soft", under=("sh", "-c", 'ulimit -Sn 64; exec "$@"', "sh"))
     hard = fleet.start_agent("hard", under=("sh", "-c", 'ulimit -n 64; exec "$@"', "sh"))
@@ -127,7 +131,7 @@ def test_too_few_open_files_are_raised_or_said_at_start(running: tuple[Fleet, Ag
     assert "files may be open" not in soft.process.output
 
 
-def test_an_agent_outlives_a_full_disk_under_its_log(running: tuple[Fleet, Agent]) -> None:
+def test_an_agent_outlives_a_full_disk_under_its_log(running: tuple[Fleet, StartedAgent]) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("only Linux has a device that is always full")
     fleet, _ = running

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from tests.e2e.harness import Agent, Fleet
+from tests.e2e.harness import Fleet, StartedAgent
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +34,7 @@ with pmesh.connect(job="store", wait_for=3) as mesh:
 
 
 def test_no_answered_call_is_lost_with_the_agent_that_coordinates(
-    fleet: Fleet, ring: list[Agent]
+    fleet: Fleet, ring: list[StartedAgent]
 ) -> None:
     trainers = {agent.name: fleet.start_trainer(agent, TRAINER) for agent in ring}
     names = {t.await_line(r"coordinator (\S+)").group(1) for t in trainers.values()}

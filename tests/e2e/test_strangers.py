@@ -11,14 +11,14 @@ import pytest
 from pmesh.agent.schema import PeerStatus
 from pmesh.core.identity.keys import MeshKey, mesh_key_text
 from pmesh.core.wire.link import PROTOCOL_VERSION
-from tests.e2e.harness import Agent, Fleet
+from tests.e2e.harness import Fleet, StartedAgent
 from tests.e2e.odd_agents import OTHER_VERSION, compile_clock
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def host() -> Iterator[tuple[Fleet, Agent]]:
+def host() -> Iterator[tuple[Fleet, StartedAgent]]:
     """The agent at whose door they all knock."""
     with Fleet() as fleet:
         agent = fleet.start_agent("mac-1")
@@ -26,7 +26,7 @@ def host() -> Iterator[tuple[Fleet, Agent]]:
         yield fleet, agent
 
 
-def await_peer(agent: Agent, state: str, *words: str, name: str = "") -> PeerStatus:
+def await_peer(agent: StartedAgent, state: str, *words: str, name: str = "") -> PeerStatus:
     """The peer that its status shows in this state, with all these words in the reason."""
 
     def fits(peer: PeerStatus) -> bool:
@@ -38,7 +38,7 @@ def await_peer(agent: Agent, state: str, *words: str, name: str = "") -> PeerSta
 
 
 def test_another_mesh_key_is_named_on_both_sides_and_its_tag_in_status(
-    host: tuple[Fleet, Agent],
+    host: tuple[Fleet, StartedAgent],
 ) -> None:
     fleet, agent = host
     key = mesh_key_text(MeshKey(secrets.token_bytes(32)))
@@ -57,7 +57,7 @@ def test_another_mesh_key_is_named_on_both_sides_and_its_tag_in_status(
 
 
 def test_another_version_is_named_on_both_sides_with_both_versions(
-    host: tuple[Fleet, Agent],
+    host: tuple[Fleet, StartedAgent],
 ) -> None:
     fleet, agent = host
     options = ("--no-mdns", "--peer", agent.address)
@@ -74,7 +74,7 @@ def test_another_version_is_named_on_both_sides_with_both_versions(
 @pytest.mark.skipif(sys.platform != "linux", reason="LD_PRELOAD replaces the system's clock")
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_a_clock_that_is_wrong_by_years_changes_nothing(
-    host: tuple[Fleet, Agent], tmp_path: Path
+    host: tuple[Fleet, StartedAgent], tmp_path: Path
 ) -> None:
     fleet, agent = host
     dreamer = fleet.start_agent(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pmesh.launches.cli.launches import allow_run
-from tests.e2e.harness import TIMEOUT_S, Agent, Fleet, allow_runs
+from tests.e2e.harness import TIMEOUT_S, Fleet, StartedAgent, allow_runs
 from tools.lab.net import NetLab, clean
 
 pytestmark = pytest.mark.slow
@@ -42,17 +42,17 @@ def project(tmp_path: Path) -> Path:
     return root
 
 
-def user_of(agent: Agent) -> Path:
+def user_of(agent: StartedAgent) -> Path:
     """The HOME of the machine's user: all machines of a test share a disk."""
     return agent.home.with_name(f"{agent.name}-user")
 
 
 @pytest.fixture(scope="module")
-def three() -> Iterator[list[Agent]]:
+def three() -> Iterator[list[StartedAgent]]:
     """Machines of a network, each with a home and a user's home of its own."""
     clean()  # what a run that was killed has left
     with NetLab(3) as lab, Fleet() as fleet:
-        agents: list[Agent] = []
+        agents: list[StartedAgent] = []
         for host in lab.hosts:
             name = f"mac-{host.number}"
             own = fleet.home(f"{name}-user")
@@ -63,32 +63,34 @@ def three() -> Iterator[list[Agent]]:
 
 
 @pytest.fixture
-def machines(three: list[Agent]) -> list[Agent]:
+def machines(three: list[StartedAgent]) -> list[StartedAgent]:
     """All allow every member to run commands."""
     allow_runs(three)
     return three
 
 
-def run(fleet: Fleet, agent: Agent, project: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def run(
+    fleet: Fleet, agent: StartedAgent, project: Path, *words: str
+) -> subprocess.CompletedProcess[str]:
     options = ("--on", "all", "--sync", "--cwd", str(project))
     return fleet.pmesh("run", *options, *words, home=agent.home)
 
 
-def copies_of(agent: Agent) -> list[Path]:
+def copies_of(agent: StartedAgent) -> list[Path]:
     folder = agent.home / "sync" / "copies"
     return (
         sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime) if folder.exists() else []
     )
 
 
-def stored(agent: Agent) -> int:
+def stored(agent: StartedAgent) -> int:
     files = (agent.home / "sync" / "files").glob("*/*")
     return sum(1 for _ in files)
 
 
 @pytest.mark.netns
 def test_a_project_of_one_machine_trains_on_three_and_only_changes_are_sent_again(
-    fleet: Fleet, machines: list[Agent], project: Path
+    fleet: Fleet, machines: list[StartedAgent], project: Path
 ) -> None:
     done = run(fleet, machines[0], project, "--", "train.py", "project")
     assert done.returncode == 0, done.stderr
@@ -115,7 +117,7 @@ def test_a_project_of_one_machine_trains_on_three_and_only_changes_are_sent_agai
 
 @pytest.mark.netns
 def test_a_detached_launch_and_modules_run_in_the_copy_too(
-    fleet: Fleet, machines: list[Agent], project: Path
+    fleet: Fleet, machines: list[StartedAgent], project: Path
 ) -> None:
     (project / "model" / "show.py").write_text(
         "from model.layers import SIZE\nprint('size', SIZE)\n"
@@ -130,7 +132,7 @@ def test_a_detached_launch_and_modules_run_in_the_copy_too(
 
 @pytest.mark.netns
 def test_what_forbids_a_start_is_named_and_nothing_starts_or_stays(
-    fleet: Fleet, machines: list[Agent], project: Path
+    fleet: Fleet, machines: list[StartedAgent], project: Path
 ) -> None:
     done = run(fleet, machines[0], project, "--sync-limit", "10", "--", "train.py")
     assert done.returncode == 2
@@ -153,7 +155,7 @@ def test_what_forbids_a_start_is_named_and_nothing_starts_or_stays(
 
 @pytest.mark.netns
 def test_without_sync_a_script_that_others_lack_is_named_with_both_cures(
-    fleet: Fleet, machines: list[Agent]
+    fleet: Fleet, machines: list[StartedAgent]
 ) -> None:
     own = user_of(machines[0])
     (own / "project").mkdir()
@@ -245,7 +247,7 @@ def test_a_full_disk_under_the_output_is_named_and_the_ranks_go_on(
 
 
 @pytest.fixture
-def slow_line(fleet: Fleet, make_lab: Callable[[int], NetLab]) -> list[Agent]:
+def slow_line(fleet: Fleet, make_lab: Callable[[int], NetLab]) -> list[StartedAgent]:
     """Two machines, with 24 Mbit/s between them."""
     lab = make_lab(2)
     for host in lab.hosts:
@@ -257,7 +259,7 @@ def slow_line(fleet: Fleet, make_lab: Callable[[int], NetLab]) -> list[Agent]:
 
 @pytest.mark.netns
 def test_a_long_transfer_is_shown_changes_no_view_and_ends_with_ctrl_c(
-    fleet: Fleet, slow_line: list[Agent], project: Path
+    fleet: Fleet, slow_line: list[StartedAgent], project: Path
 ) -> None:
     (project / "weights").write_bytes(os.urandom(9_000_000))  # 3 s
     epoch = fleet.await_view(*slow_line)
@@ -286,7 +288,7 @@ def test_a_long_transfer_is_shown_changes_no_view_and_ends_with_ctrl_c(
 
 @pytest.mark.netns
 def test_mpirun_gets_a_host_file_and_nothing_is_started(
-    fleet: Fleet, machines: list[Agent], tmp_path: Path
+    fleet: Fleet, machines: list[StartedAgent], tmp_path: Path
 ) -> None:
     options = ("--on", "all", "--engine", "mpi")
     done = fleet.pmesh("run", *options, home=machines[0].home)
@@ -308,7 +310,7 @@ def test_mpirun_gets_a_host_file_and_nothing_is_started(
 
 @pytest.mark.netns
 def test_what_ranks_have_written_is_named_and_comes_back(
-    fleet: Fleet, machines: list[Agent], project: Path, tmp_path: Path
+    fleet: Fleet, machines: list[StartedAgent], project: Path, tmp_path: Path
 ) -> None:
     write = ("sh", "-c", "echo $PMESH_HOME >out.txt; ln -s /etc/passwd link")
     done = run(fleet, machines[1], project, "--", *write)
