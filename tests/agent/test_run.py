@@ -34,7 +34,7 @@ from pmesh.net.links.packet_filter import DiscoveryCounters
 from pmesh.net.sessions.processes import Stall
 from tests.worlds.faults import Faults, Real
 from tests.worlds.lanes import is_closed
-from tests.worlds.trainer import Trainer, until
+from tests.worlds.trainer import TrainerClient, until
 from tests.worlds.village import MESH, training, village
 from tests.worlds.village_ops import kinds_of_events, snapshot_of, turned_away
 
@@ -66,7 +66,7 @@ async def test_stop_answers_first_and_ends_with_the_agent(tmp_path: Path) -> Non
         nursery.start_soon(run_agent, settings_in(tmp_path), MESH, KEY, lines.append)
         await until(lambda: bool(lines))
         assert lines[0].startswith("mac is up, listening at 127.0.0.1:")
-        trainer = await Trainer.open(tmp_path)
+        trainer = await TrainerClient.open(tmp_path)
         assert await trainer.ask(StopAgent()) == Stopping(os.getpid())
         with pytest.raises(trio.EndOfChannel):
             await trainer.receive()

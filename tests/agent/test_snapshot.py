@@ -33,13 +33,13 @@ from pmesh.ids import node_text
 from pmesh.net.links import path as path_module
 from tests.worlds.fake_status_agent import SNAPSHOT
 from tests.worlds.faults import Faults
-from tests.worlds.trainer import Trainer, together, until
+from tests.worlds.trainer import TrainerClient, together, until
 from tests.worlds.village import Machine, training, village
 from tests.worlds.village_ops import enter, snapshot_of, syncing_job
 
 
 async def status_of(machine: Machine) -> Status:
-    trainer = await Trainer.open(machine.settings.home)
+    trainer = await TrainerClient.open(machine.settings.home)
     reply = await trainer.ask(AskStatus())
     assert isinstance(reply, StatusReply)
     await trainer.die()
@@ -195,7 +195,7 @@ async def test_every_machine_shows_the_step_of_a_job_its_speed_and_whose_time_it
         one, two, looks_on = here.machines
         fast, slow = await here.job(one, two)
 
-        async def train(trainer: Trainer, own_s: float) -> None:
+        async def train(trainer: TrainerClient, own_s: float) -> None:
             for step in range(1, 41):
                 await trio.sleep(own_s)
                 await trainer.sync(step=step, share_percent=80 if trainer is fast else 20)

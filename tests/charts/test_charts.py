@@ -12,7 +12,7 @@ from pmesh.core.wire.session import Refused
 from pmesh.core.wire.trainer import ReportsNumbers
 from pmesh.ids import JobName
 from simulation.wire import AnyReply
-from tests.worlds.trainer import Trainer, together
+from tests.worlds.trainer import TrainerClient, together
 from tests.worlds.village import Village, training
 from tests.worlds.village_ops import ones
 
@@ -23,7 +23,7 @@ async def ask(here: Village, job: str, machine: int = 0) -> AnyReply:
 
 
 async def test_every_machine_knows_how_a_job_went_also_once_it_has_ended(clock: MockClock) -> None:
-    async def train(trainer: Trainer, step: int) -> None:
+    async def train(trainer: TrainerClient, step: int) -> None:
         await trainer.send(ReportsNumbers({"loss": 1.0 / step + trainer.rank, "bad": float("nan")}))
         await trio.sleep(6.0)
         await trainer.reduce(ones(3))

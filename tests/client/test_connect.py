@@ -18,7 +18,7 @@ from pmesh.core.wire.session import SESSION_VERSION, Refused
 from pmesh.core.wire.trainer import TRAINER_REPLIES, Connect
 from pmesh.ids import JobName
 from tests.worlds.faults import Faults
-from tests.worlds.scripted_agent import ScriptedAgent, Trainer, joins, replies
+from tests.worlds.scripted_agent import ScriptedAgent, TrainerSocket, joins, replies
 from tests.worlds.system import be_called
 from tests.worlds.watched_agent import WatchedAgent
 
@@ -103,7 +103,7 @@ def test_the_agent_is_told_what_runs_and_on_what_terms(
 ) -> None:
     seen: list[object] = []
 
-    def look(trainer: Trainer, request: object) -> None:
+    def look(trainer: TrainerSocket, request: object) -> None:
         seen.append(request)
         joins(trainer, request)  # type: ignore[arg-type] # a Connect
 
@@ -135,7 +135,7 @@ def test_the_agent_is_told_what_runs_and_on_what_terms(
 def test_without_other_wishes_a_job_goes_on_with_whoever_is_left(tmp_path: Path) -> None:
     seen: list[object] = []
 
-    def look(trainer: Trainer, request: object) -> None:
+    def look(trainer: TrainerSocket, request: object) -> None:
         seen.append(request)
         joins(trainer, request)  # type: ignore[arg-type] # a Connect
 

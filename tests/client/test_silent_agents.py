@@ -20,7 +20,7 @@ from pmesh.home_paths import LOCK_NAME, LOG_NAME
 from simulation.wire import AnyRequest
 from tests.worlds.fake_status_agent import agent_at
 from tests.worlds.faults import Faults, Real
-from tests.worlds.scripted_agent import ScriptedAgent, Step, Trainer, joins, op_done, replies
+from tests.worlds.scripted_agent import ScriptedAgent, Step, TrainerSocket, joins, op_done, replies
 
 PATIENCE_S = 20.0
 PROGRAM = [sys.executable, "-c", "import signal; print(flush=True); signal.pause()"]
@@ -84,7 +84,7 @@ def looks(faults: Faults) -> threading.Semaphore:
 def after_more(looks: threading.Semaphore, then: Step) -> Step:
     """A step that is taken once the call has looked and logged what it finds, perhaps again."""
 
-    def step(trainer: Trainer, request: AnyRequest | None) -> None:
+    def step(trainer: TrainerSocket, request: AnyRequest | None) -> None:
         while looks.acquire(blocking=False):
             pass  # one that has begun before may have come too early
         for _ in range(4):
@@ -128,7 +128,7 @@ def test_a_call_that_waits_for_others_warns_only_once_the_agent_is_stopped(
     caplog: pytest.LogCaptureFixture,
     faults: Faults,
 ) -> None:
-    def stops_late(trainer: Trainer, request: AnyRequest | None) -> None:
+    def stops_late(trainer: TrainerSocket, request: AnyRequest | None) -> None:
         assert caplog.messages == []
         stops(process)
         after_more(looks, replies(op_done(0)))(trainer, request)

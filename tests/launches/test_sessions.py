@@ -37,7 +37,7 @@ from pmesh.launches.wire.messages import (
 from pmesh.net.sessions.sessions import Session
 from simulation.wire import AnyReply
 from tests.launches.here import launches_in
-from tests.worlds.trainer import Trainer, until
+from tests.worlds.trainer import TrainerClient, until
 from tests.worlds.village import Machine, Village, village
 
 
@@ -116,7 +116,7 @@ async def quiet_launch(
         yield here, machine
 
 
-async def follow(here: Village, machine: Machine) -> Trainer:
+async def follow(here: Village, machine: Machine) -> TrainerClient:
     program = await here.trainer(machine)
     assert isinstance(await program.ask(FollowLaunch("night", follow=True)), LaunchBegan)
     assert await program.receive() == LaunchLines(b"0 0 o up\n")

@@ -35,7 +35,7 @@ from pmesh.p2p.wire import (
 )
 from simulation.wire import AnyReply
 from tests.worlds.control import change_received
-from tests.worlds.trainer import Trainer, until
+from tests.worlds.trainer import TrainerClient, until
 from tests.worlds.village import Machine, Village, training
 from tests.worlds.village_ops import machine_of
 
@@ -61,7 +61,7 @@ class Got:
 class P2PConnection:
     """One attached connection. `reader` must run while calls are under way."""
 
-    trainer: Trainer
+    trainer: TrainerClient
     """Its socket, and no rank."""
     id: TrainerId
     answers: dict[int, AnyReply] = field(default_factory=dict)
@@ -153,7 +153,7 @@ class P2PConnection:
 
 
 async def attach(
-    here: Village, machine: Machine, trainer: Trainer, job: str = "digits"
+    here: Village, machine: Machine, trainer: TrainerClient, job: str = "digits"
 ) -> P2PConnection:
     """Another connection of the trainer, for messages."""
     connection = await here.trainer(machine)
@@ -172,7 +172,7 @@ class Some:
     """Ranks on as many machines, with their connections for messages."""
 
     here: Village
-    trainers: list[Trainer]
+    trainers: list[TrainerClient]
     envelopes: list[P2PConnection]
 
     async def deliver(self, values: "np.ndarray[tuple[int, ...], np.dtype[np.float64]]") -> None:

@@ -36,7 +36,7 @@ from simulation.wire import AnyRequest
 from tests.p2p.p2p import MessageError, P2PConnection, attach, lose_first, told
 from tests.worlds.faults import Faults, Real
 from tests.worlds.lanes import share_of_one
-from tests.worlds.trainer import Trainer, together, until
+from tests.worlds.trainer import TrainerClient, together, until
 from tests.worlds.village import Village, training, village
 from tests.worlds.village_ops import (
     hold_all_reduces,
@@ -57,7 +57,7 @@ class RankPair:
     """Two ranks on two machines, with their connections for messages."""
 
     here: Village
-    trainers: list[Trainer]
+    trainers: list[TrainerClient]
     one: P2PConnection
     other: P2PConnection
 

@@ -19,7 +19,7 @@ from pmesh.traces.wire import AskOps, AskTrace, TellOps, Traced, TracedOps
 from tests.p2p.p2p import some
 from tests.worlds.faults import Faults
 from tests.worlds.kept import kept
-from tests.worlds.trainer import Trainer, together, until
+from tests.worlds.trainer import TrainerClient, together, until
 from tests.worlds.village import Machine, Village, training, village
 from tests.worlds.village_ops import ones
 
@@ -41,7 +41,7 @@ async def trace(
             return found, reply
 
 
-async def reduce_late(trainer: Trainer, after_s: float) -> None:
+async def reduce_late(trainer: TrainerClient, after_s: float) -> None:
     await trio.sleep(after_s)
     await trainer.reduce(ones(1000))
 

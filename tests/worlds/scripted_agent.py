@@ -24,7 +24,7 @@ VIEW = View.of_one(Member(NODE, Incarnation(1)), SAID, Epoch(1, NODE, Incarnatio
 ALONE = World(0, (TrainerId(0),), ("here",))
 
 
-class Trainer:
+class TrainerSocket:
     """The agent's end of one trainer's socket."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -73,7 +73,7 @@ class ThreadedAgent:
         self._arenas: list[Arena] = []
         self._numbers = itertools.count(100)
 
-    def serve(self, trainer: Trainer) -> None:
+    def serve(self, trainer: TrainerSocket) -> None:
         raise NotImplementedError
 
     def arena(self, kind: ArenaKind, nbytes: int) -> Arena:
@@ -81,7 +81,7 @@ class ThreadedAgent:
         self._arenas.append(made)
         return made
 
-    def grant(self, trainer: Trainer, kind: ArenaKind, nbytes: int) -> Arena:
+    def grant(self, trainer: TrainerSocket, kind: ArenaKind, nbytes: int) -> Arena:
         made = self.arena(kind, nbytes)
         trainer.send(ArenaGranted(made.number, kind, made.nbytes), made.descriptor)
         return made
@@ -100,7 +100,7 @@ class ThreadedAgent:
     def _run(self, connection: socket.socket) -> None:
         try:
             with connection, contextlib.suppress(BrokenPipeError):  # the trainer has gone
-                self.serve(Trainer(connection))
+                self.serve(TrainerSocket(connection))
         except BaseException as e:  # noqa: BLE001 - handed to the test's own thread
             self._errors.append(e)
 
@@ -128,7 +128,7 @@ class ThreadedAgent:
             raise self._errors[0]
 
 
-Step = Callable[[Trainer, AnyRequest | None], None]
+Step = Callable[[TrainerSocket, AnyRequest | None], None]
 
 
 class ScriptedAgent(ThreadedAgent):
@@ -138,7 +138,7 @@ class ScriptedAgent(ThreadedAgent):
         super().__init__(home)
         self.steps = [*steps]
 
-    def serve(self, trainer: Trainer) -> None:
+    def serve(self, trainer: TrainerSocket) -> None:
         for step in self.steps:
             step(trainer, trainer.receive())
 
@@ -150,7 +150,7 @@ class ScriptedAgent(ThreadedAgent):
     def grants(self, kind: ArenaKind, nbytes: int, *, claim: int | None = None) -> Step:
         """A step that grants an arena, perhaps claiming another size."""
 
-        def step(trainer: Trainer, request: AnyRequest | None) -> None:
+        def step(trainer: TrainerSocket, request: AnyRequest | None) -> None:
             del request
             made = self.arena(kind, nbytes)
             said = made.nbytes if claim is None else claim
@@ -159,7 +159,7 @@ class ScriptedAgent(ThreadedAgent):
         return step
 
 
-def joins(trainer: Trainer, request: AnyRequest | None) -> None:
+def joins(trainer: TrainerSocket, request: AnyRequest | None) -> None:
     """A step: the job begins, with this rank alone."""
     assert isinstance(request, Connect)
     trainer.send(Joined(ALONE, VIEW))
@@ -168,7 +168,7 @@ def joins(trainer: Trainer, request: AnyRequest | None) -> None:
 def replies(*answers: AnyReply) -> Step:
     """A step that sends these."""
 
-    def step(trainer: Trainer, request: AnyRequest | None) -> None:
+    def step(trainer: TrainerSocket, request: AnyRequest | None) -> None:
         del request
         for answer in answers:
             trainer.send(answer)
@@ -179,7 +179,7 @@ def replies(*answers: AnyReply) -> Step:
 def says(data: bytes) -> Step:
     """A step that sends raw bytes."""
 
-    def step(trainer: Trainer, request: AnyRequest | None) -> None:
+    def step(trainer: TrainerSocket, request: AnyRequest | None) -> None:
         del request
         trainer.connection.sendall(data)
 

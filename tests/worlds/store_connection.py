@@ -24,7 +24,7 @@ from pmesh.store.wire import (
     decode_answer_untrusted,
     encode,
 )
-from tests.worlds.trainer import ANY, Trainer, until
+from tests.worlds.trainer import ANY, TrainerClient, until
 from tests.worlds.village import Machine, Village, village
 from tests.worlds.village_ops import machine_of
 
@@ -33,7 +33,7 @@ from tests.worlds.village_ops import machine_of
 class StoreConnection:
     """One attached connection. `reader` must run while calls are under way."""
 
-    trainer: Trainer
+    trainer: TrainerClient
     """Its socket, and no rank."""
     answers: dict[int, Answer | Verdict] = field(default_factory=dict)
     waits: list[StoreWaits] = field(default_factory=list)
@@ -41,7 +41,7 @@ class StoreConnection:
 
     @classmethod
     async def attach(
-        cls, here: Village, machine: Machine, trainer: Trainer, job: str = "digits"
+        cls, here: Village, machine: Machine, trainer: TrainerClient, job: str = "digits"
     ) -> "StoreConnection":
         connection = await here.trainer(machine)
         request = Attach(SESSION_VERSION, JobName(job), trainer.id)
@@ -104,7 +104,7 @@ class RanksWithStores:
     """Ranks on as many machines, with their connections to the store."""
 
     here: Village
-    trainers: list[Trainer]
+    trainers: list[TrainerClient]
     stores: list[StoreConnection]
 
     def machine_of(self, rank: int) -> Machine:

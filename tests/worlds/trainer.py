@@ -91,7 +91,7 @@ class RefusedError(Exception):
         self.verdict = verdict
 
 
-class Trainer:
+class TrainerClient:
     """What a training script does, without its threads."""
 
     def __init__(self, stream: trio.SocketStream) -> None:

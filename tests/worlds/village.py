@@ -31,7 +31,7 @@ from pmesh.net.lanes.lane import Lane
 from pmesh.net.lanes.multipath import LanePath
 from pmesh.net.links.acceptor import DoorCounters
 from pmesh.net.links.interfaces import AddressWatch
-from tests.worlds.trainer import ANY, Trainer, together, until
+from tests.worlds.trainer import ANY, TrainerClient, together, until
 
 MESH = MeshKey(b"m" * 32)
 FeatureT = TypeVar("FeatureT", bound=AnyFeature)
@@ -181,7 +181,7 @@ class Village:
         self.nursery = nursery
         self.directory = directory
         self.machines: list[Machine] = []
-        self.trainers: list[Trainer] = []
+        self.trainers: list[TrainerClient] = []
 
     def new_machine(
         self,
@@ -222,8 +222,8 @@ class Village:
         }
         await until(lambda: len(epochs()) == 1 and set(machines[0].names) == wanted)
 
-    async def trainer(self, machine: Machine) -> Trainer:
-        trainer = await Trainer.open(machine.settings.home)
+    async def trainer(self, machine: Machine) -> TrainerClient:
+        trainer = await TrainerClient.open(machine.settings.home)
         self.trainers.append(trainer)
         return trainer
 
@@ -234,11 +234,11 @@ class Village:
         terms: Terms = ANY,
         straggler_after_s: float = 60.0,
         timeout_s: float = 30.0,
-    ) -> list[Trainer]:
+    ) -> list[TrainerClient]:
         """A trainer on each of the machines, joined; in the order of their ranks."""
         trainers = [await self.trainer(machine) for machine in machines]
 
-        async def join(trainer: Trainer) -> None:
+        async def join(trainer: TrainerClient) -> None:
             await trainer.join(
                 name,
                 len(trainers),
@@ -275,7 +275,9 @@ async def village(clock: MockClock, count: int) -> AsyncGenerator[Village]:
 
 
 @asynccontextmanager
-async def training(clock: MockClock, count: int) -> AsyncGenerator[tuple[Village, list[Trainer]]]:
+async def training(
+    clock: MockClock, count: int
+) -> AsyncGenerator[tuple[Village, list[TrainerClient]]]:
     """A village with a job that has a trainer on each machine."""
     async with village(clock, count) as here:
         yield here, await here.job(*here.machines)

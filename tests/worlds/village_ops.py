@@ -22,7 +22,7 @@ from pmesh.core.values import OpOutcome, Terms, Verdict
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.trainer import OpDone, OpFailed, StartOp
 from pmesh.ids import OpNumber
-from tests.worlds.trainer import OpError, Trainer, together, until
+from tests.worlds.trainer import OpError, TrainerClient, together, until
 from tests.worlds.village import Machine, Village
 
 RAISE = Terms(on_loss="raise")
@@ -33,7 +33,7 @@ def ones(count: int) -> Values:
 
 
 async def run(
-    trainer: Trainer,
+    trainer: TrainerClient,
     call: Call,
     values: Values,
     parts: tuple[int, ...] = (),
@@ -49,7 +49,7 @@ async def run(
     gets = extent_of(request, rank=trainer.rank, size=len(trainer.names)).gets
     reply = await trainer.ask(request)
     assert isinstance(reply, OpDone | OpFailed)
-    trainer._has_ended(reply, number)  # noqa: SLF001 - what `Trainer.run` does
+    trainer._has_ended(reply, number)  # noqa: SLF001 - what `TrainerClient.run` does
     if isinstance(reply, OpFailed):
         raise OpError(reply)
     if reply.arena < 0:
@@ -57,7 +57,7 @@ async def run(
     return np.frombuffer(trainer.maps[reply.arena], WIRE_DTYPES[name], gets).copy()
 
 
-def machine_of(here: Village, trainer: Trainer) -> Machine:
+def machine_of(here: Village, trainer: TrainerClient) -> Machine:
     """Where it runs."""
     name = trainer.names[trainer.rank]
     return next(m for m in here.machines if m.settings.name == name)
@@ -153,7 +153,7 @@ async def swallow(call: Awaitable[object]) -> None:
 
 @asynccontextmanager
 async def losing(
-    trainer: Trainer, call: Awaitable[object], *, once: Callable[[], bool]
+    trainer: TrainerClient, call: Awaitable[object], *, once: Callable[[], bool]
 ) -> AsyncGenerator[None]:
     """Let a trainer call an op, and die in it as soon as this holds."""
 
@@ -167,8 +167,8 @@ async def losing(
         yield
 
 
-async def verdicts_of_all(*calls: "tuple[Trainer, object]") -> list[Verdict]:
-    async def one(trainer: Trainer, call: object) -> Verdict:
+async def verdicts_of_all(*calls: "tuple[TrainerClient, object]") -> list[Verdict]:
+    async def one(trainer: TrainerClient, call: object) -> Verdict:
         return await trainer.verdict_of(call)  # type: ignore[arg-type] # a coroutine
 
     return await together(*[lambda t=t, c=c: one(t, c) for t, c in calls])
@@ -185,7 +185,7 @@ def ranks_of(here: Village) -> list[LocalRank]:
     return sorted(ranks, key=lambda rank: rank.id)
 
 
-async def syncing_job(here: Village, *machines: Machine) -> list[Trainer]:
+async def syncing_job(here: Village, *machines: Machine) -> list[TrainerClient]:
     """A job that has begun to run, and whose scripts call sync."""
     trainers = await here.job(*machines)
     await together(*[partial(t.sync, t.rank) for t in trainers])
@@ -193,10 +193,12 @@ async def syncing_job(here: Village, *machines: Machine) -> list[Trainer]:
     return trainers
 
 
-async def enter(here: Village, newcomers: list[Trainer], inside: list[Trainer]) -> list[list[int]]:
+async def enter(
+    here: Village, newcomers: list[TrainerClient], inside: list[TrainerClient]
+) -> list[list[int]]:
     """A sync in which the newcomers enter: those inside call it when they have heard of them."""
 
-    async def sync_when_they_are_here(trainer: Trainer) -> list[int]:
+    async def sync_when_they_are_here(trainer: TrainerClient) -> list[int]:
         jobs = [machine.agent.jobs for machine in here.machines]
         here_too = [j for j in jobs if any(rank.rank is not None for rank in j.ranks)]
         await until(lambda: all(j.newcomers(j.ranks[0]) == len(newcomers) for j in here_too))
@@ -206,7 +208,7 @@ async def enter(here: Village, newcomers: list[Trainer], inside: list[Trainer]) 
     return await together(*calls, *[partial(t.sync, 100 + i) for i, t in enumerate(newcomers)])
 
 
-async def reduce_all(trainers: list[Trainer], values: "Values | None" = None) -> list[Values]:
+async def reduce_all(trainers: list[TrainerClient], values: "Values | None" = None) -> list[Values]:
     x = ones(1000) if values is None else values
     return await together(*[partial(t.reduce, x) for t in trainers])
 
@@ -215,7 +217,7 @@ def snapshot_of(machine: Machine) -> Status:
     return machine.agent._snapshot()  # noqa: SLF001 - without a session, at this instant
 
 
-async def send_garbage(message: StartOp, trainer: Trainer, *, other: Trainer) -> None:
+async def send_garbage(message: StartOp, trainer: TrainerClient, *, other: TrainerClient) -> None:
     """Send what no client sends: that ends this trainer alone."""
     await trainer.send(message)
     with pytest.raises(trio.EndOfChannel):

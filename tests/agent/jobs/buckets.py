@@ -9,13 +9,13 @@ from pmesh.core.wire.calls import Call
 from pmesh.core.wire.session import ArenaGranted, WantArena
 from pmesh.core.wire.trainer import OpDone, OpFailed, StartOp
 from pmesh.ids import OpNumber
-from tests.worlds.trainer import OpError, Trainer, together
+from tests.worlds.trainer import OpError, TrainerClient, together
 
 
 class CompressedBucket:
     """One rank's: its values, the residual, and room for the next one."""
 
-    def __init__(self, trainer: Trainer, count: int) -> None:
+    def __init__(self, trainer: TrainerClient, count: int) -> None:
         self.trainer = trainer
         self.count = count
         self.residual = -1
@@ -38,7 +38,7 @@ class CompressedBucket:
             StartOp(number, call, "float32", self.count, arena, 60.0, (), (), *residuals)
         )
         assert isinstance(reply, OpDone | OpFailed)
-        self.trainer._has_ended(reply, number)  # noqa: SLF001 - what `Trainer.run` does
+        self.trainer._has_ended(reply, number)  # noqa: SLF001 - what `TrainerClient.run` does
         if isinstance(reply, OpFailed):
             raise OpError(reply)
         self.clipped = reply.clipped
@@ -56,7 +56,7 @@ class CompressedBucket:
         return reply.arena
 
 
-async def buckets_of(trainers: list[Trainer], count: int) -> list[CompressedBucket]:
+async def buckets_of(trainers: list[TrainerClient], count: int) -> list[CompressedBucket]:
     """One for each rank, with a residual of zeros."""
     buckets = [CompressedBucket(trainer, count) for trainer in trainers]
     await together(*[bucket.keep_residual for bucket in buckets])

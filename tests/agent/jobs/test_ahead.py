@@ -11,14 +11,14 @@ from trio.testing import MockClock
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.trainer import OpDone, OpFailed, StartOp
 from pmesh.ids import OpNumber
-from tests.worlds.trainer import PATIENCE_S, Trainer, together
+from tests.worlds.trainer import PATIENCE_S, TrainerClient, together
 from tests.worlds.village import training, village
 
 COUNT = 16
 BYTES = 4 * COUNT
 
 
-async def sent(trainer: Trainer, numbers: Sequence[int], *, values: Sequence[float]) -> None:
+async def sent(trainer: TrainerClient, numbers: Sequence[int], *, values: Sequence[float]) -> None:
     """Send ops of these numbers at once, in which all values are the same."""
     arena = await trainer.input_arena(BYTES * len(values))
     call = Call("all_reduce", "float32", (COUNT,), "sum")
@@ -29,7 +29,7 @@ async def sent(trainer: Trainer, numbers: Sequence[int], *, values: Sequence[flo
         await trainer.send(replace(request, offset=region.start, follows=place > 0))
 
 
-async def read_at_the_end(trainer: Trainer, count: int) -> list[float]:
+async def read_at_the_end(trainer: TrainerClient, count: int) -> list[float]:
     """Wait for so many results; then read all of them."""
     replies = [await trainer.receive() for _ in range(count)]
     found = list[float]()
@@ -47,7 +47,7 @@ async def test_no_result_is_overwritten_before_all_are_read(
 ) -> None:
     async with training(clock, machines) as (_, trainers):
 
-        async def reduce(trainer: Trainer) -> list[list[float]]:
+        async def reduce(trainer: TrainerClient) -> list[list[float]]:
             found = list[list[float]]()
             for first in (0, 8, 16):
                 values = [first + k for k in range(8)]
@@ -64,12 +64,12 @@ async def test_what_follows_a_failure_is_void_until_an_op_that_follows_nothing(
 ) -> None:
     async with training(clock, 2) as (_, trainers):
 
-        async def differs(trainer: Trainer) -> list[float]:
+        async def differs(trainer: TrainerClient) -> list[float]:
             await trainer.verdict_of(trainer.barrier())
             trainer.next_op = 1
             return [float((await trainer.reduce(np.full(COUNT, 5.0, np.float32)))[0])]
 
-        async def reduce(trainer: Trainer) -> list[float]:
+        async def reduce(trainer: TrainerClient) -> list[float]:
             await sent(trainer, range(3), values=[1, 2, 3])
             failed = await trainer.receive()
             assert isinstance(failed, OpFailed)

@@ -14,12 +14,12 @@ from pmesh.ids import OpNumber
 from pmesh.net.sessions.processes import Stall
 from simulation.wire import AnyMessage
 from tests.worlds.faults import Faults
-from tests.worlds.trainer import Trainer, together
+from tests.worlds.trainer import TrainerClient, together
 from tests.worlds.village import training, village
 from tests.worlds.village_ops import cut, enter, mend
 
 
-async def reduce_all(trainers: list[Trainer]) -> list[float]:
+async def reduce_all(trainers: list[TrainerClient]) -> list[float]:
     x = np.ones(100, np.float32)
     results = await together(*[partial(t.reduce, x) for t in trainers])
     return [float(r[0]) for r in results]

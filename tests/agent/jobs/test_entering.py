@@ -13,7 +13,7 @@ from pmesh.core.wire.calls import Call
 from pmesh.core.wire.trainer import ENTERS, SYNC_VALUES, OpFailed, StartOp
 from pmesh.ids import OpNumber
 from tests.worlds.faults import Faults
-from tests.worlds.trainer import Trainer, together, until
+from tests.worlds.trainer import TrainerClient, together, until
 from tests.worlds.village import Machine, Village, training, village
 from tests.worlds.village_ops import (
     enter,
@@ -31,7 +31,7 @@ from tests.worlds.village_ops import (
 SYNC = Call("sync", "int64", (SYNC_VALUES,))
 
 
-async def newcomer(here: Village, machine: Machine) -> Trainer:
+async def newcomer(here: Village, machine: Machine) -> TrainerClient:
     """A trainer that has joined the running job, and not entered it."""
     trainer = await here.trainer(machine)
     joined = await trainer.join("digits", 1)

@@ -19,7 +19,7 @@ from pmesh.core.wire.trainer import StartOp
 from pmesh.errors import LaneBroken, ProtocolError
 from pmesh.ids import OpNumber, TrainerId
 from tests.worlds.faults import Faults, Real
-from tests.worlds.trainer import OpError, Trainer, together, until
+from tests.worlds.trainer import OpError, TrainerClient, together, until
 from tests.worlds.village import training, village
 from tests.worlds.village_ops import ones, ranks_of, reduce_all, run, swallow, use_lanes
 
@@ -38,7 +38,7 @@ async def test_every_kind_brings_each_rank_what_is_its(
         sizes = tuple(3 * rank + 1 for rank in range(size))
         whole = np.concatenate([block(rank, sizes[rank]) for rank in range(size)])
 
-        async def call(trainer: Trainer, root: int) -> None:
+        async def call(trainer: TrainerClient, root: int) -> None:
             rank = trainer.rank
             own, nothing = block(rank, sizes[rank]), block(0, 0)
             summed = ones(7) * sum(range(size))
@@ -99,12 +99,12 @@ async def test_what_is_bound_to_its_ranks_fails_for_all_who_are_left_and_they_go
     async with training(clock, 3) as (here, trainers):
         *left, lost = trainers
 
-        async def call_and_call_again(trainer: Trainer) -> None:
+        async def call_and_call_again(trainer: TrainerClient) -> None:
             await run(trainer, call, ones(gives[trainer.rank]), parts, parts_in)
             await until(lambda: all(rank.size == 2 for rank in ranks_of(here)))
             await reduce_all([trainer])
 
-        async def fail(trainer: Trainer) -> str:
+        async def fail(trainer: TrainerClient) -> str:
             with pytest.raises(OpError) as caught:
                 await call_and_call_again(trainer)
             return caught.value.verdict.error
@@ -127,7 +127,7 @@ async def test_a_collect_that_loses_a_rank_runs_again_among_the_rest(
         dice = np.random.default_rng(1)
         rows = {t.id: dice.integers(0, 256, count).astype(np.uint8) for t in trainers}
 
-        async def collect(trainer: Trainer) -> Values:
+        async def collect(trainer: TrainerClient) -> Values:
             return await run(trainer, collecting(count), rows[trainer.id])
 
         async def lose() -> Values:
@@ -182,7 +182,7 @@ async def test_who_missed_the_end_of_a_collect_fetches_the_rows_of_those_who_wer
         assert next(misses, None) is None
 
 
-async def die(trainer: Trainer) -> str:
+async def die(trainer: TrainerClient) -> str:
     await trainer.die()
     return ""
 
@@ -196,7 +196,7 @@ async def test_a_reduce_runs_again_among_the_rest_unless_its_root_is_lost(
         left = trainers[:2]
         call = Call("reduce", "float32", (5,), "sum", 2 if loses_root else 0)
 
-        async def attempt(trainer: Trainer) -> str:
+        async def attempt(trainer: TrainerClient) -> str:
             try:
                 got = await run(trainer, call, ones(5))
             except OpError as e:

@@ -15,7 +15,7 @@ from pmesh.core.values import View
 from pmesh.core.wire.calls import Call
 from pmesh.ids import TrainerId
 from tests.worlds.faults import Faults, Real
-from tests.worlds.trainer import Trainer, together, until
+from tests.worlds.trainer import TrainerClient, together, until
 from tests.worlds.village import Village, training, village
 from tests.worlds.village_ops import (
     RAISE,
@@ -33,14 +33,14 @@ from tests.worlds.village_ops import (
 )
 
 
-async def lose(here: Village, trainer: Trainer, how: str) -> None:
+async def lose(here: Village, trainer: TrainerClient, how: str) -> None:
     if how != "agent":
         await trainer.die()
     if how != "trainer":
         await machine_of(here, trainer).kill()
 
 
-def inputs_of(trainers: list[Trainer], count: int) -> list[Values]:
+def inputs_of(trainers: list[TrainerClient], count: int) -> list[Values]:
     dice = np.random.default_rng(3)
     return [dice.random(count, np.float32) for _ in trainers]
 

@@ -20,20 +20,20 @@ from pmesh.net.lanes import executor, native
 from pmesh.net.lanes.folding import SourceFold
 from tests.agent.jobs.parts import ATTEMPT, part_of, result_of
 from tests.worlds.faults import Faults, Real
-from tests.worlds.trainer import Trainer, together, until
+from tests.worlds.trainer import TrainerClient, together, until
 from tests.worlds.village import Village, village
 from tests.worlds.village_ops import machine_of, ones, swallow
 
 KILLED = ("the first", "the second", "the third", "the agent")
 
 
-async def job_of(here: Village, *counts: int) -> list[Trainer]:
+async def job_of(here: Village, *counts: int) -> list[TrainerClient]:
     """So many trainers on each machine."""
     at = [m for m, count in zip(here.machines, counts, strict=True) for _ in range(count)]
     return await here.job(*at)
 
 
-async def sums_of(trainers: list[Trainer], count: int, op: str = "sum") -> list[Values]:
+async def sums_of(trainers: list[TrainerClient], count: int, op: str = "sum") -> list[Values]:
     calls = [
         partial(t.reduce, np.arange(count, dtype=np.float32) / 7 + i, op)
         for i, t in enumerate(trainers)
@@ -136,7 +136,7 @@ async def test_who_dies_while_its_machine_is_at_the_network_leaves_the_others_on
 
         results = list[bytes]()
 
-        async def survive(trainer: Trainer) -> None:
+        async def survive(trainer: TrainerClient) -> None:
             results.append((await trainer.reduce(ones(count))).tobytes())
 
         calls = [partial(swallow, trainer.reduce(ones(count))) for trainer in lost]
@@ -165,9 +165,9 @@ async def test_whoever_is_killed_at_any_moment_leaves_the_others_the_same_result
             if i == victim or (not alone and at[i] is at[victim])
         ]
         left = [trainer for trainer in trainers if trainer not in lost]
-        results: dict[Trainer, list[bytes]] = {trainer: [] for trainer in trainers}
+        results: dict[TrainerClient, list[bytes]] = {trainer: [] for trainer in trainers}
 
-        async def train(trainer: Trainer) -> None:
+        async def train(trainer: TrainerClient) -> None:
             own = np.full(count, 2.0 ** trainers.index(trainer), np.float32)
             for _ in range(4):
                 results[trainer].append((await trainer.reduce(own)).tobytes())

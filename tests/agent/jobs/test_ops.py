@@ -15,7 +15,7 @@ from pmesh.core.wire.views import ViewRequest
 from pmesh.net.sessions.arena_pools import OutputArenas
 from pmesh.net.sessions.arenas import arena_bytes
 from tests.worlds.faults import Faults, Real
-from tests.worlds.trainer import Trainer, together, until
+from tests.worlds.trainer import TrainerClient, together, until
 from tests.worlds.village import training, village
 from tests.worlds.village_ops import ones, reduce_all, verdicts_of_all
 
@@ -28,7 +28,7 @@ async def test_every_machine_gets_the_same_bits(clock: MockClock, count: int) ->
         dice = np.random.default_rng(1)
         inputs = [dice.random(count, np.float32) for _ in trainers]
 
-        async def reduce(trainer: Trainer) -> list[bytes]:
+        async def reduce(trainer: TrainerClient) -> list[bytes]:
             x = inputs[trainer.rank]
             if not count:
                 await trainer.run(Call("all_reduce", "float32", (0,), "sum"), None)

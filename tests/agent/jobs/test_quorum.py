@@ -14,7 +14,7 @@ from pmesh.core.wire.channels import Channels, Message
 from pmesh.core.wire.views import Heartbeat
 from pmesh.ids import Member
 from tests.worlds.control import change_received
-from tests.worlds.trainer import Trainer, together, until
+from tests.worlds.trainer import TrainerClient, together, until
 from tests.worlds.village import Village, village
 from tests.worlds.village_ops import machine_of, ones, ranks_of, snapshot_of
 
@@ -44,7 +44,7 @@ async def test_an_op_waits_until_the_others_are_seen_to_have_installed_its_roste
         a, b, c = await here.job(*here.machines, terms=MAJORITY)
         results: list[Values] = []
 
-        async def reduce(trainer: Trainer) -> None:
+        async def reduce(trainer: TrainerClient) -> None:
             results.append(await trainer.reduce(ones(9)))
 
         async with trio.open_nursery() as nursery:

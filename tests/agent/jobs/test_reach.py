@@ -20,7 +20,7 @@ from pmesh.core.wire.calls import Call
 from pmesh.core.wire.records import OVERHEAD_BYTES
 from pmesh.ids import OpNumber
 from tests.worlds.faults import Faults, Real
-from tests.worlds.trainer import OpError, Trainer, together, until
+from tests.worlds.trainer import OpError, TrainerClient, together, until
 from tests.worlds.village import Village, training, village
 from tests.worlds.village_ops import (
     hold_ops,
@@ -38,7 +38,7 @@ STATE = np.arange(1, 50_001, dtype=np.float32)  # several records
 OP = OpNumber(0)
 
 
-async def send_to(receivers: Sequence[int], trainer: Trainer, root: int = 0) -> Values:
+async def send_to(receivers: Sequence[int], trainer: TrainerClient, root: int = 0) -> Values:
     """The trainer's part of the broadcast: what it has then, whatever that is."""
     return await trainer.broadcast(STATE, root, tuple(receivers))
 

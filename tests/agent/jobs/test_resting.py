@@ -14,7 +14,7 @@ from pmesh.core.wire.lanes import RestLane
 from pmesh.core.wire.trainer import GroupOf, StartOp
 from pmesh.ids import JobName, OpNumber
 from pmesh.net.sessions.arena_pools import IDLE_S
-from tests.worlds.trainer import Trainer, together
+from tests.worlds.trainer import TrainerClient, together
 from tests.worlds.village import Village, village
 from tests.worlds.village_ops import kinds_of_events, machine_of, ones, ranks_of
 
@@ -22,12 +22,12 @@ GROUP = "digits/1"
 RESTED_S = IDLE_S + 2.0
 
 
-async def group_of(here: Village, trainers: list[Trainer]) -> list[Trainer]:
+async def group_of(here: Village, trainers: list[TrainerClient]) -> list[TrainerClient]:
     """A group of all these trainers, in the order of its ranks."""
     ids = tuple(trainer.id for trainer in trainers)
     made = [await here.trainer(machine_of(here, trainer)) for trainer in trainers]
 
-    async def join(group: Trainer, trainer: Trainer) -> None:
+    async def join(group: TrainerClient, trainer: TrainerClient) -> None:
         of = GroupOf(JobName("digits"), ids, trainer.id)
         await group.join(GROUP, len(made), group_of=of)
 
@@ -47,7 +47,7 @@ def held(here: Village) -> list[tuple[int, int]]:
     ]
 
 
-async def reduced(trainers: list[Trainer]) -> list[float]:
+async def reduced(trainers: list[TrainerClient]) -> list[float]:
     for trainer in trainers:
         await trainer.drop_input()  # it may be gone
     results = await together(*[partial(trainer.reduce, ones(9)) for trainer in trainers])

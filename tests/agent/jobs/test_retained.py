@@ -19,7 +19,7 @@ from pmesh.core.wire.lanes import AskResult
 from pmesh.ids import Member, OpNumber, TrainerId
 from pmesh.net.lanes.ring import RingPosition
 from tests.worlds.faults import Faults, Real
-from tests.worlds.trainer import Trainer, together, until
+from tests.worlds.trainer import TrainerClient, together, until
 from tests.worlds.village import Village, training, village
 from tests.worlds.village_ops import (
     hold_all_reduces,
@@ -37,7 +37,7 @@ class Missed:
     """Rank 0 alone has completed op 0; rank 1 is to fetch it, and the last rank is lost."""
 
     here: Village
-    trainers: list[Trainer]
+    trainers: list[TrainerClient]
     values: list[Values]
     results: list[Values]
 
@@ -59,7 +59,7 @@ async def a_missed_end(
         values = [dice.random(count, np.float32) for _ in trainers]
         missed = Missed(here, trainers, values, [])
 
-        async def reduce(trainer: Trainer) -> None:
+        async def reduce(trainer: TrainerClient) -> None:
             missed.results.append(await trainer.reduce(values[trainer.rank]))
 
         async with trio.open_nursery() as nursery:

@@ -17,7 +17,7 @@ from pmesh.core.wire.trainer import Connect, GroupOf, Leave
 from pmesh.ids import JobName, OpNumber, Slot
 from pmesh.net.sessions import arena_pools
 from tests.worlds.faults import Faults
-from tests.worlds.trainer import ANY, RefusedError, Trainer, together, until
+from tests.worlds.trainer import ANY, RefusedError, TrainerClient, together, until
 from tests.worlds.village import Village, training, village
 from tests.worlds.village_ops import RAISE, kinds_of_events, machine_of, ranks_of, turned_away
 
@@ -26,13 +26,13 @@ def connect_as(program: str, terms: Terms = ANY) -> Connect:
     return Connect(SESSION_VERSION, JobName("digits"), 2, 30.0, program, terms)
 
 
-async def refusal_of(trainer: Trainer, job: str, wait_for: int, timeout_s: float) -> Verdict:
+async def refusal_of(trainer: TrainerClient, job: str, wait_for: int, timeout_s: float) -> Verdict:
     with pytest.raises(RefusedError) as raised:
         await trainer.join(job, wait_for, timeout_s=timeout_s)
     return raised.value.verdict
 
 
-async def end_of(trainer: Trainer) -> None:
+async def end_of(trainer: TrainerClient) -> None:
     with pytest.raises(trio.EndOfChannel):
         await trainer.receive()
 

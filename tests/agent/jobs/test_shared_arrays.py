@@ -14,7 +14,7 @@ from pmesh.core.wire.session import DropArena
 from pmesh.core.wire.trainer import StartOp
 from pmesh.ids import OpNumber
 from pmesh.net.sessions.arena_pools import MAX_LENT
-from tests.worlds.trainer import Trainer, together, until
+from tests.worlds.trainer import TrainerClient, together, until
 from tests.worlds.village import training, village
 from tests.worlds.village_ops import hold_all_reduces, kinds_of_events, machine_of, ones, reduce_all
 
@@ -26,14 +26,14 @@ def numbered(first: int) -> Values:
     return np.arange(first, first + COUNT, dtype=np.float32)
 
 
-async def borrow(trainers: list[Trainer], values: Values) -> list[Values]:
+async def borrow(trainers: list[TrainerClient], values: Values) -> list[Values]:
     """A sum that all of them keep."""
     results = await together(*[partial(t.run, SUM, values, borrows=True) for t in trainers])
     assert all(result is not None for result in results)
     return [result for result in results if result is not None]
 
 
-def kept(trainer: Trainer, number: int) -> Values:
+def kept(trainer: TrainerClient, number: int) -> Values:
     """What lies in an arena now."""
     return np.frombuffer(trainer.maps[number], np.float32, COUNT).copy()
 
@@ -113,6 +113,6 @@ async def test_one_that_was_fetched_is_kept_too(
         assert "op fetched" in kinds_of_events(machine_of(here, trainers[1]))
 
 
-async def _swallowed(trainer: Trainer) -> None:
+async def _swallowed(trainer: TrainerClient) -> None:
     with pytest.raises((trio.ClosedResourceError, trio.EndOfChannel, OSError)):
         await trainer.run(SUM, ones(COUNT))

@@ -12,7 +12,7 @@ from trio.testing import MockClock
 
 from pmesh.agent.config import AgentSettings, Listen
 from pmesh.ids import TrainerId
-from tests.worlds.trainer import OpError, RefusedError, Trainer, until
+from tests.worlds.trainer import OpError, RefusedError, TrainerClient, until
 from tests.worlds.village import Machine, Village, village
 
 COUNT = 20_000
@@ -42,7 +42,7 @@ class Storm:
             await trio.sleep(self.dice.random())
 
     async def run_script(self, machine: Machine, life: trio.CancelScope) -> None:
-        trainer = await Trainer.open(machine.settings.home)
+        trainer = await TrainerClient.open(machine.settings.home)
         try:
             await trainer.join("digits", 1 if self.results else len(self.here.machines))
             name = machine.settings.name
@@ -57,7 +57,7 @@ class Storm:
             with trio.CancelScope(shield=True):
                 await trainer.die()
 
-    async def step(self, trainer: Trainer, name: str) -> None:
+    async def step(self, trainer: TrainerClient, name: str) -> None:
         """As `mesh.sync` with `on_superseded="sync"`, and a reduction."""
         try:
             await trainer.sync(1)

@@ -6,12 +6,12 @@ import numpy as np
 import trio
 from trio.testing import MockClock
 
-from tests.worlds.trainer import Trainer, together, until
+from tests.worlds.trainer import TrainerClient, together, until
 from tests.worlds.village import Village, village
 from tests.worlds.village_ops import enter, machine_of, ones, ranks_of, reduce_all, syncing_job
 
 
-async def supersede(here: Village, trainer: Trainer) -> None:
+async def supersede(here: Village, trainer: TrainerClient) -> None:
     """As where its process had been stopped for too long."""
     jobs = machine_of(here, trainer).agent.jobs
     (rank,) = [rank for rank in jobs.ranks if rank.id == trainer.id]

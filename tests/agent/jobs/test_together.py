@@ -27,7 +27,7 @@ from pmesh.net.sessions.combining import CombiningRun
 from tests.agent.jobs.parts import ATTEMPT, part_of, result_of
 from tests.worlds.faults import Faults, Real
 from tests.worlds.kept import kept
-from tests.worlds.trainer import OpError, Trainer, together, until
+from tests.worlds.trainer import OpError, TrainerClient, together, until
 from tests.worlds.village import Village, village
 from tests.worlds.village_ops import ones, ranks_of, reduce_all, run, swallow, verdicts_of_all
 
@@ -142,7 +142,7 @@ async def test_ranks_that_come_first_wait_for_the_root(clock: MockClock) -> None
             await until(lambda: all(rank.busy_since for rank in ranks_of(here)[1:]))
             await root.broadcast(np.full(9, 5, np.float32))
 
-        async def early(other: Trainer) -> None:
+        async def early(other: TrainerClient) -> None:
             assert (await other.broadcast(ones(9)))[0] == 5
 
         await together(late, *[partial(early, other) for other in others])
@@ -186,7 +186,7 @@ async def test_a_trainer_that_dies_leaves_the_others_with_the_same_result(
 
         sums = list[float]()
 
-        async def survive(trainer: Trainer) -> None:
+        async def survive(trainer: TrainerClient) -> None:
             sums.append(float((await trainer.reduce(ones(count)))[-1]))
 
         await together(lose, call, *[partial(survive, trainer) for trainer in left])
@@ -261,7 +261,7 @@ def memories_of(here: Village) -> set[Arena | None]:
     return {arena and (arena.of or arena) for arena in arenas}
 
 
-async def of_all(trainers: Sequence[Trainer], kind: str, value: float) -> list[Values]:
+async def of_all(trainers: Sequence[TrainerClient], kind: str, value: float) -> list[Values]:
     """What each gets of an op of all of them."""
     size, values = len(trainers), np.full(LARGE, value, np.float32)
     if kind == "broadcast":
@@ -299,7 +299,7 @@ async def test_what_one_rank_keeps_stays_as_it_is(clock: MockClock, keeper: int)
         trainers = await here.job(*here.machines * 2)
         call, first = Call("all_reduce", "float32", (LARGE,), "sum"), 5
 
-        def one(trainer: Trainer, value: float) -> Callable[[], Awaitable[object]]:
+        def one(trainer: TrainerClient, value: float) -> Callable[[], Awaitable[object]]:
             values, borrows = np.full(LARGE, value, np.float32), trainer.rank == keeper
             return partial(trainer.run, call, values, borrows=borrows and value == first)
 
@@ -348,7 +348,7 @@ async def test_who_is_interrupted_before_the_end_gets_what_the_others_get(
             await until(lambda: held == interrupted)
             await lost.die()
 
-        async def reduce(trainer: Trainer) -> float:
+        async def reduce(trainer: TrainerClient) -> float:
             return float((await trainer.reduce(ones(LARGE)))[-1])
 
         calls = [partial(reduce, trainer) for trainer in left]

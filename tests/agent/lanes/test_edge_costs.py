@@ -16,8 +16,7 @@ from pmesh.agent.mesh.membership import Membership
 from pmesh.core.links.health import WIFI, WIRED
 from pmesh.core.ops.cost import EdgeCost, Edges
 from pmesh.core.topology.ranks import join_ranks
-from pmesh.core.values import OpOutcome, Roster
-from pmesh.core.values import Trainer as TrainerOfJob
+from pmesh.core.values import OpOutcome, Roster, Trainer
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.records import RecordHeader
 from pmesh.ids import OpNumber, TrainerId
@@ -25,7 +24,7 @@ from pmesh.net.lanes.ring import RingPosition
 from pmesh.net.links import path
 from tests.worlds.faults import Faults, Real
 from tests.worlds.ranks import ME, OTHER, THIRD, failed, roster, trainer
-from tests.worlds.trainer import Trainer, together
+from tests.worlds.trainer import TrainerClient, together
 from tests.worlds.village import Village, training, village
 from tests.worlds.village_ops import ones, ranks_of, reduce_all
 
@@ -210,7 +209,7 @@ def costs_of(*made_in: int) -> RingCosts:
 
 
 def after_loss(
-    *outcomes: OpOutcome, trainers: Sequence[TrainerOfJob] = THREE, lanes: Lanes = CHAIN
+    *outcomes: OpOutcome, trainers: Sequence[Trainer] = THREE, lanes: Lanes = CHAIN
 ) -> Roster:
     return msgspec.structs.replace(roster(3, *outcomes, trainers=trainers), lanes=lanes)
 
@@ -266,7 +265,7 @@ async def test_two_ranks_and_a_strategy_that_is_named_ask_for_nothing(
     async with training(clock, 3) as (here, trainers):
         call = Call("all_reduce", "float32", (1000,), "sum", strategy="ring")
 
-        async def run(trainer: Trainer) -> None:
+        async def run(trainer: TrainerClient) -> None:
             await trainer.run(call, ones(1000))
 
         await together(*[lambda t=t: run(t) for t in trainers])

@@ -36,7 +36,7 @@ from pmesh.store.wire import Answer, Answered, Set
 from simulation.wire import AnyMessage
 from tests.worlds.faults import Faults, Real
 from tests.worlds.store_connection import StoreConnection, stores_of
-from tests.worlds.trainer import OpError, RefusedError, Trainer, together, until
+from tests.worlds.trainer import OpError, RefusedError, TrainerClient, together, until
 from tests.worlds.village import MESH, Machine, Village, village
 from tests.worlds.village_ops import kinds_of_events, machine_of
 from tools.fuzz.agent import SHORT_BAN_S, accepts, lying
@@ -82,7 +82,7 @@ def confessing(liar: Liar, seed: int) -> Iterator[None]:
 class TrainingLoop:
     """One trainer's loop, and what it has come to."""
 
-    trainer: Trainer
+    trainer: TrainerClient
     gives: float
     ops: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Of each op that was done: whose values are in its result."""

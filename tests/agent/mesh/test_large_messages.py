@@ -23,7 +23,7 @@ from simulation.wire import AnyMessage, encode_unbounded
 from tests.agent.mesh.liar import LIAR, SAID, lying_to, of
 from tests.worlds.builders import make_heartbeat, make_view
 from tests.worlds.faults import Faults, Real
-from tests.worlds.trainer import Trainer, together
+from tests.worlds.trainer import TrainerClient, together
 from tests.worlds.village import Machine, village
 
 HELLO = Hello(PROTOCOL_VERSION, LIAR, SAID[LIAR], link=1)
@@ -59,7 +59,7 @@ def size_of(hello: Hello, interfaces: list[PeerInterface]) -> int:
     return len(msgspec.msgpack.encode(msgspec.structs.replace(hello, interfaces=tuple(interfaces))))
 
 
-async def trains_on(trainers: list[Trainer]) -> None:
+async def trains_on(trainers: list[TrainerClient]) -> None:
     for _ in range(3):
         results = await together(*[partial(t.reduce, np.ones(5)) for t in trainers])
         assert [set(result) for result in results] == [{float(len(trainers))}] * len(trainers)

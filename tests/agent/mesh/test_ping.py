@@ -15,12 +15,12 @@ from pmesh.core.wire.session import Refused
 from pmesh.errors import PeerUnreachable
 from tests.agent.mesh.paths import link_to, part
 from tests.worlds.faults import Faults
-from tests.worlds.trainer import Trainer, until
+from tests.worlds.trainer import TrainerClient, until
 from tests.worlds.village import Machine, village
 
 
 async def ping(machine: Machine, name: str) -> tuple[list[WayTried], Pinged | Refused]:
-    program = await Trainer.open(machine.settings.home)
+    program = await TrainerClient.open(machine.settings.home)
     reply = await program.ask(AskPing(name))
     ways: list[WayTried] = []
     while isinstance(reply, WayTried):

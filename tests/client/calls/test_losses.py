@@ -14,7 +14,7 @@ from pmesh.core.wire.trainer import Joined, OpDone, StartOp, World
 from pmesh.ids import OpNumber, Rank, TrainerId
 from simulation.wire import AnyRequest
 from tests.worlds.faults import Faults
-from tests.worlds.scripted_agent import VIEW, ScriptedAgent, Trainer, op_done, replies
+from tests.worlds.scripted_agent import VIEW, ScriptedAgent, TrainerSocket, op_done, replies
 from tests.worlds.watched_agent import WatchedAgent, WatchedSession, run_ranks
 
 T = TypeVar("T")
@@ -135,11 +135,11 @@ def test_a_root_lost_between_buckets_fails_the_rest_without_another_op(
 ) -> None:
     faults.limit(reducing, "DEFAULT_BUCKET_BYTES", 8)
 
-    def joins_as_rank_1(trainer: Trainer, request: AnyRequest | None) -> None:
+    def joins_as_rank_1(trainer: TrainerSocket, request: AnyRequest | None) -> None:
         del request
         trainer.send(Joined(World(1, (LOST, TrainerId(1)), ("mac-0", "mac-1")), VIEW))
 
-    def loses_the_root(trainer: Trainer, request: AnyRequest | None) -> None:
+    def loses_the_root(trainer: TrainerSocket, request: AnyRequest | None) -> None:
         assert isinstance(request, StartOp)
         arena = agent.grant(trainer, "output", 8)
         trainer.send(OpDone(request.op, arena.number, World(0, (TrainerId(1),), ("mac-1",))))

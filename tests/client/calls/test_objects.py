@@ -14,7 +14,7 @@ from pmesh.core.wire.trainer import OpFailed
 from pmesh.ids import OpNumber
 from simulation.wire import AnyRequest
 from tests.worlds.faults import Faults
-from tests.worlds.scripted_agent import ScriptedAgent, Trainer, joins
+from tests.worlds.scripted_agent import ScriptedAgent, TrainerSocket, joins
 from tests.worlds.watched_agent import WatchedAgent, run_ranks
 
 OBJECTS: list[object] = [
@@ -135,7 +135,7 @@ def test_a_monitored_barrier_passes_its_time_on_and_raises_what_the_agents_say(
     agent.home.joinpath("other").mkdir()
     times: list[float] = []
 
-    def times_out(trainer: Trainer, request: AnyRequest | None) -> None:
+    def times_out(trainer: TrainerSocket, request: AnyRequest | None) -> None:
         times.append(getattr(request, "timeout_s", 0))
         verdict = Verdict("OpTimedOut", "op 0: rank 1 (mac-1) and rank 2 (mac-2) did not come")
         trainer.send(OpFailed(OpNumber(0), verdict))

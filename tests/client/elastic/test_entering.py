@@ -13,7 +13,7 @@ from pmesh.core.wire.trainer import ENTERS, Connect, Joined, OpFailed, World
 from pmesh.ids import OpNumber, TrainerId
 from simulation.wire import AnyRequest
 from tests.worlds.faults import Faults
-from tests.worlds.scripted_agent import VIEW, ScriptedAgent, Trainer, op_done, replies
+from tests.worlds.scripted_agent import VIEW, ScriptedAgent, TrainerSocket, op_done, replies
 
 SUPERSEDED = Verdict("HistorySuperseded", "the job went on elsewhere")
 
@@ -23,7 +23,7 @@ def _try_again_soon(faults: Faults) -> None:
     faults.limit(place, "_TRY_AGAIN_S", 0.001)
 
 
-def newcomer(trainer: Trainer, request: AnyRequest | None) -> None:
+def newcomer(trainer: TrainerSocket, request: AnyRequest | None) -> None:
     """A step: the job runs already."""
     assert isinstance(request, Connect)
     trainer.send(Joined(World(-1, (TrainerId(0), TrainerId(3)), ("a", "b")), VIEW))
@@ -40,7 +40,7 @@ def test_who_fails_to_enter_must_sync_again_under_the_number_that_it_has_then(
 ) -> None:
     seen: list[Any] = []
 
-    def look(trainer: Trainer, request: Any) -> None:  # noqa: ANN401 - a StartOp
+    def look(trainer: TrainerSocket, request: Any) -> None:  # noqa: ANN401 - a StartOp
         seen.append(request)
         entered = World(1, (TrainerId(0), TrainerId(7)), ("a", "b")) if failed_op == 4 else None
         number = failed_op if request.op == ENTERS else request.op
@@ -99,7 +99,7 @@ def test_who_enters_while_the_others_compare_their_calls_compares_and_syncs_once
     seen: list[tuple[int, str]] = []
     entered = World(1, (TrainerId(0), TrainerId(7)), ("a", "b"))
 
-    def look(trainer: Trainer, request: Any) -> None:  # noqa: ANN401 - a StartOp
+    def look(trainer: TrainerSocket, request: Any) -> None:  # noqa: ANN401 - a StartOp
         seen.append((request.op, request.call.kind))
         if request.call == COMPARE:
             trainer.send(op_done(request.op, scripted.grant(trainer, "output", 64).number))

@@ -20,7 +20,7 @@ from pmesh.core.wire.trainer import ENTERS, Connect, StartOp
 from pmesh.ids import OpNumber, TrainerId
 from simulation.wire import AnyRequest
 from tests.worlds.faults import Faults
-from tests.worlds.scripted_agent import PATIENCE_S, ScriptedAgent, Trainer, joins, replies
+from tests.worlds.scripted_agent import PATIENCE_S, ScriptedAgent, TrainerSocket, joins, replies
 from tests.worlds.watched_agent import WatchedAgent, WatchedSession, watched_agent
 
 ONE = np.ones(1)
@@ -307,7 +307,7 @@ def test_an_agent_that_refuses_is_believed_and_asked_again_by_the_next_sync(
 def test_a_reconnection_asks_for_the_same_job_on_the_same_terms(tmp_path: Path) -> None:
     seen: list[AnyRequest | None] = []
 
-    def look(trainer: Trainer, request: AnyRequest | None) -> None:
+    def look(trainer: TrainerSocket, request: AnyRequest | None) -> None:
         seen.append(request)
         joins(trainer, request)
 

@@ -22,7 +22,7 @@ from pmesh.errors import AgentStopped, RankLost, UsageError
 from pmesh.ids import JobName, OpNumber, TrainerId
 from pmesh.net.sessions.arenas import Arena
 from simulation.wire import AnyReply, AnyRequest
-from tests.worlds.scripted_agent import ScriptedAgent, Step, Trainer, joins, replies
+from tests.worlds.scripted_agent import ScriptedAgent, Step, TrainerSocket, joins, replies
 
 COUNT = 100
 LOST = Verdict("RankLost", "rank 1 is lost")
@@ -46,7 +46,7 @@ class Scripted:
     def used(self) -> Step:
         """A step that grants an arena in which another op has left values."""
 
-        def step(trainer: Trainer, request: AnyRequest | None) -> None:
+        def step(trainer: TrainerSocket, request: AnyRequest | None) -> None:
             self.asked.append(request)
             arena = self.agent.arena("input", 4 * COUNT)
             arena.memory[:] = b"\x40" * arena.nbytes
@@ -58,7 +58,7 @@ class Scripted:
     def sees(self, *answers: AnyReply) -> Step:
         """A step that notes the request and sends these."""
 
-        def step(trainer: Trainer, request: AnyRequest | None) -> None:
+        def step(trainer: TrainerSocket, request: AnyRequest | None) -> None:
             self.asked.append(request)
             replies(*answers)(trainer, request)
 
@@ -67,7 +67,7 @@ class Scripted:
     def ends(self, op: int, *, clipped: int = 0, world: World | None = None) -> Step:
         """A step in which the agent has written a residual and says that the op is done."""
 
-        def step(trainer: Trainer, request: AnyRequest | None) -> None:
+        def step(trainer: TrainerSocket, request: AnyRequest | None) -> None:
             self.asked.append(request)
             assert isinstance(request, StartOp)
             kept = next(a for a in self.arenas if a.number == request.residual_out)

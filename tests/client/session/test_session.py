@@ -25,7 +25,7 @@ from tests.worlds.scripted_agent import (
     VIEW,
     ScriptedAgent,
     Step,
-    Trainer,
+    TrainerSocket,
     joins,
     op_done,
     replies,
@@ -90,7 +90,7 @@ def test_an_input_arena_that_is_too_small_is_not_overrun(scripted: ScriptedAgent
 
 
 def test_a_result_larger_than_its_arena_is_not_read(scripted: ScriptedAgent) -> None:
-    def answer(trainer: Trainer, request: AnyRequest | None) -> None:
+    def answer(trainer: TrainerSocket, request: AnyRequest | None) -> None:
         assert isinstance(request, StartOp)
         arena = scripted.grant(trainer, "output", 8)
         trainer.send(op_done(0, arena.number))
@@ -105,7 +105,7 @@ def test_a_result_larger_than_its_arena_is_not_read(scripted: ScriptedAgent) -> 
 def test_nothing_is_left_open_by_a_mesh_that_ends_badly(scripted: ScriptedAgent) -> None:
     arena = scripted.arena("input", 8)
 
-    def too_many(trainer: Trainer, request: AnyRequest | None) -> None:
+    def too_many(trainer: TrainerSocket, request: AnyRequest | None) -> None:
         del request
         granted = ArenaGranted(arena.number, "input", arena.nbytes)
         trainer.send(granted, *[arena.descriptor] * 3)
@@ -149,7 +149,7 @@ def test_a_silent_agent_is_not_waited_for_forever(scripted: ScriptedAgent, fault
     faults.limit(connection, "FIRST_ANSWER_S", 0.5)
     silent_until = threading.Event()
 
-    def stay_silent(trainer: Trainer, request: AnyRequest | None) -> None:
+    def stay_silent(trainer: TrainerSocket, request: AnyRequest | None) -> None:
         del trainer, request
         silent_until.wait(20)
 
@@ -209,11 +209,11 @@ def test_a_failed_op_keeps_its_number_unless_it_was_an_earlier_ones_failure(
 ) -> None:
     seen: list[AnyRequest | None] = []
 
-    def fails(trainer: Trainer, request: AnyRequest | None) -> None:
+    def fails(trainer: TrainerSocket, request: AnyRequest | None) -> None:
         seen.append(request)
         trainer.send(OpFailed(OpNumber(0), LOST, consumed=numbers == [0, 1]))
 
-    def succeeds(trainer: Trainer, request: AnyRequest | None) -> None:
+    def succeeds(trainer: TrainerSocket, request: AnyRequest | None) -> None:
         seen.append(request)
         trainer.send(op_done(numbers[1]))
 
@@ -227,7 +227,7 @@ def test_a_failed_op_keeps_its_number_unless_it_was_an_earlier_ones_failure(
 
 
 def test_an_output_arena_that_the_agent_takes_back_is_used_no_more(scripted: ScriptedAgent) -> None:
-    def answers(trainer: Trainer, request: AnyRequest | None) -> None:
+    def answers(trainer: TrainerSocket, request: AnyRequest | None) -> None:
         assert isinstance(request, StartOp)
         for gone in trainer.outputs:
             trainer.send(ArenaGone(gone.number))
@@ -306,7 +306,7 @@ def test_a_closed_mesh_says_so(agent: WatchedAgent, call: Callable[[pmesh.Mesh],
 def test_closing_from_another_thread_ends_a_call_that_waits(scripted: ScriptedAgent) -> None:
     started, closed = threading.Event(), threading.Event()
 
-    def never_answers(trainer: Trainer, request: AnyRequest | None) -> None:
+    def never_answers(trainer: TrainerSocket, request: AnyRequest | None) -> None:
         del trainer
         assert isinstance(request, StartOp)
         started.set()
