@@ -20,15 +20,11 @@ from pmesh.mlx_lm.training import RunSetup, Training, digest
 VOCABULARY = 32
 
 
-class PatternedRows:
-    """Random rows of different lengths, each with a pattern that can be learned."""
+class TokenRows:
+    """A data set of these rows of tokens."""
 
-    def __init__(self, count: int, *, seed: int = 0) -> None:
-        random = np.random.default_rng(seed)
-        self._rows = [
-            [int(start + i * step) % VOCABULARY for i in range(length)]
-            for start, step, length in random.integers(1, 20, (count, 3))
-        ]
+    def __init__(self, rows: Sequence[Sequence[int]]) -> None:
+        self._rows = rows
 
     def itemlen(self, idx: int) -> int:
         return len(self._rows[idx])
@@ -38,6 +34,17 @@ class PatternedRows:
 
     def __len__(self) -> int:
         return len(self._rows)
+
+
+def patterned_rows(count: int, *, seed: int) -> TokenRows:
+    """Random rows of different lengths, each with a pattern that can be learned."""
+    random = np.random.default_rng(seed)
+    return TokenRows(
+        [
+            [int(start + i * step) % VOCABULARY for i in range(length)]
+            for start, step, length in random.integers(1, 20, (count, 3))
+        ]
+    )
 
 
 def make_model(kind: str = "lora", *, seed: int = 0, dropout: float = 0.0, rank: int = 4) -> Any:  # noqa: ANN401 - MLX's modules have no types
@@ -121,7 +128,7 @@ def prepare(folder: Path, said: Said | None = None, **options: Any) -> tuple[Sta
     folder.mkdir(exist_ok=True)
 
     def batches(count: int, seed: int) -> Batches:
-        rows, size = PatternedRows(count, seed=seed), chosen["batch_size"]
+        rows, size = patterned_rows(count, seed=seed), chosen["batch_size"]
         return Batches(rows, batch_size=size, max_length=64, seed=1, name="training")
 
     args = SimpleNamespace(

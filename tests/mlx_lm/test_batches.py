@@ -1,5 +1,3 @@
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,29 +7,13 @@ from pmesh.core.jobs.shares import deal_rows
 from pmesh.errors import UsageError
 from pmesh.mlx_lm.batches import Batches, pad
 from pmesh.mlx_lm.libraries import mx, nn, trainer
-
-
-class NumberedRows:
-    """A data set of rows of different lengths; a row's first token is its number."""
-
-    def __init__(self, count: int, *, offset: int = 0) -> None:
-        self._rows = [[row + 1, *range(row % 50)] for row in range(count)]
-        self._offset = offset
-
-    def itemlen(self, idx: int) -> int:
-        return len(self._rows[idx])
-
-    def __getitem__(self, idx: int) -> tuple[Sequence[int], int]:
-        return self._rows[idx], self._offset
-
-    def __len__(self) -> int:
-        return len(self._rows)
+from tests.mlx_lm.lora import TokenRows
 
 
 def batches_of(count: int, batch_size: int, seed: int = 3) -> Batches:
-    return Batches(
-        NumberedRows(count), batch_size=batch_size, max_length=64, seed=seed, name="training"
-    )
+    """Batches of rows of different lengths; a row's first token is its number, from 1."""
+    rows = TokenRows([[row + 1, *range(row % 50)] for row in range(count)])
+    return Batches(rows, batch_size=batch_size, max_length=64, seed=seed, name="training")
 
 
 @given(batch_size=st.integers(1, 9), size=st.integers(1, 12), iteration=st.integers(0, 200))
