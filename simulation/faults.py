@@ -13,7 +13,7 @@ AIMED = 0.2
 """The share of commits that a fault is aimed at: a half-sent commit is the hardest case."""
 
 
-class Faults:
+class PlayedFaults:
     """Plays faults on a cluster until its schedule says that they end."""
 
     def __init__(self, cluster: Cluster) -> None:
@@ -142,7 +142,7 @@ class Faults:
 def run(seed: int, trace: Callable[[str], None] | None = None) -> Outcome:
     """One history: faults, calm, and all invariants; raises `Violation`."""
     cluster = Cluster(seed, trace=trace)
-    faults = Faults(cluster)
+    faults = PlayedFaults(cluster)
     for number in range(cluster.size):
         cluster.start(number)
     cluster.run_until(cluster.schedule.formed_by_s)

@@ -120,7 +120,7 @@ class WatchedSession(Session):
 
 
 @dataclass(eq=False)
-class Retained:
+class RetainedInput:
     """A root's input, which other ranks may still fetch (O2)."""
 
     session: WatchedSession
@@ -153,7 +153,7 @@ class WatchedAgent:
         """What trainers say of their compression."""
         self.reported: list[dict[str, float]] = []
         """The numbers that trainers have reported."""
-        self.retained: list[Retained] = []
+        self.retained: list[RetainedInput] = []
         """What roots have broadcast."""
         self.compression = ""
         """Of gradients, where trainers don't name one."""
@@ -243,7 +243,7 @@ class WatchedAgent:
         if request.call.kind == "broadcast" and request.arena >= 0:
             size = request.count * np.dtype(request.wire_dtype).itemsize
             sent = memoryview(session.inputs[request.arena])[request.offset : request.offset + size]
-            self.retained.append(Retained(session, request.arena, sent, bytes(sent)))
+            self.retained.append(RetainedInput(session, request.arena, sent, bytes(sent)))
         if self.before_op is not None:
             await trio.to_thread.run_sync(self.before_op, session, request, abandon_on_cancel=True)
         if request.op == ENTERS:

@@ -282,7 +282,7 @@ class FirewalledAgents(NoReach):
     def __init__(self, nursery: trio.Nursery, dialled: set[tuple[Member, Member]]) -> None:
         self._nursery = nursery
         self._dialled = dialled
-        self.ends = {member: End(member, self, nursery) for member in (A, B, C)}
+        self.ends = {member: FirewalledAgent(member, self, nursery) for member in (A, B, C)}
 
     async def dial(self, member: Member, peer: Member) -> trio.SocketStream:
         await trio.lowlevel.checkpoint()
@@ -296,7 +296,7 @@ class FirewalledAgents(NoReach):
         return (member, peer) in self._dialled or (member, peer) == (A, C)
 
 
-class End(NoReach):
+class FirewalledAgent(NoReach):
     """One of them."""
 
     def __init__(self, me: Member, agents: FirewalledAgents, nursery: trio.Nursery) -> None:

@@ -19,7 +19,7 @@ from tests.worlds.watched_agent import WatchedAgent, run_ranks
 ROWS = 140
 
 
-class Cluster:
+class RanksWithSpeeds:
     """Ranks that compute so many rows a second, with noise."""
 
     def __init__(self, speeds: Sequence[float], *, noise: float, seed: int = 0) -> None:
@@ -60,7 +60,7 @@ class Cluster:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_unequal_ranks_are_soon_as_fast_as_all_together(seed: int) -> None:
-    cluster = Cluster([1, 2, 4], noise=0.03, seed=seed)
+    cluster = RanksWithSpeeds([1, 2, 4], noise=0.03, seed=seed)
     even = cluster.step()
     assert even == pytest.approx(3 / 7, abs=0.01)
     speeds = [cluster.step() for _ in range(100)]
@@ -70,7 +70,7 @@ def test_unequal_ranks_are_soon_as_fast_as_all_together(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_one_that_is_throttled_has_fewer_rows_within_ten_steps(seed: int) -> None:
-    cluster = Cluster([1, 2, 4], noise=0.03, seed=seed)
+    cluster = RanksWithSpeeds([1, 2, 4], noise=0.03, seed=seed)
     for _ in range(100):
         cluster.step()
     cluster.speeds[2] = 1
@@ -80,7 +80,7 @@ def test_one_that_is_throttled_has_fewer_rows_within_ten_steps(seed: int) -> Non
 
 @pytest.mark.parametrize("seed", range(10))
 def test_noise_does_not_make_the_shares_swing(seed: int) -> None:
-    cluster = Cluster([1, 2, 4], noise=0.2, seed=seed)
+    cluster = RanksWithSpeeds([1, 2, 4], noise=0.2, seed=seed)
     for _ in range(500):
         cluster.step()
     assert cluster.changes <= 6
@@ -88,14 +88,14 @@ def test_noise_does_not_make_the_shares_swing(seed: int) -> None:
 
 
 def test_equal_ranks_keep_even_shares() -> None:
-    cluster = Cluster([3, 3, 3], noise=0.1)
+    cluster = RanksWithSpeeds([3, 3, 3], noise=0.1)
     for _ in range(300):
         cluster.step()
     assert set(cluster.counts) == {(47, 47, 46)}
 
 
 def test_a_newcomer_takes_part_at_once_and_then_by_its_speed() -> None:
-    cluster = Cluster([1, 2, 4], noise=0.01)
+    cluster = RanksWithSpeeds([1, 2, 4], noise=0.01)
     for _ in range(20):
         cluster.step()
     cluster.enter(8)

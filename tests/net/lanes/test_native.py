@@ -252,7 +252,7 @@ WHOLE = on_the_wire([Sent(EXPECTED._replace(segment=n)) for n in range(3)])
 
 
 @dataclass
-class Outcome:
+class NativeOutcome:
     """What became of an op whose peer sent something."""
 
     error: str
@@ -284,7 +284,7 @@ async def run_receives(lane: Lane, source: memoryview, result: memoryview, *, wa
             await begun.finish()
 
 
-async def outcome_of(wire: bytes, *, way: str) -> Outcome:
+async def outcome_of(wire: bytes, *, way: str) -> NativeOutcome:
     result = bytearray(300)
     with raw_receiving_lane() as (peer, lane), trio.fail_after(10):
         peer.sendall(wire)
@@ -296,7 +296,7 @@ async def outcome_of(wire: bytes, *, way: str) -> Outcome:
             error = _text_of(e)
         got = bytes(result) if not error else b""  # else garbage
         state = lane.state
-        return Outcome(error, got, state.bytes_received, state.dropped, state.peer_completed)
+        return NativeOutcome(error, got, state.bytes_received, state.dropped, state.peer_completed)
 
 
 def _text_of(error: PmeshError) -> str:
