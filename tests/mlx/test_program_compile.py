@@ -72,7 +72,7 @@ def test_a_function_with_state_or_calls_is_never_traced_and_one_line_says_so(
         assert runs_of(RunCounter(communicates=not options), **options) == 5
         assert runs_of(RunCounter(communicates=not options), **options) == 5
     assert len(caplog.messages) == 1
-    assert caplog.messages[0].startswith("Traced runs uncompiled")
+    assert caplog.messages[0].startswith("RunCounter runs uncompiled")
 
 
 @pytest.mark.usefixtures("shared")
