@@ -194,15 +194,16 @@ class Agent:
         """Why another agent, with another incarnation, must follow this one; else None."""
         self._me = Member(node_key.node, Incarnation(secrets.randbits(62) + 1))
         self._said = sign_name(node_key, self._me, settings.name)
-        self._watch = AddressWatch(
+        self.watch = AddressWatch(
             settings.listen.host, only=settings.interfaces, never=settings.not_interfaces
         )
         self._findings = Findings(self.keyring.advertisement_key.tag, minute=minute_of_now)
         self._sessions = SessionCounters()
         self._lags: deque[tuple[float, float]] = deque()
         self._began = trio.current_time()
-        self._port: int = listeners[0].socket.getsockname()[1]
-        self._event_log = EventLog(
+        self.port: int = listeners[0].socket.getsockname()[1]
+        """Where it listens; the system has chosen it if the settings say 0."""
+        self.event_log = EventLog(
             self._me,
             settings.name,
             clock=trio.current_time,
@@ -210,19 +211,19 @@ class Agent:
             listener=self._say,
         )
         owners = load_names(settings.home)
-        self._names = MachineNames(owners, noticed=self._event_log.add)
-        self._register = Register(
+        self._names = MachineNames(owners, noticed=self.event_log.add)
+        self.register = Register(
             self._me.node,
             load_records(settings.home),
             names=self._names,
             wall_clock=time.time,
-            noticed=self._event_log.add,
+            noticed=self.event_log.add,
         )
         self._version = installed_version()  # it opens a file; later no descriptor may be left
         self._files = plan_files(open_files_limit())
         memory_bytes = psutil.virtual_memory().total
         self._admission = Admission(self._files, memory_bytes=memory_bytes)
-        self._containment = Containment(self._event_log, clock=trio.current_time)
+        self._containment = Containment(self.event_log, clock=trio.current_time)
         self.peers = self._make_peers()
         self.renewals = self._make_renewals()
         self.jobs = self._make_jobs()
@@ -236,7 +237,7 @@ class Agent:
             on_guest=next(each.welcome for each in self.features if each.takes_guests),
             on_renewal=self.renewals.give,
             is_offered=self.jobs.rendezvous.is_offered,
-            uses=self._watch.uses,
+            uses=self.watch.uses,
             contain=self._containment.contain,
         )
         self.channels.register(VIEWS, self.membership.receive)
@@ -248,16 +249,16 @@ class Agent:
     async def start(self) -> None:
         """Start all tasks."""
         nursery = self._nursery
-        await nursery.start(self._watch.run)
+        await nursery.start(self.watch.run)
         await nursery.start(self._acceptor.serve, self._listeners)
         if psutil.LINUX:
             listen = listen_at_interfaces
-            nursery.start_soon(listen, self._listeners, self._watch, self._acceptor.add)
+            nursery.start_soon(listen, self._listeners, self.watch, self._acceptor.add)
         await self._start_sessions()
         for address in self._settings.peers:
             self.peers.targets.aim_at(address)
         if self._settings.mdns:
-            found_by = self._node_key, self.keyring, self._watch, self.peers
+            found_by = self._node_key, self.keyring, self.watch, self.peers
             nursery.start_soon(self._findings.discover, self._own_advertisement, *found_by)
         for feature in self.features:
             nursery.start_soon(feature.run)
@@ -267,12 +268,12 @@ class Agent:
         nursery.start_soon(self.peers.relays.keep)
         nursery.start_soon(self.membership.run)
         nursery.start_soon(self._names.keep, self._settings.home)
-        nursery.start_soon(self._register.keep, self._settings.home)
+        nursery.start_soon(self.register.keep, self._settings.home)
         nursery.start_soon(self._tick)
         nursery.start_soon(self._poll_jobs)
         take_hosts = self._acceptor.take_hosts
-        nursery.start_soon(watch_turned_away, self._count_turned_away, take_hosts, self._event_log)
-        nursery.start_soon(watch_storms, self._watch, count_packets, self._event_log.add)
+        nursery.start_soon(watch_turned_away, self._count_turned_away, take_hosts, self.event_log)
+        nursery.start_soon(watch_storms, self.watch, count_packets, self.event_log.add)
         self._say_ready()
         nursery.start_soon(self._report_alone)
 
@@ -291,6 +292,27 @@ class Agent:
         self.begins_anew = why
         self.stopped.set()
 
+    def snapshot(self) -> Status:
+        """Return what `pmesh status` shows."""
+        return take_snapshot(
+            Sources(
+                version=self._version,
+                me=self._me,
+                name=self._settings.name,
+                compression=self._settings.compression,
+                uptime_s=trio.current_time() - self._began,
+                hello=self._hello(),
+                membership=self.membership,
+                peers=self.peers,
+                jobs=self.jobs,
+                p2p_bytes=functools.reduce(sum_of, (each.traffic for each in self.features)),
+                findings=self._findings,
+                door=self._acceptor.counters,
+                turned_away=self._count_turned_away(),
+                loop_lag_s=max((late for _, late in self._lags), default=0.0),
+            )
+        )
+
     def _tasks(self, what: str) -> ContainedTasks:
         return ContainedTasks(self._nursery, self._containment.contain, what)
 
@@ -298,13 +320,13 @@ class Agent:
         return Peers(
             self._hello,
             membership=lambda: self.membership,
-            register=self._register,
+            register=self.register,
             renewals=lambda: self.renewals,
-            watch=self._watch,
+            watch=self.watch,
             nursery=self._tasks("a link"),
             jitter=random.random,
             channels=self.channels,
-            noticed=self._event_log.add,
+            noticed=self.event_log.add,
             path_failed=self._leave_path,
             contain=self._containment.contain,
         )
@@ -313,11 +335,11 @@ class Agent:
         return Renewals(
             self._me.node,
             self.keyring,
-            self._register,
+            self.register,
             elsewhere=self._findings.elsewhere,
             in_order=self.peers.in_order,
             found=self.peers.found,
-            noticed=self._event_log.add,
+            noticed=self.event_log.add,
         )
 
     def _make_jobs(self) -> Jobs:
@@ -325,7 +347,7 @@ class Agent:
         return Jobs(
             self._me,
             self._tasks("the sending of a result"),
-            self._event_log,
+            self.event_log,
             self._settings,
             membership=self._join,
             rendezvous=lambda awaits: LaneRendezvous(
@@ -343,7 +365,7 @@ class Agent:
             drop=self.peers.drop,
             ban=self.peers.ban,
             installed=self._installed,
-            noticed=self._event_log.note,
+            noticed=self.event_log.note,
             led_astray=lambda: self.begin_anew("a member raised our epoch counter too far"),
             probing=Probing(self.peers.reach.probed_paths_to),
         )
@@ -356,13 +378,13 @@ class Agent:
             version=self._version,
             key=self._node_key,
             names=self._names,
-            register=self._register,
+            register=self.register,
             renewals=self.renewals,
             peers=self.peers,
             jobs=self.jobs,
             nursery=self._nursery,
             contain=self._containment.contain,
-            noticed=self._event_log.add,
+            noticed=self.event_log.add,
             admission=lambda: self._admission,
             mesh_key=lambda: self.keyring.mesh_key,
             advertise_invitation=self._findings.nameplate.show,
@@ -383,22 +405,22 @@ class Agent:
     def _own_advertisement(self, tag: bytes) -> Advertisement:
         me, name = self._me, self._settings.name
         return Advertisement(
-            tag=tag, node=me.node, incarnation=me.incarnation, port=self._port, name=name
+            tag=tag, node=me.node, incarnation=me.incarnation, port=self.port, name=name
         )
 
     def _hello(self) -> Hello:
-        local = self._watch.announced
+        local = self.watch.announced
         addresses, interfaces = (
-            announced_addresses(local, port=self._port),
+            announced_addresses(local, port=self.port),
             announced_interfaces(local),
         )
         return Hello(PROTOCOL_VERSION, self._me, self._said, addresses, interfaces)
 
     def _say_ready(self) -> None:
-        where = host_port_text(self._settings.listen.host, self._port)
+        where = host_port_text(self._settings.listen.host, self.port)
         text = f"{self._settings.name} is up, listening at {where}"
         self._announce(text)
-        self._event_log.note("agent started", text)
+        self.event_log.note("agent started", text)
         if self._settings.min_peers:
             self._announce(f"jobs begin when {self._settings.min_peers} peers are present")
 
@@ -428,7 +450,7 @@ class Agent:
 
     def _report_other_meshes(self, said: set[str]) -> None:
         for peer in describe_peers(self.peers, self._findings):
-            other = peer.state == "other_mesh_key" and not self._register.knows(peer.id)
+            other = peer.state == "other_mesh_key" and not self.register.knows(peer.id)
             text = describe_other_mesh(peer, own_name=self._settings.name)
             if other and len(said) < MOST_OTHERS_NAMED and text not in said:
                 said.add(text)
@@ -439,10 +461,10 @@ class Agent:
             feature.follow()
         name_of = self._names.of_seat
         for news in describe_change(before, after, losses, me=self._me, name_of=name_of):
-            self._event_log.add(news)
+            self.event_log.add(news)
         edges_among = self.membership.edges_among
         for news in describe_reordered(before, after, edges_among, name_of=name_of):
-            self._event_log.add(news)
+            self.event_log.add(news)
 
     def _say(self, event: Event) -> None:
         if event.is_announced:
@@ -455,7 +477,7 @@ class Agent:
         now = trio.current_time()
         if stall.total_s >= DOUBT_S:
             text = f"this machine or its agent stood still for {stall.total_s:.1f} s"
-            self._event_log.note("agent stalled", text, duration_s=stall.total_s)
+            self.event_log.note("agent stalled", text, duration_s=stall.total_s)
         self._lags.append((now, stall.late_s))
         while self._lags[0][0] < now - LAG_WINDOW_S:
             self._lags.popleft()
@@ -489,9 +511,9 @@ class Agent:
             case Connect():
                 await self._serve_trainer(session, request)
             case AskStatus():
-                await session.send(StatusReply(encode_status(self._snapshot())))
+                await session.send(StatusReply(encode_status(self.snapshot())))
             case AskEvents(after):
-                await session.send(AgentEvents(encode_events(self._event_log.since(after))))
+                await session.send(AgentEvents(encode_events(self.event_log.since(after))))
             case AskPing(name):
                 await self._ping(session, name)
             case AskMachines(names):
@@ -508,7 +530,7 @@ class Agent:
 
     async def _ping(self, session: Session, name: str) -> None:
         try:
-            pinged = await ping(name, self.peers, session.send, local=self._watch.current)
+            pinged = await ping(name, self.peers, session.send, local=self.watch.current)
         except PmeshError as e:
             await refuse(session, type(e).__name__, str(e))
         else:
@@ -551,26 +573,6 @@ class Agent:
             foreign_announcements=discovery.not_shown,
             broken_links=self.peers.broken_links,
             programs=programs.refused + programs.silent + programs.garbage,
-        )
-
-    def _snapshot(self) -> Status:
-        return take_snapshot(
-            Sources(
-                version=self._version,
-                me=self._me,
-                name=self._settings.name,
-                compression=self._settings.compression,
-                uptime_s=trio.current_time() - self._began,
-                hello=self._hello(),
-                membership=self.membership,
-                peers=self.peers,
-                jobs=self.jobs,
-                p2p_bytes=functools.reduce(sum_of, (each.traffic for each in self.features)),
-                findings=self._findings,
-                door=self._acceptor.counters,
-                turned_away=self._count_turned_away(),
-                loop_lag_s=max((late for _, late in self._lags), default=0.0),
-            )
         )
 
 

@@ -262,7 +262,7 @@ async def test_an_error_in_a_command_ends_its_session_and_the_program_is_told(
 ) -> None:
     async with village(clock, 1) as here:
         (machine,) = here.machines
-        with capture_logs() as logs, faults.instead(Agent, "_snapshot", fail):
+        with capture_logs() as logs, faults.instead(Agent, "snapshot", fail):
             for _ in range(3):
                 asker = await here.trainer(machine)
                 reply = await asker.ask(AskStatus())

@@ -34,7 +34,7 @@ from pmesh.p2p.agent.router import P2PRouter
 from pmesh.p2p.wire import Attach, Attached, ReceiveMessage
 from tests.worlds.faults import Faults
 from tests.worlds.trainer import together, until
-from tests.worlds.village import training, village
+from tests.worlds.village import small_machine, training, village
 from tests.worlds.village_ops import machine_of, ones, reduce_all
 
 
@@ -146,9 +146,7 @@ def test_a_program_has_half_of_the_connections_that_others_leave() -> None:
 async def test_who_does_not_fit_is_refused_by_name_and_commands_are_answered(
     clock: MockClock,
 ) -> None:
-    async with village(clock, 1) as here:
-        (machine,) = here.machines
-        machine.limit(files=64)
+    async with small_machine(clock, files=64) as (here, machine):
         trainers = await here.job(machine, machine)
         for request in (
             Connect(SESSION_VERSION, JobName("words"), 1, 5.0, "test.py"),
@@ -167,9 +165,7 @@ async def test_who_does_not_fit_is_refused_by_name_and_commands_are_answered(
 
 async def test_what_trainers_hold_is_bounded_over_all_of_them(clock: MockClock) -> None:
     """Each asks for the largest arena there is, again and again, and gives none back."""
-    async with village(clock, 1) as here:
-        (machine,) = here.machines
-        machine.limit(memory_bytes=64 * MIB)
+    async with small_machine(clock, memory_bytes=64 * MIB) as (here, machine):
         refusals = list[str]()
         for number in range(3):
             trainer = await here.trainer(machine)
@@ -184,14 +180,11 @@ async def test_what_trainers_hold_is_bounded_over_all_of_them(clock: MockClock) 
                     size //= 2
                 else:
                     assert isinstance(reply, ArenaGranted)
-        assert machine.arena_bytes == 16 * MIB, "all are of one process"
-        assert "hold 16 MiB, 16 MiB are allowed" in refusals[-1]
+        assert "hold 16 MiB, 16 MiB are allowed" in refusals[-1]  # all are of one process
 
 
 async def test_a_result_too_large_for_the_share_fails_the_op_by_name(clock: MockClock) -> None:
-    async with village(clock, 1) as here:
-        (machine,) = here.machines
-        machine.limit(memory_bytes=4 * MIB)
+    async with small_machine(clock, memory_bytes=4 * MIB) as (here, machine):
         (trainer,) = await here.job(machine)
         verdict = await trainer.verdict_of(trainer.reduce(ones(200_000)))
         assert verdict.error == "UsageError"
@@ -200,15 +193,15 @@ async def test_a_result_too_large_for_the_share_fails_the_op_by_name(clock: Mock
 
 
 async def test_memory_comes_back_when_a_trainer_ends(clock: MockClock) -> None:
-    async with village(clock, 1) as here:
-        (machine,) = here.machines
-        machine.limit(memory_bytes=4 * MIB)
+    async with small_machine(clock, memory_bytes=4 * MIB) as (here, machine):
         for _ in range(5):
             (trainer,) = await here.job(machine)
             await trainer.reduce(ones(100_000))
             await trainer.die()
             await until(lambda: not machine.agent.membership.view.rosters)
-        await until(lambda: machine.arena_bytes == 0)
+        (trainer,) = await here.job(machine)
+        whole_share = WantArena(MIB)  # half of what others leave of half of the memory
+        assert isinstance(await trainer.ask(whole_share), ArenaGranted)
 
 
 async def test_who_reads_no_replies_to_its_messages_is_not_read_from_either(

@@ -525,7 +525,7 @@ async def test_a_whole_agent_gives_its_key_at_its_port_but_to_no_removed_machine
         serve = cast("Callable[[object, object], Awaitable[None]]", invites.serve)
         here.nursery.start_soon(serve, session, Invite())
         await session.shown.wait()
-        register, stored = machine.register, list[MeshKey]()
+        register, stored = machine.agent.register, list[MeshKey]()
         who, member = newcomer(), NodeKey.from_seed(b"m" * 32)
 
         async def join() -> None:

@@ -38,7 +38,7 @@ from pmesh.net.sessions.sessions import Session
 from simulation.wire import AnyReply
 from tests.launches.here import launches_in
 from tests.worlds.trainer import TrainerClient, until
-from tests.worlds.village import Machine, Village, village
+from tests.worlds.village import Machine, Village, small_machine
 
 
 class QuestionSession:
@@ -103,9 +103,7 @@ async def quiet_launch(
     clock: MockClock, *, files: int = 1024
 ) -> AsyncGenerator[tuple[Village, Machine]]:
     """An agent with so many files, that runs a launch which prints nothing."""
-    async with village(clock, 1) as here:
-        (machine,) = here.machines
-        machine.limit(files=files)
+    async with small_machine(clock, files=files) as (here, machine):
         terms = LaunchTerms(detach=True, grace_s=0.1)
         request = Launch("night", Command(("sh", "-c", "echo up; exec sleep 86400"), "/"), terms)
         clock.autojump_threshold = 60  # looking for the program takes real time

@@ -44,13 +44,13 @@ async def remove(here: Village, by: Machine, name: str, *, undo: bool = False) -
 def knows_all(machine: Machine, count: int) -> Callable[[], bool]:
     """Whether it has met so many others, and they have said their versions."""
     return lambda: (
-        len(known := machine.register.known) == count
+        len(known := machine.agent.register.known) == count
         and all(each.version for each in known.values())
     )
 
 
 def removed(machine: Machine) -> set[NodeId]:
-    entries = machine.register.removals.values()
+    entries = machine.agent.register.removals.values()
     return {entry.node for entry in entries if entry.out}
 
 

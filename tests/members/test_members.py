@@ -212,7 +212,7 @@ async def test_many_removals_are_checked_a_few_at_a_time_and_all_are_taken(
         one, two = here.machines
         feature = one.part(Members)
         late = faults.skip(feature, "poll")
-        two.register.take_untrusted(entries(one.key, 200))
+        two.agent.register.take_untrusted(entries(one.key, 200))
         await until(lambda: bool(removed(one)))
         assert len(removed(one)) <= CHECKS
 
@@ -233,7 +233,7 @@ async def test_who_sends_what_nobody_has_signed_loses_its_link(clock: MockClock,
 
         await until(lambda: two.key.node not in one.agent.peers.links)
         assert one.agent.peers.broken_links == 1
-        assert forged[at].node not in one.register.removals
+        assert forged[at].node not in one.agent.register.removals
         await trio.sleep(BANNED_S)
 
 
@@ -266,11 +266,11 @@ async def test_a_member_that_removes_machines_without_end_fills_no_list_of_event
     async with village(clock, 3) as here:
         one, two, three = here.machines
         await until(lambda: all(knows_all(machine, 2)() for machine in here.machines))
-        two.register.take_untrusted(entries(three.key, 200))  # of nobody
+        two.agent.register.take_untrusted(entries(three.key, 200))  # of nobody
         await until(lambda: len(removed(one)) == 200)
         assert news(one) == []
 
-        register = one.register
+        register = one.agent.register
         for number in range(100):
             said = sign_removal(two.key, three.key.node, register.removals, out=number % 2 == 0)
             register.take_untrusted([said])
@@ -312,7 +312,7 @@ async def test_the_list_of_members_is_bounded_and_forgets_removed_ones_first(
     faults: Faults,
 ) -> None:
     async with village(clock, 1) as here:
-        register = here.machines[0].register
+        register = here.machines[0].agent.register
         now = iter(range(1000, 2000))
         faults.instead(register, "_wall_clock", lambda: float(next(now)))
         nodes = [NodeId(i.to_bytes(32, "big")) for i in range(MAX_KNOWN + 2)]

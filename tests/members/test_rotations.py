@@ -271,7 +271,7 @@ async def test_who_uses_up_the_numbers_of_removals_is_left_out_all_the_same(
             last[thief.key.node] = msgspec.structs.replace(last[thief.key.node], out=True)
             lies = [sign_removal(STRANGER, thief.key.node, last, out=False)]
         for machine in (one, two):
-            machine.register.take_untrusted(lies)
+            machine.agent.register.take_untrusted(lies)
 
         reply = await rotate(here, one, "mac-2")
 

@@ -63,7 +63,7 @@ async def test_a_stolen_machine_gets_no_link_and_no_key_and_can_give_none(
         ours = one.agent.keyring.rotation
         await thief.stop()
         for machine in () if knows else (one, two):
-            machine.register.removals.clear()
+            machine.agent.register.removals.clear()
 
         for key in (MESH, old):
             contexts = TlsContexts.of(issue_credentials(key, thief.key))

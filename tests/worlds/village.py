@@ -12,15 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import psutil
 import trio
 from trio.testing import MockClock
 
+from pmesh.agent import run as agent_run
 from pmesh.agent.config import AgentSettings, Listen
-from pmesh.agent.containment import Contain
 from pmesh.agent.features import AnyFeature
-from pmesh.agent.limits import Admission, plan_files
-from pmesh.agent.mesh.register import Register
 from pmesh.agent.run import Agent, serve_agent
+from pmesh.agent.schema import DoorStatus
 from pmesh.core.identity.keys import MeshKey, NodeKey
 from pmesh.core.values import Terms
 from pmesh.core.wire.lanes import OfferLane, Splice
@@ -29,8 +29,7 @@ from pmesh.errors import NetworkError
 from pmesh.ids import Member
 from pmesh.net.lanes.lane import Lane
 from pmesh.net.lanes.multipath import LanePath
-from pmesh.net.links.acceptor import DoorCounters
-from pmesh.net.links.interfaces import AddressWatch
+from tests.worlds.faults import Fault
 from tests.worlds.trainer import ANY, TrainerClient, together, until
 
 MESH = MeshKey(b"m" * 32)
@@ -81,7 +80,7 @@ class Machine:
 
     @property
     def port(self) -> int:
-        return self.agent._port  # noqa: SLF001 - the system has chosen it
+        return self.agent.port
 
     @property
     def me(self) -> Member:
@@ -89,33 +88,9 @@ class Machine:
         return self.agent.jobs.me
 
     @property
-    def register(self) -> Register:
-        """Whom its agent knows, and who was removed."""
-        return self.agent._register  # noqa: SLF001
-
-    @property
-    def door(self) -> DoorCounters:
+    def door(self) -> DoorStatus:
         """Whom its agent lets in, counted."""
-        return self.agent._acceptor.counters  # noqa: SLF001
-
-    @property
-    def watch(self) -> AddressWatch:
-        """What its agent knows of the interfaces."""
-        return self.agent._watch  # noqa: SLF001
-
-    @property
-    def contain(self) -> Contain:
-        """What ends as errors of ours do that end only what they are in."""
-        return self.agent._containment.contain  # noqa: SLF001
-
-    @property
-    def arena_bytes(self) -> int:
-        """How much of its memory the agent has given to trainers."""
-        return self.agent._admission._arenas.memory.held  # noqa: SLF001
-
-    def limit(self, *, files: int = 10_240, memory_bytes: int = 2**30) -> None:
-        """Its agent believes in so many open files, and so much memory."""
-        self.agent._admission = Admission(plan_files(files), memory_bytes=memory_bytes)  # noqa: SLF001
+        return self.agent.snapshot().door
 
     def part(self, kind: type[FeatureT]) -> FeatureT:
         """The feature of its agent that is of this kind."""
@@ -281,3 +256,17 @@ async def training(
     """A village with a job that has a trainer on each machine."""
     async with village(clock, count) as here:
         yield here, await here.job(*here.machines)
+
+
+@asynccontextmanager
+async def small_machine(
+    clock: MockClock, *, files: int = 10_240, memory_bytes: int = 2**30
+) -> AsyncGenerator[tuple[Village, Machine]]:
+    """A village of one machine, which may open so many files and has so much memory."""
+    memory = psutil.virtual_memory()._replace(total=memory_bytes)
+    with (
+        Fault(agent_run, "open_files_limit", lambda: files),
+        Fault(psutil, "virtual_memory", lambda: memory),
+    ):
+        async with village(clock, 1) as here:
+            yield here, here.machines[0]

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from pmesh.agent.jobs import op_task
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.jobs.regions import Op
 from pmesh.agent.lanes.rendezvous import LaneRendezvous
+from pmesh.agent.mesh import peers
 from pmesh.agent.schema import Status
 from pmesh.core.ops.kinds import extent_of
 from pmesh.core.ops.plan import RankPlan
@@ -21,7 +23,9 @@ from pmesh.core.ops.reductions import WIRE_DTYPES, Values
 from pmesh.core.values import OpOutcome, Terms, Verdict
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.trainer import OpDone, OpFailed, StartOp
+from pmesh.errors import PeerUnreachable
 from pmesh.ids import OpNumber
+from tests.worlds.faults import Fault
 from tests.worlds.trainer import OpError, TrainerClient, together, until
 from tests.worlds.village import Machine, Village
 
@@ -65,31 +69,32 @@ def machine_of(here: Village, trainer: TrainerClient) -> Machine:
 
 def events_of(machine: Machine) -> tuple[Event, ...]:
     """What its agent has noted, in order."""
-    return machine.agent._event_log.since(-1).events  # noqa: SLF001
+    return machine.agent.event_log.since(-1).events
 
 
 def kinds_of_events(machine: Machine) -> list[str]:
     return [event.kind for event in events_of(machine)]
 
 
-async def cut(one: Machine, *others: Machine) -> None:
-    """No link between it and them, and none that could come up.
+@asynccontextmanager
+async def cut(one: Machine, *others: Machine) -> AsyncGenerator[None]:
+    """No link between it and them meanwhile, and none that could come up: nobody reaches anybody.
 
     All ends are lost at one instant. If a leader learned of one loss before it noticed its own, it
     would keep this machine and leave out one that can no longer hear it (V5).
     """
-    for machine in (one, *others):
-        machine.agent.peers._leaving = True  # noqa: SLF001 - then it lets nobody in
-    for other in others:
-        other.agent.peers.drop(one.key.node, "the network is cut")
-        one.agent.peers.drop(other.key.node, "the network is cut")
     sizes = {one.settings.name: 1} | {m.settings.name: len(others) for m in others}
-    await until(lambda: all(len(m.names) == sizes[m.settings.name] for m in (one, *others)))
+    with Fault(peers, "dial_any", _reach_nobody):
+        for other in others:
+            other.agent.peers.drop(one.key.node, "the network is cut")
+            one.agent.peers.drop(other.key.node, "the network is cut")
+        await until(lambda: all(len(m.names) == sizes[m.settings.name] for m in (one, *others)))
+        yield
 
 
-def mend(*machines: Machine) -> None:
-    for machine in machines:
-        machine.agent.peers._leaving = False  # noqa: SLF001
+async def _reach_nobody(_: object) -> NoReturn:
+    await trio.lowlevel.checkpoint()
+    raise PeerUnreachable("the network is cut")
 
 
 def use_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +219,7 @@ async def reduce_all(trainers: list[TrainerClient], values: "Values | None" = No
 
 
 def snapshot_of(machine: Machine) -> Status:
-    return machine.agent._snapshot()  # noqa: SLF001 - without a session, at this instant
+    return machine.agent.snapshot()
 
 
 async def send_garbage(message: StartOp, trainer: TrainerClient, *, other: TrainerClient) -> None:

@@ -16,7 +16,7 @@ from simulation.wire import AnyMessage
 from tests.worlds.faults import Faults
 from tests.worlds.trainer import TrainerClient, together
 from tests.worlds.village import training, village
-from tests.worlds.village_ops import cut, enter, mend
+from tests.worlds.village_ops import cut, enter
 
 
 async def reduce_all(trainers: list[TrainerClient]) -> list[float]:
@@ -35,11 +35,10 @@ async def test_both_sides_of_a_cut_go_on_and_one_history_wins_when_they_meet(
         assert await together(*[t.sync for t in trainers]) == [[0, 0, 0]] * 3
         alone = next(t for t in trainers if t.names[t.rank] == "mac-2")
         pair = [t for t in trainers if t is not alone]
-        await cut(three, one, two)
-        assert await reduce_all(pair) == [2.0, 2.0]
-        assert await reduce_all([alone]) == [1.0]
-        assert alone.names == ("mac-2",)
-        mend(one, two, three)
+        async with cut(three, one, two):
+            assert await reduce_all(pair) == [2.0, 2.0]
+            assert await reduce_all([alone]) == [1.0]
+            assert alone.names == ("mac-2",)
         await here.settle(one, two, three)
         for _ in range(2):  # a call that fails so does not use up its number
             verdict = await alone.verdict_of(alone.barrier())
@@ -56,10 +55,9 @@ async def test_a_job_on_one_machine_outlives_every_cut(clock: MockClock) -> None
         one, two = here.machines
         trainers = [await here.job(m, m, name=f"only-{i}") for i, m in enumerate((one, two))]
         for _ in range(2):
-            await cut(one, two)
-            for both in trainers:
-                assert await reduce_all(both) == [2.0, 2.0]
-            mend(one, two)
+            async with cut(one, two):
+                for both in trainers:
+                    assert await reduce_all(both) == [2.0, 2.0]
             await here.settle(one, two)
             for both in trainers:
                 assert await reduce_all(both) == [2.0, 2.0]

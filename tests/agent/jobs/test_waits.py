@@ -19,7 +19,6 @@ from tests.worlds.village_ops import (
     enter,
     kinds_of_events,
     machine_of,
-    mend,
     ones,
     ranks_of,
     reduce_all,
@@ -100,14 +99,13 @@ async def test_only_the_side_with_the_majority_goes_on_and_then_all_do(clock: Mo
         await together(*[t.sync for t in trainers])
         alone = next(t for t in trainers if machine_of(here, t) is three)
         pair = [t for t in trainers if t is not alone]
-        await cut(three, one, two)
-        assert [r[0] for r in await reduce_all(pair)] == [2.0] * 2
-        verdict = await alone.verdict_of(alone.barrier(timeout_s=15))
-        assert verdict.error == "NotEnoughRanks"
-        why = "this side of a partition has 1 of 3 ranks, which is no majority"
-        assert why in verdict.message
-        assert [wait.on for wait in alone.waits] == [(f"missing: more ranks: {why}",)]
-        mend(one, two, three)
+        async with cut(three, one, two):
+            assert [r[0] for r in await reduce_all(pair)] == [2.0] * 2
+            verdict = await alone.verdict_of(alone.barrier(timeout_s=15))
+            assert verdict.error == "NotEnoughRanks"
+            why = "this side of a partition has 1 of 3 ranks, which is no majority"
+            assert why in verdict.message
+            assert [wait.on for wait in alone.waits] == [(f"missing: more ranks: {why}",)]
         await here.settle(one, two, three)
         assert (await alone.verdict_of(alone.barrier())).error == "HistorySuperseded"
         await enter(here, [alone], pair)

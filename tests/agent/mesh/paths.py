@@ -5,6 +5,7 @@ from typing import Any
 
 import trio
 
+from pmesh.agent.containment import Containment
 from pmesh.agent.mesh.links import Link, LivePath
 from pmesh.core.links.addresses import BoundAddress
 from pmesh.core.links.paths import RELAYED
@@ -22,6 +23,12 @@ def link_to(machine: Machine, other: Machine) -> Link:
 def path_to(machine: Machine, other: Machine) -> LivePath:
     (live,) = link_to(machine, other).paths.values()
     return live
+
+
+def new_link(machine: Machine, other: Machine) -> Link:
+    """A link over the same path, of which its agent does not know."""
+    contain = Containment(machine.agent.event_log, clock=trio.current_time).contain
+    return Link(path_to(machine, other), contain=contain)
 
 
 async def close_path(machine: Machine, other: Machine) -> None:

@@ -147,7 +147,7 @@ def check_tables(machine: Machine) -> None:
 def check_places(honest: Sequence[Machine]) -> None:
     """All have a place, and the lists of members, removals and keys are bounded."""
     for machine in honest:
-        register, keyring = machine.register, machine.agent.keyring
+        register, keyring = machine.agent.register, machine.agent.keyring
         assert not any(register.removal_of(other.key.node) for other in honest)
         assert len(register.known) <= MAX_KNOWN
         assert len(register.removals) <= MAX_REMOVALS

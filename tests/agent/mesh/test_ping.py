@@ -125,7 +125,7 @@ async def test_an_interface_that_leads_nowhere_names_its_networks(
 ) -> None:
     async with village(clock, 2) as here:
         one, _ = here.machines
-        watch = one.watch  # as if a cable was there
+        watch = one.agent.watch  # as if a cable was there
         watch.current = (*watch.current, CABLE, replace(CABLE, host="fe80::1", prefix_bits=64))
         ways, _ = await ping(one, "mac-1")
         assert [(way.interface, way.kind, way.why_not) for way in ways if not way.remote] == [
