@@ -92,8 +92,8 @@ class Peers:
             watch,
             is_quiet=lambda: self.membership.is_quiet,
             dial=self.dial_way,
-            lose=self._end_path,
-            improved=self._improved,
+            lose=self.end_path,
+            improved=self.improved,
         )
         self.relays = Relays(
             me=lambda: self._hello().member.node,
@@ -391,7 +391,7 @@ class Peers:
         if trio.current_time() - link.since > STEADY_AFTER_S:  # else both have dialled
             link.begin_switch(why, since=since)
 
-    def _improved(self, link: Link, why: str) -> None:
+    def improved(self, link: Link, why: str) -> None:
         """Messages go over a better path: lanes of one connection leave the worse ones."""
         self._begin_switch(link, why, since=trio.current_time())
         assert link.current is not None  # noqa: S101 - it has switched to this one
@@ -431,9 +431,9 @@ class Peers:
 
     def _close_paths(self, link: Link, is_over: Callable[[LivePath], bool]) -> None:
         for live in [live for live in link.paths.values() if is_over(live)]:
-            self._end_path(link, live, f"{live} has lost its interface")
+            self.end_path(link, live, f"{live} has lost its interface")
 
-    def _end_path(self, link: Link, live: LivePath, why: str) -> None:
+    def end_path(self, link: Link, live: LivePath, why: str) -> None:
         """Handle a path that has failed: what runs over it need not wait any longer."""
         self._lose_path(link, live, why)
         live.scope.cancel()

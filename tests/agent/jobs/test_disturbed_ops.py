@@ -111,7 +111,7 @@ async def test_an_op_whose_path_fails_runs_again_over_another_at_once(
                 for machine, other in ((one, two), (two, one)):
                     link = machine.agent.peers.links[other.key.node]
                     (path,) = link.paths.values()
-                    machine.agent.peers._end_path(link, path, "it is silent")  # noqa: SLF001
+                    machine.agent.peers.end_path(link, path, "it is silent")
             await real(rank, op, plan, rendezvous)
 
         run_on_lanes_by(monkeypatch, fail_in_the_middle)

@@ -14,7 +14,7 @@ from trio.testing import MockClock
 
 from pmesh.agent.events import Event
 from pmesh.agent.mesh import peers, reach
-from pmesh.agent.mesh.links import Link, LivePath, live_path
+from pmesh.agent.mesh.links import LivePath, live_path
 from pmesh.agent.mesh.path_keeper import PathKeeper
 from pmesh.agent.mesh.peers import REDIAL_S
 from pmesh.agent.mesh.probing import PathBandwidth
@@ -24,7 +24,7 @@ from pmesh.core.wire.link import Address, PeerInterface
 from pmesh.errors import PeerUnreachable
 from pmesh.net.links.interfaces import AddressWatch
 from pmesh.net.links.path import Path
-from tests.agent.mesh.paths import link_to, path_set, path_to
+from tests.agent.mesh.paths import link_to, new_link, path_set, path_to
 from tests.worlds.faults import Faults
 from tests.worlds.trainer import until
 from tests.worlds.village import Machine, village
@@ -113,7 +113,7 @@ async def test_who_has_lost_its_last_path_is_dialled_at_all_its_addresses(
         faults.instead(one.agent.peers, "_dial", dial_in_vain)
         with socket.create_server(("127.0.0.1", 0)) as silent:  # where the pulled cable led
             lost.dialled = Address("127.0.0.1", silent.getsockname()[1]), None
-            two.agent.peers._end_path(link, lost, "it is silent")  # noqa: SLF001
+            two.agent.peers.end_path(link, lost, "it is silent")
             await until(lambda: path_set(two, one) not in (set(), {lost}))
         assert link_to(two, one) is link
         assert not any("is gone" in line for line in one.lines + two.lines)
@@ -133,7 +133,7 @@ async def test_a_way_that_does_not_answer_holds_up_no_other_and_is_given_up_with
 
     async with village(clock, 2) as here, trio.open_nursery() as nursery:
         one, two = here.machines
-        link = Link(path_to(one, two), contain=one.contain)
+        link = new_link(one, two)
         hosts = "10.0.0.2", "10.0.1.2"
         theirs = tuple(PeerInterface(host, "wired", 1000, (host,)) for host in hosts)
         link.update(structs.replace(link.peer, interfaces=theirs))
@@ -201,7 +201,7 @@ async def test_lanes_leave_a_path_of_a_worse_kind_when_a_better_one_is_taken(
         for kind, host in (("wifi", "10.0.0.1"), (cable.kind, "10.0.1.1")):
             key, hosts = PathKey(host, host), (frozenset({host}), frozenset({host}))
             link.paths[key] = replace(cable, key=key, kind=kind, hosts=hosts)
-        one.agent.peers._improved(link, "it is better")  # noqa: SLF001
+        one.agent.peers.improved(link, "it is better")
         assert left == [{"10.0.0.1"}]
         link.paths = {cable.key: cable}
 

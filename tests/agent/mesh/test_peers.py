@@ -3,7 +3,6 @@
 import socket
 from functools import partial
 
-import msgspec
 import numpy as np
 import pytest
 import trio
@@ -11,7 +10,6 @@ from trio.testing import MockClock
 
 from pmesh.agent.mesh import links as links_module
 from pmesh.agent.mesh.bans import BANNED_S, MAX_BANNED, Bans
-from pmesh.agent.mesh.links import Link
 from pmesh.core.identity.keys import NodeKey
 from pmesh.core.wire.channels import Channels, Message
 from pmesh.core.wire.lanes import AskResult
@@ -20,7 +18,7 @@ from pmesh.core.wire.views import AskView, Commit, TellView
 from pmesh.errors import NodeKeyCopied, PeerUnreachable, PmeshError
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, OpNumber, TrainerId, short_node
 from pmesh.net.links.dialer import dial
-from tests.agent.mesh.paths import close_path, link_to, path_set, path_to, socket_of
+from tests.agent.mesh.paths import close_path, link_to, new_link, path_set, path_to, socket_of
 from tests.worlds.builders import make_roster, make_view
 from tests.worlds.control import change_received
 from tests.worlds.faults import Faults
@@ -178,10 +176,10 @@ async def test_a_peer_that_breaks_the_protocol_is_dropped_and_shown(clock: MockC
 async def test_the_end_of_a_link_that_was_replaced_loses_nobody(clock: MockClock) -> None:
     async with village(clock, 2) as here:
         one, two = here.machines
-        old = link_to(one, two)
-        new = Link(path_to(one, two), contain=one.contain)
+        old, new = link_to(one, two), new_link(one, two)
         one.agent.peers.links[two.key.node] = new
-        one.agent.peers._end(old, "it was restarted")  # noqa: SLF001 - a late redial's finding
+        two.agent.stopped.set()
+        await until(lambda: old.leaving)
         assert link_to(one, two) is new
         assert len(one.names) == 2
         assert not any("is gone" in line for line in one.lines)
@@ -437,8 +435,8 @@ async def test_who_does_not_answer_the_redial_in_time_is_gone(
     """V11: in a second, or in the four round trips that it takes where these are long."""
     async with village(clock, 2) as here:
         one, two = here.machines
-        contact = two.agent.membership._contacts[one.key.node]  # noqa: SLF001 - as if measured
-        contact.health = msgspec.structs.replace(contact.health, least_round_trip_s=round_trip_s)
+        kind = path_to(two, one).thresholds
+        two.agent.membership.path_changed(one.key.node, kind, round_trip_s, relayed=False)
         with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, and says nothing
             path_to(two, one).dialled = Address("127.0.0.1", silent.getsockname()[1]), None
             began = trio.current_time()
@@ -495,7 +493,8 @@ async def test_an_agent_that_ends_during_a_proof_of_life_closes_the_new_link_too
         end_without_a_word(one)
         await until(lambda: again.agent.peers.links.get(one.key.node) is None)
         assert trio.current_time() - began < 0.5
-        assert path._closed  # noqa: SLF001
+        with pytest.raises(trio.ClosedResourceError):
+            await path.receive()
 
 
 async def test_a_message_that_is_too_large_is_our_own_error_and_the_link_stays(
