@@ -1,7 +1,7 @@
 """The lane rendezvous of two agents, joined by a fake link and by socket pairs."""
 
 import socket
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from itertools import count
 
@@ -14,6 +14,7 @@ from pmesh.errors import NetworkError, PeerUnreachable
 from pmesh.ids import Epoch, Incarnation, JobName, Member, NodeId, TrainerId
 from pmesh.net.lanes.lane import Lane
 from pmesh.net.lanes.multipath import LanePath
+from pmesh.net.lanes.opening import dial_lane
 from tests.worlds.kept import kept
 
 A, B, C = (Member(NodeId(bytes([i]) * 32), Incarnation(i)) for i in (1, 2, 3))
@@ -29,11 +30,12 @@ class Side:
 
     def __init__(self, me: Member, nursery: trio.Nursery, *, dials: bool) -> None:
         numbers = count(me.incarnation * 1000)
+        self.entropy: Callable[[int], bytes] = lambda size: next(numbers).to_bytes(size, "big")
         self.rendezvous = LaneRendezvous(
             me,
             self,
             nursery,
-            lambda size: next(numbers).to_bytes(size, "big"),
+            self.entropy,
             awaits=lambda _: self.has_roster,
         )
         self.has_roster = True
@@ -46,11 +48,14 @@ class Side:
         self.unreachable = 0
         self.late = False
         self._nursery = nursery
+        self.begun: list[Lane] = []
+        """The lanes that have been opened to other agents."""
+        self._begin = self.rendezvous.paths.begin
+        self.rendezvous.paths.begin = self._note_begin  # type: ignore[method-assign]
 
-    @property
-    def untaken(self) -> list[Lane | None]:
-        """The lanes that are here and that nobody has taken; None for one that is awaited."""
-        return [place.lane for place in self.rendezvous._places.values()]  # noqa: SLF001
+    def _note_begin(self, first: Lane, offer: OfferLane, member: Member) -> Lane:
+        self.begun.append(self._begin(first, offer, member))
+        return self.begun[-1]
 
     @property
     def keeps_nothing(self) -> bool:
@@ -126,13 +131,25 @@ async def take(side: Side, *, sending: bool, of: LaneKey | None = None) -> Lane:
         return await side.rendezvous.take(LaneEnd(of or edge(), sending=sending))
 
 
-async def dial_as_offered(side: Side, of: LaneKey, offer: OfferLane) -> None:
+async def dial_as_offered(side: Side, offer: OfferLane) -> Lane:
     """Dial once more than a side would by itself."""
-    await side.rendezvous._dial(LaneEnd(of, sending=True), offer, B)  # noqa: SLF001
+    return await dial_lane(await side.dial_member(B), offer, peer="bob")
 
 
 def made_offer(side: Side, of: LaneKey, *, dial: bool) -> OfferLane:
-    return side.rendezvous._make_offer(of, dial=dial)  # noqa: SLF001 - as it would send it
+    """An offer as the side would send it."""
+    return OfferLane(
+        job=of.job,
+        born=of.born,
+        number=of.number,
+        sender=of.sender,
+        receiver=of.receiver,
+        op=of.op,
+        lane=side.entropy(16),
+        key=side.entropy(32),
+        return_key=side.entropy(32),
+        dial=dial,
+    )
 
 
 async def opened(ada: Side, bob: Side) -> None:

@@ -160,17 +160,15 @@ async def test_a_lane_is_taken_once(autojump_clock: MockClock) -> None:
 
 async def test_an_earlier_attempt_makes_way() -> None:
     async with two_sides() as (ada, bob):
-        lanes = list[Lane]()
         for _ in range(2):
             offer = made_offer(ada, edge(), dial=False)  # of two attempts
             bob.rendezvous.accept(A, offer)
-            await dial_as_offered(ada, edge(), offer)
+            (await dial_as_offered(ada, offer)).close()
             await wait_all_tasks_blocked()
-            (lane,) = bob.untaken
-            assert lane is not None
-            lanes.append(lane)
-        assert list(map(is_closed, lanes)) == [True, False]
-        await opened(ada, bob)
+        assert list(map(is_closed, bob.begun)) == [True, False]
+        lane = await take(bob, sending=False)
+        assert lane is bob.begun[1]
+        lane.close()
 
 
 # --- rosters end
@@ -182,9 +180,9 @@ async def test_lanes_of_a_roster_that_is_over_are_closed_and_who_waits_is_told(
     async with two_sides() as (ada, bob):
         ada.rendezvous.offer(edge(), B)
         await trio.sleep(0.1)
-        (lane,) = bob.untaken
+        (lane,) = bob.begun
+        assert not is_closed(lane)
         bob.rendezvous.forget(JOB, below=6)
-        assert lane is not None
         assert is_closed(lane)
         for number in (5, 6):
             async with trio.open_nursery() as nursery:
@@ -239,9 +237,9 @@ async def test_a_lane_that_is_given_up_is_closed_and_offered_in_vain(
         given_up = edge(op=-2)
         ada.rendezvous.offer(given_up, B)
         await trio.sleep(0.1)
-        (lane,) = bob.untaken
+        (lane,) = bob.begun
+        assert not is_closed(lane)
         bob.rendezvous.give_up(LaneEnd(given_up, sending=False))
-        assert lane is not None
         assert is_closed(lane)
         bob.rendezvous.accept(A, made_offer(ada, given_up, dial=False))
         assert bob.keeps_nothing
