@@ -12,12 +12,14 @@ import trio
 from structlog.testing import capture_logs
 from trio.testing import MockClock
 
+from pmesh.agent import run
 from pmesh.agent.containment import AGAIN_S, MAX_PLACES, ContainedTasks, Containment
 from pmesh.agent.events import EventLog
 from pmesh.agent.jobs import session
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.lanes import rendezvous
 from pmesh.agent.run import Agent
+from pmesh.core.jobs.progress import Progress
 from pmesh.core.wire.control import AskStatus, StatusReply
 from pmesh.core.wire.lanes import OfferLane
 from pmesh.core.wire.session import SESSION_VERSION, Refused
@@ -283,7 +285,7 @@ async def test_an_error_before_a_trainer_has_joined_leaves_nobody_waiting(
         (machine,) = here.machines
         with (
             capture_logs(),
-            faults.instead(session._TrainerSession, "_describe_wait", fail),  # noqa: SLF001 - after 1 s
+            faults.instead(run, "describe_unlinked", fail),  # after 1 s, of what it waits for
             pytest.raises(RefusedError, match="ZeroDivisionError"),
         ):
             await (await here.trainer(machine)).join("digits", 2)
@@ -306,7 +308,7 @@ def fails_for(faults: Faults, whom: TrainerId, where: object, name: str) -> Inje
     ("where", "name"),
     [
         pytest.param(session, "run_op", id="in an op"),
-        pytest.param(session._TrainerSession, "_look_at", id="beside an op"),  # noqa: SLF001 - a task of its own
+        pytest.param(Progress, "stopped", id="beside an op"),  # in a task of its own
     ],
 )
 async def test_an_error_in_a_trainers_session_makes_it_depart_and_the_others_go_on(

@@ -212,6 +212,10 @@ class TrainerClient:
             self._input = reply.arena, reply.nbytes
         return self._input[0]
 
+    def lose_input(self) -> None:
+        """Its agent has taken the arena back, before it was mapped."""
+        self._input = None
+
     async def drop_input(self) -> None:
         if self._input is not None:
             number, self._input = self._input[0], None
@@ -244,7 +248,7 @@ class TrainerClient:
         request = replace(request, step=step, share_percent=share_percent)
         match reply := await self.ask(request):
             case OpDone(op, output):
-                self._has_ended(reply, number)
+                self.has_ended(reply, number)
                 self.lent += [output] if reply.lent else []
                 if call.kind == "sync":
                     count = len(self.names) * SYNC_VALUES
@@ -254,12 +258,12 @@ class TrainerClient:
             case OpFailed(op):
                 self.superseded |= reply.verdict.error == "HistorySuperseded"
                 if op != ENTERS:
-                    self._has_ended(reply, number)
+                    self.has_ended(reply, number)
                 raise OpError(reply)
             case _:
                 raise AssertionError(reply)
 
-    def _has_ended(self, reply: OpDone | OpFailed, number: OpNumber) -> None:
+    def has_ended(self, reply: OpDone | OpFailed, number: OpNumber) -> None:
         assert number in (reply.op, ENTERS)
         self.next_op = reply.op + (not isinstance(reply, OpFailed) or reply.consumed)
         self.world = reply.world or self.world

@@ -29,7 +29,7 @@ from pmesh.errors import NetworkError
 from pmesh.ids import Member
 from pmesh.net.lanes.lane import Lane
 from pmesh.net.lanes.multipath import LanePath
-from tests.worlds.faults import Fault
+from tests.worlds.faults import InjectedFault
 from tests.worlds.trainer import ANY, TrainerClient, together, until
 
 MESH = MeshKey(b"m" * 32)

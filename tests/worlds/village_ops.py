@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ from pmesh.core.wire.calls import Call
 from pmesh.core.wire.trainer import OpDone, OpFailed, StartOp
 from pmesh.errors import PeerUnreachable
 from pmesh.ids import OpNumber
-from tests.worlds.faults import Fault
+from tests.worlds.faults import InjectedFault, Faults, Real
 from tests.worlds.trainer import OpError, TrainerClient, together, until
 from tests.worlds.village import Machine, Village
 
@@ -53,7 +53,7 @@ async def run(
     gets = extent_of(request, rank=trainer.rank, size=len(trainer.names)).gets
     reply = await trainer.ask(request)
     assert isinstance(reply, OpDone | OpFailed)
-    trainer._has_ended(reply, number)  # noqa: SLF001 - what `TrainerClient.run` does
+    trainer.has_ended(reply, number)
     if isinstance(reply, OpFailed):
         raise OpError(reply)
     if reply.arena < 0:
@@ -179,9 +179,16 @@ async def verdicts_of_all(*calls: "tuple[TrainerClient, object]") -> list[Verdic
     return await together(*[lambda t=t, c=c: one(t, c) for t, c in calls])
 
 
-def learn(rank: LocalRank, outcome: OpOutcome) -> None:
-    """Let a rank know how an op has ended, as a view change would."""
-    rank._outcomes[outcome.op] = outcome  # noqa: SLF001
+def learn(faults: Faults, rank: LocalRank, outcome: OpOutcome) -> None:
+    """Let a rank know who holds the result of an op, as a view change would, until the next one."""
+    number = rank.roster.number
+
+    def elsewhere(real: Real, op: OpNumber) -> OpOutcome | None:
+        if op == outcome.op and rank.roster.number == number:
+            return outcome
+        return cast("OpOutcome | None", real(op))
+
+    faults.around(rank, "result_elsewhere", elsewhere)
 
 
 def ranks_of(here: Village) -> list[LocalRank]:

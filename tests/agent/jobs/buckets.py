@@ -38,7 +38,7 @@ class CompressedBucket:
             StartOp(number, call, "float32", self.count, arena, 60.0, (), (), *residuals)
         )
         assert isinstance(reply, OpDone | OpFailed)
-        self.trainer._has_ended(reply, number)  # noqa: SLF001 - what `TrainerClient.run` does
+        self.trainer.has_ended(reply, number)
         if isinstance(reply, OpFailed):
             raise OpError(reply)
         self.clipped = reply.clipped

@@ -239,14 +239,14 @@ async def test_a_second_holder_is_asked_when_the_first_does_not_answer(
 
 @pytest.mark.parametrize(("machines", "holder"), [(1, 0), (2, 0), (2, 7)])
 async def test_a_result_that_is_nowhere_is_computed_after_all(
-    clock: MockClock, machines: int, holder: int
+    clock: MockClock, faults: Faults, machines: int, holder: int
 ) -> None:
     """Whoever is said to hold it does not; the next view knows better."""
     async with village(clock, machines) as here:
         a, b = await here.job(here.machines[0], here.machines[-1])
         asker = ranks_of(here)[1]
         outcome = OpOutcome(OpNumber(0), asker.roster.ids, holders=(TrainerId(holder),))
-        learn(asker, outcome)
+        learn(faults, asker, outcome)
         assert [r[0] for r in await reduce_all([a, b])] == [2.0] * 2
         assert asker.roster.number > asker.roster.born.counter
 

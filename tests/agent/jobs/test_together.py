@@ -84,7 +84,7 @@ async def test_no_task_ends_while_a_thread_is_in_its_memory(faults: Faults) -> N
     leaves, stops = list[Callable[[], None]](), list[CombiningRun]()
 
     def start(work: CombiningRun, ended: Callable[[], None]) -> bool:
-        work._whole = False  # noqa: SLF001 - it will be stopped
+        faults.instead(work, "result", lambda: False)  # it will be stopped
         leaves.append(ended)
         return False
 
@@ -161,7 +161,7 @@ async def test_a_trainer_that_dies_leaves_the_others_with_the_same_result(
             return real(work, ended)
 
         def stop() -> None:  # as its threads notice it; nothing else ends it
-            work._whole = False  # noqa: SLF001 - as the last thread leaves it
+            faults.instead(work, "result", lambda: False)  # as the last thread leaves it
             trio.lowlevel.current_trio_token().run_sync_soon(ended)
 
         faults.instead(work, "stop", stop)

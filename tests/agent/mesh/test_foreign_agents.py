@@ -3,14 +3,18 @@
 What an agent has refused is counted, and told once a minute while it is much.
 """
 
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
 import pytest
 import trio
 from structlog.testing import capture_logs
-from trio.testing import MockClock
+from trio.testing import MockClock, wait_all_tasks_blocked
 
+from pmesh.agent.mesh import findings, peers
 from pmesh.agent.mesh.turned_away import FEW, describe
 from pmesh.agent.schema import PeerStatus, TurnedAwayStatus
 from pmesh.core.identity.advertisement import Advertisement
@@ -25,9 +29,10 @@ from pmesh.errors import (
     ProtocolVersionMismatch,
 )
 from pmesh.ids import Incarnation, NodeId, node_text
-from pmesh.net.links.discovery import AgentFound, Deaf, Gone, minute_of_now
-from tests.worlds.trainer import until
-from tests.worlds.village import MESH, Machine, village
+from pmesh.net.links.discovery import AgentFound, Deaf, Discovered, Gone, minute_of_now
+from tests.worlds.faults import Fault, Faults, Real
+from tests.worlds.trainer import RefusedError, until
+from tests.worlds.village import MESH, Machine, Village, village
 from tests.worlds.village_ops import snapshot_of
 
 NODE = NodeId(b"n" * 32)
@@ -56,8 +61,37 @@ def found(
     return AgentFound(advertisement=advertisement)
 
 
-def discovered(machine: Machine, finding: AgentFound | Gone | Deaf) -> None:
-    machine.agent._findings._sort_one(finding, machine.agent.peers)  # noqa: SLF001 - as mDNS does
+@dataclass
+class Listener:
+    """A machine that listens by mDNS, alone in its village."""
+
+    here: Village
+    one: Machine
+    found: trio.MemorySendChannel[Discovered]
+
+    async def discovers(self, finding: Discovered) -> None:
+        await self.found.send(finding)
+        await wait_all_tasks_blocked()
+
+
+@asynccontextmanager
+async def listening(clock: MockClock, name: str = "mac-0") -> AsyncGenerator[Listener]:
+    channels = list[trio.MemorySendChannel[Discovered]]()
+
+    async def discover(
+        _: Advertisement, *, found: trio.MemorySendChannel[Discovered], **__: object
+    ) -> None:
+        channels.append(found)
+        await trio.sleep_forever()
+
+    with Fault(findings, "discover", discover):
+        async with village(clock, 0) as here:
+            one = here.new_machine(name, mdns=True)
+            await one.start()
+            await wait_all_tasks_blocked()
+            (found,) = channels
+            async with found:
+                yield Listener(here, one, found)
 
 
 def shown(machine: Machine) -> list[PeerStatus]:
@@ -65,14 +99,14 @@ def shown(machine: Machine) -> list[PeerStatus]:
 
 
 async def test_another_mesh_is_shown_and_never_dialled(clock: MockClock) -> None:
-    async with village(clock, 1) as here:
-        (one,) = here.machines
-        discovered(one, found(b"another!"))
+    async with listening(clock) as mdns:
+        one = mdns.one
+        await mdns.discovers(found(b"another!"))
         (peer,) = shown(one)
         assert (peer.state, peer.name, peer.id) == ("other_mesh_key", "air", node_text(NODE))
         assert "pmesh join --replace" in (peer.reason or "")
         assert not one.agent.peers.targets.wanted
-        discovered(one, Gone(node=NODE))
+        await mdns.discovers(Gone(node=NODE))
         assert not shown(one)
 
 
@@ -81,16 +115,16 @@ async def test_a_machine_with_another_key_is_shown_once_however_many_ways_it_com
     clock: MockClock, host: str
 ) -> None:
     where = Address(host, 24160)
-    async with village(clock, 1) as here:
-        (one,) = here.machines
+    async with listening(clock) as mdns:
+        one = mdns.one
         targets, mismatch = one.agent.peers.targets, MeshKeyMismatch("it holds another")
         targets.refuse(host, mismatch, Address(host, 51234))  # it has dialled us
         assert len(shown(one)) == 1
         targets.refuse(where, mismatch, where)  # --peer
         assert [peer.addresses for peer in shown(one)] == [(str(where),)]
         targets.refuse("192.0.2.10", mismatch, Address("192.0.2.10", 51234))
-        discovered(one, found(b"another!", where=Address(host.partition("%")[0], 24160)))
-        discovered(one, found(b"another!", where=where))
+        await mdns.discovers(found(b"another!", where=Address(host.partition("%")[0], 24160)))
+        await mdns.discovers(found(b"another!", where=where))
         names = [(peer.name, peer.addresses[0]) for peer in shown(one)]
         assert names == [("air", str(where)), (None, "192.0.2.10:51234")]
         assert all("pmesh join --replace --up" in (peer.reason or "") for peer in shown(one))
@@ -99,9 +133,9 @@ async def test_a_machine_with_another_key_is_shown_once_however_many_ways_it_com
 async def test_who_begins_a_mesh_of_its_own_beside_another_is_told_at_once_and_once(
     clock: MockClock,
 ) -> None:
-    async with village(clock, 1) as here:
-        (one,) = here.machines
-        discovered(one, found(b"another!"))
+    async with listening(clock) as mdns:
+        one = mdns.one
+        await mdns.discovers(found(b"another!"))
         await trio.sleep(2)
         (line,) = [line for line in one.lines if "another mesh key" in line]
         assert line == (
@@ -112,37 +146,47 @@ async def test_who_begins_a_mesh_of_its_own_beside_another_is_told_at_once_and_o
 
 
 async def test_another_mesh_with_our_own_name_is_told_apart(clock: MockClock) -> None:
-    async with village(clock, 0) as here:
-        one = here.new_machine("air")
-        await one.start()
-        discovered(one, found(b"another!"))
-        (line,) = one.agent._describe_unlinked()  # noqa: SLF001 - as waiting lines do
-        assert line.startswith(f"air ({node_text(NODE)[:4]}) is not linked: it holds another")
+    async with listening(clock, "air") as mdns:
+        await mdns.discovers(found(b"another!"))
+        with pytest.raises(RefusedError) as refused:
+            await (await mdns.here.trainer(mdns.one)).join("digits", 2, timeout_s=1.0)
+        other = f"air ({node_text(NODE)[:4]}) is not linked: it holds another mesh key"
+        assert other in refused.value.verdict.message
 
 
 async def test_another_version_is_shown_with_both(clock: MockClock) -> None:
-    async with village(clock, 1) as here:
-        (one,) = here.machines
-        discovered(one, found(TAG, protocol=99))
+    async with listening(clock) as mdns:
+        one = mdns.one
+        await mdns.discovers(found(TAG, protocol=99))
         (peer,) = shown(one)
         assert peer.state == "other_version"
         assert f"it speaks protocol 99, this machine {PROTOCOL_VERSION}" in (peer.reason or "")
         assert not one.agent.peers.targets.wanted
 
 
-async def test_one_of_ours_is_dialled_and_shown_as_what_came_of_it(clock: MockClock) -> None:
-    async with village(clock, 1) as here:
-        (one,) = here.machines
-        discovered(one, found(TAG, where=Address("127.0.0.1", 1)))
+async def test_one_of_ours_is_dialled_and_shown_as_what_came_of_it(
+    clock: MockClock, faults: Faults
+) -> None:
+    may_dial = trio.Event()
+
+    async def dial(real: Real, addresses: object) -> object:
+        await may_dial.wait()
+        return await real(addresses)
+
+    faults.around(peers, "dial_any", dial)
+    async with listening(clock) as mdns:
+        one = mdns.one
+        await mdns.discovers(found(TAG, where=Address("127.0.0.1", 1)))
         (peer,) = shown(one)
         assert (peer.state, peer.name, peer.id) == ("connecting", None, node_text(NODE))
+        may_dial.set()
         await until(lambda: bool(one.agent.peers.targets.refusals))
         (peer,) = shown(one)
         assert peer.state == "unreachable"
         assert peer.reason is not None
         assert peer.reason.startswith("PeerUnreachable: 127.0.0.1:1 refuses")
-        discovered(one, Gone(node=NODE))
-        discovered(one, Gone(node=NodeId(b"x" * 32)))  # which nobody has found
+        await mdns.discovers(Gone(node=NODE))
+        await mdns.discovers(Gone(node=NodeId(b"x" * 32)))  # which nobody has found
 
 
 async def test_each_refusal_is_shown_as_what_it_is(clock: MockClock) -> None:
@@ -170,22 +214,21 @@ async def test_each_refusal_is_shown_as_what_it_is(clock: MockClock) -> None:
 async def test_deafness_is_said_once_for_each_reason_until_something_is_heard(
     clock: MockClock,
 ) -> None:
-    async with village(clock, 1) as here:
-        (one,) = here.machines
+    async with listening(clock) as mdns:
         with capture_logs() as logs:
             for reason in ("port 5353 is taken", "port 5353 is taken", "no multicast"):
-                discovered(one, Deaf(reason=reason))
-            discovered(one, found(b"another!"))
-            discovered(one, Deaf(reason="no multicast"))
+                await mdns.discovers(Deaf(reason=reason))
+            await mdns.discovers(found(b"another!"))
+            await mdns.discovers(Deaf(reason="no multicast"))
         reasons = [log["reason"] for log in logs if log["event"] == "discovery is deaf"]
         assert reasons == ["port 5353 is taken", "no multicast", "no multicast"]
 
 
 async def test_a_stranger_that_is_given_our_mesh_key_is_dialled(clock: MockClock) -> None:
-    async with village(clock, 1) as here:
-        (one,) = here.machines
-        discovered(one, found(b"another!"))
-        discovered(one, found(TAG))
+    async with listening(clock) as mdns:
+        one = mdns.one
+        await mdns.discovers(found(b"another!"))
+        await mdns.discovers(found(TAG))
         assert [peer.state for peer in shown(one)] == ["connecting"]
         assert one.agent.peers.targets.wanted == {NODE: (WHERE,)}
 
@@ -194,13 +237,13 @@ async def test_a_replayed_advertisement_counts_only_where_nothing_else_is_known(
     clock: MockClock,
 ) -> None:
     """A machine whose clock is wrong by years is found all the same."""
-    async with village(clock, 1) as here:
-        (one,) = here.machines
+    async with listening(clock) as mdns:
+        one = mdns.one
         tag, elsewhere = TAG, Address("192.0.2.66", 24160)
-        discovered(one, found(tag, where=elsewhere, minute=7))
+        await mdns.discovers(found(tag, where=elsewhere, minute=7))
         assert one.agent.peers.targets.wanted == {NODE: (elsewhere,)}
-        discovered(one, found(tag))
-        discovered(one, found(tag, where=elsewhere, minute=7))
+        await mdns.discovers(found(tag))
+        await mdns.discovers(found(tag, where=elsewhere, minute=7))
         assert one.agent.peers.targets.wanted == {NODE: (WHERE,)}
 
 
@@ -209,9 +252,10 @@ async def test_a_replayed_announcement_with_another_key_is_asked_once(
     clock: MockClock, age_min: int, dials: int
 ) -> None:
     """It may be of a member with a wrong clock that has a later key, so it is asked at all."""
-    async with village(clock, 2) as here, trio.open_nursery() as nursery:
-        one, two = here.machines
-        await here.settle(one, two)
+    async with listening(clock) as mdns, trio.open_nursery() as nursery:
+        two = mdns.here.new_machine("mac-1", peers=[mdns.one.address])
+        await two.start()
+        await mdns.here.settle(mdns.one, two)
         await two.stop()
         (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
         dialled = 0
@@ -228,7 +272,7 @@ async def test_a_replayed_announcement_with_another_key_is_asked_once(
             where=Address("127.0.0.1", listener.socket.getsockname()[1]),
             minute=minute_of_now() - age_min,
         )
-        discovered(one, finding)
+        await mdns.discovers(finding)
 
         await trio.sleep(5)  # asked after 0, 1 and 3 s
 

@@ -12,6 +12,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from pmesh.agent.mesh import links as links_module
 from pmesh.agent.mesh.links import Link
 from pmesh.core.wire.channels import CHANNEL_BYTES, encode
 from pmesh.core.wire.link import MAX_ADDRESSES, PROTOCOL_VERSION, Hello, PeerInterface
@@ -22,7 +23,7 @@ from pmesh.net.links import path as path_module
 from simulation.wire import AnyMessage, encode_unbounded
 from tests.agent.mesh.liar import LIAR, SAID, lying_to, of
 from tests.worlds.builders import make_heartbeat, make_view
-from tests.worlds.faults import Faults, Real
+from tests.worlds.faults import InjectedFault, Faults, Real
 from tests.worlds.trainer import TrainerClient, together
 from tests.worlds.village import Machine, village
 
@@ -123,9 +124,9 @@ async def test_error_texts_of_any_size_part_nobody(clock: MockClock, faults: Fau
             if link in hostile.agent.peers.links.values() and isinstance(message, Heartbeat):
                 raw = msgspec.msgpack.decode(encode(message)[CHANNEL_BYTES:])
                 raw[8] = asked
-                packet = link._delivery.send(encode_unbounded(raw, Heartbeat.channel))  # noqa: SLF001
-                if link.current is not None:
-                    link.current.path.send_packet(packet)
+                unbounded = encode_unbounded(raw, Heartbeat.channel)
+                with Fault(links_module, "encode", lambda _: unbounded):
+                    send(link, message)
             else:
                 send(link, message)
 

@@ -6,6 +6,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from pmesh.agent.mesh import peers
 from pmesh.agent.mesh.links import Link
 from pmesh.agent.mesh.ping import TRY_S
 from pmesh.core.links.addresses import LocalAddress
@@ -13,7 +14,7 @@ from pmesh.core.links.paths import RELAYED, PathKey, Way
 from pmesh.core.wire.control import AskPing, Pinged, WayTried
 from pmesh.core.wire.session import Refused
 from pmesh.errors import PeerUnreachable
-from tests.agent.mesh.paths import link_to, part
+from tests.agent.mesh.paths import link_to, part, path_to
 from tests.worlds.faults import Faults
 from tests.worlds.trainer import TrainerClient, until
 from tests.worlds.village import Machine, village
@@ -160,11 +161,11 @@ async def test_a_machine_without_a_link_is_refused(clock: MockClock) -> None:
         assert refused.verdict.error == "PeerUnreachable"
 
 
-async def test_a_link_between_two_paths_uses_none(clock: MockClock) -> None:
+async def test_a_link_between_two_paths_uses_none(clock: MockClock, faults: Faults) -> None:
     async with village(clock, 2) as here:
         one, two = here.machines
-        link = link_to(one, two)
-        link._current = None  # noqa: SLF001 - as while V6 dials again
+        faults.hang(peers, "dial_any")  # as V6 does then
+        one.agent.peers.end_path(link_to(one, two), path_to(one, two), "it is silent")
         _, pinged = await ping(one, "mac-1")
         assert pinged == Pinged()
 
