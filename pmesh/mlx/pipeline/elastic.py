@@ -32,6 +32,7 @@ from pmesh.errors import (
 from pmesh.mlx.flat import utils
 from pmesh.mlx.pipeline.pipeline import STATE_TAG, Pipeline, PipelineReport, ScheduleName, SendAs
 from pmesh.mlx.pipeline.rules.checks import check_by, check_communication, check_whole
+from pmesh.mlx.pipeline.rules.keeping import KeptStates
 from pmesh.mlx.pipeline.rules.meeting import (
     Agreement,
     Holding,
@@ -158,10 +159,7 @@ class ElasticPipeline:
         )
         self._keeps_shares = by is not None
         self._holding = Holding(own=(0,), layers=() if by is None else check_by(by))
-        self._own: dict[int, Any] = {}
-        """The states of this rank's stage by their step."""
-        self._copies: dict[int, Values] = {}
-        """Those of the stage before it, as bytes."""
+        self._kept = KeptStates()
         self._copying: tuple[Handle[None], Handle[Values]] | None = None
         """This rank's state on its way to the next one, and that of the rank before."""
         self._step = 0
@@ -233,7 +231,9 @@ class ElasticPipeline:
         assert self._pipeline is not None  # noqa: S101 - as above
         self._begin_copy()
         value, gradients = self._pipeline.step(x, y)
-        self._forget_before()  # all ranks have settled, so all have the copies of this step
+        self._kept.forget_before(
+            self._step
+        )  # all ranks have settled, so all have the copies of this step
         self._optimizer.update(self.stage, gradients)
         self._step += 1
         self._keep()
@@ -246,7 +246,7 @@ class ElasticPipeline:
         self._copying = None
         if group.size == 1:
             return
-        values = _bytes_of(self._own[self._step])
+        values = _bytes_of(self._kept.own[self._step])
         before, after = (self.number - 1) % group.size, neighbour(self.number, group.size)
         receiving = group.recv(before, STATE_TAG, timeout_s, async_op=True)
         sending = group.send(values, after, STATE_TAG, timeout_s, async_op=True)
@@ -255,14 +255,8 @@ class ElasticPipeline:
     def _settle(self) -> None:
         if self._copying is not None:
             sending, receiving = self._copying
-            self._copies[self._step] = receiving.wait()
+            self._kept.copies[self._step] = receiving.wait()
             sending.wait()
-
-    def _forget_before(self) -> None:
-        """Keep the states after this step alone."""
-        step = self._step
-        self._own = {step: self._own[step]}
-        self._copies = {step: self._copies[step]} if step in self._copies else {}
 
     def _keep(self) -> None:
         """Keep the arrays that the stage has now; MLX does not write to arrays that others have."""
@@ -270,7 +264,7 @@ class ElasticPipeline:
             "weights": self.stage.trainable_parameters(),
             "optimizer": self._optimizer.state,
         }
-        self._own[self._step] = kept = _in_new_containers(state)
+        self._kept.own[self._step] = kept = _in_new_containers(state)
         evaluate([kept])
 
     # --- after a loss
@@ -284,8 +278,8 @@ class ElasticPipeline:
                 self._mesh.sync(None, self._timeout_s)  # it waits for this rank's own agent
                 self._holding = msgspec.structs.replace(
                     self._holding,
-                    own=tuple(self._own) or (0,),
-                    copies=tuple(self._copies),
+                    own=tuple(self._kept.own) or (0,),
+                    copies=tuple(self._kept.copies),
                     has_waited=time.monotonic() - began >= self._fewer_after_s,
                 )
                 own = msgspec.to_builtins(self._holding)
@@ -364,7 +358,7 @@ class ElasticPipeline:
         pipeline = self._make_pipeline(stage, group)  # the ranks meet in it: all go on, or none
         self._take(holdings, plan.ranks, counts)
         self._stage, self._pipeline = stage, pipeline
-        self._own, self._copies = {plan.step: state}, {}
+        self._kept = KeptStates({plan.step: state})
         self._restore(plan.step)
         lost = sorted({*range(len(before))} - {*plan.left})
         _logger.warning(
@@ -390,14 +384,14 @@ class ElasticPipeline:
         was, timeout_s = self.number, self._timeout_s
         if self._stage is None:  # lost before the first step
             self._begin(before[was])
-        own = self._own[plan.step]
+        own = self._kept.own[plan.step]
         self.stage.update(own["weights"])  # modules that go to others are as made at step 0, too
         had, wanted = _numbered(before, after)
         states: dict[int, State] = {was: own}
         for lost in {*range(len(before))} - {*plan.left}:
             states[lost] = made = self._as_made(before[lost].layers)
             if plan.keepers.get(lost) == was:
-                copy = self._copies[plan.step]
+                copy = self._kept.copies[plan.step]
                 states[lost] = self._read_untrusted(copy, made, plan.place_of(was))
         parcels = [each for each in plan_parcels(plan, had, wanted) if was in each.between]
         receiving = list[tuple[Parcel, Handle[Values]]]()
@@ -453,11 +447,11 @@ class ElasticPipeline:
         for receiver in agreement.receivers:
             giver = neighbour(receiver, size)
             if number == giver:
-                group.send(self._copies[step], receiver, STATE_TAG, self._timeout_s)
+                group.send(self._kept.copies[step], receiver, STATE_TAG, self._timeout_s)
             if number == receiver:
                 found = group.recv(giver, STATE_TAG, self._timeout_s)
-                own = next(iter(self._own.values()))
-                self._own = {step: self._read_untrusted(found, own, giver)}
+                own = next(iter(self._kept.own.values()))
+                self._kept.own = {step: self._read_untrusted(found, own, giver)}
         self._restore(step)
         if self._holding.meetings > 1:
             _logger.warning("pipeline: all %d ranks go on from step %d", size, step)
@@ -475,16 +469,13 @@ class ElasticPipeline:
 
     def _restore(self, step: int) -> None:
         """Make the stage what it was after this step."""
-        state = _in_new_containers(self._own[step])
+        state = _in_new_containers(self._kept.own[step])
         self.stage.update(state["weights"])
         self._optimizer.state = state["optimizer"]
         self._optimizer.init(self.stage.trainable_parameters())  # else it inits with gradients,
         # which lack the layers at the end of a list that have no weights
         self._step = step
-        # Those before stay until this step has ended: a rank may be lost again before the copies
-        # of this state have arrived.
-        self._own = {number: own for number, own in self._own.items() if number <= step}
-        self._copies = {number: copy for number, copy in self._copies.items() if number <= step}
+        self._kept.go_back(step)
 
     def _part(self, why: Exception | None) -> None:
         """Leave the group, so that no rank waits for a message of this one."""

@@ -14,11 +14,15 @@ from mlx import nn, optimizers
 from mlx.utils import tree_flatten
 
 import pmesh
+from pmesh.client.session.session import TrainerSession
+from pmesh.core.wire.trainer import Connect, Joined
+from pmesh.ids import TrainerId
 from pmesh.mlx import ElasticPipeline
 from pmesh.mlx.pipeline.rules.meeting import Agreement, agree
 from pmesh.mlx.pipeline.rules.takeover import plan_parcels
 from pmesh.mlx.pipeline.stages import deal_anew
 from pmesh.testing import SimulatedMesh
+from tests.worlds.connections import Connections
 from tests.worlds.faults import Faults, Real
 
 STEPS, WIDTH, LAYERS = 6, 4, 6
@@ -63,6 +67,8 @@ class LossTrial:
     ) -> None:
         self._options: Any = {"wait_s": 60.0, "by": BY[ranks], **options}
         self.trainings: dict[int, ElasticPipeline] = {}
+        self.meshes: dict[int, pmesh.Mesh] = {}
+        self.trainers: dict[int, TrainerId] = {}
         self.simulated = SimulatedMesh(ranks, on_loss="continue")
         self._moment, self._victims, self._left = moment, victims, nth
         self._lock = threading.Lock()
@@ -96,7 +102,8 @@ class LossTrial:
         optimizer = optimizers.Adam(0.01)
         training = ElasticPipeline(layers, mesh, loss_of, optimizer, **self._options)
         rank = mesh.rank
-        self.trainings[rank] = training
+        self.trainings[rank], self.meshes[rank] = training, mesh
+        self.trainers[rank] = mesh.trainers[rank]
 
         def read(step: int) -> tuple[mx.array, mx.array]:
             self.comes(f"batch of {rank}")
@@ -147,10 +154,12 @@ def test_a_rank_that_is_lost_and_comes_back_leaves_the_weights_as_they_were(
 class CutOff(LossTrial):
     """Breaks the connections of a rank with its agent, as the agent's death does."""
 
+    def __init__(self, faults: Faults, moment: str, victims: tuple[int, ...], nth: int) -> None:
+        super().__init__(moment, victims, nth)
+        self._connections = Connections(faults)
+
     def strike(self, victim: int) -> None:
-        training: Any = self.trainings[victim]
-        for calls in (training._mesh, training._group):  # noqa: SLF001
-            calls._place._session._connection.interrupt()  # noqa: SLF001
+        self._connections.interrupt(self.trainers[victim])
 
 
 @pytest.mark.parametrize(
@@ -158,63 +167,42 @@ class CutOff(LossTrial):
     [("layer 0", 7, 1), ("step of 0", 3, 2), ("step of 2", STEPS, 0)],
 )
 def test_a_rank_whose_agent_is_killed_comes_back_with_its_stage(
-    undisturbed: dict[int, Any], moment: str, nth: int, victim: int
+    undisturbed: dict[int, Any], faults: Faults, moment: str, nth: int, victim: int
 ) -> None:
-    found = CutOff(moment, (victim,), nth).run()
+    found = CutOff(faults, moment, (victim,), nth).run()
     assert found.keys() == undisturbed.keys()
     for number, (values, weights) in found.items():
         assert weights == undisturbed[number][1]
         assert dict(values) == dict(undisturbed[number][0])
 
 
-def steps_of(training: Any) -> tuple[set[int], set[int]]:  # noqa: ANN401 - so is its inside
-    """The steps before which it has its own state, and a copy of its neighbour's."""
-    return {*training._own}, {*training._copies}  # noqa: SLF001
-
-
-def test_the_states_before_a_step_stay_until_it_has_ended_after_a_loss_too() -> None:
-    """A rank that has come back with its stage may be lost before its next copy has arrived."""
-
-    def go_back(mesh: pmesh.Mesh) -> None:
-        layers = [nn.Linear(WIDTH, WIDTH)]
-        training: Any = ElasticPipeline(layers, mesh, loss_of, optimizers.SGD(0.1))
-        list(training.train(batch, 2))
-        restore = training._restore  # noqa: SLF001
-        assert steps_of(training) == ({1, 2}, set())
-        training._copies = {1: "of the stage before"}  # noqa: SLF001
-        restore(2)
-        assert steps_of(training) == ({1, 2}, {1})
-        restore(1)
-        assert steps_of(training)[0] == {1}
-
-    SimulatedMesh(1).run(go_back)
-
-
 class Away(CutOff):
     """A rank is cut off, and comes back only when a new one computes its stage."""
 
-    def __init__(self) -> None:
-        super().__init__("step of 0", (1,), 3)
+    def __init__(self, faults: Faults) -> None:
+        super().__init__(faults, "step of 0", (1,), 3)
         self._computes, self._is_back = threading.Event(), threading.Event()
-        self._newcomer = -1
+        self._newcomer = self._away = -1
+        faults.around(TrainerSession, "join", self._join)
 
     def strike(self, victim: int) -> None:
-        training: Any = self.trainings[victim]
-        mesh = training._mesh  # noqa: SLF001
-        sync, faults = mesh.sync, Faults()
+        mesh: Any = self.meshes[victim]
+        sync = mesh.sync
 
         def late_sync(*given: object) -> object:
+            self._away = threading.get_ident()
             assert self._computes.wait(60)
             return sync(*given)
 
-        def told_reconnect(reconnect: Real, deadline: float) -> None:
-            reconnect(deadline)
-            self._is_back.set()
-
         mesh.sync = late_sync
-        faults.around(mesh._place, "_reconnect", told_reconnect)  # noqa: SLF001
         super().strike(victim)
         self.others.append(self._pool.submit(self._replace))
+
+    def _join(self, real: Real, session: TrainerSession, request: Connect) -> Joined:
+        joined: Joined = real(session, request)
+        if threading.get_ident() == self._away:
+            self._is_back.set()
+        return joined
 
     def _replace(self) -> Any:  # noqa: ANN401
         self._newcomer = threading.get_ident()
@@ -228,9 +216,9 @@ class Away(CutOff):
 
 
 def test_a_rank_whose_stage_another_one_has_got_meanwhile_ends_and_the_others_go_on(
-    undisturbed: dict[int, Any],
+    undisturbed: dict[int, Any], faults: Faults
 ) -> None:
-    trial = Away()
+    trial = Away(faults)
     with pytest.raises(pmesh.UsageError, match="another one has its stage 1 of the pipeline"):
         trial.run()
     number, _, weights = trial.others[0].result()
