@@ -15,8 +15,9 @@ import trio
 import pmesh
 from pmesh.agent.jobs import session as agent_session
 from pmesh.client.calls.reducing import all_reduce_in_turn
+from pmesh.client.elastic.place import Place
 from pmesh.core.wire.trainer import StartOp
-from tests.worlds.faults import Faults
+from tests.worlds.faults import Faults, Real
 from tests.worlds.system import forked
 from tests.worlds.watched_agent import WatchedAgent, WatchedSession, run_ranks
 
@@ -335,16 +336,22 @@ def test_a_rank_that_drops_its_group_early_spoils_nothing_for_the_others(
     assert caplog.messages == []
 
 
-def test_a_forked_childs_copy_of_a_group_is_not_left(agent: WatchedAgent) -> None:
+def test_a_forked_childs_copy_of_a_group_is_not_left(agent: WatchedAgent, faults: Faults) -> None:
     with pmesh.connect("job", home=agent.home) as mesh:
-        group: Any = mesh.group([0])
-        parents = group._place  # noqa: SLF001 - what the parent goes on with
+        parents = list[Place]()  # what the parent goes on with
+
+        def keep(real: Real, *given: object) -> Place:
+            parents.append(real(*given))
+            return parents[-1]
+
+        with faults.around(Place, "open", keep):
+            group = mesh.group([0])
         with forked():
             del group
         mesh.barrier()
         assert agent.left == []
-        parents.check_open()
-        parents.leave()
+        parents[0].check_open()
+        parents[0].leave()
 
 
 def test_after_a_group_has_rested_its_calls_have_their_values(

@@ -1,8 +1,8 @@
 """The batch sampler among ranks in threads, whose times are told."""
 
 import itertools
-import math
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -16,7 +16,11 @@ from torch.utils.data import DataLoader
 
 import pmesh
 import pmesh.torch
+from pmesh.client.elastic.place import Place
 from pmesh.client.mesh import Mesh, order_of
+from pmesh.client.session.session import TrainerSession
+from pmesh.core.wire.trainer import StartOp
+from pmesh.ids import TrainerId
 from pmesh.testing import SimulatedMesh
 from pmesh.torch.process_group import ProcessGroup
 from pmesh.torch.ranks import WORLDS, BackwardLine, Elastic
@@ -25,6 +29,7 @@ from tests.torch.conftest import RankPrograms
 from tests.torch.dealing import alone
 from tests.torch.groups import group_of, reducing, run
 from tests.worlds.faults import Faults
+from tests.worlds.watched_agent import WatchedAgent, WatchedSession, run_ranks
 
 ROWS = 70
 SPEEDS = 1, 2, 4
@@ -175,13 +180,23 @@ def test_a_data_loader_takes_it_and_the_last_batch_has_its_own_scale() -> None:
     assert sums == pytest.approx([float(rows[:60].mean() * 3), float(rows[60:].mean() * 3)])
 
 
-def test_status_shows_the_steps_and_the_share() -> None:
-    def program(group: TimedGroup) -> Any:
-        train(group, 10)
-        session = group._calls._place._session
-        return session.step, session.share_percent
+def test_status_shows_the_steps_and_the_share(agent: WatchedAgent) -> None:
+    shown = dict[TrainerId, tuple[int, int]]()
 
-    assert each_rank(program) == [(10, 14), (10, 29), (10, 57)]
+    def note(session: WatchedSession, request: StartOp) -> None:
+        shown[session.me] = request.step, request.share_percent
+
+    agent.before_op = note
+
+    def program(mesh: Mesh) -> TrainerId:
+        group: Any = group_of(mesh)
+        group.__class__ = TimedGroup
+        train(group, 10)
+        mesh.barrier()
+        return mesh.trainers[mesh.rank]
+
+    ranks = run_ranks(agent.home, 3, program)
+    assert [shown[each] for each in ranks] == [(10, 14), (10, 29), (10, 57)]
 
 
 def everywhere(**options: Any) -> dict[int, dict[str, Any]]:
@@ -242,18 +257,18 @@ class BesideCounter:
     called: int = 0
     ended: int = 0
 
-    def begin_beside(self) -> None:
+    def begin_beside(self, _: Place) -> None:
         self.called += 1
 
-    def end_beside(self) -> None:
+    def end_beside(self, _: Place) -> None:
         self.ended += 1
 
 
 def test_the_ops_of_elastic_ddp_run_beside_what_the_rank_computes(faults: Faults) -> None:
-    def program(mesh: Mesh) -> BesideCounter:
-        counted = BesideCounter()
-        faults.instead(mesh._place, "begin_beside", counted.begin_beside)
-        faults.instead(mesh._place, "end_beside", counted.end_beside)
+    def program(mesh: Mesh) -> Counted:
+        counted = Counted()
+        faults.instead(Place, "begin_beside", counted.begin_beside)
+        faults.instead(Place, "end_beside", counted.end_beside)
         line, gate = BackwardLine(mesh), Event()
         done = [line.submit(gate.wait), line.submit(lambda: 1 / 0)]
         assert counted == BesideCounter(2, 0)
@@ -267,19 +282,23 @@ def test_the_ops_of_elastic_ddp_run_beside_what_the_rank_computes(faults: Faults
     assert SimulatedMesh(1).run(program) == [BesideCounter(2, 2)]
 
 
-def test_what_a_rank_computes_beside_its_ops_is_its_own_time() -> None:
+def test_what_a_rank_computes_beside_its_ops_is_its_own_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(TrainerSession, "own_s", 1.0)  # it takes all that follows for requests
+
     def program(mesh: Mesh) -> tuple[float, float]:
-        place, session = mesh._place, mesh._place._session
-        session._own = 1.0, math.inf  # a request begins
-        place.begin_beside()
+        group, line, gate = group_of(mesh), BackwardLine(mesh), Event()
+        done = [line.submit(gate.wait)]
         now = time.monotonic()
         while time.monotonic() == now:
             pass
-        place.begin_beside()
-        before = place.own_s
-        place.end_beside()
-        place.end_beside()
-        return before, place.own_s
+        done.append(line.submit(gate.wait))
+        before = group.computed_s
+        gate.set()
+        assert all(each.result() for each in done)
+        line.end()
+        return before, group.computed_s
 
     ((before, after),) = SimulatedMesh(1).run(program)
     assert before == 1.0
@@ -287,18 +306,19 @@ def test_what_a_rank_computes_beside_its_ops_is_its_own_time() -> None:
 
 
 def test_a_group_times_each_op_whoever_runs_it_and_however_it_ends(faults: Faults) -> None:
-    def program(mesh: Mesh) -> BesideCounter:
-        counted, place = BesideCounter(), mesh._place
-        faults.instead(place, "begin_beside", counted.begin_beside)
-        faults.instead(place, "end_beside", counted.end_beside)
+    counts = defaultdict[Place, Counted](Counted)
+    faults.instead(Place, "begin_beside", lambda place: counts[place].begin_beside(place))
+    faults.instead(Place, "end_beside", lambda place: counts[place].end_beside(place))
+
+    def program(mesh: Mesh) -> None:
         group = group_of(mesh)
         group.allreduce([torch.ones(3)]).wait()
         group.allreduce([torch.ones(3)], reducing(dist.ReduceOp.SUM, waits=True)).wait()
         with pytest.raises(dist.DistBackendError):
             group.allreduce([torch.ones(3 + mesh.rank)]).wait()
-        return counted
 
-    assert SimulatedMesh(2).run(program) == [BesideCounter(3, 3)] * 2
+    SimulatedMesh(2).run(program)
+    assert [*counts.values()] == [Counted(3, 3)] * 2
 
 
 @pytest.fixture(scope="module")

@@ -161,7 +161,7 @@ class Moving(Caller):
             PmeshError: as for `all_reduce`.
         """
         size, is_root, trainer = self.size, root == self.rank, self._trainer_at(root)
-        ranks = self._world.trainers
+        ranks = self.trainers
         timeout_s = check_timeout(timeout_s)
         blocks: list[ArrayBytes] = []
         if is_root:
@@ -229,7 +229,7 @@ class Moving(Caller):
             RosterChanged: a rank was lost, or the ranks changed places, in the call.
             PmeshError: as for `all_reduce`.
         """
-        blocks, rank, ranks = self._blocks(xs, "all_to_all"), self.rank, self._world.trainers
+        blocks, rank, ranks = self._blocks(xs, "all_to_all"), self.rank, self.trainers
         timeout_s = check_timeout(timeout_s)
 
         def ops(session: TrainerSession) -> tuple[Any, LastOp]:

@@ -231,9 +231,8 @@ class ElasticPipeline:
         assert self._pipeline is not None  # noqa: S101 - as above
         self._begin_copy()
         value, gradients = self._pipeline.step(x, y)
-        self._kept.forget_before(
-            self._step
-        )  # all ranks have settled, so all have the copies of this step
+        # All ranks have settled, so all have the copies of this step.
+        self._kept.forget_before(self._step)
         self._optimizer.update(self.stage, gradients)
         self._step += 1
         self._keep()

@@ -187,6 +187,7 @@ async def test_one_of_ours_is_dialled_and_shown_as_what_came_of_it(
         assert peer.reason.startswith("PeerUnreachable: 127.0.0.1:1 refuses")
         await mdns.discovers(Gone(node=NODE))
         await mdns.discovers(Gone(node=NodeId(b"x" * 32)))  # which nobody has found
+        assert not one.agent.peers.targets.wanted
 
 
 async def test_each_refusal_is_shown_as_what_it_is(clock: MockClock) -> None:

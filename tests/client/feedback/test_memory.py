@@ -3,6 +3,7 @@
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,12 +12,14 @@ from hypothesis import strategies as st
 import pmesh
 from pmesh.client.collective.bucketed import take_apart
 from pmesh.client.feedback.call import Share
-from pmesh.client.feedback.memory import Feedback
+from pmesh.client.feedback.memory import Feedback, in_memory
+from pmesh.client.session.session import TrainerSession
 from pmesh.compression import top_k
 from pmesh.compression.schemes import INT8, PowerSGD, Scheme, TopK
+from pmesh.core.wire.trainer import Connect, Joined
 from pmesh.testing import SimulatedMesh
 from tests.client.feedback.compressed import gradient
-from tests.worlds.faults import Faults
+from tests.worlds.faults import Faults, Real
 from tests.worlds.watched_agent import WatchedAgent, run_ranks
 
 
@@ -107,33 +110,31 @@ def _key_of(arrays: Any) -> str:
 def test_residuals_move_to_the_arenas_of_another_session() -> None:
     """As after an agent was restarted."""
 
-    def program(mesh: pmesh.Mesh) -> None:
-        mesh.average_gradients(gradient(mesh.rank, 0), compression="topk")
-        (memory,) = mesh._feedback._memories.values()  # noqa: SLF001 - what it stands on
-        before = memory.residual()
-        asked: list[int] = []
-        dropped: list[int] = []
+    feedback, arrays = Feedback(), take_apart([np.zeros(3000, np.float32)])
+    before = np.arange(3000, dtype=np.float32)
+    feedback.load({f"{_key_of(arrays)}|3000|residual": before})
+    memory = feedback.of("", arrays)
+    asked: list[int] = []
+    dropped: list[int] = []
 
-        class Other:
-            def has(self, _: object) -> bool:
-                return bool(asked)
+    class Other:
+        def has(self, _: object) -> bool:
+            return bool(asked)
 
-            def residuals(self, count: int) -> Any:
-                asked.append(count)
-                return mesh._place._session.residuals(count)  # noqa: SLF001 - likewise
+        def residuals(self, count: int) -> Any:
+            asked.append(count)
+            return in_memory(np.zeros(count, np.float32))
 
-            def drop(self, residuals: Any) -> None:
-                dropped.append(residuals.values.size)
+        def drop(self, residuals: Any) -> None:
+            dropped.append(residuals.values.size)
 
-        session: Any = Other()
-        memory.divide((3000,), session, in_arenas=True)
-        assert (asked, dropped) == ([3000], [])
-        np.testing.assert_array_equal(memory.residual(), before)
-        memory.divide((1000, 2000), session, in_arenas=False)
-        assert (asked, dropped) == ([3000], [3000])  # the agent's memory is given back
-        np.testing.assert_array_equal(memory.residual(), before)
-
-    SimulatedMesh(2).run(program)
+    session: Any = Other()
+    memory.divide((3000,), session, in_arenas=True)
+    assert (asked, dropped) == ([3000], [])
+    np.testing.assert_array_equal(memory.residual(), before)
+    memory.divide((1000, 2000), session, in_arenas=False)
+    assert (asked, dropped) == ([3000], [3000])  # the agent's memory is given back
+    np.testing.assert_array_equal(memory.residual(), before)
 
 
 def test_the_agents_default_holds_for_gradients_that_name_nothing(agent: WatchedAgent) -> None:
@@ -184,9 +185,16 @@ def test_the_agents_default_holds_for_gradients_that_name_nothing(agent: Watched
     )
 
 
-def test_ranks_whose_agents_have_other_defaults_hear_of_it(agent: WatchedAgent) -> None:
+def test_ranks_whose_agents_have_other_defaults_hear_of_it(
+    agent: WatchedAgent, faults: Faults
+) -> None:
+    def join(real: Real, session: TrainerSession, request: Connect) -> Joined:  # as at two agents
+        joined: Joined = real(session, request)
+        return msgspec.structs.replace(joined, compression="int8" if joined.world.rank else "")
+
+    faults.around(TrainerSession, "join", join)
+
     def program(mesh: pmesh.Mesh) -> None:
-        mesh._place.compression = "int8" if mesh.rank else ""  # noqa: SLF001 - of two agents
         with pytest.raises(pmesh.OpMismatch, match="int8"):
             mesh.average_gradients(np.ones(3, np.float32))
 
