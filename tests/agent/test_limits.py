@@ -30,9 +30,10 @@ from pmesh.core.wire.trainer import Connect
 from pmesh.errors import UsageError
 from pmesh.ids import JobName
 from pmesh.net.sessions.sessions import MAX_VISITORS, VISIT_S
-from pmesh.p2p.agent.router import P2PRouter
+from pmesh.p2p import rules as p2p_rules
+from pmesh.p2p.rules import Inbox, Wanted
 from pmesh.p2p.wire import Attach, Attached, ReceiveMessage
-from tests.worlds.faults import Faults
+from tests.worlds.faults import Faults, Real
 from tests.worlds.trainer import together, until
 from tests.worlds.village import small_machine, training, village
 from tests.worlds.village_ops import machine_of, ones, reduce_all
@@ -229,16 +230,22 @@ async def test_who_reads_no_replies_to_its_messages_is_not_read_from_either(
         await together(*[t.barrier for t in pair])
 
 
-async def test_a_source_named_again_and_again_is_one(clock: MockClock) -> None:
+async def test_a_source_named_again_and_again_is_one(clock: MockClock, faults: Faults) -> None:
     """What a message is chosen by grows with the ranks of the job, not with the request."""
+    wanted = list[Wanted]()
+
+    def want(real: Real, inbox: Inbox, call: int, what: Wanted) -> object:
+        wanted.append(what)
+        return real(inbox, call, what)
+
+    faults.around(p2p_rules, "want", want)
     async with training(clock, 2) as (here, pair):
         machine = machine_of(here, pair[0])
         envelopes = await here.trainer(machine)
         await envelopes.ask(Attach(SESSION_VERSION, JobName("digits"), pair[0].id))
         await envelopes.send(ReceiveMessage(0, (pair[1].id,) * 1024, 0, 5.0))
-        endpoint = machine.part(P2PRouter).endpoint_of(machine.agent.jobs.ranks[0])
-        await until(lambda: bool(endpoint._inbox.wanted))  # noqa: SLF001
-        assert endpoint._inbox.wanted[0].sources == (pair[1].id,)  # noqa: SLF001
+        await until(lambda: bool(wanted))
+        assert [each.sources for each in wanted] == [(pair[1].id,)]
 
 
 async def test_who_stops_the_agent_sees_its_end_however_long_it_takes(

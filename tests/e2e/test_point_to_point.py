@@ -13,32 +13,29 @@ TRAINER = """
 import json
 import numpy as np
 import pmesh
-from pmesh.p2p.client.calls import ANY, PointToPoint
+from pmesh.p2p.client.calls import ANY
 
 with pmesh.connect(job="messages", wait_for=3) as mesh:
-    messages = mesh if isinstance(mesh, PointToPoint) else PointToPoint(mesh._place)
     others = [rank for rank in range(3) if rank != mesh.rank]
     x = np.arange(300_000) + mesh.rank
-    handles = [messages.send(x, to, tag=4, async_op=True) for to in others]
+    handles = [mesh.send(x, to, tag=4, async_op=True) for to in others]
     got = {}
     for _ in others:
-        array = messages.recv(ANY, tag=4)
-        got[int(messages.last_source)] = [int(array[0]), array.size]
+        array = mesh.recv(ANY, tag=4)
+        got[int(mesh.last_source)] = [int(array[0]), array.size]
     for handle in handles:
         handle.wait()
     total = int(mesh.all_reduce(np.array(1)))
     after = None
     if mesh.rank == 0:
         try:
-            messages.recv(2, tag=5)
+            mesh.recv(2, tag=5)
         except pmesh.RankLost as e:
             after = str(e)
-        messages.send(x[:1], 1, tag=6)
+        mesh.send(x[:1], 1, tag=6)
     elif mesh.rank == 1:
-        after = int(messages.recv(0, tag=6)[0])
+        after = int(mesh.recv(0, tag=6)[0])
     print(json.dumps([mesh.rank, sorted(got.items()), total, after]), flush=True)
-    if messages is not mesh:
-        messages._mail[1].close("the program ends")
 """
 
 

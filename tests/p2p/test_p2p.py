@@ -20,9 +20,10 @@ from pmesh.core.wire.trainer import Leave
 from pmesh.ids import JobName, TrainerId
 from pmesh.net.sessions.arena_pools import MAX_ARENAS, SessionArenas
 from pmesh.net.sessions.arenas import Arena
+from pmesh.p2p import rules
 from pmesh.p2p.agent import router
 from pmesh.p2p.agent.router import P2PRouter
-from pmesh.p2p.rules import MAX_KEPT
+from pmesh.p2p.rules import MAX_KEPT, Inbox
 from pmesh.p2p.wire import (
     MAX_TAG,
     AnnounceMessage,
@@ -172,17 +173,24 @@ async def test_messages_of_one_tag_come_in_order_and_tags_do_not_wait_for_each_o
         assert [await next_of(tag) for tag in (2, 1, 1, 2, 1)] == [1, 0, 2, 3, 4]
 
 
-async def test_a_message_that_nobody_receives_makes_no_other_dearer(clock: MockClock) -> None:
+async def test_a_message_that_nobody_receives_makes_no_other_dearer(
+    clock: MockClock, faults: Faults
+) -> None:
     """Nothing grows with the number of messages, though each has a tag of its own."""
+    inboxes = list[Inbox]()
+
+    def deliver(real: Real, *given: object) -> Inbox:
+        inboxes.append(real(*given))
+        return inboxes[-1]
+
+    faults.around(rules, "deliver", deliver)
     async with a_pair(clock) as pair:
         await pair.one.begin_send(pair.other.id, np.empty(0), tag=0)
         for tag in range(1, 2 * MAX_KEPT):
             sent = await pair.one.begin_send(pair.other.id, np.empty(0), tag=tag)
             await pair.other.receive(pair.one.id, tag=tag)
             await pair.one.end(sent)
-        machine = machine_of(pair.here, pair.trainers[1])
-        endpoint = machine.part(P2PRouter).endpoint_of(machine.agent.jobs.ranks[0])
-        (source,) = endpoint._inbox.sources.values()  # noqa: SLF001
+        (source,) = inboxes[-1].sources.values()
         assert (len(source.noted), len(source.delivered) <= MAX_KEPT + 1) == (1, True)
 
 

@@ -13,7 +13,7 @@ from pmesh.p2p.client import session as session_module
 from pmesh.p2p.client.calls import ANY, PointToPoint
 from tests.worlds.faults import Faults
 from tests.worlds.scripted_agent import PATIENCE_S
-from tests.worlds.watched_agent import WatchedAgent, pair, run, run_ranks, session_of
+from tests.worlds.watched_agent import WatchedAgent, pair, run, run_ranks
 
 # --- arrays
 
@@ -175,19 +175,15 @@ def test_several_threads_wait_on_one_connection(agent: WatchedAgent) -> None:
 
 def test_messages_go_while_a_collective_waits(agent: WatchedAgent) -> None:
     def ready(mesh: pmesh.Mesh) -> float:
-        p2p: Any = mesh if isinstance(mesh, PointToPoint) else PointToPoint(mesh._place)  # noqa: SLF001
-        try:
-            if mesh.rank == 0:
-                total: list[Any] = []
-                thread = threading.Thread(target=lambda: total.append(mesh.all_reduce(np.ones(1))))
-                thread.start()
-                p2p.send(np.zeros(3), 1)
-                thread.join(PATIENCE_S)
-                return float(total[0][0])
-            p2p.recv(0)  # before the op that rank 0 is in
-            return float(mesh.all_reduce(np.ones(1))[0])
-        finally:
-            session_of(p2p).close("the test ends")
+        if mesh.rank == 0:
+            total: list[Any] = []
+            thread = threading.Thread(target=lambda: total.append(mesh.all_reduce(np.ones(1))))
+            thread.start()
+            mesh.send(np.zeros(3), 1)
+            thread.join(PATIENCE_S)
+            return float(total[0][0])
+        mesh.recv(0)  # before the op that rank 0 is in
+        return float(mesh.all_reduce(np.ones(1))[0])
 
     assert run_ranks(agent.home, 2, ready) == [2.0, 2.0]
 

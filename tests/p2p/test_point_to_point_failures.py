@@ -1,15 +1,14 @@
 """What a script is told when messages can't be sent or received."""
 
 import logging
-import os
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 
 import pmesh
+from pmesh.client.session.connection import AgentConnection
 from pmesh.core.values import Verdict
 from pmesh.errors import (
     HistorySuperseded,
@@ -19,12 +18,14 @@ from pmesh.errors import (
     UnsupportedArray,
     UsageError,
 )
+from pmesh.p2p.client import session as session_module
 from pmesh.p2p.client.calls import ANY, PointToPoint
 from pmesh.p2p.client.session import P2PSession
 from pmesh.p2p.wire import MAX_TAG, MessageSent, ReceiveMessage, SendMessage
-from tests.worlds.faults import Faults, Real
+from tests.worlds.faults import Fault, Faults, Real
 from tests.worlds.scripted_agent import PATIENCE_S
-from tests.worlds.watched_agent import LOST, WatchedAgent, pair, run, session_of
+from tests.worlds.system import forked
+from tests.worlds.watched_agent import LOST, WatchedAgent, pair, run, run_ranks
 
 
 def test_what_can_t_be_is_said_at_once(agent: WatchedAgent) -> None:
@@ -162,7 +163,7 @@ def test_who_is_not_let_in_is_told_why(agent: WatchedAgent) -> None:
 
 
 def test_closing_ends_calls_of_other_threads(agent: WatchedAgent) -> None:
-    def wait(m: PointToPoint) -> None:
+    def wait(m: pmesh.Mesh) -> None:
         failures: list[BaseException] = []
 
         def receive(tag: int) -> None:
@@ -174,7 +175,7 @@ def test_closing_ends_calls_of_other_threads(agent: WatchedAgent) -> None:
         handle = m.recv(1 - m.rank, async_op=True)
         for thread in threads:
             thread.start()
-        session_of(m).close("it was closed")  # as the mesh's `close` does
+        m.close()
         for thread in threads:
             thread.join(PATIENCE_S)
         assert len(failures) == 3
@@ -183,7 +184,19 @@ def test_closing_ends_calls_of_other_threads(agent: WatchedAgent) -> None:
             handle.wait()
 
     agent.ignores = lambda _: True
-    pair(agent, wait, wait)
+    run_ranks(agent.home, 2, wait)
+
+
+def interrupted_here(faults: Faults, where: object, call: str) -> Fault:
+    """Ctrl-C meets the calls of this thread, and of no other."""
+    here = threading.get_ident()
+
+    def run(real: Real, *given: object, **named: object) -> object:
+        if threading.get_ident() == here:
+            raise KeyboardInterrupt
+        return real(*given, **named)
+
+    return faults.around(where, call, run)
 
 
 def test_an_interrupted_wait_ends_its_connection_and_the_next_call_opens_another(
@@ -191,11 +204,8 @@ def test_an_interrupted_wait_ends_its_connection_and_the_next_call_opens_another
 ) -> None:
     def receive(m: PointToPoint) -> int:
         handle = m.recv(0, async_op=True)
-        session: Any = session_of(m)  # the wait is interrupted in there
-
-        connection = session._connection  # noqa: SLF001
         with (
-            faults.fail(connection, "receive_within", KeyboardInterrupt()),
+            interrupted_here(faults, AgentConnection, "receive_within"),
             pytest.raises(KeyboardInterrupt),
         ):
             handle.wait()
@@ -214,24 +224,26 @@ def test_who_is_interrupted_while_another_reads_ends_the_connection_too(
 
     def receive(m: PointToPoint) -> int:
         lost, other = m.recv(0, async_op=True), m.recv(0, tag=1, async_op=True)
-        session: Any = session_of(m)  # the wait is in there
         reading, failures = threading.Event(), list[BaseException]()
-        connection, news = session._connection, session._news  # noqa: SLF001 - as above
 
-        def read(receive_within: Real, timeout_s: float | None) -> object:
-            reading.set()
-            return receive_within(timeout_s)
+        def read(receive_within: Real, *given: object) -> object:
+            if threading.current_thread() is thread:
+                reading.set()
+            return receive_within(*given)
 
         def wait() -> None:
             with pytest.raises(MeshClosed, match="KeyboardInterrupt") as closed:
                 other.wait()
             failures.append(closed.value)
 
-        with faults.around(connection, "receive_within", read):
-            thread = threading.Thread(target=wait)
+        thread = threading.Thread(target=wait)
+        with faults.around(AgentConnection, "receive_within", read):
             thread.start()
             assert reading.wait(PATIENCE_S)
-            with faults.fail(news, "wait", KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+            with (
+                interrupted_here(faults, session_module, "wait"),
+                pytest.raises(KeyboardInterrupt),
+            ):
                 lost.wait()
         thread.join(PATIENCE_S)
         assert len(failures) == 1
@@ -302,10 +314,11 @@ def test_an_answer_to_another_kind_of_call_is_named(agent: WatchedAgent) -> None
 
 
 def test_a_forked_child_has_no_part_in_it(agent: WatchedAgent) -> None:
-    def send(m: PointToPoint) -> None:
-        m._process = os.getpid() + 1  # noqa: SLF001 - as in a child
-        with pytest.raises(MeshClosed, match="forked"):
-            m.send(np.zeros(1), 1 - m.rank)
-        m._process = os.getpid()  # noqa: SLF001
+    done = threading.Event()
 
-    pair(agent, send, send)
+    def send(m: PointToPoint) -> None:
+        with forked(), pytest.raises(MeshClosed, match="forked"):
+            m.send(np.zeros(1), 1)
+        done.set()
+
+    pair(agent, send, lambda _: done.wait(PATIENCE_S))

@@ -46,8 +46,6 @@ from pmesh.core.wire.trainer import (
 from pmesh.ids import TrainerId
 from pmesh.net.sessions.arena_pools import ArenaShare
 from pmesh.net.sessions.sessions import PeerCredentials, Session
-from pmesh.p2p.client.calls import PointToPoint
-from pmesh.p2p.client.session import P2PSession
 from pmesh.p2p.wire import Attach, MessageWaits, ReceiveMessage, SendMessage
 from pmesh.testing import agent_in_a_thread
 from simulation.wire import AnyReply
@@ -295,12 +293,6 @@ def run_ranks(home: Path, size: int, program: Callable[[pmesh.Mesh], T]) -> list
     with ThreadPoolExecutor(size) as pool:
         results: Sequence[tuple[int, T]] = list(pool.map(rank, range(size)))
     return [result for _, result in sorted(results, key=lambda pair: pair[0])]
-
-
-def session_of(p2p: PointToPoint) -> P2PSession:
-    """The connection on which its messages go."""
-    assert p2p._p2p is not None  # noqa: SLF001
-    return p2p._p2p[1]  # noqa: SLF001
 
 
 def run(agent: WatchedAgent, size: int, program: Callable[[pmesh.Mesh], T]) -> list[T]:
