@@ -192,7 +192,7 @@ def test_link_local_addresses_are_dialled_by_each_interface_after_the_others() -
         for name in ("en0", "en1", "en0")
     ]
     inviter = agent(1, hosts=("fe80::1", "10.0.0.1"))
-    assert find._addresses(inviter, local) == [  # noqa: SLF001 - it decides, and does no I/O
+    assert find.ways_to(inviter, local) == [
         [Address("10.0.0.1", 1)],
         [Address("fe80::1%en0", 1), Address("fe80::1%en1", 1)],
     ]

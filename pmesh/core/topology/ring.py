@@ -148,7 +148,7 @@ def _improved(tour: Tour, weights: Weights) -> Tour | None:
     for length in range(1, LONGEST_MOVED + 1):
         if better is not None:
             break
-        better = _move_path(tour, weights, length)
+        better = move_path(tour, weights, length)
     return better
 
 
@@ -164,7 +164,7 @@ def _reverse_path(tour: Tour, weights: Weights) -> Tour | None:
     return np.concatenate([tour[: i + 1], tour[i + 1 : j + 1][::-1], tour[j + 1 :]])
 
 
-def _move_path(tour: Tour, weights: Weights, length: int) -> Tour | None:
+def move_path(tour: Tour, weights: Weights, length: int) -> Tour | None:
     """Return the best tour with a path of `length` nodes moved; None if none is better."""
     size = len(tour)
     before, after, last, behind = (_from(tour, k) for k in (-1, 1, length - 1, length))

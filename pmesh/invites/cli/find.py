@@ -56,7 +56,7 @@ async def find_inviter(
         nursery.cancel_scope.cancel()
     inviter = finder.only(look_s)
     errors: list[NetworkError] = []
-    for addresses in _addresses(inviter, local):
+    for addresses in ways_to(inviter, local):
         stream = await _connect_to_any(addresses, errors)
         if stream is not None:
             return stream
@@ -144,7 +144,7 @@ class _Finder:
         return (each for each in self._found.values() if each.invitation)
 
 
-def _addresses(inviter: Advertisement, local: Sequence[LocalAddress]) -> list[list[Address]]:
+def ways_to(inviter: Advertisement, local: Sequence[LocalAddress]) -> list[list[Address]]:
     """Return where to dial it: first its addresses, then link-local ones by each interface here."""
     if not inviter.hosts:
         raise PeerUnreachable(

@@ -121,7 +121,7 @@ def test_the_path_that_is_moved_is_the_one_that_gains_most(
     costs: Costs, length: int, random: Random
 ) -> None:
     tour = np.array(random.sample(range(len(costs)), len(costs)))
-    moved = ring._move_path(tour, np.array(costs), length)  # noqa: SLF001 - one step of many
+    moved = ring.move_path(tour, np.array(costs), length)
     least = min(sum(edges_of(other, costs)) for other in with_a_path_moved(tour.tolist(), length))
     if moved is None:
         assert least >= sum(edges_of(tour.tolist(), costs))
