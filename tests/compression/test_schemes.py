@@ -113,5 +113,9 @@ def test_what_auto_may_use_is_named_or_given() -> None:
 
 
 def test_every_scheme_has_a_spec() -> None:
-    kinds = {type(named(name)) for name in NAMES}
-    assert kinds == set(schemes._SPECS)  # noqa: SLF001 - a table that must not lack one
+    every = [named(name) for name in NAMES]
+    assert [scheme_of(scheme) for scheme in every] == every
+    assert len({spec(scheme) for scheme in every}) == len(every)
+    public = {each for name, each in vars(schemes).items() if not name.startswith("_")}
+    kinds = {each for each in public if isinstance(each, type) and issubclass(each, Scheme)}
+    assert {type(scheme) for scheme in every} == kinds - {Scheme}

@@ -162,8 +162,8 @@ class Fleet:
         command = [*under, sys.executable, *program, "up", "--name", name, *listening, *options]
         if mesh_key != "":
             variables["PMESH_KEY"] = mesh_key or self.mesh_key
-        process = self._start(name, command, host=host, home=self.home(name), **variables)
-        return StartedAgent(process, self.home(name), host)
+        process = self.start_program(name, command, host=host, home=self.home(name), **variables)
+        return Agent(process, self.home(name), host)
 
     def start_ring(self, *names: str) -> list[StartedAgent]:
         """Agents on this machine that know the first one's address, in one view."""
@@ -184,7 +184,7 @@ class Fleet:
         program = [str(script)] if isinstance(script, Path) else ["-c", textwrap.dedent(script)]
         name = f"trainer {len(self._running)} at {agent.process.name}"
         command = [sys.executable, *program, *arguments]
-        return self._start(name, command, host=agent.host, home=agent.home)
+        return self.start_program(name, command, host=agent.host, home=agent.home)
 
     def pmesh(
         self, *arguments: str, home: Path, piped: str = ""
@@ -206,7 +206,7 @@ class Fleet:
         """A command such as `pmesh status --watch`, not yet ended."""
         command = [sys.executable, "-m", "pmesh.cli", *arguments]
         name = f"pmesh {arguments[0]}"
-        return self._start(name, command, host=host, home=home, **variables)
+        return self.start_program(name, command, host=host, home=home, **variables)
 
     def await_view(self, *agents: StartedAgent, timeout_s: float = TIMEOUT_S) -> EpochStatus:
         """The epoch of the one view that has these agents as its members, and no other."""
@@ -224,9 +224,10 @@ class Fleet:
                 return views[0].epoch
             assert time.monotonic() < deadline, f"the agents never agreed:\n{views}"
 
-    def _start(
+    def start_program(
         self, name: str, command: list[str], *, host: LabHost | None, home: Path, **variables: str
     ) -> Running:
+        """Start any program, with this home."""
         environment = _environment(home) | variables
         running = Running.start(name, command, environment=environment, host=host)
         self._running.append(running)

@@ -21,7 +21,7 @@ def run(fleet: Fleet, source: str) -> Running:
 
 def nobody(fleet: Fleet) -> StartedAgent:
     """An agent that has ended already."""
-    process = fleet._start("none", ["true"], host=None, home=Path("/nonexistent"))  # noqa: SLF001
+    process = fleet.start_program("none", ["true"], host=None, home=Path("/nonexistent"))
     process.await_end()
     return StartedAgent(process, Path("/nonexistent"), None)
 

@@ -18,6 +18,7 @@ from pmesh.agent.limits import Admission, plan_files
 from pmesh.core.identity.keys import MeshKey, NodeKey
 from pmesh.core.identity.removals import sign_removal
 from pmesh.core.wire.framing import GUEST_MAGIC, frame
+from pmesh.core.wire.link import PROTOCOL_VERSION
 from pmesh.errors import (
     KeyFileError,
     MachineRemoved,
@@ -531,7 +532,7 @@ async def test_a_whole_agent_gives_its_key_at_its_port_but_to_no_removed_machine
         async def join() -> None:
             async with await trio.open_tcp_stream(machine.address.host, machine.port) as stream:
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(join_module, "PROTOCOL_VERSION", invites._me.protocol)  # noqa: SLF001
+                    patch.setattr(join_module, "PROTOCOL_VERSION", PROTOCOL_VERSION)
                     await get_key(stream, session.code, who, stored.append)
 
         for out in (True, False):

@@ -20,12 +20,11 @@ from pmesh.ids import Member, NodeId, node_text, short_node
 from pmesh.members.agent import CHECKS, Members
 from pmesh.members.wire import (
     MachineTold,
-    MembersMessage,
     RemoveMachine,
     TellRemovals,
 )
 from tests.members.machines import ask, knows_all, news, remove, removed, rows
-from tests.worlds.faults import Faults
+from tests.worlds.faults import Faults, Real
 from tests.worlds.trainer import until
 from tests.worlds.village import Machine, village
 from tests.worlds.village_ops import RAISE, machine_of
@@ -238,22 +237,21 @@ async def test_who_sends_what_nobody_has_signed_loses_its_link(clock: MockClock,
 
 
 async def test_a_member_that_changes_its_list_all_the_time_makes_others_send_little(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, faults: Faults
 ) -> None:
     async with village(clock, 3) as here:
         one, two, three = here.machines
         await until(lambda: all(knows_all(machine, 2)() for machine in here.machines))
         heard = 0
-        receive = three.part(Members).receive
+        channel = Members.channel
 
-        def count(member: Member, message: MembersMessage) -> None:
+        def count(real: Real, member: Member, data: bytes) -> None:
             nonlocal heard
-            heard += member.node == one.key.node and isinstance(message, TellRemovals)
-            receive(member, message)
+            if member.node == one.key.node and data[0] == channel.number:
+                heard += isinstance(channel.decode_untrusted(data), TellRemovals)
+            real(member, data)
 
-        channels = three.agent.channels._receivers  # noqa: SLF001
-        decode = Members.channel.decode_untrusted
-        monkeypatch.setitem(channels, 8, lambda member, data: count(member, decode(data)))
+        faults.around(three.agent.channels, "receive_untrusted", count)
         for removal in entries(two.key, 50):
             say(two, one, (removal,))
         await until(lambda: len(removed(three)) == 50)

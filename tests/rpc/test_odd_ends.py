@@ -1,6 +1,7 @@
 # ruff: noqa: ANN401 - values of any kind
 """What does not happen between honest ranks that have memory."""
 
+import threading
 from typing import Any
 from unittest import mock
 
@@ -16,11 +17,13 @@ from pmesh.errors import (
     UsageError,
 )
 from pmesh.ids import TrainerId
+from pmesh.rpc.client.carrier import Carrier
 from pmesh.rpc.client.serving import Serving
 from pmesh.rpc.client.values import Arriving, pack, unpack_arguments_untrusted
 from pmesh.rpc.wire import AnyFrame, Apart, Failure, Kept, Release, Request, Result, Value
 from pmesh.testing import SimulatedMesh
 from tests.rpc.ranks import LARGE, Gate, echoing, endpoint_of, pair
+from tests.worlds.faults import Faults, Real
 from tests.worlds.kept import kept
 from tests.worlds.system import forked
 
@@ -71,17 +74,16 @@ def test_an_unknown_function_is_named_before_the_arguments_have_come() -> None:
     assert len(posted) == 1
 
 
-def test_a_result_for_which_there_is_no_memory_is_an_error_of_the_call() -> None:
+def test_a_result_for_which_there_is_no_memory_is_an_error_of_the_call(faults: Faults) -> None:
+    def lacking(real: Real, carrier: Carrier, to: TrainerId, *what: Any, **options: Any) -> None:
+        _, arrays = (*what, ())[:2]
+        if arrays:
+            raise UsageError("no memory")
+        real(carrier, to, *what, **options)
+
+    faults.around(Carrier, "post", lacking)
+
     def callee(mesh: pmesh.Mesh) -> None:
-        carrier = endpoint_of(mesh)._carrier  # noqa: SLF001
-        post = carrier.post
-
-        def lacking(to: TrainerId, frame: Any, arrays: Any = (), **options: Any) -> None:
-            if arrays:
-                raise UsageError("no memory")
-            post(to, frame, arrays, **options)
-
-        carrier.post = lacking
         mesh.rpc.register(lambda: LARGE, name="large")
 
     def caller(mesh: pmesh.Mesh) -> None:
@@ -92,8 +94,16 @@ def test_a_result_for_which_there_is_no_memory_is_an_error_of_the_call() -> None
     pair(caller, callee)
 
 
-def test_an_argument_that_does_not_come_in_time_is_given_up_by_both_sides() -> None:
-    called = list[object]()
+def test_an_argument_that_does_not_come_in_time_is_given_up_by_both_sides(
+    faults: Faults,
+) -> None:
+    called, carriers = list[object](), dict[int, Carrier]()
+
+    def post(real: Real, carrier: Carrier, *what: Any, **options: Any) -> None:
+        carriers[threading.get_ident()] = carrier
+        real(carrier, *what, **options)
+
+    faults.around(Carrier, "post", post)
 
     def callee(mesh: pmesh.Mesh) -> None:
         mesh.rpc.register(called.append, name="note")
@@ -104,7 +114,8 @@ def test_an_argument_that_does_not_come_in_time_is_given_up_by_both_sides() -> N
         promised = Value(
             pack({0: LARGE}, lambda: 2**33).value.header, (Apart(2**33, LARGE.nbytes),)
         )
-        endpoint._carrier.post(peer, Request(call.number + 1, "note", promised, 0.01))  # noqa: SLF001
+        carrier = carriers[threading.get_ident()]
+        carrier.post(peer, Request(call.number + 1, "note", promised, 0.01))
         call.give_up("the test has seen enough")
         serve = endpoint.begin(peer, "note", (1,), {}, 60.0)
         serve.give_up("its number is that of the promise")

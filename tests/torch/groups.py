@@ -14,7 +14,7 @@ from pmesh.torch.process_group import ProcessGroup
 T = TypeVar("T")
 
 
-def group_of(mesh: Mesh) -> ProcessGroup:
+def group_of(mesh: Mesh, end: Callable[[], None] = lambda: None) -> ProcessGroup:
     return ProcessGroup(
         mesh,
         None,
@@ -23,7 +23,7 @@ def group_of(mesh: Mesh) -> ProcessGroup:
         timeout=timedelta(minutes=1),
         name="all",
         split=lambda _: None,
-        end=lambda: None,
+        end=end,
     )
 
 

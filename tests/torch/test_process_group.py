@@ -567,12 +567,11 @@ def test_a_group_that_is_aborted_ends_what_it_has_sent() -> None:
     has_ended = threading.Event()
 
     def program(mesh: Mesh) -> None:
-        group, total = group_of(mesh), reducing(dist.ReduceOp.SUM)
+        group, total = group_of(mesh, end=mesh.close), reducing(dist.ReduceOp.SUM)
         if mesh.rank == 1:
             group.allreduce([torch.ones(3)], total).wait()
             assert has_ended.wait(PATIENCE_S)
             return
-        group._end = mesh.close
         may_begin, xs = threading.Event(), [torch.ones(3) for _ in range(4)]
         group._line.submit(lambda: may_begin.wait(PATIENCE_S))
         works = [group.allreduce([x], total) for x in xs]

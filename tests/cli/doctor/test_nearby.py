@@ -5,7 +5,7 @@ import errno
 import socket
 import sys
 from collections.abc import Awaitable, Callable
-from typing import cast
+from dataclasses import replace
 
 import pytest
 import trio
@@ -105,29 +105,32 @@ async def test_a_system_that_lets_nobody_ask_is_an_error_in_words(faults: Faults
     assert heard.error == "No route to host"
 
 
-class SocketWithPackets:
-    """A socket that has these packets, and then ends."""
+class Inbox(contextlib.nullcontext["Inbox"]):
+    """A socket that has these packets, and then no more."""
 
     def __init__(self, *packets: tuple[bytes, str]) -> None:
+        super().__init__(self)
         self._packets = iter(packets)
 
     async def recvfrom(self, _: int) -> tuple[bytes, tuple[str, int]]:
         found = next(self._packets, None)
         if found is None:
-            raise trio.EndOfChannel
+            await trio.sleep_forever()
+            raise AssertionError
         return found[0], (found[1], 5353)
 
 
-async def read(*packets: tuple[bytes, str]) -> Heard:
-    heard = Heard()
-    inbox = cast("trio.socket.SocketType", SocketWithPackets(*packets))
-    with contextlib.suppress(trio.EndOfChannel):
-        await nearby._read(inbox, KEY, {"10.0.0.1"}, heard)  # noqa: SLF001 - what `listen` runs
-    return heard
+async def heard_of(faults: Faults, *packets: tuple[bytes, str]) -> Heard:
+    """What this machine, 10.0.0.1, hears from them."""
+    with (
+        faults.instead(nearby, "_open_listeners", lambda _: [Inbox(*packets)]),
+        faults.skip(nearby, "_ask"),
+    ):
+        return await listen(KEY, [replace(LOOPBACK, host="10.0.0.1")], [], least_s=0.1)
 
 
-async def test_only_the_packets_of_others_say_that_others_are_there() -> None:
-    heard = await read((b"a question", "10.0.0.1"), (b"a printer", "fe80::7%en0"))
+async def test_only_the_packets_of_others_say_that_others_are_there(faults: Faults) -> None:
+    heard = await heard_of(faults, (b"a question", "10.0.0.1"), (b"a printer", "fe80::7%en0"))
     assert heard.hosts == {"fe80::7"}
     assert heard.agents == {}
 
@@ -137,22 +140,24 @@ async def test_a_flood_of_announcements_costs_so_many_signatures_and_no_more(
 ) -> None:
     faults.limit(nearby, "MAX_READ", 2)
     forged = (b"_pmesh forged", "10.0.0.9")
-    heard = await read(forged, forged, (packet(AD), "10.0.0.2"))
+    heard = await heard_of(faults, forged, forged, (packet(AD), "10.0.0.2"))
     assert heard.agents == {}
-    assert (await read(forged, (packet(AD), "10.0.0.2"))).agents == {NODE_KEY.node: AD}
+    heard = await heard_of(faults, forged, (packet(AD), "10.0.0.2"))
+    assert heard.agents == {NODE_KEY.node: AD}
 
 
 @on_linux
-def test_questions_go_to_the_group_from_its_port() -> None:
-    with contextlib.ExitStack() as opened:
-        (reader,) = map(opened.enter_context, nearby._open_listeners([LOOPBACK]))  # noqa: SLF001 - as `listen`
-        nearby._ask([LOOPBACK])  # noqa: SLF001 - as `listen`
-        plain = reader.detach()
-        with socket.socket(fileno=plain) as got:
-            got.setblocking(True)  # noqa: FBT003 - its only argument
-            got.settimeout(5)
-            while (found := got.recvfrom(9000))[1] != ("127.0.0.1", 5353):
-                pass  # of another program
+async def test_questions_go_to_the_group_from_its_port() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as got:
+        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+            got.setsockopt(socket.SOL_SOCKET, option, 1)
+        got.bind(("224.0.0.251", 5353))
+        member = socket.inet_aton("224.0.0.251") + socket.inet_aton("127.0.0.1")
+        got.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, member)
+        got.settimeout(5)
+        await listen(None, [LOOPBACK], [], least_s=0.0)
+        while (found := got.recvfrom(9000))[1] != ("127.0.0.1", 5353):
+            pass  # of another program
     assert found[0] in QUESTIONS
 
 
