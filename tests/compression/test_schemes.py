@@ -116,6 +116,6 @@ def test_every_scheme_has_a_spec() -> None:
     every = [named(name) for name in NAMES]
     assert [scheme_of(scheme) for scheme in every] == every
     assert len({spec(scheme) for scheme in every}) == len(every)
-    public = {each for name, each in vars(schemes).items() if not name.startswith("_")}
+    public = [each for name, each in vars(schemes).items() if not name.startswith("_")]
     kinds = {each for each in public if isinstance(each, type) and issubclass(each, Scheme)}
     assert {type(scheme) for scheme in every} == kinds - {Scheme}
