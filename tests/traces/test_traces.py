@@ -17,7 +17,7 @@ from pmesh.traces.agent import ANSWERS_BEFORE_POLL, Traces
 from pmesh.traces.rules.timeline import find_waits, place_ops
 from pmesh.traces.wire import AskOps, AskTrace, TellOps, Traced, TracedOps
 from tests.p2p.p2p import some
-from tests.worlds.faults import Faults
+from tests.worlds.faults import Faults, Real
 from tests.worlds.kept import kept
 from tests.worlds.trainer import TrainerClient, together, until
 from tests.worlds.village import Machine, Village, training, village
@@ -167,8 +167,13 @@ async def test_a_machine_that_answers_without_end_is_cut_off(
     async with training(clock, 2) as (here, trainers):
         await together(*[partial(trainer.reduce, ones(3)) for trainer in trainers])
         liar = here.machines[1].part(Traces)
-        first = liar._next_ops(AskOps(0, JobName("digits"), 60.0))  # noqa: SLF001
-        faults.instead(liar, "_next_ops", lambda _: first)
+        said = list[object]()
+
+        def say_again(real: Real, asked: AskOps) -> object:
+            said.append(said[0] if said else real(asked))
+            return said[0]
+
+        faults.around(liar, "_next_ops", say_again)
         faults.limit(traces, "MOST_ANSWERS", 6)
 
         found, traced = await trace(here, here.machines[0])
@@ -237,8 +242,9 @@ async def test_answers_that_nobody_waits_for_are_dropped(clock: MockClock, fault
         await together(*[partial(trainer.reduce, ones(3)) for trainer in trainers])
         asks, liar, silent = (machine.part(Traces) for machine in here.machines)
         member = here.machines[1].agent.membership.state.me
-        for part in (liar, silent):
-            faults.skip(part, "_answer")
+        of_silent: list[int] = []
+        faults.skip(liar, "_answer")
+        faults.instead(silent, "_answer", lambda _, asked: of_silent.append(asked.question))
         found: list[str] = []
 
         async def look() -> None:
@@ -246,9 +252,8 @@ async def test_answers_that_nobody_waits_for_are_dropped(clock: MockClock, fault
             found.extend(machine.why_not for machine in traced.machines)
 
         async def lie() -> None:
-            await until(lambda: kept(asks)["open"] == 2)
-            others = [n for n, each in asks._open.items() if each.member != member]  # noqa: SLF001
-            for number in (*others, 1234):
+            await until(lambda: kept(asks)["open"] == 2 and bool(of_silent))
+            for number in (*of_silent, 1234):
                 asks.receive(member, TellOps(number, None))
 
         await together(look, lie)

@@ -4,6 +4,7 @@ import socket
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import trio
 
@@ -16,23 +17,29 @@ from tests.worlds.lanes import offer_between
 UNKNOWN = ConnectionFacts()
 
 
-def connections(
-    offer: OfferLane, index: int, *, buffer_bytes: int | None = None, tcp: bool = False
-) -> tuple[Lane, Lane]:
-    """The two ends of one connection of a lane, as if they had greeted."""
-    part = offer_of_connection(offer, index)
+Ends: TypeAlias = tuple[socket.socket, socket.socket]
+
+
+def sockets(*, buffer_bytes: int | None = None, tcp: bool = False) -> Ends:
+    """Two that are connected: of the sender, and of the receiver."""
     ends = _tcp_pair() if tcp else socket.socketpair()
     if buffer_bytes is not None:
         for end in ends:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
             end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+    return ends
+
+
+def connections(offer: OfferLane, index: int, ends: Ends) -> tuple[Lane, Lane]:
+    """The two ends of one connection of a lane, as if they had greeted."""
+    part = offer_of_connection(offer, index)
     sending = Lane(ends[0], part, sending=True, peer="mac-1")
     receiving = Lane(ends[1], part, sending=False, peer="mac-0")
     sending.hosts = receiving.hosts = f"path-{index}", f"path-{index}"
     return sending, receiving
 
 
-def _tcp_pair() -> tuple[socket.socket, socket.socket]:
+def _tcp_pair() -> Ends:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         dialled = socket.create_connection(listener.getsockname())
         return dialled, listener.accept()[0]
@@ -58,6 +65,8 @@ class Paths:
     offer: OfferLane
     buffer_bytes: int | None
     tcp: bool
+    sockets: list[Ends]
+    """Those of each connection, in the order in which they were made."""
     made: int = field(default=1)
     stalled: list[Lane] = field(default_factory=list)
 
@@ -74,7 +83,8 @@ class Paths:
         return f"path-{index}"
 
     def _connect(self, index: int) -> tuple[Lane, Lane]:
-        return connections(self.offer, index, buffer_bytes=self.buffer_bytes, tcp=self.tcp)
+        self.sockets.append(sockets(buffer_bytes=self.buffer_bytes, tcp=self.tcp))
+        return connections(self.offer, index, self.sockets[-1])
 
 
 @asynccontextmanager
@@ -83,9 +93,10 @@ async def paths_between(
 ) -> AsyncGenerator[Paths]:
     """A lane with so many paths, path-0 and so on; `buffer_bytes` makes them slow."""
     offer = offer_between(0, 1, several=True)
-    first = connections(offer, 0, buffer_bytes=buffer_bytes, tcp=tcp)
+    ends = sockets(buffer_bytes=buffer_bytes, tcp=tcp)
+    first = connections(offer, 0, ends)
     lanes = [MultipathLane(end, ConnectionFacts(), offer) for end in first]
-    made = Paths(lanes[0], lanes[1], offer, buffer_bytes, tcp)
+    made = Paths(lanes[0], lanes[1], offer, buffer_bytes, tcp, [ends])
     async with trio.open_nursery() as nursery:
         for lane in lanes:
             nursery.start_soon(lane.tend)

@@ -24,7 +24,7 @@ from pmesh.net.lanes.multipath import (
     ConnectionFacts,
     MultipathLane,
 )
-from tests.net.lanes.multipath import Paths, connections, drop, names_of, paths_between
+from tests.net.lanes.multipath import Paths, connections, drop, names_of, paths_between, sockets
 from tests.net.lanes.parts import either_way, receive_all, send_all
 from tests.worlds.lanes import header
 
@@ -144,7 +144,7 @@ async def test_without_any_path_a_lane_breaks_after_a_while(autojump_clock: Mock
         with pytest.raises(PathLost, match="from mac-0 has lost its path"):
             await received(paths.receiving, 3)
         assert 1 < autojump_clock.current_time() < 4
-        spare, other = connections(paths.offer, 2)
+        spare, other = connections(paths.offer, 2, sockets())
         with pytest.raises(LaneBroken):
             paths.receiving.join(other, 2, ConnectionFacts())  # too late
         spare.close()
@@ -196,8 +196,7 @@ async def test_a_record_of_a_lower_roster_is_dropped() -> None:
 async def test_a_connection_that_brings_garbage_is_lost_and_the_lane_is_not() -> None:
     async with paths_between(2) as paths:
         with trio.fail_after(10):
-            [first, _] = paths.sending._subflows.values()  # noqa: SLF001 - only it has the socket
-            first.sock.send(b"\xff" * 48)
+            paths.sockets[0][0].send(b"\xff" * 48)
             await paths.sending.send(header(3), b"abc")
             assert await received(paths.receiving, 3) == b"abc"
             assert names_of(paths.receiving) == {"path-1"}
@@ -213,10 +212,8 @@ async def test_what_was_sent_before_the_lane_is_closed_arrives(
 ) -> None:
     """A closed socket that gets an acknowledgement resets, and loses what has not arrived."""
     async with paths_between(1, tcp=True) as paths:
-        [subflow] = paths.receiving._subflows.values()  # noqa: SLF001 - only it has the socket
-        subflow.sock.setsockopt(
-            socket.SOL_SOCKET, socket.SO_RCVBUF, 65536
-        )  # the rest is on its way
+        [(_, receiving)] = paths.sockets
+        receiving.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)  # the rest is on its way
         with trio.fail_after(20):
             await move_slowly(paths, BODIES[:3])
             paths.sending.close()
@@ -287,7 +284,7 @@ async def test_a_connection_joins_once_and_not_too_many_do() -> None:
         for _ in range(MAX_SUBFLOWS - 2):
             paths.add()
         for index in (0, 1, MAX_SUBFLOWS):
-            spare, other = connections(paths.offer, index)
+            spare, other = connections(paths.offer, index, sockets())
             with pytest.raises(LaneBroken, match=f"takes no connection with index {index}"):
                 paths.sending.join(spare, index, ConnectionFacts())
             assert spare.is_closed
@@ -390,8 +387,8 @@ async def test_who_loses_the_last_connection_while_it_waits_is_told() -> None:
 
             nursery.start_soon(receive)
             await wait_all_tasks_blocked()
-            [subflow] = paths.sending._subflows.values()  # noqa: SLF001 - only it has the socket
-            subflow.sock.shutdown(socket.SHUT_RDWR)
+            [(sending, _)] = paths.sockets
+            sending.shutdown(socket.SHUT_RDWR)
 
 
 async def test_a_thread_may_work_with_the_lane_while_paths_come_and_go() -> None:
