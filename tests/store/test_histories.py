@@ -12,7 +12,7 @@ from pmesh.store.wire import Add, Answer, Append, Check, Command, CompareSet, Ge
 from tests.worlds.linearizable import ObservedCall, is_linearizable
 from tests.worlds.store_connection import RanksWithStores, StoreConnection, sharing
 from tests.worlds.trainer import until
-from tests.worlds.village_ops import cut, mend, ranks_of
+from tests.worlds.village_ops import cut, ranks_of
 
 MAJORITY = Terms(quorum="majority")
 COMMANDS: list[Command] = [
@@ -59,9 +59,8 @@ async def cut_off_and_back(there: RanksWithStores, rank: int, *, for_s: float) -
     """The machine of a rank is apart from the others for a while."""
     one = there.machine_of(rank)
     others = [machine for machine in there.here.machines if machine is not one]
-    await cut(one, *others)
-    await trio.sleep(for_s)
-    mend(one, *others)
+    async with cut(one, *others):
+        await trio.sleep(for_s)
     await there.here.settle(*there.here.machines)
 
 

@@ -34,7 +34,7 @@ from tests.worlds.faults import Faults
 from tests.worlds.kept import kept
 from tests.worlds.store_connection import RanksWithStores, StoreConnection, sharing
 from tests.worlds.trainer import together, until
-from tests.worlds.village_ops import cut, enter, machine_of, mend, ranks_of
+from tests.worlds.village_ops import cut, enter, machine_of, ranks_of
 
 LARGE = bytes(range(256)) * (MAX_VALUE_BYTES // 256)
 
@@ -151,13 +151,13 @@ async def test_without_a_majority_calls_wait(clock: MockClock) -> None:
     async with sharing(clock, terms=Terms(quorum="majority")) as there:
         await there.stores[0].ask(Set("k", b"1"))
         machines = [there.machine_of(rank) for rank in range(3)]
-        await cut(machines[2], *machines[:2])
-        call = await there.stores[2].begin(Set("k", b"3"), timeout_s=5)
-        await there.stores[0].ask(Set("k", b"2"))
-        verdict = await there.stores[2].verdict_of(call)
-        assert verdict.error == "OpTimedOut"
-        assert "did not acknowledge a set in its store" in verdict.message
-        assert await there.stores[1].ask(Get("k")) == b"2"
+        async with cut(machines[2], *machines[:2]):
+            call = await there.stores[2].begin(Set("k", b"3"), timeout_s=5)
+            await there.stores[0].ask(Set("k", b"2"))
+            verdict = await there.stores[2].verdict_of(call)
+            assert verdict.error == "OpTimedOut"
+            assert "did not acknowledge a set in its store" in verdict.message
+            assert await there.stores[1].ask(Get("k")) == b"2"
 
 
 async def test_the_side_that_is_superseded_learns_it_and_finds_the_other_s_values(
@@ -167,11 +167,10 @@ async def test_the_side_that_is_superseded_learns_it_and_finds_the_other_s_value
     async with sharing(clock) as there:
         machines = [there.machine_of(rank) for rank in range(3)]
         await there.stores[0].ask(Set("k", b"1"))
-        await cut(machines[2], *machines[:2])
-        await there.stores[2].ask(Set("k", b"alone"))
-        await there.stores[0].ask(Set("k", b"2"))
-        waits = await there.stores[2].begin(Get("never"))
-        mend(*machines)
+        async with cut(machines[2], *machines[:2]):
+            await there.stores[2].ask(Set("k", b"alone"))
+            await there.stores[0].ask(Set("k", b"2"))
+            waits = await there.stores[2].begin(Get("never"))
         verdict = await there.stores[2].verdict_of(waits)
         assert verdict.error == "HistorySuperseded"
         assert "mesh.sync() brings it back" in verdict.message
