@@ -163,7 +163,7 @@ class Fleet:
         if mesh_key != "":
             variables["PMESH_KEY"] = mesh_key or self.mesh_key
         process = self.start_program(name, command, host=host, home=self.home(name), **variables)
-        return Agent(process, self.home(name), host)
+        return StartedAgent(process, self.home(name), host)
 
     def start_ring(self, *names: str) -> list[StartedAgent]:
         """Agents on this machine that know the first one's address, in one view."""

@@ -22,7 +22,7 @@ from pmesh.p2p.client import session as session_module
 from pmesh.p2p.client.calls import ANY, PointToPoint
 from pmesh.p2p.client.session import P2PSession
 from pmesh.p2p.wire import MAX_TAG, MessageSent, ReceiveMessage, SendMessage
-from tests.worlds.faults import Fault, Faults, Real
+from tests.worlds.faults import Faults, InjectedFault, Real
 from tests.worlds.scripted_agent import PATIENCE_S
 from tests.worlds.system import forked
 from tests.worlds.watched_agent import LOST, WatchedAgent, pair, run, run_ranks
@@ -187,7 +187,7 @@ def test_closing_ends_calls_of_other_threads(agent: WatchedAgent) -> None:
     run_ranks(agent.home, 2, wait)
 
 
-def interrupted_here(faults: Faults, where: object, call: str) -> Fault:
+def interrupted_here(faults: Faults, where: object, call: str) -> InjectedFault:
     """Ctrl-C meets the calls of this thread, and of no other."""
     here = threading.get_ident()
 

@@ -265,8 +265,8 @@ class BesideCounter:
 
 
 def test_the_ops_of_elastic_ddp_run_beside_what_the_rank_computes(faults: Faults) -> None:
-    def program(mesh: Mesh) -> Counted:
-        counted = Counted()
+    def program(mesh: Mesh) -> BesideCounter:
+        counted = BesideCounter()
         faults.instead(Place, "begin_beside", counted.begin_beside)
         faults.instead(Place, "end_beside", counted.end_beside)
         line, gate = BackwardLine(mesh), Event()
@@ -306,7 +306,7 @@ def test_what_a_rank_computes_beside_its_ops_is_its_own_time(
 
 
 def test_a_group_times_each_op_whoever_runs_it_and_however_it_ends(faults: Faults) -> None:
-    counts = defaultdict[Place, Counted](Counted)
+    counts = defaultdict[Place, BesideCounter](BesideCounter)
     faults.instead(Place, "begin_beside", lambda place: counts[place].begin_beside(place))
     faults.instead(Place, "end_beside", lambda place: counts[place].end_beside(place))
 
@@ -318,7 +318,7 @@ def test_a_group_times_each_op_whoever_runs_it_and_however_it_ends(faults: Fault
             group.allreduce([torch.ones(3 + mesh.rank)]).wait()
 
     SimulatedMesh(2).run(program)
-    assert [*counts.values()] == [Counted(3, 3)] * 2
+    assert [*counts.values()] == [BesideCounter(3, 3)] * 2
 
 
 @pytest.fixture(scope="module")

@@ -265,8 +265,8 @@ async def small_machine(
     """A village of one machine, which may open so many files and has so much memory."""
     memory = psutil.virtual_memory()._replace(total=memory_bytes)
     with (
-        Fault(agent_run, "open_files_limit", lambda: files),
-        Fault(psutil, "virtual_memory", lambda: memory),
+        InjectedFault(agent_run, "open_files_limit", lambda: files),
+        InjectedFault(psutil, "virtual_memory", lambda: memory),
     ):
         async with village(clock, 1) as here:
             yield here, here.machines[0]

@@ -25,7 +25,7 @@ from pmesh.core.wire.calls import Call
 from pmesh.core.wire.trainer import OpDone, OpFailed, StartOp
 from pmesh.errors import PeerUnreachable
 from pmesh.ids import OpNumber
-from tests.worlds.faults import InjectedFault, Faults, Real
+from tests.worlds.faults import Faults, InjectedFault, Real
 from tests.worlds.trainer import OpError, TrainerClient, together, until
 from tests.worlds.village import Machine, Village
 
@@ -84,7 +84,7 @@ async def cut(one: Machine, *others: Machine) -> AsyncGenerator[None]:
     would keep this machine and leave out one that can no longer hear it (V5).
     """
     sizes = {one.settings.name: 1} | {m.settings.name: len(others) for m in others}
-    with Fault(peers, "dial_any", _reach_nobody):
+    with InjectedFault(peers, "dial_any", _reach_nobody):
         for other in others:
             other.agent.peers.drop(one.key.node, "the network is cut")
             one.agent.peers.drop(other.key.node, "the network is cut")

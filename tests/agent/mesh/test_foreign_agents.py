@@ -30,7 +30,7 @@ from pmesh.errors import (
 )
 from pmesh.ids import Incarnation, NodeId, node_text
 from pmesh.net.links.discovery import AgentFound, Deaf, Discovered, Gone, minute_of_now
-from tests.worlds.faults import Fault, Faults, Real
+from tests.worlds.faults import Faults, InjectedFault, Real
 from tests.worlds.trainer import RefusedError, until
 from tests.worlds.village import MESH, Machine, Village, village
 from tests.worlds.village_ops import snapshot_of
@@ -84,7 +84,7 @@ async def listening(clock: MockClock, name: str = "mac-0") -> AsyncGenerator[Lis
         channels.append(found)
         await trio.sleep_forever()
 
-    with Fault(findings, "discover", discover):
+    with InjectedFault(findings, "discover", discover):
         async with village(clock, 0) as here:
             one = here.new_machine(name, mdns=True)
             await one.start()

@@ -23,7 +23,7 @@ from pmesh.net.links import path as path_module
 from simulation.wire import AnyMessage, encode_unbounded
 from tests.agent.mesh.liar import LIAR, SAID, lying_to, of
 from tests.worlds.builders import make_heartbeat, make_view
-from tests.worlds.faults import InjectedFault, Faults, Real
+from tests.worlds.faults import Faults, InjectedFault, Real
 from tests.worlds.trainer import TrainerClient, together
 from tests.worlds.village import Machine, village
 
@@ -125,7 +125,7 @@ async def test_error_texts_of_any_size_part_nobody(clock: MockClock, faults: Fau
                 raw = msgspec.msgpack.decode(encode(message)[CHANNEL_BYTES:])
                 raw[8] = asked
                 unbounded = encode_unbounded(raw, Heartbeat.channel)
-                with Fault(links_module, "encode", lambda _: unbounded):
+                with InjectedFault(links_module, "encode", lambda _: unbounded):
                     send(link, message)
             else:
                 send(link, message)

@@ -105,7 +105,7 @@ async def test_a_system_that_lets_nobody_ask_is_an_error_in_words(faults: Faults
     assert heard.error == "No route to host"
 
 
-class Inbox(contextlib.nullcontext["Inbox"]):
+class SocketWithPackets(contextlib.nullcontext["SocketWithPackets"]):
     """A socket that has these packets, and then no more."""
 
     def __init__(self, *packets: tuple[bytes, str]) -> None:
@@ -123,7 +123,7 @@ class Inbox(contextlib.nullcontext["Inbox"]):
 async def heard_of(faults: Faults, *packets: tuple[bytes, str]) -> Heard:
     """What this machine, 10.0.0.1, hears from them."""
     with (
-        faults.instead(nearby, "_open_listeners", lambda _: [Inbox(*packets)]),
+        faults.instead(nearby, "_open_listeners", lambda _: [SocketWithPackets(*packets)]),
         faults.skip(nearby, "_ask"),
     ):
         return await listen(KEY, [replace(LOOPBACK, host="10.0.0.1")], [], least_s=0.1)
