@@ -19,7 +19,7 @@ def test_the_ten_lines_print_on_both_machines_what_the_readme_shows(
     (tmp_path / "line.py").write_text(README.split("```python\n")[1].split("```")[0])
     shown = README.split("```console\n")[1].split("```")[0].splitlines()
     commands = [line.partition("$ pmesh ")[2].split() for line in shown if "$ pmesh " in line]
-    assert commands[0] == commands[1] == ["up", "--detach", "--allow-run"]
+    assert commands[0] == commands[1] == ["allow", "run"]
     agents = fleet.start_ring("mac-1", "mac-2")
     for agent in agents:  # the test may run as root
         assert fleet.pmesh("allow", "run", "--as-root", home=agent.home).returncode == 0
