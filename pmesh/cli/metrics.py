@@ -59,7 +59,7 @@ class AgentCollector(Collector):
                 return
             yield _gauge("up", "Whether the agent answers.", [((), 1)])
             seen = dict(self._seen)
-        yield _counter("events", "As in pmesh events, since this began.", _of(seen), "kind")
+        yield _counter("events", "As in pmesh events, from the oldest there.", _of(seen), "kind")
         yield from metrics_of(status)
 
 
