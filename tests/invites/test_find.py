@@ -141,7 +141,7 @@ NOBODY: dict[str, tuple[list[Discovered], str]] = {
     ),
     "no invitation": (
         [found(agent(2)), found(agent(1))],
-        r"in 0.05 s; mac-1, mac-2 runs pmesh: check that the code is not older than ten minutes",
+        r"in 0.05 s; pmesh runs on mac-1, mac-2: check that the code is not older than ten minutes",
     ),
     "another number": (
         [found(agent(1, invitation=8))],
@@ -149,7 +149,7 @@ NOBODY: dict[str, tuple[list[Discovered], str]] = {
     ),
     "one that was withdrawn": (
         [found(agent(1, invitation=7)), found(agent(1))],
-        r"mac-1 runs pmesh",
+        r"pmesh runs on mac-1",
     ),
     "one that is gone": (
         [found(agent(1, invitation=7)), Gone(node=agent(1).node)],

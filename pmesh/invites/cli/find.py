@@ -131,8 +131,8 @@ class _Finder:
         if self._found:
             names = ", ".join(sorted(each.name for each in self._found.values()))
             return (
-                f"{none} was found in {looked_s:g} s; {names} runs pmesh: check that the code is "
-                "not older than ten minutes"
+                f"{none} was found in {looked_s:g} s; pmesh runs on {names}: check that the "
+                "code is not older than ten minutes"
             )
         return (
             f"no machine that runs pmesh was found in {looked_s:g} s: check that both machines are "
