@@ -11,7 +11,7 @@ from typing import TypeVar
 import trio
 
 from pmesh.agent.config import AgentSettings, Listen
-from pmesh.agent.limits import raise_open_files
+from pmesh.agent.limits import MAX_TRAINERS, raise_open_files
 from pmesh.agent.run import run_agent
 from pmesh.client.connect import OnLoss, connect
 from pmesh.client.mesh import Mesh
@@ -20,6 +20,7 @@ from pmesh.errors import GroupBroken, HistorySuperseded, MeshClosed, RankLost, U
 
 T = TypeVar("T")
 _JOB = "simulated"
+_MOST = MAX_TRAINERS // 2  # a program may have half of the connections that others leave
 _OF_THE_LOST = (MeshClosed, HistorySuperseded)  # which `lose` has caused
 
 
@@ -33,9 +34,11 @@ class SimulatedMesh:
     """
 
     def __init__(self, size: int, *, on_loss: OnLoss = "raise") -> None:
-        """Take `on_loss` as `pmesh.connect` does. Raises UsageError if size is less than 1."""
-        if size < 1:
-            raise UsageError(f"a mesh has at least 1 rank, not {size}")
+        """Take `on_loss` as `pmesh.connect` does. Raises UsageError if size is not 1 to 64."""
+        if not 1 <= size <= _MOST:
+            raise UsageError(
+                f"a simulated mesh has at least 1 rank and at most {_MOST}, not {size}"
+            )
         self._size = size
         self._on_loss: OnLoss = on_loss
         self._latest = Path(), contextlib.ExitStack()
@@ -70,7 +73,10 @@ class SimulatedMesh:
             meshes = sorted((join.result() for join in joined), key=lambda mesh: mesh.rank)
             self._latest, self._meshes, self._lost = (Path(home), leftovers), meshes, lost
             calls = [pool.submit(run_rank, mesh) for mesh in meshes]
-            wait(calls)
+            try:
+                wait(calls)
+            finally:
+                self._meshes = []
         errors = [
             e
             for mesh, call in zip(meshes, calls, strict=True)
@@ -89,7 +95,12 @@ class SimulatedMesh:
 
         Returns:
             Its mesh, for a thread of your own. It is closed at the end of the run.
+
+        Raises:
+            UsageError: `run` is not running.
         """
+        if not self._meshes:
+            raise UsageError("connect() adds a trainer to a run: call it during run()")
         return self._join(*self._latest)
 
     def lose(self, rank: int) -> None:
@@ -99,7 +110,14 @@ class SimulatedMesh:
 
         Args:
             rank: the rank's number when the run began.
+
+        Raises:
+            UsageError: `run` is not running, or began without such a rank.
         """
+        if not self._meshes:
+            raise UsageError("lose() ends a rank of a run: call it during run()")
+        if not 0 <= rank < self._size:
+            raise UsageError(f"there is no rank {rank}: there are ranks 0 to {self._size - 1}")
         mesh = self._meshes[rank]
         self._lost.add(mesh)
         mesh.__exit__(RankLost, RankLost("SimulatedMesh.lose"), None)

@@ -252,9 +252,32 @@ def test_ctrl_c_ends_the_ranks_that_wait_and_nothing_is_left(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_mesh_has_at_least_one_rank() -> None:
-    with pytest.raises(pmesh.UsageError, match="at least 1 rank"):
-        SimulatedMesh(0)
+@pytest.mark.parametrize("size", [0, 65])
+def test_a_mesh_has_at_least_one_rank_and_at_most_what_an_agent_gives_to_a_program(
+    size: int,
+) -> None:
+    with pytest.raises(pmesh.UsageError, match=f"at least 1 rank and at most 64, not {size}"):
+        SimulatedMesh(size)
+
+
+def test_ranks_are_added_and_lost_only_while_they_run() -> None:
+    simulated = SimulatedMesh(2)
+
+    def refused() -> None:
+        with pytest.raises(pmesh.UsageError, match=r"connect\(\) .* call it during run\(\)"):
+            simulated.connect()
+        with pytest.raises(pmesh.UsageError, match=r"lose\(\) .* call it during run\(\)"):
+            simulated.lose(0)
+
+    def train(mesh: pmesh.Mesh) -> None:
+        for rank in (2, -1):
+            with pytest.raises(pmesh.UsageError, match=f"no rank {rank}: there are ranks 0 to 1"):
+                simulated.lose(rank)
+        mesh.barrier(PATIENCE_S)
+
+    refused()
+    simulated.run(train)
+    refused()
 
 
 @pytest.mark.parametrize("number", [0, 1])
