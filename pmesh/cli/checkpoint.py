@@ -88,11 +88,13 @@ def export_checkpoint(folders: Sequence[Path], to: Path, step: int | None) -> in
     ordered = [arrays[number] for number in range(len(manifest.contents.arrays))]
     metadata = {"format": "np", "pmesh_step": str(manifest.step)}
     export_file(to.expanduser().resolve(), manifest.contents, ordered, metadata)
-    say(f"step {manifest.step} is in {to}: {len(ordered)} arrays")
+    say(f"step {manifest.step} is in {to}: {len(ordered)} array{'' if len(ordered) == 1 else 's'}")
     return 0
 
 
 def _manifests(folders: Sequence[Path]) -> list[tuple[Path, Manifest]]:
+    if not folders:
+        raise UsageError("name a folder: what the script gives to pmesh.Checkpoints")
     found: list[tuple[Path, Manifest]] = []
     any_is_damaged = False
     for folder in folders:

@@ -48,10 +48,20 @@ def test_export_writes_the_latest_step_as_one_file(
 ) -> None:
     to = tmp_path / "whole.safetensors"
     assert run(["checkpoint", "export", *folders, "--to", str(to)]) == 0
-    assert "step 20 is in" in capsys.readouterr().out
+    assert f"step 20 is in {to}: 2 arrays\n" in capsys.readouterr().out
     arrays = load_file(to)
     np.testing.assert_array_equal(arrays["w"], np.full((2, 3), 20))
     np.testing.assert_array_equal(arrays["b.0"], np.ones(5))
+
+
+def test_export_of_one_array_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def train(mesh: pmesh.Mesh) -> None:
+        with pmesh.Checkpoints(tmp_path / "one", mesh) as checkpoints:
+            checkpoints.save({"w": np.ones(3)}, 1)
+
+    SimulatedMesh(1).run(train)
+    assert run(["checkpoint", "export", str(tmp_path / "one"), "--to", str(tmp_path / "x")]) == 0
+    assert capsys.readouterr().out.endswith(": 1 array\n")
 
 
 def test_export_names_the_machines_that_have_what_is_missing(
@@ -85,6 +95,8 @@ def test_a_folder_whose_manifests_are_damaged_asks_for_that_of_another_machine(
 def test_a_folder_or_step_without_a_save_is_named(
     folders: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert run(["checkpoint", "list"]) == 1
+    assert "name a folder: what the script gives to pmesh.Checkpoints" in capsys.readouterr().err
     assert run(["checkpoint", "list", str(tmp_path / "none")]) == 1
     said = capsys.readouterr().err
     assert f"no checkpoint in {tmp_path / 'none'} can be used; there is no such folder; " in said
