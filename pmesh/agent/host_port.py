@@ -23,6 +23,8 @@ def parse_host_port(text: str) -> tuple[str, int]:
     if any(character.isspace() or not character.isprintable() for character in host):
         raise ValueError("a host must not contain spaces")
     if not colon:
+        if host.isdecimal():  # getaddrinfo would read it as an IPv4 address of 32 bits
+            raise ValueError(f"a port without a host is written :{host}")
         return host, DEFAULT_PORT
     if not (port.isascii() and port.isdecimal() and int(port) <= 65535):  # noqa: PLR2004 - 16 bits
         raise ValueError("a port must be a number from 0 to 65535")

@@ -217,5 +217,10 @@ def test_any_text_is_a_host_and_port_or_a_value_error(text: str) -> None:
     assert 0 <= port <= 65535
 
 
+def test_a_port_alone_is_not_taken_for_a_host() -> None:
+    with pytest.raises(ValueError, match="a port without a host is written :24164"):
+        parse_host_port("24164")
+
+
 def test_a_host_alone_has_the_default_port() -> None:
     assert parse_host_port("studio") == ("studio", DEFAULT_PORT)
