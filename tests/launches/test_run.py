@@ -280,7 +280,7 @@ async def test_a_command_that_fails_at_once_before_it_connects_is_not_started_ag
     assert await keep_running(command.start, "bad.py", 10, lambda: False) == 1
     assert command.ended == 2  # it may have been killed for lack of memory: that passes
     assert capsys.readouterr().err.splitlines()[-1] == (
-        "bad.py ended with exit code 1 in its first 20 s, before it called pmesh.connect: it is "
+        "bad.py ended with exit code 1 in its first 20 s, before it looked for an agent: it is "
         "not started again; mend what the lines above say"
     )
 
@@ -301,10 +301,11 @@ def test_what_fails_before_it_connects_runs_once_and_what_finds_no_agent_is_run_
     for script, starts in (
         ("1 +", 0),
         ("print('starts'); x", 1),
+        ("import pmesh; print('starts'); pmesh.connect()", 1),
         (f"print('starts'); {connect}", 2),
     ):
         words = [sys.executable, "-c", script]
         assert run(["run", "--restarts", "1", "--", *words]) == 1
         out, err = capfd.readouterr()
         assert out.splitlines() == ["starts"] * starts
-        assert ("before it called pmesh.connect" in err) == (starts < 2)
+        assert ("before it looked for an agent" in err) == (starts < 2)

@@ -148,7 +148,7 @@ class Runner:
             return "; --restarts 0 does not start it again"
         if at_once:
             return (
-                f" in its first {AT_ONCE_S:g} s, before it called pmesh.connect: it is not started "
+                f" in its first {AT_ONCE_S:g} s, before it looked for an agent: it is not started "
                 "again; mend what the lines above say"
             )
         return (
