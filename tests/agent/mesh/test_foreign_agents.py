@@ -19,6 +19,7 @@ from pmesh.agent.mesh.turned_away import FEW, describe
 from pmesh.agent.schema import PeerStatus, TurnedAwayStatus
 from pmesh.core.identity.advertisement import Advertisement
 from pmesh.core.identity.keys import AdvertisementKey
+from pmesh.core.links.dialing import GRACE_S, LONGEST_UNPROVEN_DELAY_S
 from pmesh.core.wire.link import PROTOCOL_VERSION, Address
 from pmesh.errors import (
     LocalNetworkDenied,
@@ -187,6 +188,7 @@ async def test_one_of_ours_is_dialled_and_shown_as_what_came_of_it(
         assert peer.reason.startswith("PeerUnreachable: 127.0.0.1:1 refuses")
         await mdns.discovers(Gone(node=NODE))
         await mdns.discovers(Gone(node=NodeId(b"x" * 32)))  # which nobody has found
+        await trio.sleep(GRACE_S + LONGEST_UNPROVEN_DELAY_S)
         assert not one.agent.peers.targets.wanted
 
 
