@@ -209,6 +209,20 @@ def test_only_what_was_registered_can_be_called() -> None:
     pair(caller, echoing)
 
 
+def test_a_rank_that_serves_many_functions_says_that_one_is_missing() -> None:
+    def callee(mesh: pmesh.Mesh) -> None:
+        for number in range(200):
+            mesh.rpc.register(len, name=f"evaluate_the_policy_of_round_{number:05}")
+        mesh.barrier()
+
+    def caller(mesh: pmesh.Mesh) -> None:
+        mesh.barrier()
+        with pytest.raises(UsageError, match=r"of_round_00000, .*…\); put @mesh.rpc.register"):
+            mesh.rpc.call(1, "evaluate")
+
+    pair(caller, callee)
+
+
 # --- time-outs, cancellation, room
 
 

@@ -17,6 +17,7 @@ from pmesh.rpc.wire import FULL, GONE, MAX_TEXT, REFUSED, AnyFrame, Failure, Kep
 
 THREADS = 4
 WAITING = 1024
+MOST_NAMES = MAX_TEXT // 2  # characters of what is registered, in an error that has a bound
 ROOM_BYTES = 4 * 1024**3  # arguments of calls that wait or run: a few large models
 
 
@@ -227,6 +228,8 @@ class Serving:
             if name in self._functions:
                 return ""
             names = ", ".join(sorted(self._functions)) or "none"
+        if len(names) > MOST_NAMES:
+            names = f"{names[:MOST_NAMES]}…"
         return (
             f"it has registered no such function (registered are: {names}); put "
             "@mesh.rpc.register before it"
