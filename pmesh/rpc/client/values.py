@@ -136,10 +136,23 @@ def unpack_arguments_untrusted(arriving: Arriving) -> tuple[list[object], dict[s
 
 def failure_of(call: int, error: BaseException) -> Failure:
     """Describe an exception that a function has raised, from the function's own frame on."""
-    reason, trace = str(error), error.__traceback__
+    trace = error.__traceback__
     own = trace if trace is None or trace.tb_next is None else trace.tb_next
-    text = "".join(traceback.format_exception(type(error), error, own))
-    return Failure(call, type(error).__name__[:MAX_TEXT], reason[:MAX_TEXT], text[-MAX_TRACEBACK:])
+    text = _in_unicode("".join(traceback.format_exception(type(error), error, own)))
+    kind, reason = _in_unicode(type(error).__name__), _in_unicode(_reason_of(error))
+    return Failure(call, kind[:MAX_TEXT], reason[:MAX_TEXT], text[-MAX_TRACEBACK:])
+
+
+def _reason_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - a method of the user's class, and the caller waits
+        return "its text can't be told, as its __str__ has raised an exception"
+
+
+def _in_unicode(text: str) -> str:
+    """Return text that can be sent: names of files, for example, may have bytes of no character."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def error_of(failure: Failure, rank: str, function: str) -> PmeshError:
