@@ -23,7 +23,7 @@ from pmesh.errors import (
 from pmesh.ids import TrainerId
 from pmesh.p2p.client.session import Arrived
 from pmesh.rpc.client import carrier
-from pmesh.rpc.client.carrier import BATCHES, Carrier
+from pmesh.rpc.client.carrier import ARRAYS_ASKED, ARRAYS_SENT, BATCHES, Carrier
 from pmesh.rpc.client.values import Came
 from pmesh.rpc.wire import FRAMES, AnyFrame, Apart, Cancel, decode_untrusted, encode, join
 from tests.worlds.faults import Faults
@@ -209,6 +209,45 @@ def test_an_array_comes_whole_or_not_at_all(size: int | None) -> None:
         made.session.ends.put((call, OpTimedOut("late") if size is None else result))
         found = cast("Any", came.get(timeout=PATIENCE_S))
     assert (found is data) == (size == 9)
+
+
+def test_of_many_arrays_a_few_are_received_at_a_time_in_their_order() -> None:
+    apart = [Apart(2**32 + i, 9) for i in range(ARRAYS_ASKED + 3)]
+    came = queue.SimpleQueue[Came]()
+    with world() as made:
+        made.carrier.receive(PEER, apart, 60.0, [came.put] * len(apart))
+        asked = made.session.received
+        assert [tag for _, tag in asked if tag != FRAMES] == [a.tag for a in apart[:ARRAYS_ASKED]]
+        for call, tag in list(asked):
+            if tag != FRAMES:
+                made.session.ends.put((call, OpTimedOut("late")))
+        assert [came.get(timeout=PATIENCE_S) for _ in range(ARRAYS_ASKED)] == [None] * ARRAYS_ASKED
+        made.tick()
+        assert [tag for _, tag in asked if tag != FRAMES] == [a.tag for a in apart]
+
+
+def test_an_array_for_which_there_is_no_memory_ends_its_call_and_nothing_else() -> None:
+    came = queue.SimpleQueue[Came]()
+    with world() as made:
+        made.carrier.receive(PEER, [Apart(2**32, 9)], 5.0, [came.put])
+        (call,) = (number for number, tag in made.session.received if tag == 2**32)
+        made.session.ends.put((call, UsageError("no memory")))
+        assert str(came.get(timeout=PATIENCE_S)) == "no memory"
+        made.tick()
+        assert made.events.cuts.empty()
+
+
+def test_more_arrays_than_may_be_on_the_way_are_refused_until_some_have_arrived() -> None:
+    x = np.zeros(9, np.uint8)
+    with world() as made:
+        made.carrier.post(PEER, Cancel(1), [(2**32 + i, x) for i in range(ARRAYS_SENT)])
+        with pytest.raises(UsageError, match="at most 3072 large arrays are on the way"):
+            made.carrier.post(PEER, Cancel(2), [(2**33, x)])
+        call = next(number for number, envelope, _ in made.session.sent if envelope.tag == 2**32)
+        made.session.ends.put((call, None))
+        made.tick()
+        made.carrier.post(PEER, Cancel(3), [(2**33, x)])
+        assert made.session.sent[-1][1].tag == 2**33
 
 
 def test_a_lost_rank_is_reported_once_and_stays_lost_until_it_is_gone() -> None:

@@ -94,6 +94,29 @@ def test_a_result_for_which_there_is_no_memory_is_an_error_of_the_call(faults: F
     pair(caller, callee)
 
 
+@pytest.mark.parametrize("receiver", ["callee", "caller"])
+def test_an_array_for_which_the_receiver_has_no_memory_is_an_error_of_the_call(
+    faults: Faults, receiver: str
+) -> None:
+    in_order = iter(["callee", "caller"])  # first the argument comes, then the result
+
+    def lacking(real: Real, *request: Any) -> None:
+        if next(in_order, "") != receiver:
+            real(*request)
+            return
+        for take in request[-1]:
+            take(UsageError("no memory"))
+
+    faults.around(Carrier, "receive", lacking)
+
+    def caller(mesh: pmesh.Mesh) -> None:
+        with pytest.raises((RemoteCallFailed, UsageError), match="no memory"):
+            mesh.rpc.call(1, "echo", LARGE)
+        assert mesh.rpc.call(1, "echo", 1) == ((1,), {})
+
+    pair(caller, echoing)
+
+
 def test_an_argument_that_does_not_come_in_time_is_given_up_by_both_sides(
     faults: Faults,
 ) -> None:

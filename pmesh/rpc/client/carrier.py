@@ -24,6 +24,7 @@ from pmesh.core.wire.calls import Envelope
 from pmesh.errors import OpTimedOut, PmeshError, ProtocolError, RankLost, RunError, UsageError
 from pmesh.ids import TrainerId
 from pmesh.p2p.client.session import Arrived, P2PSession
+from pmesh.p2p.wire import MAX_MESSAGES
 from pmesh.rpc.client.values import Came
 from pmesh.rpc.wire import (
     BATCH_BYTES,
@@ -39,6 +40,10 @@ from pmesh.rpc.wire import (
 BATCHES = 2  # on the way to a rank at a time: one travels while the next one fills
 RECEIVES = 2  # from each rank: one is posted while the other one's frames are handled
 TICK_S = 0.25  # how soon a newcomer is heard, an object that nobody refers to is let go, and so on
+
+ARRAYS_ASKED = 256  # receives at a time, for all ranks: an agent keeps those of a trainer in a list
+ARRAYS_SENT = MAX_MESSAGES * 3 // 4  # sends at a time: the rest is for receives and frames
+_LEAST_S = 1e-3  # a receive whose time is over still ends as others do
 
 BORROWED_BYTES = 1024 * 1024  # at least: a session lends few, and to copy less costs nothing
 
@@ -72,6 +77,15 @@ class Events(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Awaited:
+    """An array that a frame has announced, and that is to be received."""
+
+    apart: Apart
+    deadline: float
+    taker: Taker
+
+
 @dataclass(slots=True, eq=False)
 class _Box:
     """What is to be sent to one rank, and the receives that wait for what it sends."""
@@ -82,6 +96,9 @@ class _Box:
     receives: deque[int] = field(default_factory=deque[int])
     arrived: dict[int, Arrived | None] = field(default_factory=dict[int, Arrived | None])
     """By receive: a later one may have ended first."""
+    awaited: deque[_Awaited] = field(default_factory=deque[_Awaited])
+    asked: int = 0
+    """How many arrays are being received; they come in the order of the frames."""
 
 
 class Carrier:
@@ -103,6 +120,8 @@ class Carrier:
         self._lost: dict[TrainerId, RankLost] = {}
         self._ends: dict[int, _Ended] = {}
         self._tags = itertools.count(FIRST_ARRAY)
+        self._sending = 0
+        """How many arrays are on the way."""
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         self.borrows = False
@@ -147,30 +166,41 @@ class Carrier:
 
         Raises:
             RankLost: it is lost.
-            UsageError: there is no memory for an array.
+            UsageError: there is no memory for an array, or too many are on the way.
             PmeshError: there is no connection.
         """
         encoded = encode(frame)
         with self._lock:
             session = self._opened()
+            if self._sending + len(arrays) > ARRAYS_SENT:
+                raise UsageError(
+                    f"at most {ARRAYS_SENT} large arrays are on the way to other ranks at a time, "
+                    f"and there would be {self._sending + len(arrays)}: send fewer in a call, "
+                    "or wait for calls that have begun"
+                )
             box = self._box(session, to)
             box.frames.append(encoded)
             self._flush(session, to, box)
             for tag, data in arrays:
                 envelope = Envelope(tag, "uint8", (data.size,), data.size)
                 call = session.begin_send(to, envelope, data, timeout_s)
-                self._ends[call] = _sent(failed)
+                self._sending += 1
+                self._ends[call] = self._sent(failed)
 
     def receive(
         self, source: TrainerId, arrays: Sequence[Apart], timeout_s: float, takers: Sequence[Taker]
     ) -> None:
-        """Receive arrays that a frame has announced. Called by the events' thread."""
+        """Receive arrays that a frame has announced. Called by the events' thread.
+
+        Each comes to its taker; None or an error in its place if it can't come.
+        """
+        deadline = time.monotonic() + timeout_s
         with self._lock:
             session = self._opened()
+            box = self._box(session, source)
             for apart, taker in zip(arrays, takers, strict=True):
-                borrows = self.borrows and apart.nbytes >= BORROWED_BYTES
-                call = session.begin_receive((source,), apart.tag, timeout_s, borrows=borrows)
-                self._ends[call] = _array_came(apart, taker)
+                box.awaited.append(_Awaited(apart, deadline, taker))
+            self._ask_for_arrays(session, source, box)
 
     # --- inside
 
@@ -209,6 +239,40 @@ class Carrier:
                     self._events.received(rank, frame)
 
         self._ends[call] = ended
+
+    def _ask_for_arrays(self, session: P2PSession, source: TrainerId, box: _Box) -> None:
+        """Receive the arrays that are to come next, a few at a time; the caller holds the lock."""
+        while box.awaited and box.asked < max(1, ARRAYS_ASKED // len(self._boxes)):
+            awaited = box.awaited.popleft()
+            apart, left_s = awaited.apart, max(awaited.deadline - time.monotonic(), _LEAST_S)
+            borrows = self.borrows and apart.nbytes >= BORROWED_BYTES
+            call = session.begin_receive((source,), apart.tag, left_s, borrows=borrows)
+            box.asked += 1
+            self._ends[call] = self._array_came(source, box, awaited)
+
+    def _array_came(self, source: TrainerId, box: _Box, awaited: _Awaited) -> _Ended:
+        def ended(session: P2PSession, call: int) -> None:
+            awaited.taker(_array_of(session, call, awaited.apart))
+            with self._lock:
+                box.asked -= 1
+                if self._boxes.get(source) is box:
+                    self._ask_for_arrays(session, source, box)
+
+        return ended
+
+    def _sent(self, failed: Failed | None) -> _Ended:
+        def ended(session: P2PSession, call: int) -> None:
+            with self._lock:
+                self._sending -= 1
+            try:
+                session.end(call, 0)
+            except (RankLost, OpTimedOut):
+                return  # the receiver is lost, or needs it no more
+            except UsageError as e:
+                if failed is not None:
+                    failed(e)
+
+        return ended
 
     def _flush(self, session: P2PSession, to: TrainerId, box: _Box) -> None:
         """Send the frames that wait, unless enough are on the way; the caller holds the lock."""
@@ -292,35 +356,21 @@ class Carrier:
             self._boxes.clear()
             self._lost.clear()
             self._ends.clear()
+            self._sending = 0
         if session is not None:
             session.close(str(why))
             self._events.cut_off(why)
 
 
-def _sent(failed: Failed | None) -> _Ended:
-    def ended(session: P2PSession, call: int) -> None:
-        try:
-            session.end(call, 0)
-        except (RankLost, OpTimedOut):
-            return  # the receiver is lost, or needs it no more
-        except UsageError as e:
-            if failed is not None:
-                failed(e)
-
-    return ended
-
-
-def _array_came(apart: Apart, taker: Taker) -> _Ended:
-    def ended(session: P2PSession, call: int) -> None:
-        try:
-            arrived = session.end(call, 0)
-        except (RankLost, OpTimedOut):
-            taker(None)
-            return
-        data = None if arrived is None else arrived.data
-        taker(data if data is not None and data.size == apart.nbytes else None)
-
-    return ended
+def _array_of(session: P2PSession, call: int, apart: Apart) -> Came:
+    try:
+        arrived = session.end(call, 0)
+    except (RankLost, OpTimedOut):
+        return None
+    except UsageError as e:  # there is no memory for it
+        return e
+    data = None if arrived is None else arrived.data
+    return data if data is not None and data.size == apart.nbytes else None
 
 
 def _frames_untrusted(arrived: Arrived | None) -> Sequence[AnyFrame]:

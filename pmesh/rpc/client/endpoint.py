@@ -321,7 +321,9 @@ class Endpoint:
             return
 
         def came(index: int, data: Came) -> None:
-            if answer.value is not None and data is not None and answer.value.put(index, data):
+            if isinstance(data, UsageError):
+                self._settle(source, number, data)
+            elif answer.value is not None and data is not None and answer.value.put(index, data):
                 self._settle(source, number, answer)
 
         pending = self._pending.get(number)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, cast
 
+import numpy as np
+
 from pmesh.client.calls import threads
 from pmesh.core.ops.reductions import Values
 from pmesh.errors import UsageError
@@ -113,8 +115,10 @@ class Serving:
         self._start_ready()
 
         def came(index: int, data: Came) -> None:
-            if data is None:
+            if not isinstance(data, np.ndarray):
                 self.cancel(caller, request.call)
+                if data is not None:
+                    self._post(caller, failure_of(request.call, data), [], request.timeout_s)
                 return
             with self._lock:
                 if call in self._incoming:

@@ -31,8 +31,8 @@ from pmesh.rpc.wire import (
     Value,
 )
 
-Came: TypeAlias = "Values | None"
-"""An array that has arrived, flat uint8; None if it did not come in time."""
+Came: TypeAlias = "Values | UsageError | None"
+"""An array that has arrived, flat uint8; None if it did not come in time, or why it can't come."""
 
 
 class PackedValue(NamedTuple):
