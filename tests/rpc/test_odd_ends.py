@@ -2,6 +2,7 @@
 """What does not happen between honest ranks that have memory."""
 
 import threading
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -146,6 +147,37 @@ def test_an_argument_that_does_not_come_in_time_is_given_up_by_both_sides(
 
     pair(caller, callee)
     assert called == [2]
+
+
+class HandedOver:
+    """A lock that another thread gets once, as soon as it is released."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self._lock = threading.Lock()
+        self._then: Callable[[], None] | None = then
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        if self._then is not None:
+            then, self._then = self._then, None
+            then()
+
+
+@pytest.mark.parametrize("ends", ["lost", "cut off"])
+def test_a_call_that_is_given_up_while_its_rank_is_lost_ends_as_the_others_do(ends: str) -> None:
+    def caller(mesh: pmesh.Mesh) -> None:
+        endpoint, peer = endpoint_of(mesh), mesh.trainers[1]
+        calls = [endpoint.begin(peer, "wait", (), {}, 60.0) for _ in range(2)]
+        endpoint._lock = HandedOver(calls[0].overdue)  # noqa: SLF001
+        why = RankLost("rank 1 is lost")
+        endpoint.lost(peer, why) if ends == "lost" else endpoint.cut_off(why)
+        for call in calls:
+            assert str(call.future.exception(0)) == "rank 1 is lost"
+
+    pair(caller, lambda _: None)
 
 
 def test_ctrl_c_gives_a_call_up() -> None:

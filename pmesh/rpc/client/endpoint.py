@@ -290,17 +290,17 @@ class Endpoint:
     def lost(self, rank: TrainerId, why: RankLost) -> None:
         """End what waits for a lost rank, and what it waits for."""
         self.serving.lose(rank)
-        with self._lock:
-            numbers = self._calls.lose([rank])
-        self._end(numbers, why)
+        with self._lock:  # a call that is given up now ends once: by this
+            ended = [self._pending.pop(number) for number in self._calls.lose([rank])]
+        _fail(ended, why)
 
     def cut_off(self, why: PmeshError) -> None:
         """End all calls: this rank can't reach the others."""
         for rank in self.serving.callers():
             self.serving.lose(rank)
         with self._lock:
-            numbers = self._calls.lose_all()
-        self._end(numbers, why)
+            ended = [self._pending.pop(number) for number in self._calls.lose_all()]
+        _fail(ended, why)
 
     def tick(self) -> None:
         """Let go of what nobody refers to, and give up what is overdue."""
@@ -342,8 +342,7 @@ class Endpoint:
             call.future.set_result(end)
         return True
 
-    def _end(self, numbers: list[int], why: PmeshError) -> None:
-        with self._lock:
-            calls = [self._pending.pop(number) for number in numbers]
-        for call in calls:
-            call.future.set_exception(type(why)(str(why)))
+
+def _fail(calls: list[OutgoingCall], why: PmeshError) -> None:
+    for call in calls:
+        call.future.set_exception(type(why)(str(why)))
