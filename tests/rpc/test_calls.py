@@ -2,6 +2,7 @@
 """Calls as a script makes them, among ranks in threads."""
 
 import contextlib
+import functools
 import gc
 import sys
 import threading
@@ -227,8 +228,21 @@ def test_bad_calls_are_named_before_anything_is_sent() -> None:
         with pytest.raises(UsageError, match="at least 1 thread, and at least 0 calls"):
             rpc.serve(threads=0)
         number: Any = 3
-        with pytest.raises(UsageError, match="a int can't be called"):
-            rpc.register(number)
+        for name in ("", "three"):
+            with pytest.raises(UsageError, match="a int can't be called"):
+                rpc.register(number, name=name)
+        with pytest.raises(UsageError, match="a name is text, not 3: register it as in"):
+            rpc.register(len, name=number)
+        with pytest.raises(UsageError, match=r"partial\(.*\) has no name of its own"):
+            rpc.register(functools.partial(len))
+        for register_or_call in (
+            lambda: rpc.register(len, name="\udcff"),
+            lambda: rpc.call(1, "\udcff"),
+        ):
+            with pytest.raises(
+                UsageError, match=r"a function's name is text in Unicode, not '.udcff'"
+            ):
+                register_or_call()
         with pytest.raises(UsageError, match="at most 4096 arrays, not 4097"):
             rpc.call(1, "note", [np.zeros(1)] * 4097)
         with pytest.raises(UsageError, match="more than the 67108864 that a call takes"):

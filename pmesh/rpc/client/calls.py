@@ -14,7 +14,7 @@ from pmesh.errors import RankLost, TooManyCalls, UsageError
 from pmesh.ids import TrainerId
 from pmesh.rpc.client.carrier import TICK_S
 from pmesh.rpc.client.endpoint import CALL_TIMEOUT_S, Endpoint, OutgoingCall
-from pmesh.rpc.client.serving import THREADS, WAITING, check_function
+from pmesh.rpc.client.serving import THREADS, WAITING, name_for
 from pmesh.rpc.client.values import check_items
 from pmesh.rpc.rules.deal import Deal, Dealt
 
@@ -138,11 +138,13 @@ class Rpc:
         Args:
             function: a function, or a class.
             name: its name for the callers; by default its own. The same name again replaces it.
+
+        Raises:
+            UsageError: it can't be called, or there is no such name.
         """
         if function is None:
             return partial(self.register, name=name)
-        chosen = name or check_function(function).__name__
-        self._endpoint.serving.register(chosen, function)
+        self._endpoint.serving.register(name_for(function, name), function)
         self._endpoint.start()
         return function
 

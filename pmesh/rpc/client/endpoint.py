@@ -16,7 +16,7 @@ from pmesh.ids import Rank, TrainerId
 from pmesh.p2p.client.session import P2PSession, attach
 from pmesh.rpc.client.carrier import Carrier
 from pmesh.rpc.client.serving import Serving
-from pmesh.rpc.client.values import Arriving, Came, error_of, pack_arguments
+from pmesh.rpc.client.values import Arriving, Came, check_text, error_of, pack_arguments
 from pmesh.rpc.rules.calls import Calls
 from pmesh.rpc.wire import (
     MAX_TEXT,
@@ -174,8 +174,7 @@ class Endpoint:
         """
         self.check_process()
         timeout_s = check_timeout(timeout_s)
-        if not 0 < len(function) <= MAX_TEXT:
-            raise UsageError(f"a function's name has 1 to {MAX_TEXT} characters")
+        check_text(function)
         is_own = callee == self.me()
         packed = pack_arguments(args, named, None if is_own else self._carrier.next_tag)
         with self._posting:

@@ -13,7 +13,14 @@ from pmesh.client.calls import threads
 from pmesh.core.ops.reductions import Values
 from pmesh.errors import UsageError
 from pmesh.ids import TrainerId
-from pmesh.rpc.client.values import Arriving, Came, failure_of, pack, unpack_arguments_untrusted
+from pmesh.rpc.client.values import (
+    Arriving,
+    Came,
+    check_text,
+    failure_of,
+    pack,
+    unpack_arguments_untrusted,
+)
 from pmesh.rpc.rules.calls import CallKey, RequestOutcome, Service
 from pmesh.rpc.wire import FULL, GONE, MAX_TEXT, REFUSED, AnyFrame, Failure, Kept, Request, Result
 
@@ -263,8 +270,16 @@ def _methods_of(x: object) -> tuple[str, ...]:
     return (found,) if isinstance(found, str) else tuple(found)
 
 
-def check_function(function: object) -> Callable[..., object]:
-    """Return a function or a class; raise UsageError for anything else."""
+def name_for(function: object, name: object) -> str:
+    """Return the name under which to register a function or a class, which may be its own.
+
+    Raises UsageError for anything else, and if there is no such name.
+    """
     if not callable(function):
         raise UsageError(f"a {type(function).__name__} can't be called, so it can't be registered")
-    return function
+    chosen = name or getattr(function, "__name__", None)
+    if not isinstance(chosen, str):
+        what = f"a name is text, not {name!r}" if name else f"{function!r} has no name of its own"
+        raise UsageError(f'{what}: register it as in mesh.rpc.register(evaluate, name="evaluate")')
+    check_text(chosen)
+    return chosen

@@ -74,6 +74,16 @@ def pack(x: object, next_tag: Callable[[], int] | None) -> PackedValue:
     return PackedValue(Value(described.header, tuple(arrays)), apart)
 
 
+def check_text(name: str) -> None:
+    """Raise UsageError unless a function can be called by this name."""
+    if not 0 < len(name) <= MAX_TEXT:
+        raise UsageError(f"a function's name has 1 to {MAX_TEXT} characters")
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"a function's name is text in Unicode, not {name!r}") from None
+
+
 class Arriving:
     """A value whose large arrays may not be here yet."""
 
