@@ -176,7 +176,8 @@ class LocalUpdates:
             job gets its own `weights` back.
 
         Raises:
-            UsageError: the job's weights have other paths or shapes.
+            UsageError: the job's weights have other paths or shapes; or its ranks have another
+                `outer`, `fragments` or `delayed`.
             PmeshError: as for `mesh.sync`.
         """
         arrays = take_apart(weights, reduction="mean")
@@ -187,6 +188,7 @@ class LocalUpdates:
             "momentum": self._momentum,
             "round": self._round,
             "sent": -1 if self._sent is None else self._sent.fragment,
+            "options": self._options,
             "shared": shared,
         }
         synced = self._mesh.sync(state, self._timeout_s)
@@ -288,12 +290,29 @@ class LocalUpdates:
             self._momentum = {path: np.zeros_like(x) for path, x in self._anchor.items()}
         self._fragments = _cut(self._anchor, len(self._samples))
 
+    @property
+    def _options(self) -> dict[str, float | int]:
+        """Return what must be the same on all ranks."""
+        outer = self._outer
+        return {
+            "learning_rate": outer.learning_rate,
+            "momentum": outer.momentum,
+            "fragments": len(self._samples),
+            "delayed": self._delayed,
+        }
+
     def _take_over(self, synced: Any, arrays: Arrays) -> object:  # noqa: ANN401 - a state of `begin`
         """Take over the state of another rank; return its weights."""
         if _shapes(synced["weights"]) != _shapes(self._anchor):
             self._anchor = {}
             raise UsageError(
                 "the job trains other weights: their paths or shapes differ from these"
+            )
+        if synced["options"] != self._options:
+            self._anchor = {}
+            raise UsageError(
+                f"the job's ranks have {_options_text(synced['options'])}; pass the same, not "
+                f"{_options_text(self._options)}"
             )
         self._anchor, self._momentum = synced["weights"], synced["momentum"]
         self._round = synced["round"]
@@ -391,6 +410,17 @@ def _checked_outer(outer: object) -> Nesterov:
     if not isinstance(outer, Nesterov):
         raise UsageError(f"outer is 'average' or pmesh.Nesterov(...), not {outer!r}")
     return outer
+
+
+def _options_text(options: dict[str, float | int]) -> str:
+    """Describe options that all ranks must have.
+
+    >>> _options_text({"learning_rate": 1.0, "momentum": 0.0, "fragments": 2, "delayed": False})
+    "outer='average', fragments=2, delayed=False"
+    """
+    outer = Nesterov(options["learning_rate"], options["momentum"])
+    shown = repr("average") if outer == _AVERAGE else repr(outer)
+    return f"outer={shown}, fragments={options['fragments']}, delayed={options['delayed']}"
 
 
 def _shapes(named: Named) -> dict[str, tuple[int, ...]]:

@@ -319,6 +319,33 @@ def test_calls_out_of_order_and_other_weights_are_refused() -> None:
     assert SimulatedMesh(1).run(train) == ["<LocalUpdates, round 0>"]
 
 
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"outer": pmesh.Nesterov()}, r"not outer=Nesterov\(learning_rate=0.7, momentum=0.9\)"),
+        ({"outer": pmesh.Nesterov(0.5, momentum=0.0)}, "not outer=Nesterov"),
+        ({"fragments": 2}, "not outer='average', fragments=2, delayed=False"),
+        ({"delayed": True}, "not outer='average', fragments=1, delayed=True"),
+    ],
+)
+def test_a_job_whose_ranks_average_otherwise_is_not_entered(
+    options: dict[str, Any], match: str
+) -> None:
+    def train(mesh: pmesh.Mesh) -> str:
+        chosen = options if mesh.rank else {}
+        local = pmesh.LocalUpdates(mesh, inner_steps=2, **chosen)
+        if mesh.rank == 0:
+            local.begin(START)
+            return "began"
+        with pytest.raises(pmesh.UsageError, match=match) as caught:
+            local.begin(START)
+        return str(caught.value)
+
+    began, refused = SimulatedMesh(2).run(train)
+    assert began == "began"
+    assert refused.startswith("the job's ranks have outer='average', fragments=1, delayed=False")
+
+
 def test_a_job_with_other_weights_is_not_entered() -> None:
     def train(mesh: pmesh.Mesh) -> bool:
         local = pmesh.LocalUpdates(mesh, inner_steps=1)
