@@ -31,6 +31,21 @@ def parse_host_port(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def parse_listen(text: str) -> tuple[str, int]:
+    """As `parse_host_port`, for an address to listen at, whose host the system then looks up.
+
+    >>> parse_listen("192..168.1.1:80")
+    Traceback (most recent call last):
+    ValueError: '192..168.1.1' can't be the name of a host
+    """
+    host, port = parse_host_port(text)
+    try:
+        host.encode("idna")  # as `socket.getaddrinfo` does
+    except UnicodeError:
+        raise ValueError(f"{host!r} can't be the name of a host") from None
+    return host, port
+
+
 def host_port_text(host: str, port: int) -> str:
     """The inverse of `parse_host_port`.
 

@@ -108,6 +108,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         ("name", "n" * 64),
         ("name", 5),
         ("listen", "::1"),
+        ("listen", "mac..1:80"),
         ("listen", "[::1"),
         ("listen", "[::1]24160"),
         ("listen", "host:65536"),

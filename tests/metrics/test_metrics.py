@@ -264,6 +264,7 @@ def test_it_serves_until_ctrl_c(
     ("listen", "said"),
     [
         ("127.0.0.1:port", "ConfigError: --listen: a port must be a number"),
+        ("mac..1:80", "can't be the name of a host"),
         ("192.0.2.1:0", "ConfigError: can't listen at 192.0.2.1: Cannot assign"),
     ],
 )

@@ -48,6 +48,7 @@ def test_the_link_has_the_token_and_each_start_another_one(
     ("listen", "said"),
     [
         ("127.0.0.1:port", "ConfigError: --listen: a port must be a number from 0 to 65535"),
+        ("127..0.0.1:0", "ConfigError: --listen: '127..0.0.1' can't be the name of a host"),
         ("192.0.2.1:0", "ConfigError: others could read the page at 192.0.2.1:0; add --token"),
         (":9478", "ConfigError: others could read the page at :9478; add --token, and it opens"),
         ("[::]:0", "ConfigError: others could read the page at [::]:0; add --token"),
