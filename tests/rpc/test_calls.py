@@ -386,7 +386,35 @@ def test_any_threads_may_call_at_the_same_time() -> None:
         sys.setswitchinterval(before)
 
 
-# --- lost ranks
+# --- newcomers, and lost ranks
+
+
+def test_a_newcomer_may_call_every_rank_as_soon_as_it_has_entered() -> None:
+    simulated = SimulatedMesh(2, on_loss="continue")
+    found = list[object]()
+
+    def enter() -> None:
+        with simulated.connect() as mesh:
+            mesh.sync(None)
+            for rank in (1, 0):  # it had no rank yet when 1 was the last one
+                try:
+                    found.append(mesh.rpc.call(rank, "echo", rank))
+                except RankLost as e:
+                    found.append(e)
+            mesh.barrier()
+
+    def program(mesh: pmesh.Mesh) -> None:
+        echoing(mesh)
+        if mesh.rank == 0:
+            newcomer.start()
+        while mesh.size < 3:
+            mesh.sync(None)
+        mesh.barrier()
+
+    newcomer = threading.Thread(target=enter)
+    simulated.run(program)
+    newcomer.join()
+    assert found == [((1,), {}), ((0,), {})]
 
 
 def test_a_lost_rank_fails_its_calls_at_once_and_frees_what_it_held() -> None:

@@ -128,7 +128,7 @@ class Endpoint:
         any thread."""
         self._carrier = Carrier(self._open_session, self._peers, self)
         self._was = self.me()
-        """This trainer at the last tick."""
+        """This trainer at the last tick; None before it has entered its job."""
         self.serving = Serving(self.me, self._answer, self._carrier.next_tag)
         self._process = os.getpid()
 
@@ -241,10 +241,10 @@ class Endpoint:
         self._place.check_synced()
         return self._place.attach(attach)
 
-    def me(self) -> TrainerId:
-        """Return this trainer."""
+    def me(self) -> TrainerId | None:
+        """Return this trainer; None unless it is in its job."""
         world = self._place.world
-        return world.trainers[world.rank]
+        return None if world.rank < 0 else world.trainers[world.rank]
 
     def _peers(self) -> list[TrainerId]:
         me = self.me()
@@ -303,9 +303,10 @@ class Endpoint:
 
     def tick(self) -> None:
         """Let go of what nobody refers to, and give up what is overdue."""
-        if self._was != self.me():  # it was cut off, and is back as another trainer
-            self.lost(self._was, RankLost("this rank was cut off from its job"))
-            self._was = self.me()
+        was, me = self._was, self.me()
+        if was is not None and me not in (None, was):  # it was cut off: it is another trainer now
+            self.lost(was, RankLost("this rank was cut off from its job"))
+        self._was = was if me is None else me
         while self.dropped:
             self.release(*self.dropped.popleft())
         with self._lock:

@@ -64,7 +64,7 @@ class Serving:
     """Serves the calls of all ranks. `post` sends the answers; `next_tag` gives arrays tags."""
 
     def __init__(
-        self, me: Callable[[], TrainerId], post: Post, next_tag: Callable[[], int]
+        self, me: Callable[[], TrainerId | None], post: Post, next_tag: Callable[[], int]
     ) -> None:
         """`me` is this trainer, whose own calls travel nowhere."""
         self._me = me
