@@ -1,7 +1,8 @@
 """`mesh.store`: keys and values that the ranks of a job share."""
 
 from collections.abc import Callable, Iterable
-from typing import Protocol, cast
+from operator import index
+from typing import Protocol, SupportsIndex, cast
 
 from pmesh.client.calls.queue import check_timeout
 from pmesh.client.calls.reducing import DEFAULT_TIMEOUT_S
@@ -81,15 +82,13 @@ class Store:
         """
         self._ask(Wait(_keys(keys)), timeout_s)
 
-    def add(self, key: str, amount: int = 1, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
+    def add(self, key: str, amount: SupportsIndex = 1, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
         """Add to a number, 0 if the key is not set, and return the sum.
 
         The number is stored as text: `get` returns `b"12"`. Raises UsageError if the key's value
         is not a number, or the sum takes more than 64 bits.
         """
-        if amount not in _INT64:
-            raise UsageError(f"an amount is an integer of 64 bits, not {amount!r}")
-        return cast("int", self._ask(Add(_key(key), int(amount)), timeout_s).value)
+        return cast("int", self._ask(Add(_key(key), _int64(amount)), timeout_s).value)
 
     def compare_set(
         self,
@@ -157,9 +156,21 @@ def _key(key: str) -> str:
     return key
 
 
+def _int64(amount: SupportsIndex) -> int:
+    try:
+        number = int(index(amount))  # of numpy, or a bool, too
+    except TypeError:
+        number = None
+    if number is None or number not in _INT64:  # a range compares what is no plain int one by one
+        raise UsageError(f"an amount is an integer of 64 bits, not {amount!r}")
+    return number
+
+
 def _keys(keys: Iterable[str]) -> tuple[str, ...]:
     if isinstance(keys, str):
         raise UsageError(f"keys is a list of keys, not the text {keys!r}")
+    if not isinstance(keys, Iterable):
+        raise UsageError(f"keys is a list of keys, not {keys!r}")
     names = tuple(map(_key, keys))
     if len(names) > MAX_KEYS:
         raise UsageError(f"at most {MAX_KEYS} keys at a time, not {len(names)}")

@@ -2,14 +2,20 @@
 
 import threading
 from collections.abc import Callable
+from enum import IntEnum
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 import pmesh
 from pmesh.testing import SimulatedMesh
 
 MIB = 1024 * 1024
+
+
+class Number(IntEnum):
+    TWO = 2
 
 
 def test_every_call_does_what_its_name_says() -> None:
@@ -20,6 +26,7 @@ def test_every_call_does_what_its_name_says() -> None:
         assert store.get("bytes") == b"12"
         assert store.add("bytes", -2) == 10
         assert store.add("new") == 1
+        assert [store.add("kinds", n) for n in (np.int64(5), Number.TWO, True)] == [5, 7, 8]
         assert store.compare_set("new", b"2", b"3") == b"1"
         assert store.compare_set("new", b"1", b"3") == b"3"
         assert store.compare_set("absent", b"2", b"3") is None
@@ -30,7 +37,7 @@ def test_every_call_does_what_its_name_says() -> None:
         store.wait(["bytes", "list"])
         assert store.check(["bytes", "list"])
         assert not store.check(["bytes", "nothing"])
-        assert store.keys() == ["absent", "bytes", "list", "new"]
+        assert store.keys() == ["absent", "bytes", "kinds", "list", "new"]
         assert store.keys("b") == ["bytes"]
         assert store.delete("list")
         assert not store.delete("list")
@@ -70,9 +77,12 @@ def test_ranks_and_threads_share_it_and_wait_for_each_other() -> None:
         (lambda s: s.set("k", "text"), "a value is bytes, not str: encode it"),
         (lambda s: s.set("k", bytes(MIB + 1)), "a value has at most 1048576 bytes, not 1048577"),
         (lambda s: s.add("k", 2**63), "an amount is an integer of 64 bits"),
+        (lambda s: s.add("k", 1.5), "an amount is an integer of 64 bits, not 1.5"),
+        (lambda s: s.add("k", "1"), "an amount is an integer of 64 bits, not '1'"),
         (lambda s: s.add("text"), "key 'text' holds no number that add could add to"),
         (lambda s: s.append("text", bytes(MIB)), "key 'text' would hold 1048580 bytes"),
         (lambda s: s.wait("text"), "keys is a list of keys, not the text 'text'"),
+        (lambda s: s.wait(5), "keys is a list of keys, not 5"),
         (lambda s: s.check(["k"] * 1025), "at most 1024 keys at a time, not 1025"),
         (lambda s: s.get("k", timeout_s=0), "timeout_s is more than 0, not 0"),
     ],
