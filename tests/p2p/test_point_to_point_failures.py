@@ -318,7 +318,7 @@ def test_a_forked_child_has_no_part_in_it(agent: WatchedAgent) -> None:
 
     def send(m: PointToPoint) -> None:
         with forked(), pytest.raises(MeshClosed, match="forked"):
-            m.send(np.zeros(1), 1)
+            m.send(np.zeros(1), 1, timeout_s=1.0)
         done.set()
 
     pair(agent, send, lambda _: done.wait(PATIENCE_S))
