@@ -18,6 +18,7 @@ from pmesh.client.session.session import TrainerSession
 from pmesh.core.wire.trainer import Connect, Joined
 from pmesh.ids import TrainerId
 from pmesh.mlx import ElasticPipeline
+from pmesh.mlx.pipeline.rules.keeping import KeptStates
 from pmesh.mlx.pipeline.rules.meeting import Agreement, agree
 from pmesh.mlx.pipeline.rules.takeover import plan_parcels
 from pmesh.mlx.pipeline.stages import deal_anew
@@ -149,6 +150,21 @@ def test_a_rank_that_is_lost_and_comes_back_leaves_the_weights_as_they_were(
         expected, right = undisturbed[number]
         assert weights == right
         assert dict(expected).items() >= dict(values).items()
+
+
+def test_all_ranks_go_back_to_one_step_after_a_loss(faults: Faults) -> None:
+    """And forget the states after it, which `KeptStates` does."""
+    steps = list[int]()
+
+    def go_back(real: Real, kept: KeptStates, step: int) -> None:
+        real(kept, step)
+        steps.append(step)
+
+    faults.around(KeptStates, "go_back", go_back)
+    LossTrial("step of 0", (2,), 3).run()
+    assert len(steps) >= 6  # as they began, and after the loss
+    (step,) = {*steps[-3:]}
+    assert step > 0
 
 
 class CutOff(LossTrial):
