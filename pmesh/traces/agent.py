@@ -178,7 +178,7 @@ class Traces(Feature[TracesMessage, AskTrace]):
 
     def _describe_nothing(self, request: AskTrace) -> str:
         jobs = [repr(each.job) for each in self._kernel.jobs.membership.view.rosters]
-        there = f"the jobs known here are {', '.join(jobs)}" if jobs else "no job is known here"
+        there = f"the jobs that run are {', '.join(jobs)}" if jobs else "no job runs now"
         return (
             f"no call of job {request.job!r} has ended in the last {request.seconds:g} s; {there}"
         )

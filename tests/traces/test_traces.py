@@ -136,13 +136,13 @@ async def test_a_job_of_which_nothing_is_known_is_an_error_that_names_the_jobs(
         reply = await visitor.ask(AskTrace(JobName("digit"), 60.0))
         assert isinstance(reply, Refused)
         assert reply.verdict.message == (
-            "no call of job 'digit' has ended in the last 60 s; the jobs known here are 'digits'"
+            "no call of job 'digit' has ended in the last 60 s; the jobs that run are 'digits'"
         )
     async with village(clock, 1) as here:
         visitor = await here.trainer(here.machines[0])
         reply = await visitor.ask(DIGITS)
         assert isinstance(reply, Refused)
-        assert reply.verdict.message.endswith("; no job is known here")
+        assert reply.verdict.message.endswith("; no job runs now")
 
 
 async def test_a_machine_that_does_not_answer_is_named_and_the_others_are_there(
