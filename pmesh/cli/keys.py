@@ -66,7 +66,7 @@ def take(words: Sequence[str], home: Path | None) -> int:
             "'pmesh key set' takes no key on the command line, where other users can see it and "
             "the shell records it; type 'pmesh key set' alone and paste the key when it asks. If "
             "you typed a key, delete that line from the shell's history, and preferably replace "
-            "the key: 'pmesh key new' on the first machine"
+            "the key: 'pmesh key rotate' on a machine that has it"
         )
     directory = home_directory(home)
     check_home(directory, holds_keys=True)  # before the user is asked for anything
