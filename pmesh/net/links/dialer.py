@@ -191,7 +191,9 @@ def error_numbers(error: BaseException) -> Iterator[int]:
 
 def _reasons(error: BaseException) -> Iterator[str]:
     for leaf in _leaves(error):
-        yield (leaf.strerror or str(leaf)) if isinstance(leaf, OSError) else str(leaf)
+        text = (leaf.strerror or str(leaf)) if isinstance(leaf, OSError) else str(leaf)
+        # trio adds the address as Python writes it, and ours is named already.
+        yield text.rpartition("): ")[2] if text.startswith("Error connecting to (") else text
 
 
 def _any_denied(failures: Sequence[NetworkError]) -> bool:

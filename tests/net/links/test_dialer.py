@@ -197,6 +197,16 @@ async def test_elsewhere_no_route_is_just_that(
         await dial(Address(host, 1), connect=fail_with(errno.EHOSTUNREACH))
 
 
+async def test_an_address_is_not_named_once_more_as_python_writes_it() -> None:
+    async def connect(_host: str, _port: int) -> trio.SocketStream:
+        await trio.lowlevel.checkpoint()
+        raise OSError(errno.ENETUNREACH, "Error connecting to ('8.8.8.8', 1): No route to host")
+
+    with pytest.raises(PeerUnreachable) as caught:
+        await dial(Address("8.8.8.8", 1), connect=connect)
+    assert str(caught.value) == "8.8.8.8:1 can't be reached: No route to host"
+
+
 async def test_after_a_refusal_the_next_address_is_dialled_at_once(
     listening: Address, autojump_clock: trio.testing.MockClock
 ) -> None:
