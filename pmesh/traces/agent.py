@@ -110,11 +110,12 @@ class Traces(Feature[TracesMessage, AskTrace]):
     async def _collect(self, session: Session, request: AskTrace) -> None:
         until_us, membership = _now_us(), self._kernel.jobs.membership
         seats = membership.view.seats
-        whys, found = [""] * len(seats), list[RankOps]()
+        whys, found = [""] * len(seats), False
 
         async def collect_from(place: int, member: Member) -> None:
             async def tell(ops: RankOps) -> None:
-                found.append(ops)
+                nonlocal found
+                found = True  # the ops themselves may be a million: they are kept by who asked
                 await session.send(TracedOps(place, ops))
 
             whys[place] = await self._ask_all(member, request, tell, MOST_ANSWERS // len(seats))

@@ -1,6 +1,7 @@
 """Whole agents tell each other what their ranks did lately."""
 
 from functools import partial
+from weakref import ref
 
 import msgspec
 import numpy as np
@@ -15,7 +16,7 @@ from pmesh.p2p.wire import MAX_TAG
 from pmesh.traces import agent as traces
 from pmesh.traces.agent import ANSWERS_BEFORE_POLL, Traces
 from pmesh.traces.rules.timeline import find_waits, place_ops
-from pmesh.traces.wire import AskOps, AskTrace, TellOps, Traced, TracedOps
+from pmesh.traces.wire import AskOps, AskTrace, RankOps, TellOps, Traced, TracedOps
 from tests.p2p.p2p import some
 from tests.worlds.faults import Faults, Real
 from tests.worlds.kept import kept
@@ -180,6 +181,31 @@ async def test_a_machine_that_answers_without_end_is_cut_off(
 
         assert len(found) == 1 + 3
         assert any("more than 3072 calls" in machine.why_not for machine in traced.machines)
+
+
+class Told(RankOps, frozen=True, array_like=True, weakref=True):
+    """Ops that a test sees go."""
+
+
+async def test_the_agent_that_is_asked_keeps_none_of_the_ops_that_it_passes_on(
+    clock: MockClock, faults: Faults
+) -> None:
+    told, held = list[ref[Told]](), list[int]()
+
+    def tell(real: Real, asked: AskOps) -> Told:
+        held.append(sum(each() is not None for each in told))
+        first = real(AskOps(0, asked.job, 60.0))
+        made = Told(first.last, first.rank, first.pid, first.times)
+        told.append(ref(made))
+        return made
+
+    async with training(clock, 2) as (here, trainers):
+        await together(*[partial(trainer.reduce, ones(3)) for trainer in trainers])
+        faults.around(here.machines[0].part(Traces), "_next_ops", tell)
+        faults.limit(traces, "MOST_ANSWERS", 40)
+        await trace(here, here.machines[0])
+    assert len(held) == 20
+    assert max(held) <= 2  # the one before, and one that is being sent
 
 
 class SentMessages:
