@@ -149,44 +149,6 @@ def test_an_exception_comes_back_with_its_class_message_and_traceback() -> None:
     pair(caller, callee)
 
 
-class Untold(Exception):  # noqa: N818 - of a user
-    """An exception whose text can't be made."""
-
-    def __str__(self) -> str:
-        raise AttributeError("reason")
-
-
-@pytest.mark.parametrize(
-    ("error", "match"),
-    [
-        (ValueError("no file b\udcff"), r"ValueError: no file b\\udcff"),
-        (Untold(), r"Untold: its text can't be told, as its __str__ has raised an exception"),
-    ],
-)
-def test_an_exception_with_an_odd_text_comes_back_and_its_rank_serves_on(
-    error: Exception, match: str
-) -> None:
-    def callee(mesh: pmesh.Mesh) -> None:
-        mesh.rpc.serve(threads=1)
-
-        @mesh.rpc.register
-        def fail() -> None:
-            raise error
-
-        echoing(mesh)
-        mesh.barrier()
-
-    def caller(mesh: pmesh.Mesh) -> None:
-        mesh.barrier()
-        for _ in range(2):
-            with pytest.raises(RemoteCallFailed, match=match) as caught:
-                mesh.rpc.call(1, "fail")
-            assert "raise error" in caught.value.remote_traceback
-        assert mesh.rpc.call(1, "echo", 1) == ((1,), {})
-
-    pair(caller, callee)
-
-
 def test_what_another_machine_has_written_is_printable() -> None:
     error = RemoteCallFailed("a\x1b", kind="b\n", reason="c\r", remote_traceback="d\x07\ne")
     assert (str(error), error.kind, error.reason) == ("a�", "b ", "c�")
