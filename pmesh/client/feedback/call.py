@@ -211,6 +211,7 @@ def run_compressed(
         leaves, last = run(session, wanted, arrays)
         return leaves, last and replace(last, why=ALONE)
     memory = feedback.of(compression.scheme.model, arrays)
+    feedback.give_back(session)
     call = _FeedbackCall(session, wanted, compression, arrays, feedback, memory)
     shares = call.exchange_shares() if call.has_shares else None
     picked = call.pick(shares)

@@ -131,7 +131,7 @@ class Memory:
                 in_memory(whole[end - count : end]) for end, count in zip(ends, counts, strict=True)
             ]
         if in_arenas:
-            self.residuals = [_of_session(each, session) for each in self.residuals]
+            self.residuals = _all_of_session(self.residuals, session)
 
     def residual(self) -> Float32s:
         """Return a copy of all that was left out, in the tree's order; zeros if nothing was."""
@@ -151,6 +151,8 @@ class Feedback:
 
     def __init__(self) -> None:
         self._memories: dict[str, Memory] = {}
+        self._replaced: list[Residuals] = []
+        """The residuals of memories that are gone, which may still hold arenas of a session."""
         self._scratch: Float32s = np.empty(0, np.float32)
         self._clipped = 0
         self._clipped_told = 0
@@ -171,8 +173,15 @@ class Feedback:
                 "PowerSGD(model='critic')",
                 memory.norm(),
             )
+        self._replaced += [] if memory is None else memory.residuals
         memory = self._memories[key] = Memory(layout, count)
         return memory
+
+    def give_back(self, session: TrainerSession) -> None:
+        """Give the arenas of residuals back that no memory has any more."""
+        replaced, self._replaced = self._replaced, []
+        for each in replaced:
+            session.drop(each)
 
     def scratch(self, count: int) -> Float32s:
         """Return memory for one bucket's values; it is reused, since fresh memory is slow."""
@@ -218,12 +227,27 @@ class Feedback:
                 _load_into(memory, what, np.asarray(value))
         except (ValueError, TypeError, AttributeError) as e:
             raise UsageError(f"this is not what error_feedback_state() has returned: {e}") from e
+        self._replaced += [each for old in self._memories.values() for each in old.residuals]
         self._memories = memories
 
 
 def in_memory(values: Float32s) -> Residuals:
     """Return residuals of these values, which they keep, in memory that the agent can't read."""
     return Residuals(KeptValues(-1, values), KeptValues(-1, np.empty_like(values)))
+
+
+def _all_of_session(every: list[Residuals], session: TrainerSession) -> list[Residuals]:
+    """Return the same residuals in arenas; if there is no room for all, those made are dropped."""
+    found: list[Residuals] = []
+    try:
+        for each in every:
+            found.append(_of_session(each, session))  # noqa: PERF401 - those before one that fails
+    except UsageError:
+        for each in found:
+            if each not in every:
+                session.drop(each)
+        raise
+    return found
 
 
 def _of_session(residuals: Residuals, session: TrainerSession) -> Residuals:

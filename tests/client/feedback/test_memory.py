@@ -137,6 +137,44 @@ def test_residuals_move_to_the_arenas_of_another_session() -> None:
     np.testing.assert_array_equal(memory.residual(), before)
 
 
+def test_arrays_of_other_shapes_and_a_loaded_state_give_the_old_arenas_back(
+    agent: WatchedAgent,
+) -> None:
+    def program(mesh: pmesh.Mesh) -> None:
+        for count in range(1, 6):
+            mesh.average_gradients(np.ones(1000 * count, np.float32), compression="int8")
+            mesh.load_error_feedback_state(mesh.error_feedback_state())
+        mesh.average_gradients(np.ones(5000, np.float32), compression="int8")
+
+    run_ranks(agent.home, 2, program)
+    assert [len(session.inputs) for session in agent.sessions] == [3, 3]  # input, residuals
+
+
+def test_without_room_for_all_residuals_those_made_are_given_back() -> None:
+    def program(mesh: pmesh.Mesh) -> None:
+        mesh.average_gradients(gradient(mesh.rank, 0), compression="topk")
+        (memory,) = mesh._feedback._memories.values()  # noqa: SLF001 - what it stands on
+        before, real = memory.residual(), mesh._place._session  # noqa: SLF001 - likewise
+        made: list[Any] = []
+
+        class Narrow:
+            has, drop = real.has, real.drop
+
+            def residuals(self, count: int) -> Any:
+                if made:
+                    raise pmesh.UsageError("no shared memory")
+                made.append(real.residuals(count))
+                return made[-1]
+
+        session: Any = Narrow()
+        with pytest.raises(pmesh.UsageError, match="no shared memory"):
+            memory.divide((1000, 2000), session, in_arenas=True)
+        assert not real.has(made[0])
+        np.testing.assert_array_equal(memory.residual(), before)
+
+    SimulatedMesh(2).run(program)
+
+
 def test_the_agents_default_holds_for_gradients_that_name_nothing(agent: WatchedAgent) -> None:
     agent.compression = "int8"
 
