@@ -5,9 +5,11 @@ from collections.abc import Callable, Sequence
 from pmesh.client.calls.queue import Caller, check_timeout
 from pmesh.client.calls.reducing import DEFAULT_TIMEOUT_S, Reduction, named_reduction
 from pmesh.client.collective.bucketed import (
+    ALONE,
     LastOp,
     is_memory_of,
     may_be_written,
+    single_alone,
     take_apart,
     written_into,
 )
@@ -59,7 +61,7 @@ class Placing(Caller):
             )
             return None, _take(session, done, targets)
 
-        self._run_placed(ops, timeout_s)
+        self._run_placed(ops, lambda: _place([given], targets), timeout_s)
 
     def gather_into(
         self,
@@ -95,7 +97,7 @@ class Placing(Caller):
             )
             return None, _take(session, done, targets)
 
-        self._run_placed(ops, timeout_s)
+        self._run_placed(ops, lambda: _place([given], targets), timeout_s)
 
     def scatter_into(
         self,
@@ -136,7 +138,12 @@ class Placing(Caller):
             target[:] = done.values
             return None, LastOp.among(done.op, done.world, count + target.size)
 
-        self._run_placed(ops, timeout_s)
+        def place() -> None:
+            if not blocks:
+                raise RosterChanged("the root of this scatter is not here")
+            _place(blocks, [target])
+
+        self._run_placed(ops, place, timeout_s)
 
     def reduce_scatter_into(
         self,
@@ -185,7 +192,7 @@ class Placing(Caller):
             target.of(done.values)
             return None, LastOp.among(done.op, done.world, region.nbytes)
 
-        self._run_placed(ops, timeout_s)
+        self._run_placed(ops, lambda: single_alone(target, self._place.world), timeout_s)
 
     def all_to_all_into(
         self,
@@ -234,23 +241,39 @@ class Placing(Caller):
             )
             return None, _take(session, done, targets)
 
-        self._run_placed(ops, timeout_s)
+        def place() -> None:
+            _check_sizes(gives, targets[0].size, "all_to_all_into")
+            _place(blocks, targets)
+
+        self._run_placed(ops, place, timeout_s)
 
     def _run_placed(
-        self, ops: Callable[[TrainerSession], tuple[None, LastOp]], timeout_s: float
+        self,
+        ops: Callable[[TrainerSession], tuple[None, LastOp]],
+        place: Callable[[], object],
+        timeout_s: float,
     ) -> None:
+        """Run `ops` in the job, or `place` if this rank is alone for now, with an array for it."""
         check_timeout(timeout_s)
-        self._call(ops, _refuse_alone, _nothing, timeout_s=timeout_s)
+        size = self.size
+
+        def alone(world: World) -> tuple[None, LastOp]:
+            if size > 1:
+                raise RosterChanged("this rank is alone, and the call has arrays for several")
+            place()
+            return None, LastOp.among(ALONE, world, 0)
+
+        self._call(ops, alone, _nothing, timeout_s=timeout_s)
 
 
 def _nothing(result: None) -> None:
     return result
 
 
-def _refuse_alone(world: World) -> tuple[None, LastOp]:
-    """Raise RosterChanged: a rank that is alone for now has arrays for several ranks."""
-    del world
-    raise RosterChanged("this rank is alone, and the call has arrays for several")
+def _place(blocks: Sequence[ArrayBytes], targets: Sequence[Values]) -> None:
+    """Write what a rank that is alone gives to itself; elsewhere than at the root nothing."""
+    for block, target in zip(blocks, targets, strict=False):
+        target[:] = block.data
 
 
 def _given(xs: Sequence[object]) -> list[ArrayBytes]:

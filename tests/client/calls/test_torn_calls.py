@@ -249,3 +249,26 @@ def test_a_rank_that_is_alone_gets_copies_of_what_it_gives(
         rows = np.ones((1, 3))
         assert mesh.scatter(list(rows)).tolist() == [1, 1, 1]
         mesh.close()
+
+
+def test_a_rank_that_is_alone_places_what_it_gives_itself(agent: WatchedAgent) -> None:
+    home = agent.home / "alone"
+    home.mkdir()
+    with ScriptedAgent(home, joins) as scripted:
+        mesh: Any = pmesh.connect("job", home=home, on_superseded="sync")
+        scripted.wait_until_closed()
+        x, outs = np.array([1.0, 2.0]), [np.zeros(2) for _ in range(6)]
+        mesh.all_gather_into([outs[0]], x)
+        mesh.gather_into([outs[1]], x)
+        mesh.scatter_into(outs[2], [x])
+        mesh.reduce_scatter_into(outs[3], [x])
+        mesh.all_to_all_into([outs[4]], [x])
+        mesh.all_to_all_into([outs[5]], [x], equal=True)
+        assert [out.tolist() for out in outs] == [[1.0, 2.0]] * 6
+        mesh.gather_into(None, x, root=3)
+        with pytest.raises(pmesh.RosterChanged, match="root of this scatter is not here"):
+            mesh.scatter_into(outs[0], None, root=3)
+        with pytest.raises(pmesh.UsageError, match="arrays of one size"):
+            mesh.all_to_all_into([np.zeros(3)], [x])
+        assert (mesh.last_op.op, mesh.last_op.names) == (-1, ("here",))
+        mesh.close()
