@@ -3,15 +3,16 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import lru_cache, partial
 from types import FunctionType
 from typing import Any
 
 from pmesh.client.calls.queue import Handle, Line
 from pmesh.client.calls.reducing import all_reduce_in_turn
+from pmesh.client.collective.bucketed import take_apart
 from pmesh.client.group import Collectives
 from pmesh.compression.schemes import Scheme
-from pmesh.errors import UsageError
+from pmesh.errors import UnsupportedArray, UsageError
 from pmesh.p2p.client.calls import ANY
 from pmesh.torch.arguments import (
     StagedTensor,
@@ -341,7 +342,8 @@ class ProcessGroup(GroupBase):
             return self._all_reduce_sparse(xs, reduction, options)
         found = [StagedTensor(x, filled=True) for x in xs]
         is_plain = reduction.factor is None and not reduction.is_divided
-        if is_plain and len(found) == 1 and 0 < found[0].memory.nbytes <= _SMALL_BYTES:
+        is_small = len(found) == 1 and 0 < found[0].memory.nbytes <= _SMALL_BYTES
+        if is_plain and is_small and _is_reduced(xs[0].dtype, reduction.name):
             small = _SmallAllReduce(self._calls, self._line, found[0], reduction.name)
             return self._run("all_reduce", options, small, xs, xs)
 
@@ -510,6 +512,16 @@ def pmesh_group(group: object, what: str) -> ProcessGroup:
     if not isinstance(used, ProcessGroup):
         raise UsageError(f"{what} is for a group of the backend 'pmesh'")
     return used
+
+
+@lru_cache(maxsize=64)  # a training reduces a few dtypes
+def _is_reduced(dtype: Any, reduction: str) -> bool:  # noqa: ANN401 - a torch.dtype
+    """Return False for what can't be reduced so: it fails in its own turn, and no other with it."""
+    try:
+        take_apart(torch.empty(0, dtype=dtype), reduction=reduction)
+    except UnsupportedArray:
+        return False
+    return True
 
 
 def _write(found: Sequence[StagedTensor]) -> None:
