@@ -166,7 +166,8 @@ class FullySharded:
                 a scalar.
             x: the input of the first block.
             targets: the other arguments of `loss_of`.
-            weight: the weight of this rank's batch in the mean, such as its number of samples.
+            weight: the weight of this rank's batch in the mean, such as its number of samples; with
+                0 its loss does not count, whatever it is.
 
         Returns:
             The loss, and gradients in the form of `trainable_parameters`, both evaluated. Pass the
@@ -185,10 +186,12 @@ class FullySharded:
             raise UsageError("nothing to average: the weights of all ranks add up to 0")
 
         def share_of(output: mx.array) -> mx.array:
+            if not weight:
+                return mx.zeros(())  # the mean over no rows is NaN
             return loss_of(output, *targets).astype(mx.float32) * (weight / total)
 
         try:
-            loss, parts = self._backward(self._forward(x), share_of)
+            loss, parts = self._backward(self._forward(x), share_of, counts=weight > 0)
         finally:
             for module in self._modules:
                 module.free()
@@ -278,7 +281,11 @@ class FullySharded:
         return outputs
 
     def _backward(
-        self, inputs: list[mx.array], share_of: Callable[[mx.array], mx.array]
+        self,
+        inputs: list[mx.array],
+        share_of: Callable[[mx.array], mx.array],
+        *,
+        counts: bool,
     ) -> tuple[mx.array, list[Parts]]:
         """Return this rank's share of the loss, and its part of the gradients.
 
@@ -295,6 +302,8 @@ class FullySharded:
             if i:
                 gathering = self._gather(self._of_block[i - 1])
             output, before, flat = self._pull_back(i, weights, inputs.pop(), cotangent, end)
+            if not counts:
+                flat = {key: mx.zeros_like(x) for key, x in flat.items()}
             del weights
             self._free(i)
             if end is not None:

@@ -137,7 +137,8 @@ class ShardedOptimizer:
             model: the model; its parameters are replaced, bucket by bucket.
             gradients: the gradients of this rank's batch, with the same paths in each call. Pass
                 them unevaluated: then a bucket is computed while the previous one travels.
-            weight: this rank's weight in the mean, such as its number of samples.
+            weight: this rank's weight in the mean, such as its number of samples; with 0 its
+                gradients are not read.
 
         Raises:
             UsageError: the gradients have other paths than before, or the weights add up to 0.

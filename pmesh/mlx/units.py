@@ -154,7 +154,7 @@ class ShardedBucket:
         """Return the gradients times this rank's share, evaluated, in the dtype of the sum."""
         flat = self.flat.cut(gradients, Span(0, self.flat.count))
         wide = flat if self.flat.dtype == mx.complex64 else flat.astype(mx.float32)
-        scaled = wide * share
+        scaled = _scaled(wide, share)
         evaluate([scaled])
         return scaled
 
@@ -301,7 +301,8 @@ class Whole:
     def lay_out(self, gradients: NamedArrays, share: float) -> mx.array:
         """Return the gradient times this rank's share, evaluated, in the dtype of the sum."""
         gradient = gradients[self.path]
-        scaled = (gradient if self.dtype == mx.complex64 else gradient.astype(mx.float32)) * share
+        wide = gradient if self.dtype == mx.complex64 else gradient.astype(mx.float32)
+        scaled = _scaled(wide, share)
         evaluate([scaled])
         return scaled
 
@@ -353,6 +354,11 @@ class Whole:
             found[key] = mx.reshape(among.all_gather(flat), initial.shape)
         evaluate([found])
         return found
+
+
+def _scaled(gradients: mx.array, share: float) -> mx.array:
+    """Return the gradients times this rank's share; those of no rows, which may be NaN, as 0."""
+    return gradients * share if share else mx.zeros_like(gradients)
 
 
 def is_elementwise(optimizer: object) -> bool:

@@ -88,6 +88,31 @@ def test_twenty_steps_are_those_of_one_machine() -> None:
         np.testing.assert_allclose(found, losses, rtol=1e-5)
 
 
+@pytest.mark.parametrize("rows", [0, 3])
+def test_a_rank_of_no_weight_does_not_count_whatever_its_loss_is(rows: int) -> None:
+    losses, weights = train_plainly(2)
+
+    def nan(logits: mx.array, y: mx.array) -> mx.array:
+        return loss_of(logits, y) * mx.nan
+
+    def train(mesh: pmesh.Mesh) -> tuple[list[float], np.ndarray[Any, Any]]:
+        model, optimizer = fully_shard(blocks_of(make_parts()), mesh), optimizers.AdamW(0.01)
+        found = list[float]()
+        for step in range(2):
+            x, y = batch(step)
+            if mesh.rank:
+                x, y = x[:rows], y[:rows]
+            mine, weight = (nan, 0) if mesh.rank else (loss_of, BATCH)
+            loss, gradients = model.loss_and_gradients(mine, x, y, weight=weight)
+            optimizer.update(model, gradients)
+            found.append(float(np.array(loss)))
+        return found, numbers(list(model.gather()))
+
+    for found, ends in SimulatedMesh(2).run(train):
+        np.testing.assert_allclose(found, losses, rtol=1e-5)
+        np.testing.assert_allclose(ends, weights, atol=1e-5)
+
+
 def test_each_rank_keeps_its_part_and_the_modules_are_empty() -> None:
     def train(mesh: pmesh.Mesh) -> int:
         parts = make_parts()

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx import nn, optimizers
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 
 import pmesh
 from pmesh.mlx import ShardedOptimizer
@@ -278,6 +278,25 @@ def test_a_gathered_state_is_that_of_the_plain_optimizer_and_goes_on_elsewhere(n
     }
     resumed = SimulatedMesh(2).run(resume)[0]
     np.testing.assert_allclose(resumed, train_plainly(make, 10), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adafactor"])
+def test_a_rank_without_rows_has_gradients_that_do_not_count(name: str) -> None:
+    expected = train_plainly(OPTIMIZERS[name], 2)
+
+    def train(mesh: pmesh.Mesh) -> np.ndarray[Any, Any]:
+        model = make_model()
+        optimizer = ShardedOptimizer(OPTIMIZERS[name](), mesh)
+        for step in range(2):
+            x, y = (each[: BATCH * (mesh.rank == 0)] for each in batch(step))
+            _, gradients = nn.value_and_grad(model, loss_of)(model, x, y)
+            if mesh.rank:
+                gradients = tree_map(lambda x: x * mx.nan, gradients)
+            optimizer.update(model, gradients, weight=len(x))
+        return weights_of(model)
+
+    for found in SimulatedMesh(2).run(train):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_bfloat16_parameters_stay_so() -> None:
