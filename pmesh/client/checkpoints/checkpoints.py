@@ -1,6 +1,7 @@
 """`pmesh.Checkpoints`: each rank writes its share of the job's state to its own disk."""
 
 import logging
+import operator
 import os
 import secrets
 import threading
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple, Self, SupportsIndex, cast
 
 import numpy as np
 
@@ -124,6 +125,7 @@ class Checkpoints:
         self._worked_until_s = 0.0
         self._copies: dict[str, Values] = {}
         self._failed: UsageError | None = None
+        self._is_closed = False
         self._began = time.monotonic()
         self._has_saved: bool | None = None
         """False if `save` was called but never was due; None if it was not called."""
@@ -153,7 +155,7 @@ class Checkpoints:
 
         Args:
             state: as for `mesh.sync`, and the same on all ranks, so best what `sync` has returned.
-            step: a number, which `load` returns.
+            step: a whole number of 64 bits, which `load` returns.
             own: a state that only this rank has, such as `mesh.error_feedback_state()`. Only this
                 rank's disk gets it.
             copy: with False nothing is copied; you promise that no array is written to until
@@ -164,11 +166,15 @@ class Checkpoints:
             True if a save has begun; with `asynchronous=False`, if it is on the disks.
 
         Raises:
-            UsageError: the ranks have different states or steps; with `asynchronous=False` also
+            UsageError: the step is no such number, `close` was called, or the ranks have different
+                states or steps; with `asynchronous=False` also
                 if parts could not be written at all.
             UnsupportedArray: the state holds something that can't be saved.
             PmeshError: as for `all_reduce`.
         """
+        step = _checked_step(step)
+        if self._is_closed:
+            raise UsageError("these checkpoints are closed: save before close() or inside `with`")
         if self._every_s is not None and not self._is_due(self._every_s, now=now):
             self._has_saved = bool(self._has_saved)
             return False
@@ -252,6 +258,7 @@ class Checkpoints:
                 self._folder,
                 self._every_s,
             )
+        self._is_closed = True
         self._thread.shutdown()
 
     def __enter__(self) -> Self:
@@ -397,6 +404,17 @@ class Checkpoints:
 
 
 def _do_nothing() -> None: ...
+
+
+def _checked_step(step: object) -> int:
+    """Return a number of Python or numpy as an int; raise UsageError for anything else."""
+    try:
+        whole = operator.index(cast("SupportsIndex", step))
+    except TypeError:
+        whole = 2**63
+    if not -(2**63) <= whole < 2**63:
+        raise UsageError(f"the step of a save is a whole number of 64 bits, not {step!r:.99}")
+    return whole
 
 
 def _differing(wishes: Sequence[Wish], names: tuple[str, ...]) -> str:

@@ -303,6 +303,36 @@ def test_numbers_that_make_no_sense_are_refused(tmp_path: Path, options: dict[st
         save(tmp_path, 1, 1, **options)
 
 
+@pytest.mark.parametrize("step", [np.int64(7), 7])
+def test_a_step_may_be_a_number_of_numpy(tmp_path: Path, step: Any) -> None:  # noqa: ANN401
+    assert save(tmp_path, 2, step) == [[True]] * 2
+    assert [found.step for found in load(tmp_path, 2)] == [7] * 2
+
+
+@pytest.mark.parametrize("step", [1.5, "7", None, 2**63, np.ones(2, int), np.array(7.0)])
+def test_a_step_that_is_no_whole_number_is_refused(tmp_path: Path, step: Any) -> None:  # noqa: ANN401
+    def train(mesh: pmesh.Mesh) -> None:
+        with (
+            pmesh.Checkpoints(tmp_path, mesh) as checkpoints,
+            pytest.raises(pmesh.UsageError, match="a save is a whole number of 64 bits, not"),
+        ):
+            checkpoints.save({}, step)
+
+    SimulatedMesh(1).run(train)
+
+
+def test_after_close_a_save_is_refused_before_other_ranks_take_part(tmp_path: Path) -> None:
+    def train(mesh: pmesh.Mesh) -> None:
+        checkpoints = pmesh.Checkpoints(tmp_path / str(mesh.rank), mesh)
+        checkpoints.close()
+        if mesh.rank:
+            with pytest.raises(pmesh.UsageError, match="these checkpoints are closed"):
+                checkpoints.save({}, 1)
+        mesh.barrier()
+
+    SimulatedMesh(2).run(train)
+
+
 def test_a_folder_that_cannot_be_written_names_itself_and_training_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
