@@ -183,6 +183,37 @@ def test_a_reader_that_stops_early_sees_no_traceback() -> None:
     assert (done.stderr, done.returncode) == (b"", 1)
 
 
+@pytest.mark.parametrize(
+    ("command", "closed", "code", "lines"),
+    [
+        ("version", ">&-", 0, 0),
+        ("key set", "<&-", 2, 1),
+        ("join", "<&-", 2, 1),
+        ("join", "2>&-", 2, 0),
+    ],
+)
+def test_a_closed_standard_stream_is_no_error(
+    command: str, closed: str, code: int, lines: int, tmp_path: Path
+) -> None:
+    words = [sys.executable, "-m", "pmesh.cli", *command.split()]
+    done = subprocess.run(
+        ["/bin/sh", "-c", f'"$@" {closed}', "sh", *words],
+        env=dict(os.environ, PMESH_HOME=str(tmp_path / "home")),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (code, lines)
+
+
+def test_what_a_command_starts_has_all_three_streams_though_its_own_are_closed() -> None:
+    looks = "import os; [os.fstat(descriptor) for descriptor in range(3)]"
+    words = [sys.executable, "-m", "pmesh.cli", "run", sys.executable, "-c", looks]
+    done = subprocess.run(["/bin/sh", "-c", '"$@" <&- >&- 2>&-', "sh", *words], check=False)
+    assert done.returncode == 0
+
+
 def test_a_terminal_without_utf_8_gets_question_marks() -> None:
     program = "import sys; from pmesh.cli.app import run; from pmesh.terminal.lines import say; "
     done = subprocess.run(
