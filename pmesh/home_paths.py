@@ -48,12 +48,26 @@ def home_directory(home: Path | str | None = None) -> Path:
     socket. Nothing is created, and the home need not exist.
 
     Raises ConfigError if others can write to the home, or if it belongs to another user: its files
-    may be theirs.
+    may be theirs. And if the path leads nowhere.
     """
     chosen = home or os.environ.get("PMESH_HOME") or "~/.pmesh"
-    directory = Path(chosen).expanduser().resolve()
+    path = expand_user(Path(chosen))
+    try:
+        directory = path.resolve()
+    except (OSError, RuntimeError) as e:  # this directory is gone; links in a circle
+        raise ConfigError(f"can't use {path} as home: {e}; choose another with --home") from e
     check_home(directory)
     return directory
+
+
+def expand_user(path: Path) -> Path:
+    """Replace `~` or `~USER` at its beginning. Raises ConfigError if that has no home directory."""
+    try:
+        return path.expanduser()
+    except RuntimeError as e:
+        raise ConfigError(
+            f"{path}: the system knows no home directory of {path.parts[0]}; write the whole path"
+        ) from e
 
 
 def check_home(home: Path, *, holds_keys: bool = False) -> None:

@@ -31,6 +31,27 @@ def test_an_argument_wins_over_the_environment_and_that_over_the_default(
     assert home_directory("~/three") == tmp_path.resolve() / "three"
 
 
+def test_a_path_that_leads_nowhere_is_an_error_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="knows no home directory of ~nobody-here; write the wh"):
+        home_directory("~nobody-here/home")
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(ConfigError, match=r"can.t use home as home: .*; choose another"):
+        home_directory("home")
+
+
+def test_links_that_lead_to_each_other_are_no_home(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.symlink_to(there)
+    there.symlink_to(here)
+    with pytest.raises(ConfigError, match=f"can't use {here} as home: "):
+        home_directory(here)
+
+
 def test_an_empty_environment_variable_counts_as_unset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from pmesh.agent.log_level import LogLevel
 from pmesh.compression.schemes import NAMES
 from pmesh.core.wire.link import Address
 from pmesh.errors import ConfigError
+from pmesh.home_paths import expand_user
 
 LONGEST_NAME_BYTES = 63  # a DNS label's length, which also fits in one TXT string
 
@@ -107,7 +108,7 @@ def _log_level(value: object) -> LogLevel:
 
 
 def _path(value: object) -> Path:
-    return Path(value if isinstance(value, Path) else _text(value)).expanduser()
+    return expand_user(Path(value if isinstance(value, Path) else _text(value)))
 
 
 PARSERS: Final[Mapping[str, Callable[[object], object]]] = MappingProxyType(
@@ -184,12 +185,12 @@ def load_settings(
     for key in PARSERS:
         variable = variable_of(key)
         if environment.get(variable):
-            chosen[key] = _parse(key, environment[variable], source=variable, base=Path.cwd())
+            chosen[key] = _parse(key, environment[variable], source=variable, base=Path())
     if environment.get("PMESH_KEY"):
         chosen |= {"key_text": environment["PMESH_KEY"], "key_file": None}
     for key, value in flags.items():
         if value is not None:
-            chosen[key] = _parse(key, value, source=_flag_of(key), base=Path.cwd())
+            chosen[key] = _parse(key, value, source=_flag_of(key), base=Path())
             if key == "key_file":
                 chosen["key_text"] = None
     return AgentSettings(home=home, **chosen)  # type: ignore[arg-type] # each was parsed to its field
@@ -243,7 +244,7 @@ def _parse(key: str, value: object, *, source: str, base: Path) -> object:
         parsed = PARSERS[key](value)
     except ValueError as e:
         raise ConfigError(f"{source} = {value!r}: {e}") from e
-    return base / parsed if isinstance(parsed, Path) else parsed
+    return (base / parsed).absolute() if isinstance(parsed, Path) else parsed
 
 
 def _flag_of(key: str) -> str:

@@ -16,6 +16,7 @@ from pmesh.client.checkpoints.layout import (
 )
 from pmesh.core.ops.reductions import Values
 from pmesh.errors import UsageError
+from pmesh.home_paths import expand_user
 from pmesh.terminal.lines import complain, say
 from pmesh.terminal.rows import Rows, output
 
@@ -87,7 +88,7 @@ def export_checkpoint(folders: Sequence[Path], to: Path, step: int | None) -> in
         )
     ordered = [arrays[number] for number in range(len(manifest.contents.arrays))]
     metadata = {"format": "np", "pmesh_step": str(manifest.step)}
-    export_file(to.expanduser().resolve(), manifest.contents, ordered, metadata)
+    export_file(expand_user(to).resolve(), manifest.contents, ordered, metadata)
     say(f"step {manifest.step} is in {to}: {len(ordered)} array{'' if len(ordered) == 1 else 's'}")
     return 0
 
@@ -97,10 +98,11 @@ def _manifests(folders: Sequence[Path]) -> list[tuple[Path, Manifest]]:
         raise UsageError("name a folder: what the script gives to pmesh.Checkpoints")
     found: list[tuple[Path, Manifest]] = []
     any_is_damaged = False
-    for folder in folders:
-        manifests, wrong = manifests_in(folder.expanduser())
+    places = [expand_user(folder) for folder in folders]
+    for place in places:
+        manifests, wrong = manifests_in(place)
         any_is_damaged = any_is_damaged or bool(wrong)
-        found += [(folder.expanduser(), manifest) for manifest in manifests]
+        found += [(place, manifest) for manifest in manifests]
         for what in wrong:
             complain(f"{what}; it does not count")
     if not found:
@@ -108,7 +110,7 @@ def _manifests(folders: Sequence[Path]) -> list[tuple[Path, Manifest]]:
         if any_is_damaged:
             cure = "copy the folder of another machine, and name that one too"
         where = ", ".join(map(str, folders))
-        if not any(folder.expanduser().exists() for folder in folders):
+        if not any(place.exists() for place in places):
             cure = f"there is no such folder; {cure}"
         raise UsageError(f"no checkpoint in {where} can be used; {cure}")
     return found

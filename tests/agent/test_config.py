@@ -51,6 +51,18 @@ def test_flags_win_over_variables_over_the_file(tmp_path: Path) -> None:
     assert settings.listen == Listen()
 
 
+def test_settings_need_no_working_directory_and_no_user_of_a_key_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert load(tmp_path, environment={"PMESH_MDNS": "0"}, name="flag").name == "flag"
+    with pytest.raises(ConfigError, match="knows no home directory of ~no-one; write the whole"):
+        load(tmp_path, key_file="~no-one/key")
+
+
 def test_every_setting_can_stand_in_the_file(tmp_path: Path) -> None:
     file = (
         'name = "studio"\nlisten = "127.0.0.1:0"\npeers = ["a:1", "[::1]:2"]\nmdns = false\n'

@@ -100,5 +100,7 @@ def test_a_folder_or_step_without_a_save_is_named(
     assert run(["checkpoint", "list", str(tmp_path / "none")]) == 1
     said = capsys.readouterr().err
     assert f"no checkpoint in {tmp_path / 'none'} can be used; there is no such folder; " in said
+    assert run(["checkpoint", "list", "~no-one/run"]) == 2
+    assert "~no-one/run: the system knows no home directory of ~no-one" in capsys.readouterr().err
     assert run(["checkpoint", "show", *folders, "--step", "5"]) == 1
     assert "there is no step 5; there are 20, 10" in capsys.readouterr().err

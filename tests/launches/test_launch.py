@@ -94,6 +94,14 @@ def test_the_files_and_packages_that_the_command_names_are_hashed(tmp_path: Path
         (["true"], RunOptions(environment=["PMESH_JOB=x"]), "PMESH_JOB may not be set"),
         (["no-such.py"], RunOptions(), "there is no 'no-such.py' in .*; give the path"),
         (["python3", "no-such.py"], RunOptions(), "there is no 'no-such.py'"),
+        (["python3", "~no-one/a.py"], RunOptions(), "knows no home directory of ~no-one;"),
+        (["~no-one/a"], RunOptions(), "knows no home directory of ~no-one; write the whole path"),
+        (["true"], RunOptions(cwd=Path("~no-one")), "knows no home directory of ~no-one;"),
+        (
+            ["true"],
+            RunOptions(sync=True, collect=Path("~no-one")),
+            "knows no home directory of ~no-one;",
+        ),
         (["true"], RunOptions(on=" ,"), "--on names no machine; give all"),
         (["true"], RunOptions(on="x" * 65), "--on: a machine's name has at most 64 characters"),
         (["true"], RunOptions(count=-1), "--count is -1, but must be from 0 to 1024"),
@@ -110,6 +118,17 @@ def test_what_can_not_be_asked_for_is_named(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         launch_of(words, options, HERE)
+
+
+def test_a_working_directory_that_is_gone_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(ConfigError, match="has been removed; go to another, or give --cwd"):
+        launch_of(["true"], RunOptions(), HERE)
 
 
 def test_the_machines_and_the_variables_are_passed_on() -> None:

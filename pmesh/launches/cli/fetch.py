@@ -10,7 +10,7 @@ from typing import Final
 
 from pmesh.client.control import ask
 from pmesh.errors import ConfigError, PmeshError, UsageError
-from pmesh.home_paths import home_directory
+from pmesh.home_paths import expand_user, home_directory
 from pmesh.ids import SHORT_ID, PathName, path_name
 from pmesh.launches.agent.copies import Copies
 from pmesh.launches.agent.files import FileStore
@@ -37,7 +37,7 @@ def show_fetch(home: Path | None, launch: str, to: Path | None, *, most_bytes: i
             f"no machine that is linked now has a copy of launch {found.launch}: the copies of the "
             "latest 20 launches are kept, for the machine that has started them"
         )
-    target = Path(f"pmesh-{path_name(found.launch)}") if to is None else to.expanduser()
+    target = Path(f"pmesh-{path_name(found.launch)}") if to is None else expand_user(to)
     code = 0
     for files, name in zip(found.machines, _directories(found.machines), strict=True):
         try:

@@ -28,7 +28,7 @@ from pmesh.core.wire.session import (
 )
 from pmesh.core.wire.stream import PART_BYTES
 from pmesh.errors import AgentNotRunning, AgentStopped, ConfigError, ProtocolError
-from pmesh.home_paths import home_directory, path_below, socket_path
+from pmesh.home_paths import expand_user, home_directory, path_below, socket_path
 from pmesh.ids import MAX_NAME, PRINTABLE, SHORT_ID, path_name
 from pmesh.launches.agent.checks import python_version
 from pmesh.launches.agent.copies import copy_path
@@ -102,8 +102,14 @@ class RunOptions:
 
     @property
     def directory(self) -> Path:
-        """The working directory."""
-        return Path(os.path.abspath((self.cwd or Path.cwd()).expanduser()))  # noqa: PTH100 - no '..'
+        """The working directory. Raises ConfigError if there is none."""
+        cwd = expand_user(self.cwd or Path())
+        try:
+            return Path(os.path.abspath(cwd))  # noqa: PTH100 - no '..'
+        except FileNotFoundError as e:
+            raise ConfigError(
+                "the directory that you are in has been removed; go to another, or give --cwd"
+            ) from e
 
     @property
     def machines(self) -> tuple[str, ...]:
@@ -185,13 +191,13 @@ def _check_collect(options: RunOptions) -> None:
             "--collect brings files at the end from the copies of --sync: give --sync, and not "
             "--detach; 'pmesh fetch' brings them later"
         )
-    check_target(options.collect.expanduser())
+    check_target(expand_user(options.collect))
 
 
 def _check_script(words: Sequence[str], cwd: Path) -> None:
     """Refuse a script that is not there: it would fail on each machine, again and again."""
     script = words[1] if len(words) > 1 and is_python(words[0]) else "-"
-    if not script.startswith("-") and not (cwd / Path(script).expanduser()).exists():
+    if not script.startswith("-") and not (cwd / expand_user(Path(script))).exists():
         raise ConfigError(f"there is no {script!r} in {cwd}; give the path of the script, or --cwd")
 
 
@@ -254,7 +260,7 @@ def is_python(program: str) -> bool:
 
 
 def _find(word: str, cwd: Path, environment: Mapping[str, str]) -> str:
-    path = str(cwd / Path(word).expanduser()) if "/" in word else word
+    path = str(cwd / expand_user(Path(word))) if "/" in word else word
     found = shutil.which(path, path=environment.get("PATH", os.defpath))
     if found is None:
         raise ConfigError(f"there is no program {word!r} here; give the path of one")
