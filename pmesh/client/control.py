@@ -5,6 +5,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from pmesh.client.session.connection import AgentConnection, error_of
 from pmesh.core.wire.control import (
     CONTROL_REPLIES,
@@ -18,10 +20,20 @@ from pmesh.core.wire.control import (
     Stopping,
     WayTried,
 )
-from pmesh.core.wire.session import Refused, SessionDecoder, SessionMessage
-from pmesh.errors import ProtocolError
+from pmesh.core.wire.session import Refused, SessionDecoder, SessionMessage, encode
+from pmesh.errors import ProtocolError, UsageError
 
 ReplyT = TypeVar("ReplyT", bound=SessionMessage)
+
+
+def check_question(request: SessionMessage) -> None:
+    """Raise UsageError for what no agent reads: it would end the connection without a word."""
+    try:
+        msgspec.msgpack.decode(encode(request), type=type(request))
+    except UnicodeEncodeError as e:
+        raise UsageError(f"{e.object!r} is not valid UTF-8, and so the name of nothing") from e
+    except (OverflowError, msgspec.ValidationError) as e:
+        raise UsageError(f"the agent takes no such value: {e}") from e
 
 
 def ask(
@@ -44,8 +56,10 @@ def ask(
     Raises:
         AgentNotRunning: Nobody listens at its socket.
         AgentStopped: The agent ended, or stayed silent for `timeout_s`.
+        UsageError: A value in the question is none that an agent reads.
         PmeshError: The agent refused; this is the error that it named.
     """
+    check_question(request)
     with closing(AgentConnection(home, replies, silence_s=timeout_s)) as connection:
         connection.send(request)
         return await_reply(connection, wanted)
@@ -76,6 +90,7 @@ def ping(home: Path, name: str, *, timeout_s: float = 10.0) -> Iterator[WayTried
         UsageError: No other machine has this name.
         PeerUnreachable: There is no link to it now.
     """
+    check_question(AskPing(name))
     with closing(AgentConnection(home, CONTROL_REPLIES, silence_s=timeout_s)) as connection:
         connection.send(AskPing(name))
         while True:

@@ -1,5 +1,6 @@
 """One question to the agent, one answer, or an error that says what to do."""
 
+import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from pmesh.agent.events import decode_events
 from pmesh.agent.schema import decode_status
+from pmesh.cli.app import run
 from pmesh.client.connect import connect
 from pmesh.client.control import ask_events, ask_status, stop_agent
 from pmesh.core.wire.control import StatusReply, Stopping
@@ -153,3 +155,23 @@ def test_a_status_is_no_answer_to_a_stop(tmp_path: Path) -> None:
         pytest.raises(ProtocolError, match="not Stopping"),
     ):
         stop_agent(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a\udcff", "a" * 300, "two\nlines"])
+@pytest.mark.parametrize("command", ["ping", "forget", "remove", "logs", "stop", "fetch"])
+def test_a_name_that_no_agent_reads_is_refused_before_it_is_sent(
+    command: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([command, "--home", str(tmp_path), name]) == 1
+    said = capsys.readouterr().err
+    reason = "the agent takes no such" if name.isascii() else "'a.udcff' is not valid UTF-8"
+    assert re.match(f"UsageError: {reason}.*\n$", said)
+
+
+def test_a_number_that_no_agent_reads_is_refused_before_it_is_sent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["fetch", "x", "--limit", "99999999999GiB", "--home", str(tmp_path)]) == 1
+    mpi = ["run", "--on", "all", "--engine", "mpi", "--count=-1", "--home", str(tmp_path)]
+    assert run(mpi) == 1
+    assert capsys.readouterr().err.count("UsageError: the agent takes no such value: ") == 2

@@ -16,6 +16,7 @@ from typing import Final, TextIO
 
 import trio
 
+from pmesh.client.control import check_question
 from pmesh.client.session.connection import error_of
 from pmesh.core.values import MAX_TRAINERS
 from pmesh.core.wire.framing import FrameReader, frame
@@ -346,9 +347,9 @@ def run_launch(home: Path | None, request: Launch, options: RunOptions) -> int:
 
 def show_log(home: Path | None, launch: str, *, follow: bool) -> int:
     """Print the output of a launch; with `follow`, until it ends."""
-    return trio.run(
-        _converse, home_directory(home), FollowLaunch(launch, follow), list[LaunchBegan]()
-    )
+    request = FollowLaunch(launch, follow)
+    check_question(request)
+    return trio.run(_converse, home_directory(home), request, list[LaunchBegan]())
 
 
 async def _converse(home: Path, request: Launch | FollowLaunch, begun: list[LaunchBegan]) -> int:
