@@ -18,7 +18,7 @@ from typing import Final
 import psutil
 
 from pmesh.agent.config import CONFIG_NAME
-from pmesh.agent.home import load_mesh_key
+from pmesh.agent.home import load_mesh_key, reason
 from pmesh.agent.mesh.keyring import all_keys
 from pmesh.agent.schema import decode_status
 from pmesh.cli.doctor.command import show
@@ -30,7 +30,7 @@ from pmesh.cli.status_all import render_all
 from pmesh.cli.version import version_text
 from pmesh.client.control import ask_status
 from pmesh.core.identity.keys import mesh_key_text
-from pmesh.errors import PmeshError
+from pmesh.errors import PmeshError, UsageError
 from pmesh.home_paths import LOG_NAME, NODE_KEY_NAME, home_directory
 from pmesh.installed import DISTRIBUTION
 from pmesh.terminal.lines import say
@@ -47,12 +47,15 @@ _OF_INTEREST: Final = ("pmesh", "transformers", "accelerate", "lightning", "mlx-
 
 
 def write_report(home: Path | None, to: Path | None) -> int:
-    """Write the file, and say where it is and what it has. Raises ConfigError for the home."""
+    """Write the file, and say where it is and what it has. Raises UsageError if it can't be."""
     directory = home_directory(home)
     now = dt.datetime.now(dt.UTC)
     path = to or Path(f"pmesh-bugreport-{now:%Y%m%d-%H%M%S}.txt")
     text = without_secrets(report(directory), secrets_of(directory))
-    path.write_text(text, encoding="utf-8")
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as e:
+        raise UsageError(f"can't write {path}: {reason(e)}; choose another file with --to") from e
     say(
         f"{path}, {len(text) / 1000:.0f} kB of text: versions, settings, what 'pmesh doctor'"
         " finds, status, events and the end of the log of this machine.",

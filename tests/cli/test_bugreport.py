@@ -59,6 +59,17 @@ def test_a_file_of_ones_own_name_is_made_here(
     assert list(tmp_path.glob("pmesh-bugreport-*.txt"))
 
 
+@pytest.mark.usefixtures("home")
+def test_a_file_that_can_not_be_written_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in (tmp_path, tmp_path / "none" / "report.txt"):
+        assert run(["bugreport", "--to", str(path)]) == 1
+        said = capsys.readouterr().err
+        assert said.startswith(f"UsageError: can't write {path}: ")
+        assert said.endswith("; choose another file with --to\n")
+
+
 def test_no_form_of_any_key_is_in_it(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
