@@ -169,9 +169,11 @@ def _int64(amount: SupportsIndex) -> int:
 def _keys(keys: Iterable[str]) -> tuple[str, ...]:
     if isinstance(keys, str):
         raise UsageError(f"keys is a list of keys, not the text {keys!r}")
-    if not isinstance(keys, Iterable):
-        raise UsageError(f"keys is a list of keys, not {keys!r}")
-    names = tuple(map(_key, keys))
+    try:
+        found = iter(keys)
+    except TypeError:
+        raise UsageError(f"keys is a list of keys, not {keys!r}") from None
+    names = tuple(map(_key, found))
     if len(names) > MAX_KEYS:
         raise UsageError(f"at most {MAX_KEYS} keys at a time, not {len(names)}")
     return names
