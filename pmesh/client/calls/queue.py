@@ -60,6 +60,8 @@ class Handle(Generic[T]):
         """
         if os.getpid() != self._process:
             raise _forked()
+        if timeout_s is not None and timeout_s > threading.TIMEOUT_MAX:
+            timeout_s = None  # longer than the system can wait, such as infinity
         seconds = -1 if timeout_s is None else max(timeout_s, 0)
         if not self._lock.acquire(timeout=seconds):  # another thread waits, too
             raise OpTimedOut(f"the call is still under way after {seconds:g} s")

@@ -1,5 +1,6 @@
 """`async_op=True`: calls in line behind one another, and their handles."""
 
+import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -92,6 +93,19 @@ def test_a_handle_knows_whether_its_call_is_done(agent: WatchedAgent, mesh: pmes
     assert handle.done()
     assert handle.result() is handle.wait()
     assert repr(handle) == "<Handle, done>"
+
+
+@pytest.mark.parametrize("timeout_s", [math.inf, 1e12, threading.TIMEOUT_MAX, -1.0])
+def test_a_wait_may_be_as_long_or_short_as_one_likes(
+    agent: WatchedAgent, mesh: pmesh.Mesh, timeout_s: float
+) -> None:
+    gate = Gate(agent)
+    handle = mesh.all_reduce(np.ones(1), async_op=True)
+    assert gate.reached.wait(PATIENCE_S)
+    gate.opened.set()
+    if timeout_s < 0:
+        handle.wait()
+    assert handle.wait(timeout_s).tolist() == [1]
 
 
 def test_two_threads_may_wait_for_one_handle_each_as_long_as_it_likes(
