@@ -117,8 +117,8 @@ class Placing(Caller):
         expected = _given([out])[0].head.dtype
         blocks: list[ArrayBytes] = []
         if root == self.rank:
-            check_count(xs or (), self.size, "scatter_into")
-            blocks = _given(xs or ())
+            blocks = _given(() if xs is None else xs)
+            check_count(blocks, self.size, "scatter_into")
             _check_sizes([block.data for block in blocks], target.size, "scatter_into")
 
         def ops(session: TrainerSession) -> tuple[None, LastOp]:
@@ -298,8 +298,8 @@ def _target(out: object) -> Values:
 def _equal_targets(
     outs: Sequence[object] | None, given: ArrayBytes, size: int, what: str
 ) -> list[Values]:
-    check_count(outs or (), size, what)
-    targets = _targets(outs or ())
+    targets = _targets(() if outs is None else outs)
+    check_count(targets, size, what)
     _check_sizes(targets, given.data.size, what)
     return targets
 

@@ -11,6 +11,7 @@ import pytest
 from pmesh.client.mesh import Mesh
 from pmesh.errors import OpMismatch, UnsupportedArray, UsageError
 from pmesh.testing import SimulatedMesh
+from tests.worlds.every_array import make
 
 DTYPES = ("float64", "float16", "complex64", "uint8", "int16", "bool")
 
@@ -49,6 +50,21 @@ def test_gather_into_and_scatter_into_have_a_root() -> None:
         [[0, 7], []],
         [[1, 7], []],
         [[2, 7], gathered],
+    ]
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_the_arrays_for_each_rank_may_be_the_rows_of_one(library: str) -> None:
+    def train(mesh: Mesh) -> list[Any]:
+        rows = make(library, "float32", [[0, 0], [0, 0]])
+        x, out = (make(library, "float32", [mesh.rank, n]) for n in (7, 0))
+        mesh.gather_into(rows, x)
+        mesh.scatter_into(out, rows)
+        return [rows.tolist(), out.tolist()]
+
+    assert SimulatedMesh(2).run(train) == [
+        [[[0, 7], [1, 7]], [0, 7]],
+        [[[0, 0], [0, 0]], [1, 7]],
     ]
 
 
