@@ -162,7 +162,7 @@ class Averaging(Reducing):
             result = self._run_filled(wanted, arrays, choose, async_op=async_op)
             return cast("T | Handle[T]", result)
         if out is not None:
-            arrays = written_into(arrays, out)
+            arrays = written_into(arrays, out, bucket_bytes=bucket_bytes)
         result = self._run(
             wanted, arrays, compression=scheme, async_op=async_op, writes=out is not None
         )

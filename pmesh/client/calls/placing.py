@@ -171,7 +171,7 @@ class Placing(Caller):
         if len({leaf.dtype for leaf in leaves}) != 1:
             raise UsageError("reduce_scatter_into takes arrays of one dtype")
         own = take_apart(xs[self.rank], reduction=reduction)
-        target = written_into(own, out).leaves[0]
+        target = written_into(own, out, bucket_bytes=0).leaves[0]
         counts = [leaf.values.size for leaf in leaves]
 
         def ops(session: TrainerSession) -> tuple[None, LastOp]:

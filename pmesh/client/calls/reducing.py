@@ -215,7 +215,7 @@ class Reducing(Caller):
         if compression is not None:
             scheme = chosen(compression, arrays, reduction=reduction, strategy=wanted.strategy)
         if out is not None:
-            arrays = written_into(arrays, out)
+            arrays = written_into(arrays, out, bucket_bytes=DEFAULT_BUCKET_BYTES)
         return cast("T", self._run(wanted, arrays, compression=scheme, async_op=async_op))
 
     @overload
@@ -269,7 +269,7 @@ class Reducing(Caller):
         )
         arrays = take_apart(x, only_moves=True)
         if out is not None:
-            arrays = written_into(arrays, out, only_moves=True)
+            arrays = written_into(arrays, out, bucket_bytes=DEFAULT_BUCKET_BYTES, only_moves=True)
         return cast("T | Handle[T]", self._run(wanted, arrays, async_op=async_op))
 
     @overload
@@ -396,8 +396,10 @@ class Reducing(Caller):
         writes: bool = False,
     ) -> object:
         """Run an op for each bucket of a tree; return a tree like it, or a handle of one."""
-        # What is written into out= may be what is averaged once more, so it is written at the end.
-        late = async_op or not self._line.idle or (writes and wanted.on_nonfinite != "keep")
+        # What is written into out= may be what is averaged once more, or what another op has still
+        # to send, so it is written at the end.
+        again = arrays.shares_memory or (writes and wanted.on_nonfinite != "keep")
+        late = async_op or not self._line.idle or again
         laid = arrays.evaluated().detached() if late else arrays  # MLX's graphs belong to threads
         ops = self._ops(wanted, laid, compression)
         finish: Callable[[list[Any]], object] = arrays.tree.rebuild

@@ -10,7 +10,7 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from pmesh.client.collective.buckets import Backward, Bucket, plan_buckets
+from pmesh.client.collective.buckets import Backward, Bucket, plan_buckets, share_memory
 from pmesh.client.session.arenas import InputRegion
 from pmesh.client.session.session import Done, Early, TrainerSession
 from pmesh.client.trees.arrays import (
@@ -85,6 +85,7 @@ def read(
 
 
 _UNLIKE = "out= must have the same paths, shapes and dtypes as the input"
+_WIDENS = 2  # at most, for 16-bit floats
 _WEIGHT_BYTES = 8  # a weight is sent as a value of its bucket
 ALONE = OpNumber(-1)
 OnNonfinite = Literal["keep", "raise", "skip"]
@@ -159,6 +160,8 @@ class Arrays:
     leaves: tuple[Leaf, ...]
     lazy: bool = False
     """True if MLX's arrays are not evaluated yet: the values of their leaves are arbitrary."""
+    shares_memory: bool = False
+    """True if a result is written where another array of the call lies, as with tied weights."""
 
     def evaluated(self) -> "Arrays":
         """Evaluate all arrays; call it in the user's thread, which has the MLX streams."""
@@ -496,8 +499,16 @@ def as_it_is(values: Values) -> object:
     return values
 
 
-def written_into(arrays: Arrays, out: object, *, only_moves: bool = False) -> Arrays:
-    """Return the same arrays, with results written into `out`; for `only_moves` see `take_apart`.
+def written_into(
+    arrays: Arrays, out: object, *, bucket_bytes: int, only_moves: bool = False
+) -> Arrays:
+    """Return the same arrays, with results written into `out`.
+
+    Args:
+        arrays: what is sent.
+        out: a tree like it.
+        bucket_bytes: the most that is sent as one op; of less, all is sent before any is written.
+        only_moves: see `take_apart`.
 
     Raises:
         UnsupportedArray: an array of `out` can't be written to.
@@ -510,7 +521,11 @@ def written_into(arrays: Arrays, out: object, *, only_moves: bool = False) -> Ar
     together = zip(
         arrays.leaves, targets.leaves, targets.tree.leaves, targets.tree.paths, strict=True
     )
-    return Arrays(targets.tree, tuple(_writes(*each) for each in together))
+    leaves = tuple(_writes(*each) for each in together)
+    values = [leaf.values for leaf in arrays.leaves]
+    written = [] if in_place else [leaf.values for leaf in targets.leaves]
+    many = _WIDENS * sum(each.nbytes for each in values) > bucket_bytes
+    return Arrays(targets.tree, leaves, shares_memory=many and share_memory(values, written))
 
 
 def written_into_one(leaf: Leaf, x: object, out: object) -> Leaf:
@@ -537,6 +552,10 @@ def _writer(target: Leaf, x: object, path: str) -> Callable[[Values], object]:
             f"{where}out= takes numpy arrays that may be written to and torch tensors on the CPU"
             f"{', in one piece and in the byte order of the machine' * bool(target.bits_of)}"
         )
+    repeats = zip(target.values.shape, target.values.strides, strict=True)
+    if not target.values.flags.c_contiguous and any(n > 1 and not step for n, step in repeats):
+        where = f"{path}: " if path else ""
+        raise UnsupportedArray(f"{where}out= has one place for several values: pass a copy of it")
 
     def write(values: Values) -> object:
         if values is not target.values:

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from pmesh.client.trees.arrays import Leaf, Tree, digest, insertion_order, is_mlx
-from pmesh.core.ops.reductions import WIRE_DTYPES
+from pmesh.core.ops.reductions import WIRE_DTYPES, Values
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,3 +100,22 @@ def backward_order(tree: Tree, leaves: Sequence[Leaf], bucket_bytes: int) -> Bac
         return None
     order = insertion_order(tree)
     return Backward(order[::-1], most) if len(order) == len(leaves) else None
+
+
+def share_memory(values: Sequence[Values], written: Sequence[Values]) -> bool:
+    """Return True if any two of all these arrays overlap, but those that are the same in both."""
+    spans = [_span(each) for each in values]
+    others = [two for one, two in zip(spans, map(_span, written), strict=False) if one != two]
+    return any(end > begin for (_, end), (begin, _) in pairwise(sorted([*spans, *others])))
+
+
+def _span(values: Values) -> tuple[int, int]:
+    """Return the addresses between which an array lies; an empty one lies nowhere."""
+    if not values.size:
+        return 0, 0
+    begin: int = values.__array_interface__["data"][0]
+    if values.flags.c_contiguous:
+        return begin, begin + values.nbytes
+    steps = [(n - 1) * stride for n, stride in zip(values.shape, values.strides, strict=True)]
+    low, high = (sum(pick(0, step) for step in steps) for pick in (min, max))
+    return begin + low, begin + high + values.itemsize

@@ -139,6 +139,42 @@ def test_a_tree_is_written_into_another_of_any_libraries(agent: WatchedAgent) ->
     assert (out["a"].tolist(), out["b"][0].tolist(), float(out["b"][1])) == ([1, 1], [[3, 3]], 2)
 
 
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("compression", [None, "fp16"])
+def test_arrays_that_share_memory_with_out_are_sent_as_they_were(
+    agent: WatchedAgent, compression: str | None, *, late: bool
+) -> None:
+    """Each array is an op of its own, and its result is there before the next ones are sent."""
+
+    def program(mesh: Any) -> None:  # it may or may not return a handle
+        def average(xs: list[Any], out: list[Any]) -> list[Any]:
+            made = mesh.average_gradients(
+                xs, out=out, bucket_bytes=4, compression=compression, async_op=late
+            )
+            return [x.tolist() for x in (made.wait() if late else made)]
+
+        tied = np.full(3, mesh.rank * 2.0, np.float32)
+        assert average([tied] * 4, [tied] * 4) == [[1, 1, 1]] * 4
+        one, *others = (np.full(2, n + 2.0 * mesh.rank, np.float32) for n in range(4))
+        assert average([one, *others], [*others, one]) == [[n + 1] * 2 for n in range(4)]
+        whole = np.arange(8, dtype=np.float32).reshape(4, 2) + 2 * mesh.rank
+        columns = [whole[:3, 0], whole[3:, 0], whole[:, 1]]
+        average(columns, columns)
+        assert whole.reshape(-1).tolist() == [n + 1 for n in range(8)]
+
+    run_ranks(agent.home, 2, program)
+
+
+def test_an_out_in_which_values_share_a_place_is_refused(agent: WatchedAgent) -> None:
+    torch = pytest.importorskip("torch")
+    with pmesh.connect("job", home=agent.home) as mesh:
+        for call in (mesh.all_reduce, mesh.broadcast):
+            with pytest.raises(pmesh.UnsupportedArray, match="out= "):
+                call(torch.ones(3), out=torch.zeros(1).expand(3))
+        row = torch.zeros(2).expand(1, 2)
+        assert mesh.all_reduce(torch.ones(1, 2), out=row).tolist() == [[1, 1]]
+
+
 def read_only() -> Any:
     x = np.zeros(2)
     x.flags.writeable = False
