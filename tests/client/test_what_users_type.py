@@ -94,6 +94,17 @@ def test_gradients_that_only_some_ranks_have_count_as_zeros_elsewhere(
     assert zeros_like(library, dtype) == [expected] * 3
 
 
+def test_what_is_missing_everywhere_stays_so_whatever_its_name() -> None:
+    def train(mesh: pmesh.Mesh) -> None:
+        one = np.ones(2) if mesh.rank else None
+        tree: Any = {"a": {"b": None}, "a.b": np.ones(2), "\ud800": one}
+        found = mesh.average_gradients(tree, missing="zeros")
+        assert found["a"]["b"] is None
+        assert [found[key].tolist() for key in ("a.b", "\ud800")] == [[1, 1], [0.5, 0.5]]
+
+    SimulatedMesh(2).run(train)
+
+
 def test_what_is_missing_is_compressed_as_the_rest() -> None:
     expected = [seen(make("numpy", "float32", values)) for values in ([5, 10], [4, 8], [3, 6])]
     assert zeros_like("numpy", "float32", compression="fp16") == [expected] * 3

@@ -1,6 +1,7 @@
 """Find which arrays differ between the trees of ranks, in one all-reduce or in a `sync`."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
@@ -96,9 +97,9 @@ def fill_missing(session: TrainerSession, arrays: Arrays, *, timeout_s: float) -
     whole = flatten(arrays.tree.source, with_none=True)
     own, like = iter(arrays.leaves), next(iter(arrays.tree.leaves), None)
     found: list[Leaf | None] = []
-    for path, x in zip(whole.paths, whole.leaves, strict=True):
+    for name, x in zip(_names(whole.paths), whole.leaves, strict=True):
         if x is None:
-            found.append(_zeros(others[path], like) if path in others else None)
+            found.append(_zeros(others[name], like) if name in others else None)
         else:
             found.append(next(own))
 
@@ -173,9 +174,22 @@ def _exchange_trees(session: TrainerSession, arrays: Arrays, timeout_s: float) -
 def _heads_of(arrays: Arrays) -> _Heads:
     whole, leaves = flatten(arrays.tree.source, with_none=True), iter(arrays.leaves)
     return {
-        path: None if x is None else _head_of(x, next(leaves))
-        for path, x in zip(whole.paths, whole.leaves, strict=True)
+        name: None if x is None else _head_of(x, next(leaves))
+        for name, x in zip(_names(whole.paths), whole.leaves, strict=True)
     }
+
+
+def _names(paths: Sequence[str]) -> Iterator[str]:
+    """Yield a name for each path: two paths may be equal, and some are no Unicode.
+
+    >>> list(_names(["a.b", "a.b"]))
+    ['a.b', 'a.b (2)']
+    """
+    counts = Counter[str]()
+    for path in paths:
+        name = path.encode(errors="backslashreplace").decode()
+        counts[name] += 1
+        yield name if counts[name] == 1 else f"{name} ({counts[name]})"
 
 
 def _head_of(x: object, leaf: Leaf) -> Head:

@@ -45,6 +45,14 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda tree: tree.update(extra=np.ones(1)),
         "extra: only on rank 1 (simulated)",
     ),
+    "a name that is no Unicode": (
+        lambda tree: tree.update({"\ud800": np.ones(1)}),
+        r"\ud800: only on rank 1 (simulated)",
+    ),
+    "two of one path": (
+        lambda tree: tree.update({"layer3": {"w": np.ones((10, 10))}}),
+        "layer3.w (2): only on rank 1 (simulated)",
+    ),
     "one less": (
         lambda tree: tree.pop("layer3.w"),
         "layer3.w: only on rank 0 (simulated)",
