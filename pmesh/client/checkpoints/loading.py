@@ -119,6 +119,8 @@ class _Attempt:
         if lacking:
             return lacking
         manifest = self._agree_on_manifest([knows for _, knows in told])
+        if self._mesh.size != len(has):  # the broadcast has gone on among the others
+            raise RosterChanged("a rank was lost while a manifest was sent")
         self._exchange(manifest.contents, has)
         arrays = tuple(self._arrays[i] for i in range(len(manifest.contents.arrays)))
         return LoadedSave(manifest=manifest, arrays=arrays)

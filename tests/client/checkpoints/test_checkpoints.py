@@ -394,6 +394,32 @@ def test_a_rank_that_is_lost_in_a_save_costs_the_others_neither_the_save_nor_the
     assert [loaded.step for loaded in load(tmp_path, 2)] == [5, 5]
 
 
+def test_a_rank_that_is_lost_while_loading_costs_the_others_nothing(
+    tmp_path: Path, faults: Faults, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 2, 5)
+    simulated = SimulatedMesh(3, on_loss="continue")
+    together = threading.Barrier(3)
+
+    def told(tell: Real, mesh: pmesh.Mesh, *arguments: Any) -> object:  # noqa: ANN401 - as the original
+        if mesh.size == 3:
+            together.wait(20)
+            if mesh.rank == 1:
+                simulated.lose(1)
+        return tell(mesh, *arguments)
+
+    faults.around(pmesh.Mesh, "broadcast_object", told)
+
+    def train(mesh: pmesh.Mesh) -> int:
+        with pmesh.Checkpoints(tmp_path / str(mesh.rank), mesh) as checkpoints:
+            found = checkpoints.load()
+            assert found is not None
+            return found.step
+
+    assert simulated.run(train) == [5, 5]
+    assert "a rank was lost while loading; the others begin again" in caplog.text
+
+
 # --- what a rank that lies can do to the disks of others
 
 
