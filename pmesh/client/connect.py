@@ -87,6 +87,8 @@ def connect(
         JobRunning: the job runs without ever calling `mesh.sync`, so no trainer can enter it.
     """
     job, wait_for = _job(job), _wait_for(wait_for)
+    if not isinstance(job, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UsageError(f"job is a name, such as 'mnist', not {job!r}; a number is wait_for=")
     nbytes = len(job.encode("utf-8", "replace"))
     if not 1 <= nbytes <= MAX_JOB_BYTES or not re.search(PRINTABLE, job):
         raise UsageError(

@@ -234,6 +234,9 @@ def test_the_job_comes_from_pmesh_run_where_none_is_given(
     with pytest.raises(pmesh.UsageError, match="a job needs a name"):
         pmesh.connect()
     monkeypatch.setenv("PMESH_JOB", "")
+    number: Any = 3
+    with pytest.raises(pmesh.UsageError, match="job is a name, such as 'mnist', not 3"):
+        pmesh.connect(number)
     with pytest.raises(pmesh.UsageError, match="a job's name has 1 to 64 characters"):
         pmesh.connect()
     with pytest.raises(pmesh.UsageError, match="fewer if they are not ASCII"):

@@ -1,6 +1,8 @@
 """What users of torch and numpy type: other names, absent gradients, values that are no arrays."""
 
 from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -33,6 +35,27 @@ def test_reductions_of_torch_mean_the_same() -> None:
         return [float(mesh.all_reduce(x, op)[0]) for op in ops]
 
     assert SimulatedMesh(2).run(train) == [list(names.values())] * 2
+
+
+@pytest.mark.parametrize("timeout_s", [None, timedelta(minutes=5), "5"])
+def test_a_time_of_another_type_is_refused_with_what_it_is(timeout_s: Any) -> None:  # noqa: ANN401
+    def train(mesh: pmesh.Mesh) -> None:
+        calls = mesh.barrier, partial(mesh.sync, {}), partial(mesh.all_reduce, np.ones(1), "sum")
+        for call in calls:
+            with pytest.raises(pmesh.UsageError, match="timeout_s is a number of seconds, not"):
+                call(timeout_s)
+
+    SimulatedMesh(1).run(train)
+
+
+def test_a_root_that_is_no_rank_is_refused() -> None:
+    def train(mesh: pmesh.Mesh) -> None:
+        roots: list[Any] = [None, -1, 1, "0"]
+        for root in roots:
+            with pytest.raises(pmesh.UsageError, match="there is no rank"):
+                mesh.broadcast(np.ones(1), root)
+
+    SimulatedMesh(1).run(train)
 
 
 def test_a_reduction_that_does_not_exist_is_named() -> None:

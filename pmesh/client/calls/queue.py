@@ -298,7 +298,7 @@ class Caller:
         self._place.check_synced()
         if self._place.is_alone:
             return self._place.world.trainers[0]
-        if not 0 <= rank < self.size:
+        if rank not in range(self.size):  # as None is not
             raise UsageError(f"there is no rank {rank}: there are ranks 0 to {self.size - 1}")
         return self._world.trainers[rank]
 
@@ -384,7 +384,11 @@ class Caller:
 
 
 def check_timeout(timeout_s: float, name: str = "timeout_s") -> float:
-    """Return the time as a float; raise UsageError unless it is more than 0."""
-    if not timeout_s > 0:
+    """Return the time as a float; raise UsageError unless it is a number, and more than 0."""
+    try:
+        is_more = timeout_s > 0
+    except TypeError:  # None, or a timedelta
+        raise UsageError(f"{name} is a number of seconds, not {timeout_s!r}") from None
+    if not is_more:
         raise UsageError(f"{name} is more than 0, not {timeout_s}")
     return float(timeout_s)
