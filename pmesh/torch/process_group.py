@@ -349,11 +349,10 @@ class ProcessGroup(GroupBase):
 
         def run(seconds: float) -> None:
             values = [target.memory for target in found]
-            if reduction.factor is not None:
-                for each in values:
-                    each.mul_(reduction.factor)
-            tree: Any = values[0] if len(values) == 1 else values
-            self._calls.all_reduce(tree, reduction.name, seconds, out=tree)
+            factor = reduction.factor
+            scaled = values if factor is None else [_times(each, factor) for each in values]
+            tree, out = (each[0] if len(found) == 1 else each for each in (scaled, values))
+            self._calls.all_reduce(tree, reduction.name, seconds, out=out)
             for each in values:
                 reduction.finish(each, self.size())
             _write(found)
@@ -522,6 +521,11 @@ def _is_reduced(dtype: Any, reduction: str) -> bool:  # noqa: ANN401 - a torch.d
     except UnsupportedArray:
         return False
     return True
+
+
+def _times(x: Tensor, factor: object) -> Tensor:
+    """Return the tensor times a factor, as a new one: an op that fails changes no input (I8)."""
+    return torch.mul(x, factor, out=torch.empty_like(x))
 
 
 def _write(found: Sequence[StagedTensor]) -> None:

@@ -1,4 +1,4 @@
-"""Ops that wait in line behind another one."""
+"""Ops that fail: those that wait in line with them, and what they were given."""
 
 import threading
 
@@ -27,3 +27,16 @@ def test_a_reduction_that_is_impossible_fails_without_those_that_wait_with_it() 
         return [float(x[0]) for x in xs]
 
     assert run(program) == [[3.0, 3.0]] * 3
+
+
+def test_values_that_are_scaled_first_stay_as_they_were_if_the_op_fails() -> None:
+    def program(group: ProcessGroup) -> list[float]:
+        scaled, x = reducing(dist._make_nccl_premul_sum(2.0)), torch.ones(3 + group.rank())
+        with pytest.raises(dist.DistBackendError, match="OpMismatch"):
+            group.allreduce([x], scaled).wait()
+        left = x.tolist()
+        group.allreduce([x[:3]], scaled).wait()
+        return left + x.tolist()
+
+    for rank, found in enumerate(run(program)):
+        assert found == [1.0] * (3 + rank) + [6.0] * 3 + [1.0] * rank
