@@ -201,10 +201,11 @@ def read_private(
             if path.stat().st_uid != os.geteuid():
                 raise _of_another(path) from e
         raise KeyFileError(f"can't read {path}: {e.strerror}; run: {_make_private(path)}") from e
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):  # Python opens no directory, and would not close it
+        os.close(descriptor)
+        raise KeyFileError(f"{path} is not a file; run: {move_away(path)}")
     with open(descriptor, "rb", closefd=True) as file:  # noqa: PTH123 - a descriptor has no path
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise KeyFileError(f"{path} is not a file; run: {move_away(path)}")
         if found.st_uid != os.geteuid():  # root could still read it
             raise _of_another(path)
         if found.st_mode & _OTHERS:

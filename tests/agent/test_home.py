@@ -152,6 +152,17 @@ def test_a_key_file_that_is_not_a_file_is_refused(tmp_path: Path) -> None:
         load_mesh_key(tmp_path)
 
 
+def test_a_directory_in_place_of_a_key_file_is_refused_and_closed(tmp_path: Path) -> None:
+    (tmp_path / MESH_KEY_NAME).mkdir(mode=0o700)
+    lowest = os.open(tmp_path, os.O_RDONLY)
+    os.close(lowest)
+    with pytest.raises(KeyFileError, match=r"mesh_key is not a file; run: mv"):
+        load_mesh_key(tmp_path)
+    again = os.open(tmp_path, os.O_RDONLY)
+    os.close(again)
+    assert again == lowest
+
+
 def test_a_key_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(KeyFileError, match=f"no key file {tmp_path}/absent"):
         read_mesh_key(tmp_path / "absent")
