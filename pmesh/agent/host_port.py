@@ -22,6 +22,10 @@ def parse_host_port(text: str) -> tuple[str, int]:
             raise ValueError("an IPv6 address is written [ADDRESS]:PORT")
     if any(character.isspace() or not character.isprintable() for character in host):
         raise ValueError("a host must not contain spaces")
+    try:
+        host.encode("idna")  # as Python does before it looks a name up
+    except UnicodeError as e:
+        raise ValueError("in a host's name, each part between dots has 1 to 63 letters") from e
     if not colon:
         if host.isdecimal():  # getaddrinfo would read it as an IPv4 address of 32 bits
             raise ValueError(f"a port without a host is written :{host}")

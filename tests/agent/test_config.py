@@ -235,5 +235,11 @@ def test_a_port_alone_is_not_taken_for_a_host() -> None:
         parse_host_port("24164")
 
 
+@pytest.mark.parametrize("host", ["a..b", ".local", f"{'a' * 64}.local", "é" * 64])
+def test_a_name_that_can_not_be_looked_up_is_no_host(host: str) -> None:
+    with pytest.raises(ValueError, match="each part between dots has 1 to 63 letters"):
+        parse_host_port(f"{host}:7000")
+
+
 def test_a_host_alone_has_the_default_port() -> None:
     assert parse_host_port("studio") == ("studio", DEFAULT_PORT)
