@@ -8,7 +8,7 @@ from typing import cast
 import psutil
 import pytest
 import trio
-from trio.testing import MockClock
+from trio.testing import MockClock, wait_all_tasks_blocked
 
 from pmesh.agent.limits import Admission, plan_files
 from pmesh.core.wire.control import AskStatus, StatusReply
@@ -79,6 +79,28 @@ async def test_lines_that_a_reader_was_too_slow_for_are_counted(tmp_path: Path) 
             (0, OUT, b"line 2"),
             (0, OUT, b"line 3"),
         ]
+
+
+async def test_output_whose_file_was_removed_is_counted_once_and_not_waited_for(
+    tmp_path: Path,
+) -> None:
+    async with launches_in(tmp_path) as here, trio.open_nursery() as nursery:
+        there = (here.view.seats[1].name,)
+        launch = here.launches.start(
+            Launch("night", Command(("true",), "/"), LaunchTerms(), on=there)
+        )
+        launch.spool = Spool(tmp_path / "spool")
+        launch.spool.append(b"0 0 o line\n")
+        for file in (tmp_path / "spool").iterdir():
+            file.unlink()
+        gone = b"11 bytes of output are not kept any more"
+        for follow in (False, True):  # an agent that asks for it again and again hangs here
+            session = FakeSession()
+            nursery.start_soon(serve, session, FollowLaunch("night", follow), here.launches)
+            await wait_all_tasks_blocked()
+            shown = [reply.data for reply in session.sent if isinstance(reply, LaunchLines)]
+            assert [line.text for data in shown for line in read_lines(data)] == [gone]
+        nursery.cancel_scope.cancel()
 
 
 async def test_many_long_commands_can_be_listed(tmp_path: Path) -> None:

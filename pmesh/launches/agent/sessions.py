@@ -185,13 +185,13 @@ async def _follow(session: Session, launch: StartedHere | PartHere, *, follow: b
     while True:
         is_over = launch.is_over  # read first: nothing is written after the end
         piece = await launch.spool.read_soon(offset, LINES_BYTES)
-        if piece.data:
-            data = piece.data
-            if isinstance(launch, PartHere):
-                data = seated(data, launch.prepare.seat)
-            if piece.offset > offset:
-                text = f"{piece.offset - offset} bytes of output are not kept any more"
-                data = seated(note(0, text), STARTER) + data
+        data = piece.data
+        if data and isinstance(launch, PartHere):
+            data = seated(data, launch.prepare.seat)
+        if piece.offset > offset:  # there may be nothing after what is gone
+            text = f"{piece.offset - offset} bytes of output are not kept any more"
+            data = seated(note(0, text), STARTER) + data
+        if data:
             await session.send(LaunchLines(data))
             offset = piece.offset + len(piece.data)
         elif is_over or not follow:
