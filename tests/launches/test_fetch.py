@@ -99,6 +99,14 @@ def test_nothing_is_overwritten_and_no_link_is_made(
     assert "mac-1 is there already; give another --to" in capsys.readouterr().err
 
 
+def test_a_directory_that_can_not_be_is_named_for_each_machine(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machines = (has(home, "mac-1", ONE, a_file(home, "x")),)
+    assert fetch("--to", "x" * 300, machines=machines) == 1
+    assert capsys.readouterr().err == ("mac-1: it can't write the files: File name too long\n")
+
+
 def test_who_can_not_give_its_files_is_named_and_the_others_come(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

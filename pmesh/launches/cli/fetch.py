@@ -3,6 +3,7 @@
 `pmesh run --sync` names it at its end.
 """
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -90,7 +91,7 @@ def _brought(home: Path, files: FetchedFiles, target: Path) -> str:
         raise UsageError(files.refusal)
     if files.tree is None:
         return f"{files.name}: nothing new"
-    if target.exists():
+    if os.path.lexists(target):  # False for one that can't be: then `make` says why
         raise UsageError(f"{target} is there already; give another --to")
     store = FileStore(home)
     try:
