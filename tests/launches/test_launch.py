@@ -102,6 +102,8 @@ def test_the_files_and_packages_that_the_command_names_are_hashed(tmp_path: Path
             RunOptions(sync=True, collect=Path("~no-one")),
             "knows no home directory of ~no-one;",
         ),
+        ([], RunOptions(), "there is no command; type for example: pmesh run --on all"),
+        ([], SHELL, "there is no command; type for example: pmesh run --on all"),
         (["true"], RunOptions(on=" ,"), "--on names no machine; give all"),
         (["true"], RunOptions(on="x" * 65), "--on: a machine's name has at most 64 characters"),
         (["true"], RunOptions(count=-1), "--count is -1, but must be from 0 to 1024"),

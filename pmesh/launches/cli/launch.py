@@ -235,15 +235,15 @@ def _variables(settings: Sequence[str]) -> tuple[Variable, ...]:
 
 
 def _with_python(words: Sequence[str], options: RunOptions) -> tuple[str, ...]:
+    if not words and not options.module:
+        raise ConfigError(
+            "there is no command; type for example: pmesh run --on all -- python train.py"
+        )
     if options.shell:
         return ("/bin/sh", "-c", shlex.join(words) if len(words) > 1 else "".join(words))
     python = options.python or sys.executable
     if options.module:
         return (python, "-m", options.module, *words)
-    if not words:
-        raise ConfigError(
-            "there is no command; type for example: pmesh run --on all -- python train.py"
-        )
     if words[0].endswith(".py"):
         return (python, *words)
     if options.python and is_python(words[0]):
