@@ -4,6 +4,7 @@ import contextlib
 import io
 import math
 import os
+import pwd
 import sys
 from pathlib import Path
 
@@ -120,6 +121,14 @@ def test_what_can_not_be_asked_for_is_named(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         launch_of(words, options, HERE)
+
+
+def test_a_user_without_a_home_directory_can_start_a_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faults: Faults
+) -> None:
+    monkeypatch.delenv("HOME")
+    faults.fail(pwd, "getpwuid", KeyError("the uid of a container"))
+    assert launch_of(["true"], RunOptions(cwd=tmp_path), HERE).command.cwd == str(tmp_path)
 
 
 def test_a_working_directory_that_is_gone_is_named(

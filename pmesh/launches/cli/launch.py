@@ -275,7 +275,7 @@ def _is_virtual(program: str) -> bool:
 
 def _portable(path: str) -> str:
     """Write the home directory as ~: users may have other names on other machines."""
-    home = str(Path.home())
+    home = os.path.expanduser("~")  # noqa: PTH111 - "~" where the system knows none
     return f"~{path[len(home) :]}" if path.startswith(f"{home}/") and home != "/" else path
 
 
