@@ -324,7 +324,13 @@ def _measure(mesh: Mesh, plan: BenchPlan, *, show: bool, without_native: str) ->
     live = Live(table(), console=console, auto_refresh=False)
     with live if show and console.is_terminal else contextlib.nullcontext():
         for collective, strategy, nbytes in plan.steps():
-            row = measure_row(mesh, collective, strategy, nbytes, seconds=plan.seconds)
+            try:
+                row = measure_row(mesh, collective, strategy, nbytes, seconds=plan.seconds)
+            except (MemoryError, OverflowError) as e:
+                raise UsageError(
+                    f"this machine has no memory for arrays of {size_text(nbytes)}; give a smaller "
+                    "--max-size, the same on all machines"
+                ) from e
             if mesh.names != names:
                 lost = ", ".join((Counter(names) - Counter(mesh.names)).elements())
                 raise RankLost(

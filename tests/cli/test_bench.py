@@ -371,6 +371,23 @@ def test_without_a_number_it_waits_for_all_machines_of_the_mesh_and_names_them(
     assert capsys.readouterr().err == "waiting until 'pmesh bench' runs on mac-1, mac-2, studio\n"
 
 
+@pytest.mark.parametrize("size", ["4294967296GiB", "99999999999GiB"])
+def test_an_array_that_no_machine_has_memory_for_is_named_with_what_to_type(
+    size: str, socket: Path, faults: Faults, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def alone(mesh: Mesh) -> int:
+        faults.instead(bench, "connect", lambda *_: mesh)
+        return run(["bench", "--wait-for", "1", "--min-size", size, "--max-size", size])
+
+    with agent_at(socket, answer_well):
+        assert SimulatedMesh(1).run(alone) == [1]
+    said = capsys.readouterr().err
+    assert said.endswith(
+        f"has no memory for arrays of {size.replace('G', ' G')}; give a smaller "
+        "--max-size, the same on all machines\n"
+    )
+
+
 def test_an_agent_that_is_alone_is_told_what_to_do(
     socket: Path, faults: Faults, capsys: pytest.CaptureFixture[str]
 ) -> None:
