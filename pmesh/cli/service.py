@@ -17,7 +17,7 @@ from typing import Final, Literal
 
 from pmesh.client.control import ask_status
 from pmesh.errors import AgentAlreadyRunning, ConfigError, KeyFileError, PmeshError
-from pmesh.home_paths import LOG_NAME, MESH_KEY_NAME
+from pmesh.home_paths import LOG_NAME, MESH_KEY_NAME, expand_user
 from pmesh.terminal.lines import say
 
 Command = tuple[str, ...]
@@ -146,13 +146,19 @@ def wanted_here(home: Path | None = None) -> AgentService:
     sudoer = os.environ.get("SUDO_USER", "") if as_root else ""
     if sudoer and system == "linux":
         raise ConfigError(f"no root is needed here: type the same as {sudoer}, without sudo")
-    user = pwd.getpwnam(sudoer) if sudoer else pwd.getpwuid(os.geteuid())
+    try:
+        user = pwd.getpwnam(sudoer) if sudoer else pwd.getpwuid(os.geteuid())
+    except KeyError as e:
+        whom = sudoer or f"with the id {os.geteuid()}"
+        raise ConfigError(
+            f"the system knows no user {whom}, so it can start no agent at boot; run 'pmesh up'"
+        ) from e
     chosen = home or Path(os.environ.get("PMESH_HOME") or Path(user.pw_dir, ".pmesh"))
     return AgentService(
         system="darwin" if system == "darwin" else "linux",
         user=user.pw_name,
         user_home=Path(user.pw_dir),
-        home=chosen.absolute(),
+        home=expand_user(chosen).absolute(),
         program=(sys.executable, "-m", "pmesh.cli", "up"),
         as_root=as_root,
     )

@@ -229,6 +229,27 @@ def test_a_system_that_refuses_is_quoted(
     assert "pmesh is no service here" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("home", "system")
+def test_a_home_may_be_written_with_a_tilde_as_for_every_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PMESH_HOME", "~/.pmesh")
+    assert run(["service", "install"]) == 0
+    (unit,) = (tmp_path / ".config/systemd/user").iterdir()
+    assert f'Environment="PMESH_HOME={tmp_path}/.pmesh"' in unit.read_text()
+
+
+@pytest.mark.usefixtures("home", "system")
+@pytest.mark.parametrize("command", ["install", "status", "remove"])
+def test_a_user_whom_the_system_does_not_know_has_no_service(
+    command: str, faults: Faults, capsys: pytest.CaptureFixture[str]
+) -> None:
+    faults.fail(pwd, "getpwuid", KeyError("the uid of a container"))
+    assert run(["service", command]) == 2
+    assert "the system knows no user with the id 501, so it can" in capsys.readouterr().err
+
+
 def test_a_home_without_a_key_is_no_service(
     home: Path, system: SystemCommands, capsys: pytest.CaptureFixture[str]
 ) -> None:
