@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final, NamedTuple, cast, get_args
 
-from pmesh.agent.host_port import DEFAULT_PORT, host_port_text, parse_host_port, parse_listen
+from pmesh.agent.host_port import DEFAULT_PORT, host_port_text, parse_host_port
 from pmesh.agent.log_level import LogLevel
 from pmesh.compression.schemes import NAMES
 from pmesh.core.wire.link import Address
@@ -48,7 +48,7 @@ def _name(value: object) -> str:
 
 
 def _listen(value: object) -> Listen:
-    return Listen(*parse_listen(_text(value)))
+    return Listen(*parse_host_port(_text(value)))
 
 
 def _list(value: object, *, of: str) -> list[object]:

@@ -25,7 +25,9 @@ def parse_host_port(text: str) -> tuple[str, int]:
     try:
         host.encode("idna")  # as Python does before it looks a name up
     except UnicodeError as e:
-        raise ValueError("in a host's name, each part between dots has 1 to 63 letters") from e
+        raise ValueError(
+            f"{host!r} can't be the name of a host: each part between dots has 1 to 63 letters"
+        ) from e
     if not colon:
         if host.isdecimal():  # getaddrinfo would read it as an IPv4 address of 32 bits
             raise ValueError(f"a port without a host is written :{host}")
@@ -33,21 +35,6 @@ def parse_host_port(text: str) -> tuple[str, int]:
     if not (port.isascii() and port.isdecimal() and int(port) <= 65535):  # noqa: PLR2004 - 16 bits
         raise ValueError("a port must be a number from 0 to 65535")
     return host, int(port)
-
-
-def parse_listen(text: str) -> tuple[str, int]:
-    """As `parse_host_port`, for an address to listen at, whose host the system then looks up.
-
-    >>> parse_listen("192..168.1.1:80")
-    Traceback (most recent call last):
-    ValueError: '192..168.1.1' can't be the name of a host
-    """
-    host, port = parse_host_port(text)
-    try:
-        host.encode("idna")  # as `socket.getaddrinfo` does
-    except UnicodeError:
-        raise ValueError(f"{host!r} can't be the name of a host") from None
-    return host, port
 
 
 def host_port_text(host: str, port: int) -> str:

@@ -26,7 +26,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from pmesh.agent.events import EventKind, EventPage
-from pmesh.agent.host_port import host_port_text, parse_listen
+from pmesh.agent.host_port import host_port_text, parse_host_port
 from pmesh.agent.schema import JobState, JobStatus, Status, decode_status
 from pmesh.cli.event_reader import Reader
 from pmesh.client.control import ask_status
@@ -245,7 +245,7 @@ def serve_metrics(home: Path | None, listen: str) -> int:
     """
     directory = home_directory(home)
     try:
-        host, port = parse_listen(listen)
+        host, port = parse_host_port(listen)
     except ValueError as e:
         raise ConfigError(f"--listen: {e}") from e
     registry = CollectorRegistry()

@@ -95,7 +95,7 @@ async def test_output_whose_file_was_removed_is_counted_once_and_not_waited_for(
             file.unlink()
         gone = b"11 bytes of output are not kept any more"
         for follow in (False, True):  # an agent that asks for it again and again hangs here
-            session = FakeSession()
+            session = QuestionSession()
             nursery.start_soon(serve, session, FollowLaunch("night", follow), here.launches)
             await wait_all_tasks_blocked()
             shown = [reply.data for reply in session.sent if isinstance(reply, LaunchLines)]

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import trio
 
-from pmesh.agent.host_port import host_port_text, parse_listen
+from pmesh.agent.host_port import host_port_text, parse_host_port
 from pmesh.bridge.cli.serving import BridgeOptions, Job, serve
 from pmesh.bridge.client import announce, mean_loss
 from pmesh.bridge.rules import Layout
@@ -72,7 +72,7 @@ def bridge_entrenar(
     """
     directory = home_directory(home)
     try:
-        host, port = parse_listen(listen)
+        host, port = parse_host_port(listen)
     except ValueError as e:
         raise ConfigError(f"--listen: {e}") from e
     options = _options(workers, rows, worker_timeout, timeout, max_frame)

@@ -7,7 +7,7 @@ import threading
 import time
 from pathlib import Path
 
-from pmesh.agent.host_port import host_port_text, parse_listen
+from pmesh.agent.host_port import host_port_text, parse_host_port
 from pmesh.agent.schema import decode_status
 from pmesh.cli.dashboard.board import Board
 from pmesh.cli.dashboard.server import DashboardServer, is_loopback
@@ -28,7 +28,7 @@ def serve_dashboard(home: Path | None, listen: str, *, with_token: bool) -> int:
     """
     directory = home_directory(home)
     try:
-        host, port = parse_listen(listen)
+        host, port = parse_host_port(listen)
     except ValueError as e:
         raise ConfigError(f"--listen: {e}") from e
     token = secrets.token_urlsafe(16) if with_token else None

@@ -99,7 +99,7 @@ def test_a_handle_knows_whether_its_call_is_done(agent: WatchedAgent, mesh: pmes
 def test_a_wait_may_be_as_long_or_short_as_one_likes(
     agent: WatchedAgent, mesh: pmesh.Mesh, timeout_s: float
 ) -> None:
-    gate = Gate(agent)
+    gate = OpGate(agent)
     handle = mesh.all_reduce(np.ones(1), async_op=True)
     assert gate.reached.wait(PATIENCE_S)
     gate.opened.set()
