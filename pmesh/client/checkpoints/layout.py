@@ -187,13 +187,13 @@ def contents_of(described: Described, parts: int) -> Contents:
 
 
 def _stored(paths: Sequence[str], arrays: Sequence[RawArray]) -> list[Stored]:
-    counts, taken = Counter(paths), set(paths)
+    wanted = [path or "state" for path in paths]
+    counts, taken = Counter(wanted), set(wanted)
     stored: list[Stored] = []
-    for number, (path, array) in enumerate(zip(paths, arrays, strict=True)):
-        name = path or "state"
-        if counts[path] > 1 or name == "__metadata__":  # {"a.b": x, "a": {"b": y}}
-            name = next(
-                n for n in (f"{path}#{number}{'#' * i}" for i in range(99)) if n not in taken
+    for number, (name, array) in enumerate(zip(wanted, arrays, strict=True)):
+        if counts[name] > 1 or name == "__metadata__":  # {"a.b": x, "a": {"b": y}}
+            name = next(  # noqa: PLW2901 - of several alike
+                n for n in (f"{name}#{number}{'#' * i}" for i in range(99)) if n not in taken
             )
             taken.add(name)
         dtype = _TYPES.get(array.plain_dtype or "")

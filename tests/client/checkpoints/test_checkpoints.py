@@ -170,6 +170,19 @@ def test_others_read_a_part_by_the_paths_of_the_state(tmp_path: Path) -> None:
     np.testing.assert_array_equal(arrays["layers.1.bias"], state_at(7)["layers"][1]["bias"])
 
 
+def test_others_read_all_arrays_whatever_their_paths(tmp_path: Path) -> None:
+    names = "", "state", "a.b", "__metadata__", "a.b#2"
+    state = {name: np.full(1, n) for n, name in enumerate(names)} | {"a": {"b": np.full(1, 5)}}
+
+    def train(mesh: pmesh.Mesh) -> None:
+        with pmesh.Checkpoints(tmp_path, mesh) as checkpoints:
+            checkpoints.save(state, 1)
+
+    SimulatedMesh(1).run(train)
+    (part,) = tmp_path.glob("save-*/part-*.safetensors")
+    assert sorted(float(x[0]) for x in load_file(part).values()) == [0, 1, 2, 3, 4, 5]
+
+
 def test_a_damaged_part_is_taken_from_the_other_rank_that_has_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
