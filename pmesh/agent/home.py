@@ -165,6 +165,8 @@ def read_mesh_key(path: Path) -> MeshKey:
     Raises:
         KeyFileError: The file is missing, not private, or holds no mesh key.
     """
+    if path.is_dir():  # to move it away, as below, would be bad advice
+        raise KeyFileError(f"{path} is a directory; name the file in it that holds the mesh key")
     text = read_private(path, flags=0)
     if text is None:
         raise KeyFileError(f"there is no key file {path}")

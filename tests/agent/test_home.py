@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pmesh.agent.home import (
@@ -161,6 +162,11 @@ def test_a_directory_in_place_of_a_key_file_is_refused_and_closed(tmp_path: Path
     again = os.open(tmp_path, os.O_RDONLY)
     os.close(again)
     assert again == lowest
+
+
+def test_a_directory_that_the_user_names_as_key_file_stays_where_it_is(tmp_path: Path) -> None:
+    with pytest.raises(KeyFileError, match="is a directory; name the file in it"):
+        read_mesh_key(tmp_path)
 
 
 def test_a_key_file_that_is_not_there_is_named(tmp_path: Path) -> None:
