@@ -197,18 +197,21 @@ def load_settings(
 
 
 def as_environment(settings: AgentSettings) -> dict[str, str]:
-    """Return the settings as variables for `load_settings`, which a detached agent reads."""
+    """Return the settings as variables for `load_settings`, which a detached agent reads.
+
+    What is empty has a word, too, where config.toml may have something else.
+    """
     variables = {
         "PMESH_HOME": str(settings.home),
         "PMESH_NAME": settings.name,
         "PMESH_LISTEN": host_port_text(*settings.listen),
-        "PMESH_PEERS": ",".join(host_port_text(p.host, p.port) for p in settings.peers),
-        "PMESH_INTERFACES": ",".join(settings.interfaces),
-        "PMESH_NOT_INTERFACES": ",".join(settings.not_interfaces),
+        "PMESH_PEERS": ",".join(host_port_text(p.host, p.port) for p in settings.peers) or ",",
+        "PMESH_INTERFACES": ",".join(settings.interfaces) or ",",
+        "PMESH_NOT_INTERFACES": ",".join(settings.not_interfaces) or ",",
         "PMESH_MDNS": str(settings.mdns).lower(),
         "PMESH_MIN_PEERS": str(settings.min_peers),
         "PMESH_ALLOW_RUN": str(settings.allow_run).lower(),
-        "PMESH_COMPRESSION": settings.compression,
+        "PMESH_COMPRESSION": settings.compression or "none",
         "PMESH_LOG_LEVEL": settings.log_level,
         "PMESH_LOG_JSON": str(settings.log_json).lower(),
         "PMESH_KEY_FILE": str(settings.key_file or ""),

@@ -216,6 +216,16 @@ def test_a_detached_agent_gets_the_key_that_was_chosen(tmp_path: Path) -> None:
     assert "PMESH_KEY" not in as_environment(load(tmp_path))
 
 
+def test_a_detached_agent_takes_nothing_else_from_the_file(tmp_path: Path) -> None:
+    here = 'compression = "int8"\npeers = ["mac-2"]\n'
+    file = f'{here}interfaces = ["en0"]\nnot_interfaces = ["en1"]\n'
+    settings = load(
+        tmp_path, file=file, compression="none", peers=(), interfaces=(), not_interfaces=()
+    )
+    assert (settings.compression, settings.peers, settings.interfaces) == ("", (), ())
+    assert load(tmp_path, environment=as_environment(settings), host_name="x") == settings
+
+
 @given(hosts, st.integers(0, 65535))
 def test_host_and_port_survive_their_text(host: str, port: int) -> None:
     assert parse_host_port(host_port_text(host, port)) == (host, port)
