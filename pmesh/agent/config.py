@@ -108,6 +108,8 @@ def _log_level(value: object) -> LogLevel:
 
 
 def _path(value: object) -> Path:
+    if isinstance(value, str) and (not value or "\0" in value):
+        raise ValueError("must be the path of a file")
     return expand_user(Path(value if isinstance(value, Path) else _text(value)))
 
 

@@ -141,6 +141,8 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         ("compression", 8),
         ("log_level", "loud"),
         ("key_file", 1),
+        ("key_file", ""),
+        ("key_file", "a\x00b"),
     ],
 )
 def test_a_bad_value_names_its_source(tmp_path: Path, key: str, value: object) -> None:
