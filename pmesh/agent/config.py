@@ -263,5 +263,6 @@ def _flag_of(key: str) -> str:
 
 
 def _default_name(host_name: str) -> str:
-    label = host_name.partition(".")[0].encode()[:LONGEST_NAME_BYTES].decode(errors="ignore")
+    name = host_name.partition(".")[0].encode(errors="replace")
+    label = name[:LONGEST_NAME_BYTES].decode(errors="ignore")
     return label if label and label.isprintable() else "unnamed"

@@ -37,7 +37,13 @@ def test_defaults_come_from_the_design(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("host_name", "name"),
-    [("", "unnamed"), ("bad\x1bname", "unnamed"), ("é" * 40, "é" * 31), ("a.b.c", "a")],
+    [
+        ("", "unnamed"),
+        ("bad\x1bname", "unnamed"),
+        ("\udcffmac", "?mac"),
+        ("é" * 40, "é" * 31),
+        ("a.b.c", "a"),
+    ],
 )
 def test_any_host_name_gives_a_name(tmp_path: Path, host_name: str, name: str) -> None:
     assert load(tmp_path, host_name=host_name).name == name
