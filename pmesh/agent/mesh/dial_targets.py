@@ -7,7 +7,7 @@ Targets named by a peer have the lowest priority, and are forgotten with the pee
 
 import math
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import structlog
@@ -26,6 +26,7 @@ MAX_TARGETS = 128  # beside those of `--peer`; a mesh has 8
 MAX_INTRODUCED = 16  # targets that one peer named and that were never linked
 
 MAX_REFUSALS = 64  # the latest, which `pmesh status` shows
+DIALS_AGAIN_S = dialing.LONGEST_UNPROVEN_DELAY_S + 60.0  # who still wants a link has come by then
 
 _log = structlog.get_logger()
 
@@ -44,6 +45,7 @@ class Refusal:
     error: PmeshError
     address: Address
     node: NodeId | None = None
+    at: float = field(default_factory=trio.current_time, compare=False)
 
 
 class Targets:
@@ -63,7 +65,13 @@ class Targets:
         self._node_of: dict[TargetKey, NodeId] = {}
         self._changed = trio.Event()
         self._dials: set[TargetKey] = set()
-        self.refusals: dict[TargetKey, Refusal] = {}
+        self._refusals: dict[TargetKey, Refusal] = {}
+
+    @property
+    def refusals(self) -> dict[TargetKey, Refusal]:
+        """Why there is no link, and with whom: a machine that dialled this one may have ended."""
+        since = trio.current_time() - DIALS_AGAIN_S
+        return {k: r for k, r in self._refusals.items() if k in self._targets or r.at > since}
 
     @property
     def wanted(self) -> dict[TargetKey, tuple[Address, ...]]:
@@ -124,8 +132,8 @@ class Targets:
         now = trio.current_time()
         for key, target in self._targets_of(node):
             self._set(key, dialing.link_up(target, now=now))
-        for key in [key for key, refusal in self.refusals.items() if refusal.node == node]:
-            del self.refusals[key]
+        for key in [key for key, refusal in self._refusals.items() if refusal.node == node]:
+            del self._refusals[key]
 
     def link_lost(self, node: NodeId) -> None:
         now = trio.current_time()
@@ -135,10 +143,10 @@ class Targets:
 
     def refuse(self, key: TargetKey, error: PmeshError, address: Address) -> None:
         """Remember why there is no link, and log it once."""
-        before = self.refusals.pop(key, None)
-        self.refusals[key] = Refusal(error, address, self.node_of(key))
-        if len(self.refusals) > MAX_REFUSALS:
-            del self.refusals[next(iter(self.refusals))]
+        before = self._refusals.pop(key, None)
+        self._refusals[key] = Refusal(error, address, self.node_of(key))
+        if len(self._refusals) > MAX_REFUSALS:
+            del self._refusals[next(iter(self._refusals))]
         if before is None or type(before.error) is not type(error):
             # A discovered machine that is off is no news; one that the user named is.
             asked_for = isinstance(key, Address) or not isinstance(error, PeerUnreachable)
@@ -179,7 +187,7 @@ class Targets:
         except PmeshError as e:
             self._fail(key, e, addresses[0])
         else:
-            self.refusals.pop(key, None)
+            self._refusals.pop(key, None)
             if key in self._targets:  # else it was removed meanwhile
                 self._node_of[key] = node
                 self._set(key, dialing.link_up(self._targets[key], now=trio.current_time()))
@@ -232,7 +240,7 @@ class Targets:
     def _remove(self, key: TargetKey) -> None:
         del self._targets[key]
         self._node_of.pop(key, None)
-        self.refusals.pop(key, None)
+        self._refusals.pop(key, None)
 
 
 def _may_be_invented(target: Target) -> bool:

@@ -9,6 +9,7 @@ from structlog.testing import capture_logs
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from pmesh.agent.mesh.dial_targets import (
+    DIALS_AGAIN_S,
     MAX_DIALS,
     MAX_INTRODUCED,
     MAX_REFUSALS,
@@ -17,6 +18,7 @@ from pmesh.agent.mesh.dial_targets import (
     Refusal,
     Targets,
 )
+from pmesh.core.links.dialing import LONGEST_UNPROVEN_DELAY_S
 from pmesh.core.wire.link import Address
 from pmesh.errors import MeshKeyMismatch, PeerUnreachable, PmeshError, ProtocolVersionMismatch
 from pmesh.ids import NodeId
@@ -263,6 +265,21 @@ async def test_only_the_latest_refusals_are_kept(clock: MockClock) -> None:
         assert len(targets.refusals) == MAX_REFUSALS
         assert "host-6" not in targets.refusals
         assert list(targets.refusals)[-2:] == ["host-5", "host-new"]
+
+
+async def test_who_dials_no_longer_is_forgotten_and_who_is_dialled_is_not(
+    clock: MockClock,
+) -> None:
+    async with running(clock) as (targets, _):
+        targets.aim_at(HOME)
+        targets.refuse("10.0.0.9", OTHER_KEY, Address("10.0.0.9", 50_000))
+        await trio.sleep(LONGEST_UNPROVEN_DELAY_S)
+        assert set(targets.refusals) == {HOME, "10.0.0.9"}
+        targets.refuse("10.0.0.9", OTHER_KEY, Address("10.0.0.9", 50_001))  # it has come again
+        await trio.sleep(LONGEST_UNPROVEN_DELAY_S)
+        assert set(targets.refusals) == {HOME, "10.0.0.9"}
+        await trio.sleep(DIALS_AGAIN_S)
+        assert set(targets.refusals) == {HOME}
 
 
 def an_address(number: int) -> Address:
