@@ -381,13 +381,14 @@ def describe_peers(peers: Peers, findings: Findings) -> Iterator[schema.PeerStat
             addresses=_texts(hello.addresses),
             protocol=hello.protocol,
         )
-    for found in findings.foreign.values():
+    foreign = tuple(findings.foreign_here())
+    for found in foreign:
         shown.add(found.advertisement.node)
         yield _foreign(found, other_mesh=findings.is_of_other_mesh(found))
     targets = peers.targets
     others = {
         address
-        for found in findings.foreign.values()
+        for found in foreign
         if findings.is_of_other_mesh(found)
         for address in found.advertisement.addresses
     }

@@ -17,6 +17,7 @@ from pmesh.net.links.interfaces import AddressWatch
 from pmesh.net.links.packet_filter import DiscoveryCounters
 
 FOUND_AHEAD = 16  # findings that mDNS may queue for us; it keeps the rest itself
+SHOWN_S = 600.0  # an agent announces itself anew every 240 s; one that was killed says no goodbye
 _log = structlog.get_logger()
 
 
@@ -31,6 +32,7 @@ class Findings:
         self.counters = DiscoveryCounters()
         self.foreign: dict[NodeId, AgentFound] = {}
         """Agents of another mesh, or of another version of the protocol."""
+        self._found_at: dict[NodeId, float] = {}
         self.deaf: str | None = None
         """Why mDNS can't be used now; None if it can."""
         self.nameplate = Nameplate()
@@ -80,6 +82,11 @@ class Findings:
             async for finding in findings:
                 self._sort_one(finding, peers)
 
+    def foreign_here(self) -> Iterator[AgentFound]:
+        """Yield the foreign agents, but none that has announced nothing for long."""
+        since = trio.current_time() - SHOWN_S
+        return (found for node, found in self.foreign.items() if self._found_at[node] > since)
+
     def is_of_other_mesh(self, found: AgentFound) -> bool:
         return found.advertisement.tag != self.tag
 
@@ -97,16 +104,21 @@ class Findings:
         match finding:
             case AgentFound(advertisement=theirs):
                 self.deaf = None
-                self.foreign.pop(theirs.node, None)
+                self._forget(theirs.node)
                 if theirs.tag == self.tag and theirs.protocol == PROTOCOL_VERSION:
                     fresh = theirs.is_fresh(minute=self._minute())
                     peers.found(theirs.node, theirs.addresses, fresh=fresh)
                 else:
                     self.foreign[theirs.node] = finding
+                    self._found_at[theirs.node] = trio.current_time()
             case Gone(node=node):
-                self.foreign.pop(node, None)
+                self._forget(node)
                 peers.targets.withdraw(node)
             case Deaf(reason=reason):
                 if self.deaf != reason:
                     _log.warning("discovery is deaf", reason=reason)
                 self.deaf = reason
+
+    def _forget(self, node: NodeId) -> None:
+        self.foreign.pop(node, None)
+        self._found_at.pop(node, None)

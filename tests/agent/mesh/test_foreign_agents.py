@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from pmesh.agent.mesh import findings, peers
+from pmesh.agent.mesh.findings import SHOWN_S
 from pmesh.agent.mesh.turned_away import FEW, describe
 from pmesh.agent.schema import PeerStatus, TurnedAwayStatus
 from pmesh.core.identity.advertisement import Advertisement
@@ -109,6 +110,18 @@ async def test_another_mesh_is_shown_and_never_dialled(clock: MockClock) -> None
         assert not one.agent.peers.targets.wanted
         await mdns.discovers(Gone(node=NODE))
         assert not shown(one)
+
+
+async def test_who_was_killed_and_announces_nothing_is_not_shown_for_long(clock: MockClock) -> None:
+    """mDNS keeps the records of who says no goodbye for over an hour."""
+    async with listening(clock) as mdns:
+        await mdns.discovers(found(b"another!"))
+        await trio.sleep(SHOWN_S - 1)
+        await mdns.discovers(found(b"another!", minute=minute_of_now() + 8))
+        await trio.sleep(SHOWN_S - 1)
+        assert [peer.name for peer in shown(mdns.one)] == ["air"]
+        await trio.sleep(1)
+        assert not shown(mdns.one)
 
 
 @pytest.mark.parametrize("host", ["192.0.2.9", "fe80::9%en0"])
