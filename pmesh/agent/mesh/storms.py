@@ -4,6 +4,7 @@ Three Macs with three Thunderbolt cables are such a loop, as a Thunderbolt bridg
 receives. Only packets are counted: a storm is very many that nobody answers.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Final, NoReturn, Protocol
 
@@ -63,7 +64,9 @@ async def watch_storms(
     counted_at = trio.current_time()
     while True:
         cables = {own.interface for own in watch.current if own.kind == "thunderbolt"}
-        after: Mapping[str, Packets] = count() if cables else {}
+        after: Mapping[str, Packets] = {}
+        with contextlib.suppress(OSError):  # no descriptor is left now
+            after = count() if cables else {}
         now = trio.current_time()
         for interface in cables & before.keys() & after.keys():
             per_s = storm_packets_per_s(

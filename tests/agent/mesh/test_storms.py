@@ -1,5 +1,6 @@
 """A loop of cables is named; only the counters of packets are made up."""
 
+import errno
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -94,6 +95,23 @@ async def test_a_second_storm_is_told_again(clock: MockClock) -> None:
 
 async def test_a_burst_is_no_storm(clock: MockClock) -> None:
     assert not await news_of(clock, each(0, 2 * MANY, 0), seconds=100)
+
+
+class CountsInVain(Iterator[int]):
+    """Of the first packets there is no count: no descriptor is left."""
+
+    def __init__(self, then: Iterator[int]) -> None:
+        self._failed, self._then = False, then
+
+    def __next__(self) -> int:
+        if not self._failed:
+            self._failed = True
+            raise OSError(errno.EMFILE, "Too many open files")
+        return next(self._then)
+
+
+async def test_a_system_that_can_not_count_now_is_asked_again(clock: MockClock) -> None:
+    assert await news_of(clock, CountsInVain(each(0, 2 * MANY)), seconds=100)
 
 
 async def test_other_kinds_of_interfaces_are_not_judged(clock: MockClock) -> None:
