@@ -512,7 +512,7 @@ class Peers:
             if found is not None:  # outside the timeout: it may have to wait for proof of life
                 await self._admit(found[0], dialled=found[1], again=True)
         except PmeshError as e:
-            why = f"{why}, and a redial failed ({e})"
+            why = f"{why}, and a redial failed: {e}"
         link.redialled = False
         if not link.paths and self.links.get(link.node) is link:
             self._end(link, why)

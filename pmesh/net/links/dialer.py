@@ -113,7 +113,7 @@ async def dial_any(
         LocalNetworkDenied: None accepted, and macOS may be withholding its permission.
     """
     winner: tuple[trio.SocketStream, BoundAddress] | None = None
-    failures: list[NetworkError] = []
+    failures: list[tuple[Address, NetworkError]] = []
     turns = trio.Semaphore(AT_ONCE)
 
     async def attempt(bound: BoundAddress, failed: trio.Event, race: trio.CancelScope) -> None:
@@ -122,7 +122,8 @@ async def dial_any(
         try:
             stream = await dial(address, via=via, timeout_s=timeout_s, connect=connect)
         except (PeerUnreachable, LocalNetworkDenied) as e:
-            failures.append(e.with_traceback(None))  # likewise: this frame refers to `failures`
+            e.__traceback__ = None  # likewise: this frame refers to `failures`
+            failures.append((address, e))
             failed.set()
             turns.release()
             return
@@ -146,7 +147,7 @@ async def dial_any(
         raise
     if winner is None:
         kind = LocalNetworkDenied if _any_denied(failures) else PeerUnreachable
-        raise kind("; ".join(dict.fromkeys(map(str, failures))))
+        raise kind(_join(failures))
     return winner
 
 
@@ -196,5 +197,21 @@ def _reasons(error: BaseException) -> Iterator[str]:
         yield text.rpartition("): ")[2] if text.startswith("Error connecting to (") else text
 
 
-def _any_denied(failures: Sequence[NetworkError]) -> bool:
-    return any(isinstance(failure, LocalNetworkDenied) for failure in failures)
+def _any_denied(failures: Sequence[tuple[Address, NetworkError]]) -> bool:
+    return any(isinstance(failure, LocalNetworkDenied) for _, failure in failures)
+
+
+def _join(failures: Sequence[tuple[Address, NetworkError]]) -> str:
+    """Return each reason once: a machine that is off has the same one at all of its addresses."""
+    found: dict[str, dict[str, None]] = {}
+    for address, failure in failures:
+        where = str(address)
+        found.setdefault(str(failure).removeprefix(where), {})[where] = None
+    return "; ".join(f"{_list_ends(list(ends))}{why}" for why, ends in found.items())
+
+
+def _list_ends(ends: Sequence[str]) -> str:
+    first, *others = ends
+    if len(others) > 1:
+        return f"{first} (and {len(others)} more addresses)"
+    return f"{first} (and {others[0]})" if others else first

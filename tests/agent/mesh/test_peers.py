@@ -423,8 +423,8 @@ async def test_who_refuses_the_redial_is_gone_with_both_reasons(clock: MockClock
         assert trio.current_time() - began < 1
         (gone,) = [line for line in two.lines if "is gone" in line]
         assert gone == (
-            "mac-0 is gone: its connection was closed, and a redial failed "
-            f"(127.0.0.1:{port} refuses connections; does 'pmesh up' run there?)"
+            "mac-0 is gone: its connection was closed, and a redial failed: "
+            f"127.0.0.1:{port} refuses connections; does 'pmesh up' run there?"
         )
 
 

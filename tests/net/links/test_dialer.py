@@ -263,6 +263,23 @@ async def test_when_nobody_accepts_every_reason_is_told(refusing: Address) -> No
         await dial_any([(refusing, None), (Address("no such host", 1), None)])
 
 
+@pytest.mark.parametrize(
+    ("hosts", "where"),
+    [
+        (["10.0.0.2", "10.0.0.2"], "10.0.0.2:1"),
+        (["10.0.0.2", "fe80::2%en0"], "10.0.0.2:1 (and [fe80::2%en0]:1)"),
+        (["10.0.0.2", "fe80::2%en0", "10.1.0.2"], "10.0.0.2:1 (and 2 more addresses)"),
+    ],
+)
+async def test_a_reason_that_holds_for_all_addresses_is_told_once(
+    hosts: list[str], where: str
+) -> None:
+    addresses = [(Address(host, 1), None) for host in hosts]
+    with pytest.raises(PeerUnreachable) as raised:
+        await dial_any(addresses, connect=fail_with(errno.ECONNREFUSED))
+    assert str(raised.value) == f"{where} refuses connections; does 'pmesh up' run there?"
+
+
 async def test_when_one_may_have_been_denied_the_error_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
