@@ -262,7 +262,8 @@ class _Pool:
         for arena in arenas:
             self._in_use.discard(arena)
             self._free.pop(arena, None)
-            self.gone.append(arena.number)
+            if self._kind == "output":  # of an input nobody asks: the trainer knows by itself
+                self.gone.append(arena.number)
             self._forget(arena.nbytes)
         last = [arena for arena in arenas if arena.leave()]
         small = [arena for arena in last if arena.nbytes <= INLINE_BYTES]

@@ -1,5 +1,6 @@
 import errno
 import itertools
+import tracemalloc
 
 import pytest
 import trio
@@ -479,3 +480,25 @@ def test_nothing_is_remembered_of_who_holds_nothing() -> None:
         assert budget.take(holder, 5)
         budget.give_back(holder, 5)
     assert not any(kept(budget).values())
+
+
+async def test_a_session_keeps_nothing_of_the_inputs_that_it_has_had() -> None:
+    arenas = SessionArenas(share_of_one(64 * MIB))
+
+    async def rest(times: int) -> None:
+        for _ in range(times):
+            arena = await arenas.inputs.create(100_000)
+            await arenas.rest()
+            arenas.drop(arena.number)
+
+    await rest(10)
+    tracemalloc.start()
+    try:
+        await rest(10)
+        before = tracemalloc.get_traced_memory()[0]
+        await rest(3000)
+        grown = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert grown < 3000 * 8  # not even a reference to each
+    await arenas.aclose()
