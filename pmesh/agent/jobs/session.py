@@ -393,8 +393,8 @@ class _TrainerSession:
             rank.own_time.note(rank.idle_since, calls=False)
         ended = rank.idle_since
         if rank.losses:
-            await self._session.send(RanksLost(tuple(rank.losses)))
-            rank.losses.clear()
+            losses, rank.losses = rank.losses, []  # a view may add others while these are sent
+            await self._session.send(RanksLost(tuple(losses)))
         if self._grants.lacks(arena):
             await self._grants.report_gone()
             await self._grants.grant_output(arena)

@@ -13,7 +13,10 @@ from pmesh.core.jobs.jobs import LEAVE_GRACE_S
 from pmesh.core.ops.reductions import Values
 from pmesh.core.values import View
 from pmesh.core.wire.calls import Call
+from pmesh.core.wire.session import SessionMessage
+from pmesh.core.wire.trainer import RanksLost
 from pmesh.ids import TrainerId
+from pmesh.net.sessions.sessions import Session
 from tests.worlds.faults import Faults, Real
 from tests.worlds.trainer import TrainerClient, together, until
 from tests.worlds.village import Village, training, village
@@ -306,3 +309,33 @@ async def test_one_lost_while_another_loss_is_being_agreed_on_is_told_with_the_n
         await until(lambda: [rank.size for rank in ranks_of(here) if rank.rank == 0] == [1])
         assert clock.current_time() - began <= 0.2
         assert (await a.reduce(ones(9)))[0] == 1.0
+
+
+async def test_a_loss_that_comes_while_another_is_told_is_told_as_well(
+    clock: MockClock, faults: Faults
+) -> None:
+    """A trainer that is busy reads late, and its agent waits until it may write."""
+    real, waits, may_send = Session.send, trio.Event(), trio.Event()
+
+    async def send(session: Session, reply: SessionMessage, *descriptors: tuple[int, ...]) -> None:
+        if isinstance(reply, RanksLost):
+            waits.set()
+            await may_send.wait()
+        await real(session, reply, *descriptors)
+
+    faults.instead(Session, "send", send)
+    async with training(clock, 3) as (here, trainers):
+        a, b, c = trainers
+        await reduce_all(trainers)
+        (rank,) = machine_of(here, a).agent.jobs.ranks
+        await c.die()
+        await until(lambda: rank.size == 2)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(swallow, b.reduce(ones(10)))
+            nursery.start_soon(a.reduce, ones(10))
+            await waits.wait()
+            await lose(here, b, "machine")
+            await until(lambda: rank.size == 1)
+            may_send.set()
+        await a.reduce(ones(10))
+        assert [text.partition(" (")[0] for text in a.losses] == ["rank 2", "rank 1"]
