@@ -590,9 +590,10 @@ async def open_listeners(host: str, port: int) -> list[trio.SocketListener]:
     except OSError as e:
         text = host_port_text(host, port)
         if errno.EADDRINUSE in error_numbers(e):
+            other = host_port_text(host, port + (1 if port < 65535 else -1))  # noqa: PLR2004 - 16 bits
             raise PortTaken(
                 f"port {port} is taken by another program; choose another with "
-                f"--listen HOST:PORT, such as --listen {host}:{port + 1}"
+                f"--listen HOST:PORT, such as --listen {other}"
             ) from e
         raise ConfigError(
             f"can't listen at {text}: {e}; --listen must be an address of this machine"

@@ -16,6 +16,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 from pmesh.agent import run
 from pmesh.agent.config import AgentSettings, Listen
 from pmesh.agent.events import decode_events
+from pmesh.agent.host_port import host_port_text, parse_listen
 from pmesh.agent.mesh import findings
 from pmesh.agent.mesh.peers import Peers
 from pmesh.agent.run import MOST_FALLS, Agent, open_listeners, run_agent
@@ -94,6 +95,19 @@ async def test_a_port_that_is_taken_is_named_with_the_option(tmp_path: Path) -> 
             await run_agent(settings_in(tmp_path, port=port), MESH, KEY, lambda _: None)
     assert f"port {port} is taken" in str(found[0])
     assert f"--listen 127.0.0.1:{port + 1}" in str(found[0])
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "other"), [("::1", 24160, "[::1]:24161"), ("", 65535, ":65534")]
+)
+async def test_the_port_that_is_named_in_place_of_a_taken_one_can_be_typed(
+    faults: Faults, host: str, port: int, other: str
+) -> None:
+    faults.fail(trio, "open_tcp_listeners", OSError(errno.EADDRINUSE, "Address already in use"))
+    with pytest.raises(PortTaken) as found:
+        await open_listeners(host, port)
+    assert str(found.value).endswith(f"such as --listen {other}")
+    assert host_port_text(*parse_listen(other)) == other
 
 
 async def test_a_second_agent_of_one_home_is_refused(tmp_path: Path) -> None:
