@@ -16,7 +16,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 from pmesh.agent import run
 from pmesh.agent.config import AgentSettings, Listen
 from pmesh.agent.events import decode_events
-from pmesh.agent.host_port import host_port_text, parse_listen
+from pmesh.agent.host_port import host_port_text, parse_host_port
 from pmesh.agent.mesh import findings
 from pmesh.agent.mesh.peers import Peers
 from pmesh.agent.run import MOST_FALLS, Agent, open_listeners, run_agent
@@ -107,7 +107,7 @@ async def test_the_port_that_is_named_in_place_of_a_taken_one_can_be_typed(
     with pytest.raises(PortTaken) as found:
         await open_listeners(host, port)
     assert str(found.value).endswith(f"such as --listen {other}")
-    assert host_port_text(*parse_listen(other)) == other
+    assert host_port_text(*parse_host_port(other)) == other
 
 
 async def test_a_second_agent_of_one_home_is_refused(tmp_path: Path) -> None:
