@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -15,6 +16,7 @@ from pmesh.client.trees.mlx import evaluate
 from pmesh.core.ops.shard import Shard
 from pmesh.errors import RosterChanged, UsageError
 from pmesh.mlx.flat import Flat, NamedArrays, as_arrays, utils
+from pmesh.mlx.randomness import drawn_again, random_place
 from pmesh.mlx.shards import Span
 
 Parts: TypeAlias = dict[str, mx.array]
@@ -125,6 +127,8 @@ class FullySharded:
         ]
         self._modules = [_Module(module) for module in modules.values()]
         self._layout = mesh.rank, mesh.size
+        self._places: list[int] = []
+        """Of the random numbers of each block, such as dropout's, which are drawn again."""
         self._parts: list[Parts] = []
         for module in self._modules:
             self._parts.append(module.cut(module.arrays, *self._layout))
@@ -268,12 +272,14 @@ class FullySharded:
         """
         last = len(self._blocks) - 1 if until is None else until
         outputs = [x]
+        self._places = []
         gathering = self._gather(self._of_block[0]) if last else []
         for i in range(last):
             weights = self._arrived(gathering)
             if i + 1 < last:
                 gathering = self._gather(self._of_block[i + 1])
             self._put(weights)
+            self._places.append(random_place())
             outputs.append(self._blocks[i].call(outputs[-1]))
             evaluate([outputs[-1]])
             self._free(i)
@@ -301,7 +307,8 @@ class FullySharded:
             weights = self._arrived(gathering)
             if i:
                 gathering = self._gather(self._of_block[i - 1])
-            output, before, flat = self._pull_back(i, weights, inputs.pop(), cotangent, end)
+            with nullcontext() if end is not None else drawn_again(self._places.pop()):
+                output, before, flat = self._pull_back(i, weights, inputs.pop(), cotangent, end)
             if not counts:
                 flat = {key: mx.zeros_like(x) for key, x in flat.items()}
             del weights

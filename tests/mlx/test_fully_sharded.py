@@ -113,6 +113,23 @@ def test_a_rank_of_no_weight_does_not_count_whatever_its_loss_is(rows: int) -> N
         np.testing.assert_allclose(ends, weights, atol=1e-5)
 
 
+def test_the_backward_pass_drops_what_the_forward_pass_has_dropped() -> None:
+    """A model that is linear in each layer's weights: their sum times gradients is the output."""
+
+    def step(mesh: pmesh.Mesh) -> tuple[float, float]:
+        mx.random.seed(3)
+        layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)]
+        model = fully_shard([nn.Sequential(each, nn.Dropout(0.5)) for each in layers], mesh)
+        x = mx.random.normal((BATCH, WIDTH))
+        loss, gradients = model.loss_and_gradients(lambda output: output.sum(), x)
+        parts, found = (dict(tree_flatten(each)) for each in (model.parameters(), gradients))
+        along = sum(float((parts[path] * found[path]).sum().item()) for path in parts)
+        return float(np.array(loss)), float(mesh.all_reduce(np.array(along), "sum"))
+
+    for loss, along in SimulatedMesh(2).run(step):
+        assert along == pytest.approx(3 * loss, rel=1e-4)
+
+
 def test_each_rank_keeps_its_part_and_the_modules_are_empty() -> None:
     def train(mesh: pmesh.Mesh) -> int:
         parts = make_parts()

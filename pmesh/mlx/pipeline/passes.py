@@ -1,6 +1,7 @@
 """The forward and backward passes of a stage on one micro-batch."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -10,6 +11,7 @@ import numpy as np
 from pmesh.client.trees.mlx import evaluate
 from pmesh.mlx.flat import as_arrays, utils
 from pmesh.mlx.pipeline.stages import Stage
+from pmesh.mlx.randomness import drawn_again, random_place
 
 Name: TypeAlias = tuple[int, str]
 """Which of a stage's `layers`, and the path of an array in it."""
@@ -49,6 +51,7 @@ class Passes:
                 evaluate([kept.pulled.output])
             return x
         if self._recompute:
+            kept.place = random_place()
             output = self._run(x)
         else:
             # The gradients are built from a cotangent whose values come later, in its memory.
@@ -68,7 +71,8 @@ class Passes:
             evaluate([cotangent])
         if kept.pulled is None:
             seed = mx.array(kept.share) if cotangent is None else cotangent
-            kept.pulled = self._pull_back(kept, seed)
+            with nullcontext() if kept.place is None else drawn_again(kept.place):
+                kept.pulled = self._pull_back(kept, seed)
         elif cotangent is not None:
             _write(kept.cotangent, cotangent)
         pulled = kept.pulled
@@ -142,6 +146,8 @@ class _Kept:
     loss: Loss | None
     share: float
     dtype: mx.Dtype = mx.float32
+    place: int | None = None
+    """Of the random numbers of its forward pass, such as dropout's, if that is computed again."""
     cotangent: mx.array | None = None
     pulled: _Pulled | None = None
 

@@ -219,6 +219,26 @@ def test_frozen_layers_get_no_gradients_and_a_stage_may_have_none() -> None:
     assert "linear1" in last
 
 
+@pytest.mark.parametrize("recompute", [True, False])
+def test_the_backward_pass_drops_what_the_forward_pass_has_dropped(recompute: bool) -> None:  # noqa: FBT001 - pytest's
+    """A model that is linear in each layer's weights: their sum times gradients is the loss."""
+
+    def step(mesh: pmesh.Mesh) -> tuple[float, float]:
+        mx.random.seed(3 + mesh.rank)
+        layers = [nn.Sequential(nn.Linear(8, 8, bias=False), nn.Dropout(0.5)) for _ in range(3)]
+        stage = split_layers(layers, mesh, by=[1, 1, 1])
+        pipeline = Pipeline(
+            stage, mesh, lambda output, _: output.mean(), micro_batch_size=4, recompute=recompute
+        )
+        x = mx.random.normal((ROWS, 8))
+        value, gradients = pipeline.step(x, x)
+        weights, found = (dict(tree_flatten(t)) for t in (stage.parameters(), gradients))
+        return value, sum(float((weights[path] * found[path]).sum().item()) for path in weights)
+
+    for value, along in SimulatedMesh(3).run(step):
+        assert along == pytest.approx(value, rel=1e-4)
+
+
 def test_the_report_has_the_times_of_all_ranks_beside_the_schedule() -> None:
     def each(mesh: pmesh.Mesh) -> Any:  # noqa: ANN401
         pipeline = train(mesh, 2)[2]
