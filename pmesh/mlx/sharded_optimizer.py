@@ -101,7 +101,9 @@ class ShardedOptimizer:
 
     @state.setter
     def state(self, state: dict[str, Any]) -> None:
-        if state["shared"] != self._lineage:
+        steps = [int(each["step"].item()) for each in state["optimizers"]]
+        mine = [int(each.step.item()) for each in self._optimizers]
+        if state["shared"] != self._lineage or steps != mine:  # all `load_state` have one number
             self._among, self._lineage = None, state["shared"]
             for unit in self._units:
                 unit.drop()

@@ -280,6 +280,38 @@ def test_a_gathered_state_is_that_of_the_plain_optimizer_and_goes_on_elsewhere(n
     np.testing.assert_allclose(resumed, train_plainly(make, 10), atol=1e-5)
 
 
+def test_a_newcomer_drops_the_state_of_an_older_checkpoint() -> None:
+    """All have loaded the same one; the others have made steps since, and it has not."""
+    simulated = SimulatedMesh(2)
+
+    def begin(mesh: pmesh.Mesh) -> tuple[dict[str, Any], Any]:
+        model, optimizer = make_model(), ShardedOptimizer(multi(), mesh)
+        for step in range(3):
+            update_once(mesh, model, optimizer, step)
+        return optimizer.gather_state(), model.parameters()
+
+    def resume(mesh: pmesh.Mesh) -> tuple[int, np.ndarray[Any, Any]]:
+        model, optimizer = make_model(), ShardedOptimizer(multi(), mesh)
+        model.update(parameters)
+        optimizer.load_state(state, model.trainable_parameters())
+        together = 0
+        while together < 3:
+            weights, optimizer.state = mesh.sync((model.parameters(), optimizer.state))
+            model.update(weights)
+            step = int(np.array(optimizer.step))
+            if step == 6 and mesh.rank == 0:
+                newcomer.start()
+            update_once(mesh, model, optimizer, step)
+            together += mesh.size == 3
+        return int(np.array(optimizer.step)), weights_of(model)
+
+    state, parameters = SimulatedMesh(1).run(begin)[0]
+    newcomer = threading.Thread(target=lambda: resume(simulated.connect()))
+    steps, found = simulated.run(resume)[0]
+    newcomer.join()
+    np.testing.assert_allclose(found, train_plainly(multi, steps), atol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["AdamW", "Adafactor"])
 def test_a_rank_without_rows_has_gradients_that_do_not_count(name: str) -> None:
     expected = train_plainly(OPTIMIZERS[name], 2)
