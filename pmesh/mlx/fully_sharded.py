@@ -26,6 +26,10 @@ Gathering: TypeAlias = list[tuple[int, str, Handle[mx.array]]]
 
 _vjp: Any = vars(mx)["vjp"]  # its stub has a generic type without arguments
 _FROZEN = " frozen"  # follows the dtype in the name of a group that gets no gradients
+_OTHER_WEIGHTS = (
+    "load takes the weights of each module of this model, in the order of gather, and these have "
+    "other names or shapes, or are of more or fewer modules"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,14 @@ class _Module:
     def arrays(self) -> NamedArrays:
         """The weights that the module holds now."""
         return as_arrays(self._module.parameters())
+
+    def takes(self, arrays: NamedArrays) -> bool:
+        """Return True if these have the names and shapes of the module's weights."""
+        return all(
+            path in arrays and arrays[path].shape == shape
+            for flat in self.groups.values()
+            for path, shape in zip(flat.paths, flat.shapes, strict=True)
+        )
 
     def cut(self, arrays: NamedArrays, rank: int, size: int) -> Parts:
         """Return a copy of a rank's part of the weights."""
@@ -233,12 +245,19 @@ class FullySharded:
 
         All ranks must call this with the same weights. If the number of ranks has changed, the
         state of an optimizer no longer fits: begin with a new optimizer.
+
+        Raises:
+            UsageError: they are not the weights of this model; it keeps those that it has.
         """
-        self._layout = self._mesh.rank, self._mesh.size
-        self._parts = [
-            module.cut(arrays, *self._layout)
-            for module, arrays in zip(self._modules, weights, strict=True)
-        ]
+        layout = self._mesh.rank, self._mesh.size
+        parts = list[Parts]()
+        for arrays in weights:
+            if len(parts) == len(self._modules) or not self._modules[len(parts)].takes(arrays):
+                raise UsageError(_OTHER_WEIGHTS)
+            parts.append(self._modules[len(parts)].cut(arrays, *layout))
+        if len(parts) < len(self._modules):
+            raise UsageError(_OTHER_WEIGHTS)
+        self._layout, self._parts = layout, parts
 
     def _check(self) -> None:
         if (self._mesh.rank, self._mesh.size) != self._layout:

@@ -208,6 +208,39 @@ def test_after_a_loss_all_load_what_was_saved_and_go_on() -> None:
     assert first.tobytes() == second.tobytes()
 
 
+def test_weights_of_another_model_are_refused_and_the_model_keeps_its_own() -> None:
+    def train(mesh: pmesh.Mesh) -> None:
+        model = fully_shard(blocks_of(make_parts()), mesh)
+        own = list(model.gather())
+        wide = [{path: mx.zeros((99, *x.shape[1:])) for path, x in each.items()} for each in own]
+        for others in (wide, own[:-1], [*own, own[0]], [{"scales": own[0]["weight"]}, *own[1:]]):
+            with pytest.raises(pmesh.UsageError, match="more or fewer modules"):
+                model.load(others)
+        assert numbers(list(model.gather())).tobytes() == numbers(own).tobytes()
+        model.load(own)
+        assert numbers(list(model.gather())).tobytes() == numbers(own).tobytes()
+
+    SimulatedMesh(2).run(train)
+
+
+def test_ranks_that_cannot_load_after_a_loss_go_on_with_nothing() -> None:
+    simulated = SimulatedMesh(3, on_loss="continue")
+
+    def train(mesh: pmesh.Mesh) -> None:
+        model, own = fully_shard(blocks_of(make_parts()), mesh), mesh.rank
+        saved = list(model.gather())
+        if own == 1:
+            simulated.lose(1)
+        while mesh.size == 3:
+            mesh.barrier()
+        with pytest.raises(pmesh.UsageError):
+            model.load(saved[:2])
+        with pytest.raises(pmesh.errors.RosterChanged, match="call load"):
+            model(batch(0)[0])
+
+    simulated.run(train)
+
+
 def test_what_means_nothing_is_refused() -> None:
     def train(mesh: pmesh.Mesh) -> None:
         with pytest.raises(pmesh.UsageError, match="no block"):
