@@ -216,7 +216,8 @@ class Pipeline:
         )
 
     def _agree_on_rows(self, x: Any, y: Any) -> int:  # noqa: ANN401 - as above
-        own = np.array([_rows_of(None if x is None else [x]), _rows_of(y)])
+        is_array = x is None or isinstance(x, mx.array)  # a stage takes one array
+        own = np.array([_rows_of(x) if is_array else NO_ARRAYS, _rows_of(y)])
         found = self._mesh.all_gather(own[None], self._timeout_s)
         return check_rows(int(found[0, 0]), int(found[-1, 1]), self._mesh.size - 1)
 

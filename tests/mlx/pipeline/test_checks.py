@@ -78,7 +78,7 @@ def test_a_pipeline_names_what_is_wrong_on_all_ranks_and_goes_on_with_what_is_ri
             Pipeline(stage, mesh, odd)
         pipeline = Pipeline(stage, mesh, loss)
         x = mx.ones((8, 4))
-        for wrong in (np.ones((8, 4)), [[1.0] * 4] * 8, mx.array(1.0), "abc"):
+        for wrong in (np.ones((8, 4)), [[1.0] * 4] * 8, mx.array(1.0), "abc", {"x": x}, [x]):
             with pytest.raises(UsageError, match="x on rank 0 is no array of MLX"):
                 pipeline.step(wrong, x)
         with pytest.raises(UsageError, match="different numbers of rows"):
