@@ -264,9 +264,11 @@ class _ReportsLoss:
         del pl_module, batch
         from pmesh.torch.reports import report  # noqa: PLC0415 - after torch
 
-        if (batch_idx + 1) % trainer.log_every_n_steps == 0 and "loss" in (outputs or ()):
+        every = trainer.log_every_n_steps  # 0: never
+        loss = (outputs or {}).get("loss") if every and (batch_idx + 1) % every == 0 else None
+        if loss is not None and loss.numel() == 1:  # a module that steps by itself may have others
             # Lightning has divided it by this.
-            report(loss=outputs["loss"].item() * trainer.accumulate_grad_batches)
+            report(loss=loss.item() * trainer.accumulate_grad_batches)
 
 
 def _check(owner: Any, name: str) -> None:  # noqa: ANN401 - a Trainer or a Fabric

@@ -53,7 +53,8 @@ def test_trainer_and_fabric_have_the_numbers_of_gloo(
 
 
 @pytest.mark.parametrize(
-    "program", ["refusals", "alone", "beside_gloo", "of_other_checkpoints", "on_mps"]
+    "program",
+    ["refusals", "alone", "beside_gloo", "of_other_checkpoints", "odd_reports", "on_mps"],
 )
 def test_what_lightning_would_do_otherwise_is_refused_or_done(
     programs: RankPrograms, program: str

@@ -224,6 +224,29 @@ def alone(rank: int, folder: str) -> None:
     assert callbacks() == []  # it has trained with others, and now does something on its own
 
 
+class OddLosses(ValidatedDigits):
+    """A module that steps by itself, and returns the loss of each row."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__(rate)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return torch.ones(len(batch[0]))
+
+
+def odd_reports(rank: int, folder: str) -> None:
+    """What the callback can't report it leaves out, and the training goes on."""
+    chosen = _start(rank, folder, "launched")
+    quiet = settings(folder) | {"accumulate_grad_batches": 1, "gradient_clip_val": None}
+    for every, kind in ((0, ValidatedDigits), (1, OddLosses)):
+        options = quiet | {"log_every_n_steps": every}
+        trainer = lightning.Trainer(max_epochs=1, **chosen, **options)
+        trainer.fit(kind(0.1), *_loaders())
+        assert trainer.current_epoch == 1
+    dist.destroy_process_group()
+
+
 def of_other_checkpoints(rank: int, folder: str) -> None:
     """Each machine has its own disk, and Lightning writes on that of rank 0."""
     chosen = _start(rank, folder, "launched")
