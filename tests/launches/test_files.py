@@ -135,6 +135,17 @@ def test_what_was_not_used_for_longest_is_removed_beyond_a_bound(
     assert store.has(contents[4])  # it is young
 
 
+def test_a_file_that_others_have_left_there_is_removed_as_any(
+    store: FileStore, faults: Faults
+) -> None:
+    faults.limit(files, "KEPT_BYTES", 1)
+    left = store.path_of(store.add_bytes(b"content")).with_name(".DS_Store")  # as a Mac's Finder
+    left.touch()
+    os.utime(left, (0, 0))
+    store.prune()
+    assert not left.exists()
+
+
 def test_contents_that_arrive_are_checked(tmp_path: Path, store: FileStore) -> None:
     one, two = content_of(b"one"), content_of(b"twotwo")
     receiver = ContentsReceiver(store)

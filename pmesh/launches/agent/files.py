@@ -139,7 +139,7 @@ class FileStore:
         Args:
             needed: The hashes of those that must stay.
         """
-        old = time.time() - YOUNG_S
+        old, names = time.time() - YOUNG_S, {each.hex() for each in needed}
         found: list[tuple[float, int, Path]] = []
         for path in self._directory.glob("*/*"):
             with contextlib.suppress(OSError):
@@ -149,7 +149,7 @@ class FileStore:
         for used, nbytes, path in sorted(found):
             if excess <= 0 or used >= old:
                 break
-            if bytes.fromhex(path.parent.name + path.name) not in needed:
+            if path.parent.name + path.name not in names:  # as also .DS_Store of a Mac's Finder
                 path.unlink(missing_ok=True)
                 excess -= nbytes
         for path in self._directory.glob("new-*"):  # of a process that was killed
