@@ -40,6 +40,8 @@ def open_own_file(path: Path, flags: int = 0) -> int:
     except OSError as e:
         if e.errno == errno.ELOOP:
             raise ConfigError(f"{path} is a link; run: {move_away(path)}") from e
+        if e.errno == errno.EISDIR:
+            raise ConfigError(f"{path} is not a file; run: {move_away(path)}") from e
         raise ConfigError(f"can't write {path}: {_why_not_written(e)}") from e
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):

@@ -87,7 +87,10 @@ def test_the_lock_of_a_killed_agent_is_free(tmp_path: Path) -> None:
 
 def test_a_lock_that_cannot_be_written_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / LOCK_NAME).mkdir()
-    with pytest.raises(ConfigError, match=LOCK_NAME), hold_home(tmp_path):
+    with (
+        pytest.raises(ConfigError, match=f"{LOCK_NAME} is not a file; run: mv "),
+        hold_home(tmp_path),
+    ):
         pass
 
 
