@@ -25,6 +25,7 @@ NAMES_NAME: Final = "names"
 MAX_NAMES: Final = 256  # whoever has the mesh key can invent nodes; a mesh at home has 8
 MAX_NAMES_OF_NODE: Final = 8  # a container may have another host name after each start
 MAX_FILE_BYTES: Final = 256 * 1024  # 256 names of 64 characters, each up to 12 bytes in JSON
+AGAIN_S: Final = 300.0  # after a disk was full
 _START_OF_ID = re.compile(r"[a-z2-7]{8,52}")  # from 8 on, as shown: nobody finds a key for that
 
 _log = structlog.get_logger()
@@ -144,7 +145,7 @@ class MachineNames:
         return node
 
     async def keep(self, home: Path) -> None:
-        """Write the names whenever they change."""
+        """Write the names whenever they change; again after a while if that has failed."""
         while True:
             await self._changed.wait()
             self._changed = trio.Event()
@@ -152,6 +153,8 @@ class MachineNames:
                 await trio.to_thread.run_sync(store_names, home, dict(self._owners))
             except KeyFileError as e:
                 _log.warning("names are not kept", reason=str(e))
+                await trio.sleep(AGAIN_S)
+                self._changed.set()
 
     def _give(self, node: NodeId, name: str, said: str) -> None:
         """Let a name that was free belong to the node."""

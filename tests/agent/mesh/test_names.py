@@ -5,8 +5,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import trio
+from structlog.testing import capture_logs
 
 from pmesh.agent.events import News
+from pmesh.agent.mesh import names
 from pmesh.agent.mesh.names import (
     MAX_NAMES,
     MAX_NAMES_OF_NODE,
@@ -19,6 +22,7 @@ from pmesh.core.values import Seat, View
 from pmesh.errors import ConfigError, UsageError
 from pmesh.ids import Epoch, Incarnation, Member, NodeId, node_text, short_node
 from tests.worlds.builders import unsigned
+from tests.worlds.trainer import until
 
 ONE, TWO, THREE = (NodeId(bytes([17 * n]) * 32) for n in (1, 2, 3))
 
@@ -177,6 +181,22 @@ def test_names_come_back_from_their_file(tmp_path: Path) -> None:
     store_names(tmp_path, owners)
     assert load_names(tmp_path) == owners
     assert stat.S_IMODE((tmp_path / NAMES_NAME).stat().st_mode) == 0o600
+
+
+async def test_names_that_could_not_be_written_are_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(names, "AGAIN_S", 0.01)
+    book, home = Book(), tmp_path / "home"
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(book.names.keep, home)
+        with capture_logs() as logs:
+            book.see(one="mac")
+            await until(lambda: bool(logs))
+        home.mkdir()  # until now there was no room for it
+        await until((home / NAMES_NAME).exists)
+        assert load_names(home) == {"mac": ONE}
+        nursery.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"names": {"mac": "x"}}', b'{"names": 1}'])
