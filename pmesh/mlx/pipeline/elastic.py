@@ -236,6 +236,7 @@ class ElasticPipeline:
         self._optimizer.update(self.stage, gradients)
         self._step += 1
         self._keep()
+        evaluate([self.stage.parameters()])  # else running statistics would keep all steps' graphs
         return value
 
     def _begin_copy(self) -> None:

@@ -92,7 +92,9 @@ class Passes:
     def _output_of(self, x: mx.array) -> "_Form":
         form = x.shape, x.dtype
         if form not in self._outputs:
+            held = self._held()
             output = self._run(x)  # never evaluated
+            self._put(held)
             self._outputs[form] = output.shape, output.dtype
         return self._outputs[form]
 
@@ -103,7 +105,7 @@ class Passes:
 
     def _pull_back(self, kept: "_Kept", cotangent: mx.array) -> "_Pulled":
         """Return the output and all gradients, not yet evaluated."""
-        held = {(i, p): a for i, m in self._layers for p, a in as_arrays(m.parameters()).items()}
+        held = self._held()
         names = [(i, p) for i, m in self._layers for p in as_arrays(m.trainable_parameters())]
         if self._is_first and not names:  # nothing to differentiate by
             output = self._run(kept.x)
@@ -118,9 +120,13 @@ class Passes:
         try:
             (output,), found = _vjp(run, primals, [cotangent])
         finally:
-            self._put(held)
+            # What is not trained, such as running statistics, has changed in the forward pass.
+            self._put({name: held[name] for name in (names if kept.place is None else held)})
         before = kept.x if self._is_first else found.pop()
         return _Pulled(output, before, dict(zip(names, found, strict=True)))
+
+    def _held(self) -> dict[Name, mx.array]:
+        return {(i, p): a for i, m in self._layers for p, a in as_arrays(m.parameters()).items()}
 
     def _put(self, arrays: dict[Name, mx.array]) -> None:
         for i, module in self._layers:

@@ -239,6 +239,27 @@ def test_the_backward_pass_drops_what_the_forward_pass_has_dropped(recompute: bo
         assert along == pytest.approx(value, rel=1e-4)
 
 
+@pytest.mark.parametrize("recompute", [True, False])
+def test_running_statistics_are_updated_once_by_each_micro_batch(recompute: bool) -> None:  # noqa: FBT001 - pytest's
+    norms = [nn.BatchNorm(8) for _ in range(2)]
+    numbers = np.random.default_rng(1).normal(size=(ROWS, 8)).astype(np.float32)
+    for part in (numbers[:4], numbers[4:8], numbers[8:]):
+        norms[1](norms[0](mx.array(part)))
+
+    def step(mesh: pmesh.Mesh) -> Weights:
+        rows = mx.array(numbers)
+        stage = split_layers([nn.BatchNorm(8), nn.BatchNorm(8)], mesh, by=[1, 1])
+        pipeline = Pipeline(
+            stage, mesh, lambda output, _: output.mean(), micro_batch_size=4, recompute=recompute
+        )
+        pipeline.step(rows, rows)
+        return {path: np.array(x) for path, x in tree_flatten(stage.layers[0].parameters())}
+
+    for norm, found in zip(norms, SimulatedMesh(2).run(step), strict=True):
+        for name in ("running_mean", "running_var"):
+            np.testing.assert_allclose(found[name], np.array(norm[name]), atol=1e-6)
+
+
 def test_the_report_has_the_times_of_all_ranks_beside_the_schedule() -> None:
     def each(mesh: pmesh.Mesh) -> Any:  # noqa: ANN401
         pipeline = train(mesh, 2)[2]
