@@ -265,7 +265,8 @@ class _ReportsLoss:
         from pmesh.torch.reports import report  # noqa: PLC0415 - after torch
 
         every = trainer.log_every_n_steps  # 0: never
-        loss = (outputs or {}).get("loss") if every and (batch_idx + 1) % every == 0 else None
+        found: Any = outputs or {}
+        loss = found.get("loss") if every and (batch_idx + 1) % every == 0 else None
         if loss is not None and loss.numel() == 1:  # a module that steps by itself may have others
             # Lightning has divided it by this.
             report(loss=loss.item() * trainer.accumulate_grad_batches)
