@@ -28,12 +28,12 @@ KNOWN = {
         "base / parsed",
     },
     "pmesh/launches/cli/launch.py": {
-        "Path(os.path.abspath((self.cwd or Path.cwd()).expanduser()))",
+        "Path(os.path.abspath(cwd))",
         "Path(program)",
         "Path(script)",
         "Path(word)",
-        "cwd / Path(script).expanduser()",
-        "cwd / Path(word).expanduser()",
+        "cwd / expand_user(Path(script))",
+        "cwd / expand_user(Path(word))",
         "cwd / found",
     },
     "pmesh/agent/home.py": {"self._path.with_name(f'{self._path.name}.1')"},  # ours

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.torch.conftest import Programs
+from tests.torch.conftest import RankPrograms
 
 if find_spec("trl") is None and not os.environ.get("CI"):
     pytest.skip("needs: pip install --group trl", allow_module_level=True)
@@ -17,7 +17,7 @@ KINDS = pytest.mark.parametrize("kind", ["sft", "dpo"])
 
 
 @KINDS
-def test_an_unchanged_script_has_the_numbers_of_gloo(programs: Programs, kind: str) -> None:
+def test_an_unchanged_script_has_the_numbers_of_gloo(programs: RankPrograms, kind: str) -> None:
     found = {}
     for backend in ("pmesh", "gloo"):
         folder = programs.folder / f"trl-{kind}-{backend}"
@@ -32,7 +32,7 @@ def test_an_unchanged_script_has_the_numbers_of_gloo(programs: Programs, kind: s
 
 @KINDS
 def test_elastic_ranks_have_the_weights_of_one_process_with_their_batches(
-    programs: Programs, kind: str
+    programs: RankPrograms, kind: str
 ) -> None:
     folder = programs.folder / f"trl-{kind}"
     folder.mkdir()
