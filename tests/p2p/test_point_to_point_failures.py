@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -31,10 +32,12 @@ from tests.worlds.watched_agent import LOST, WatchedAgent, pair, run, run_ranks
 def test_what_can_t_be_is_said_at_once(agent: WatchedAgent) -> None:
     def wrong(m: PointToPoint) -> None:
         x = np.zeros(3)
-        other = 1 - m.rank
+        other, word = 1 - m.rank, cast("Any", "1")
         calls: list[tuple[Callable[[], object], str]] = [
             (lambda: m.send(x, 2), "to=2: there is no such rank, there are ranks 0 to 1"),
             (lambda: m.send(x, -1), "to=-1: there is no such rank"),
+            (lambda: m.sendrecv(x, 2, other), "to=2: there is no such rank"),  # and takes nothing
+            (lambda: m.send(x, word), "to='1': a rank is an int"),
             (lambda: m.recv(-2), "from_=-2: there is no such rank"),
             (lambda: m.send(x, m.rank), "is this rank: nobody sends messages to itself"),
             (lambda: m.recv(m.rank), "is this rank: nobody sends messages to itself"),

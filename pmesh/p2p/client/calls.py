@@ -4,6 +4,7 @@ import os
 import threading
 from collections.abc import Callable
 from functools import partial
+from operator import index
 from typing import Literal, TypeVar, cast, overload
 from weakref import finalize
 
@@ -253,6 +254,7 @@ class PointToPoint(Caller):
         Raises:
             PmeshError: as for `send` and `recv`; the other half still runs to its end.
         """
+        self._peer(to, "to")  # or the receive would take a message that nobody reads
         receiving: Handle[T] = self.recv(from_, tag, timeout_s, like=x, async_op=True)
         self.send(x, to, tag, timeout_s)
         return receiving.wait()
@@ -310,6 +312,10 @@ class PointToPoint(Caller):
         """O5: return the trainer that has this rank when the call is made."""
         self._place.check_synced()
         others = self._others()
+        try:
+            rank = index(rank)
+        except TypeError:
+            raise UsageError(f"{name}={rank!r}: a rank is an int") from None
         if not 0 <= rank < self.size:
             raise UsageError(
                 f"{name}={rank}: there is no such rank, there are ranks 0 to {self.size - 1}"
