@@ -15,7 +15,6 @@ only later, and the records arrive nearly in order.
 """
 
 import struct
-from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -108,10 +107,7 @@ class _Sealed:
     end: int = -1
     """Where in its subflow's bytes it ends; -1 before it begins."""
     copied: bool = False
-
-
-def _number(record: _Sealed) -> int:
-    return record.number
+    is_copy: bool = False
 
 
 @dataclass(slots=True)
@@ -122,8 +118,8 @@ class _Measured:
     """When bytes went out, or were acknowledged, after a time without either."""
     heard_at: float = float("-inf")
     """When the receiver last said that it has read more."""
-    queue: list[_Sealed] = field(default_factory=list[_Sealed])
-    """By number; none of them has begun."""
+    queue: dict[int, _Sealed] = field(default_factory=dict[int, "_Sealed"])
+    """By number; none of them has begun. The lowest goes first."""
     queued: int = 0
     current: _Sealed | None = None
     rest: memoryview = field(default_factory=lambda: memoryview(b""))
@@ -143,6 +139,20 @@ class _Measured:
     def arrival_s(self, nbytes: int) -> float:
         """How long until so many bytes more would have arrived."""
         return self.round_trip_s + (self.to_do + nbytes) / self.bytes_per_s
+
+    def enqueue(self, record: _Sealed) -> None:
+        """Put a record into the queue; once, if a copy of it is there, too."""
+        if record.number not in self.queue:
+            self.queued += len(record.frame)
+        elif record.is_copy:
+            return
+        self.queue[record.number] = record
+
+    def unqueue(self, number: int) -> None:
+        """Take a record out of the queue, if it is there."""
+        record = self.queue.pop(number, None)
+        if record is not None:
+            self.queued -= len(record.frame)
 
     def measure(self, ack: Ack, now: float) -> None:
         """From one moment at which the receiver had read all to a later one."""
@@ -179,7 +189,7 @@ class SendWindow:
         self._subflows: dict[int, _Measured] = {}
         self._kept: dict[int, _Sealed] = {}
         self._kept_bytes = 0
-        self._homeless: list[_Sealed] = []  # while there is no subflow
+        self._homeless: list[_Sealed] = []  # while there is no subflow; by number
         self._wanted = 0
         self._next = 0
         self._relieved_at = float("-inf")
@@ -247,11 +257,9 @@ class SendWindow:
     def _assign(self, record: _Sealed) -> None:
         record.subflow, record.end = self._best(len(record.frame)), -1
         if record.subflow < 0:
-            insort(self._homeless, record, key=_number)
-            return
-        subflow = self._subflows[record.subflow]
-        insort(subflow.queue, record, key=_number)
-        subflow.queued += len(record.frame)
+            self._homeless.append(record)
+        else:
+            self._subflows[record.subflow].enqueue(record)
 
     def _best(self, nbytes: int) -> int:
         """The subflow over which so many bytes have arrived first; -1 if there is none."""
@@ -271,9 +279,9 @@ class SendWindow:
         """What this subflow is to write next; empty if nothing."""
         subflow = self._subflows[index]
         if not subflow.rest and subflow.queue:
-            record = subflow.current = subflow.queue.pop(0)
+            record = subflow.current = subflow.queue[min(subflow.queue)]
+            subflow.unqueue(record.number)
             subflow.rest = record.frame
-            subflow.queued -= len(record.frame)
             record.end = subflow.sent + len(record.frame)
         return subflow.rest
 
@@ -308,9 +316,7 @@ class SendWindow:
             in_use = False
             for subflow in self._subflows.values():
                 in_use |= subflow.current is not None and subflow.current.frame is record.frame
-                while subflow.queue and subflow.queue[0].number == number:  # the lower have gone
-                    subflow.queue.pop(0)
-                    subflow.queued -= len(record.frame)
+                subflow.unqueue(number)
             if not in_use:
                 yield record.frame
         self._wanted = max(wanted, self._wanted)
@@ -323,10 +329,11 @@ class SendWindow:
         self._find_silent()
         if all(map(self.has_to_write, self._subflows)):
             return  # nobody has time for more
-        waiting = [record for subflow in self._subflows.values() for record in subflow.queue]
+        queues = [subflow.queue for subflow in self._subflows.values()]
         for subflow in self._subflows.values():
-            subflow.queue, subflow.queued = [], 0
-        for record in sorted(waiting, key=_number):
+            subflow.queue, subflow.queued = {}, 0
+        waiting = [record for queue in queues for record in queue.values()]
+        for record in sorted(waiting, key=lambda record: record.number):
             self._assign(record)
         for record in list(self._kept.values()):
             if record.end >= 0 and not record.copied:
@@ -350,8 +357,7 @@ class SendWindow:
         late_s = (record.end - here.received) / here.bytes_per_s
         if here.is_silent or late_s > 2 * there.arrival_s(nbytes) + SPARE_S:
             record.copied = True
-            insort(there.queue, _Sealed(record.number, record.frame, best), key=_number)
-            there.queued += nbytes
+            there.enqueue(_Sealed(record.number, record.frame, best, is_copy=True))
 
 
 # --- the receiver's side
