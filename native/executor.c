@@ -5,6 +5,7 @@
 // done by the caller, without a thread. A thread that can do nothing waits in `poll`, for its
 // sockets and for a pipe by which the other thread, or `pmesh_stop`, wakes it.
 #include "combine.h"
+#include "subflows.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -39,6 +40,7 @@ struct pmesh_runner {
     uint64_t copied; // bytes of it
     bool two;        // both sides are at work
     _Atomic bool stopped;
+    _Atomic unsigned over; // duties that were seen done: a path may be lost later, with what it has
     struct side sides[SIDES];
     pthread_mutex_t lock;
     pthread_cond_t changed;
@@ -150,28 +152,38 @@ static bool receive_some(struct pmesh_runner *runner, struct side *side, uint32_
     }
 }
 
+// Seal a record, if it may be sent; note whether it waits for another track.
+static bool seal_next(struct pmesh_runner *runner, struct side *side, uint32_t track,
+                      const struct pmesh_record *record) {
+    if (!has(runner, record->need_begin, record->need_end)) {
+        runner->waiting[track].progress = true;
+        return false;
+    }
+    if (record->region == PMESH_SOURCE) {
+        need_source(runner->op, record->offset, record->nbytes);
+    }
+    if (!pmesh_seal_record(runner->op, track, record, atomic_load(&runner->done[track]))) {
+        stop(runner);
+        return false;
+    }
+    count(runner, side, track);
+    return true;
+}
+
 static bool send_some(struct pmesh_runner *runner, struct side *side, uint32_t track) {
-    struct pmesh_lane *lane = runner->op->lanes[track];
-    struct pmesh_waiting *waiting = &runner->waiting[track];
+    const struct pmesh_lane *lane = runner->op->lanes[track];
     const struct pmesh_record *record = next_record(runner, track);
+    struct pmesh_waiting *waiting = &runner->waiting[track];
     waiting->network = waiting->progress = false;
-    if (lane->unsent_begin == lane->unsent_end) {
-        if (!record) {
-            return false;
-        }
-        if (!has(runner, record->need_begin, record->need_end)) {
-            waiting->progress = true;
-            return false;
-        }
-        if (record->region == PMESH_SOURCE) {
-            need_source(runner->op, record->offset, record->nbytes);
-        }
-        pmesh_seal_record(runner->op, lane, record, atomic_load(&runner->done[track]));
-        count(runner, side, track);
+    const bool may_seal = pmesh_may_seal(lane);
+    const bool sealed = record && may_seal && seal_next(runner, side, track, record);
+    const bool awaits_room = record && !may_seal;
+    if (runner->stopped || !(sealed || awaits_room || pmesh_has_unsent(lane))) {
+        return false;
     }
     switch (pmesh_flush(runner->op, track)) {
     case PMESH_MOVED: return true;
-    case PMESH_WAITS: waiting->network = true; return false;
+    case PMESH_WAITS: waiting->network = true; return sealed;
     default: stop(runner); return false;
     }
 }
@@ -252,8 +264,7 @@ static bool is_over(const struct pmesh_runner *runner, unsigned duties) {
     for (uint32_t t = 0; t < tracks_of(plan); t++) {
         const bool sends = t >= plan->receiving && t < lanes_of(plan);
         const struct pmesh_lane *lane = sends ? runner->op->lanes[t] : NULL;
-        if (is_ours(plan, duties, t) &&
-            (has_next(runner, t) || (lane && lane->unsent_begin != lane->unsent_end))) {
+        if (is_ours(plan, duties, t) && (has_next(runner, t) || (lane && pmesh_has_unsent(lane)))) {
             return false;
         }
     }
@@ -270,9 +281,15 @@ static nfds_t awaited(const struct pmesh_runner *runner, unsigned duties, struct
             continue;
         }
         *progress |= runner->waiting[t].progress;
-        if (runner->waiting[t].network) {
+        const struct pmesh_lane *lane = t < lanes_of(plan) ? runner->op->lanes[t] : NULL;
+        if (!lane || !runner->waiting[t].network) {
+            continue;
+        }
+        if (lane->subflows) {
+            count += pmesh_subflows_polled(lane->subflows, &polled[count]);
+        } else {
             const short events = t < plan->receiving ? POLLIN : POLLOUT;
-            polled[count++] = (struct pollfd){.fd = runner->op->lanes[t]->fd, .events = events};
+            polled[count++] = (struct pollfd){.fd = lane->fd, .events = events};
         }
     }
     return count;
@@ -304,7 +321,11 @@ static void sleep_until_woken(struct pmesh_runner *runner, struct side *side, ui
 
 static void run(struct pmesh_runner *runner, struct side *side) {
     const struct side *other = &runner->sides[side == runner->sides];
-    while (!runner->stopped && !is_over(runner, side->duties)) {
+    while (!runner->stopped) {
+        if (is_over(runner, side->duties)) {
+            atomic_fetch_or(&runner->over, side->duties);
+            break;
+        }
         const uint32_t seen = atomic_load(&other->progress);
         if (!advance(runner, side, side->duties) && !is_over(runner, side->duties)) {
             sleep_until_woken(runner, side, seen);
@@ -420,7 +441,8 @@ static bool make_room(struct pmesh_runner *runner, uint32_t tracks) {
         bool has_room = runner->done && runner->waiting;
         for (int i = 0; i < SIDES; i++) {
             free(runner->sides[i].polled);
-            runner->sides[i].polled = calloc(tracks + 1, sizeof(struct pollfd));
+            runner->sides[i].polled =
+                calloc(tracks * PMESH_SUBFLOW_POLLS + 1, sizeof(struct pollfd));
             has_room &= !!runner->sides[i].polled;
         }
         runner->room = has_room ? tracks : 0;
@@ -433,6 +455,7 @@ static bool set_up(struct pmesh_runner *runner, struct pmesh_op *op) {
     op->has_failed = false;
     runner->op = op;
     runner->stopped = runner->two = false;
+    runner->over = 0;
     runner->copy = 0;
     runner->copied = 0;
     if (!pmesh_plan_fits(op) || !make_room(runner, tracks)) {
@@ -470,7 +493,10 @@ int32_t pmesh_begin(struct pmesh_runner *runner, struct pmesh_op *op) {
 int32_t pmesh_advance(struct pmesh_runner *runner) {
     const struct pmesh_plan *plan = runner->op->plan;
     const bool waits = run_at_once(runner);
-    if (runner->stopped || is_over(runner, BOTH)) {
+    if (!runner->stopped && is_over(runner, BOTH)) {
+        runner->over = BOTH;
+    }
+    if (runner->stopped || runner->over == BOTH) {
         return PMESH_OVER;
     }
     if (!waits) {
@@ -539,7 +565,7 @@ int32_t pmesh_end(struct pmesh_runner *runner) {
     if (runner->op->has_failed) {
         return runner->op->failure;
     }
-    return is_over(runner, BOTH) ? PMESH_DONE : PMESH_STOPPED;
+    return runner->over == BOTH || is_over(runner, BOTH) ? PMESH_DONE : PMESH_STOPPED;
 }
 
 const uint32_t *pmesh_layout(void) {

@@ -32,6 +32,9 @@ static bool record_fits(const struct pmesh_op *op, const struct pmesh_record *re
 
 static bool lane_fits(const struct pmesh_lane *lane) {
     const uint64_t room = PMESH_OVERHEAD_BYTES + PMESH_MAX_BODY_BYTES;
+    if (lane->subflows) {
+        return true; // they have their own buffers
+    }
     return lane->filled <= room && lane->unsent_begin <= lane->unsent_end &&
            lane->unsent_end <= room;
 }

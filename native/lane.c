@@ -1,6 +1,7 @@
 // The records of one lane: sealed and sent, received and opened. `pmesh/net/lanes/lane.py` does the
 // same in Python, and says more. No function here waits.
-#include "pmesh.h"
+#include "records.h"
+#include "subflows.h"
 
 #include <errno.h>
 #include <string.h>
@@ -24,45 +25,30 @@ struct header {
     int64_t completed;
 };
 
-static void put(uint8_t *to, uint64_t value, int nbytes) {
-    for (int i = nbytes - 1; i >= 0; i--) {
-        to[i] = (uint8_t)value;
-        value >>= 8;
-    }
-}
-
-static uint64_t get(const uint8_t *from, int nbytes) {
-    uint64_t value = 0;
-    for (int i = 0; i < nbytes; i++) {
-        value = value << 8 | from[i];
-    }
-    return value;
-}
-
 static void write_header(uint8_t *to, const struct header *header) {
-    put(to, header->body_bytes, 4);
-    put(to + 4, header->roster, 8);
-    put(to + 12, header->op, 8);
-    put(to + 20, header->segment, 4);
-    put(to + 24, header->fingerprint, 8);
-    put(to + 32, (uint64_t)header->completed, 8);
+    pmesh_put(to, header->body_bytes, 4);
+    pmesh_put(to + 4, header->roster, 8);
+    pmesh_put(to + 12, header->op, 8);
+    pmesh_put(to + 20, header->segment, 4);
+    pmesh_put(to + 24, header->fingerprint, 8);
+    pmesh_put(to + 32, (uint64_t)header->completed, 8);
 }
 
 static struct header read_header_untrusted(const uint8_t *from) {
     return (struct header){
-        .body_bytes = get(from, 4),
-        .roster = get(from + 4, 8),
-        .op = get(from + 12, 8),
-        .segment = get(from + 20, 4),
-        .fingerprint = get(from + 24, 8),
-        .completed = (int64_t)get(from + 32, 8),
+        .body_bytes = pmesh_get(from, 4),
+        .roster = pmesh_get(from + 4, 8),
+        .op = pmesh_get(from + 12, 8),
+        .segment = pmesh_get(from + 20, 4),
+        .fingerprint = pmesh_get(from + 24, 8),
+        .completed = (int64_t)pmesh_get(from + 32, 8),
     };
 }
 
 // The number of a record is its nonce, of 16 bytes.
 static void write_nonce(uint8_t nonce[16], uint64_t number) {
     memset(nonce, 0, 8);
-    put(nonce + 8, number, 8);
+    pmesh_put(nonce + 8, number, 8);
 }
 
 // Note why the op can't go on. If both of its threads fail, the first one is heard.
@@ -76,42 +62,60 @@ static enum pmesh_progress broke(struct pmesh_op *op, uint32_t track, enum pmesh
     return PMESH_BROKE;
 }
 
-static bool would_block(void) {
-    return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR;
+bool pmesh_would_block(int error) {
+    return error == EAGAIN || error == EWOULDBLOCK || error == EINTR;
 }
 
 // --- the AEAD
 
-static void seal(const struct pmesh_op *op, struct pmesh_lane *lane, const uint8_t *body,
-                 uint64_t nbytes) {
-    uint8_t nonce[16], *header = lane->out, *to = lane->out + PMESH_HEADER_BYTES;
-    write_nonce(nonce, ++lane->sealed);
-    if (op->aead == PMESH_LIBAEGIS) {
-        ((pmesh_aegis_seal)op->seal)(to, PMESH_TAG_BYTES, body, nbytes, header, PMESH_HEADER_BYTES,
-                                     nonce, lane->seal_key);
+void pmesh_seal(const struct pmesh_cipher *cipher, const uint8_t key[PMESH_KEY_BYTES],
+                uint64_t number, uint8_t *record, const uint8_t *body, uint64_t nbytes) {
+    uint8_t nonce[16], *to = record + PMESH_HEADER_BYTES;
+    write_nonce(nonce, number);
+    if (cipher->aead == PMESH_LIBAEGIS) {
+        ((pmesh_aegis_seal)cipher->seal)(to, PMESH_TAG_BYTES, body, nbytes, record,
+                                         PMESH_HEADER_BYTES, nonce, key);
     } else {
-        ((pmesh_sodium_seal)op->seal)(to, NULL, body, nbytes, header, PMESH_HEADER_BYTES, NULL,
-                                      nonce, lane->seal_key);
+        ((pmesh_sodium_seal)cipher->seal)(to, NULL, body, nbytes, record, PMESH_HEADER_BYTES, NULL,
+                                          nonce, key);
     }
 }
 
-static bool is_sealed(const struct pmesh_op *op, struct pmesh_lane *lane, uint8_t *body,
-                      uint64_t nbytes) {
-    const uint8_t *header = lane->in, *from = lane->in + PMESH_HEADER_BYTES;
+bool pmesh_open_untrusted(const struct pmesh_cipher *cipher, const uint8_t key[PMESH_KEY_BYTES],
+                          uint64_t number, const uint8_t *record, uint8_t *body, uint64_t nbytes) {
+    const uint8_t *from = record + PMESH_HEADER_BYTES;
     uint8_t nonce[16];
-    write_nonce(nonce, ++lane->opened);
-    if (op->aead == PMESH_LIBAEGIS) {
-        return !((pmesh_aegis_open)op->open)(body, from, nbytes + PMESH_TAG_BYTES, PMESH_TAG_BYTES,
-                                             header, PMESH_HEADER_BYTES, nonce, lane->open_key);
+    write_nonce(nonce, number);
+    if (cipher->aead == PMESH_LIBAEGIS) {
+        return !((pmesh_aegis_open)cipher->open)(body, from, nbytes + PMESH_TAG_BYTES,
+                                                 PMESH_TAG_BYTES, record, PMESH_HEADER_BYTES, nonce,
+                                                 key);
     }
-    return !((pmesh_sodium_open)op->open)(body, NULL, NULL, from, nbytes + PMESH_TAG_BYTES, header,
-                                          PMESH_HEADER_BYTES, nonce, lane->open_key);
+    return !((pmesh_sodium_open)cipher->open)(body, NULL, NULL, from, nbytes + PMESH_TAG_BYTES,
+                                              record, PMESH_HEADER_BYTES, nonce, key);
+}
+
+static struct pmesh_cipher cipher_of(const struct pmesh_op *op) {
+    return (struct pmesh_cipher){op->seal, op->open, op->aead};
 }
 
 // --- out
 
-void pmesh_seal_record(const struct pmesh_op *op, struct pmesh_lane *lane,
-                       const struct pmesh_record *record, uint32_t segment) {
+bool pmesh_may_seal(const struct pmesh_lane *lane) {
+    return lane->subflows ? pmesh_subflows_state(lane->subflows) & PMESH_SUBFLOWS_HAVE_ROOM
+                          : lane->unsent_begin == lane->unsent_end;
+}
+
+bool pmesh_has_unsent(const struct pmesh_lane *lane) {
+    return lane->subflows ? pmesh_subflows_state(lane->subflows) & PMESH_SUBFLOWS_HAVE_UNSENT
+                          : lane->unsent_begin != lane->unsent_end;
+}
+
+bool pmesh_seal_record(struct pmesh_op *op, uint32_t track, const struct pmesh_record *record,
+                       uint32_t segment) {
+    struct pmesh_lane *lane = op->lanes[track];
+    const uint64_t nbytes = PMESH_OVERHEAD_BYTES + record->nbytes;
+    const struct pmesh_cipher cipher = cipher_of(op);
     const struct header header = {
         .body_bytes = record->nbytes,
         .roster = op->roster,
@@ -120,22 +124,37 @@ void pmesh_seal_record(const struct pmesh_op *op, struct pmesh_lane *lane,
         .fingerprint = op->fingerprint,
         .completed = op->completed,
     };
-    write_header(lane->out, &header);
-    seal(op, lane, op->regions[record->region] + record->offset, record->nbytes);
-    lane->unsent_begin = 0;
-    lane->unsent_end = PMESH_OVERHEAD_BYTES + record->nbytes;
+    uint8_t *to = lane->subflows ? pmesh_subflows_take(lane->subflows, nbytes) : lane->out;
+    if (!to) {
+        broke(op, track, PMESH_FAILED, ENOMEM);
+        return false;
+    }
+    write_header(to, &header);
+    pmesh_seal(&cipher, lane->seal_key, ++lane->sealed, to,
+               op->regions[record->region] + record->offset, record->nbytes);
+    if (lane->subflows) {
+        pmesh_subflows_put(lane->subflows, to);
+    } else {
+        lane->unsent_begin = 0;
+        lane->unsent_end = nbytes;
+    }
+    return true;
 }
 
 enum pmesh_progress pmesh_flush(struct pmesh_op *op, uint32_t track) {
     struct pmesh_lane *lane = op->lanes[track];
     const uint64_t unsent = lane->unsent_end - lane->unsent_begin;
+    if (lane->subflows) {
+        return pmesh_subflows_pump(lane->subflows, false) ? PMESH_MOVED : PMESH_WAITS;
+    }
     if (!unsent) {
         return PMESH_MOVED;
     }
     const ssize_t sent =
         send(lane->fd, lane->out + lane->unsent_begin, unsent, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (sent < 0) {
-        return would_block() ? PMESH_WAITS : broke(op, track, PMESH_FAILED, (uint64_t)errno);
+        return pmesh_would_block(errno) ? PMESH_WAITS
+                                        : broke(op, track, PMESH_FAILED, (uint64_t)errno);
     }
     lane->unsent_begin += (uint64_t)sent;
     lane->bytes_sent += (uint64_t)sent;
@@ -163,7 +182,7 @@ static enum pmesh_progress fill(struct pmesh_op *op, uint32_t track, uint64_t en
     }
     const ssize_t count =
         recv(lane->fd, lane->in + lane->filled, limit - lane->filled, MSG_DONTWAIT);
-    if (count < 0 && would_block()) {
+    if (count < 0 && pmesh_would_block(errno)) {
         ask_for(lane, enough - lane->filled);
         return PMESH_WAITS;
     }
@@ -176,15 +195,29 @@ static enum pmesh_progress fill(struct pmesh_op *op, uint32_t track, uint64_t en
     return lane->filled >= enough ? PMESH_LANDED : PMESH_MOVED;
 }
 
+// Make `in` the next record of a lane of several connections, once it is there, whole.
+static enum pmesh_progress fill_from_subflows(struct pmesh_lane *lane,
+                                              struct pmesh_waiting *waiting) {
+    lane->in = pmesh_subflows_read(lane->subflows, waiting->waited, &lane->filled);
+    waiting->waited = !lane->in;
+    return lane->in ? PMESH_LANDED : PMESH_WAITS;
+}
+
 // Open the record that `in` begins with; what came after it moves to the front.
 static bool open_untrusted(const struct pmesh_op *op, struct pmesh_lane *lane, uint64_t body_bytes,
                            uint8_t *into) {
-    if (!is_sealed(op, lane, into, body_bytes)) {
+    const struct pmesh_cipher cipher = cipher_of(op);
+    const uint64_t end = PMESH_OVERHEAD_BYTES + body_bytes;
+    if (!pmesh_open_untrusted(&cipher, lane->open_key, ++lane->opened, lane->in, into,
+                              body_bytes)) {
         return false;
     }
-    const uint64_t end = PMESH_OVERHEAD_BYTES + body_bytes;
-    memmove(lane->in, lane->in + end, (size_t)(lane->filled - end));
     lane->filled -= end;
+    if (lane->subflows) {
+        pmesh_subflows_opened(lane->subflows);
+    } else {
+        memmove(lane->in, lane->in + end, (size_t)lane->filled);
+    }
     return true;
 }
 
@@ -251,7 +284,8 @@ enum pmesh_progress pmesh_receive(struct pmesh_op *op, uint32_t track,
                                   struct pmesh_waiting *waiting) {
     struct pmesh_lane *lane = op->lanes[track];
     const enum pmesh_progress filled =
-        fill(op, track, PMESH_HEADER_BYTES, PMESH_OVERHEAD_BYTES + record->nbytes);
+        lane->subflows ? fill_from_subflows(lane, waiting)
+                       : fill(op, track, PMESH_HEADER_BYTES, PMESH_OVERHEAD_BYTES + record->nbytes);
     if (filled != PMESH_LANDED) {
         return filled;
     }

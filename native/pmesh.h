@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 // One higher with each change that Python must know of; pmesh/native/__init__.py has the same.
-#define PMESH_ABI 5
+#define PMESH_ABI 6
 
 #define PMESH_API __attribute__((visibility("default")))
 
@@ -40,6 +40,8 @@ typedef void (*pmesh_function)(void);
 
 enum pmesh_aead { PMESH_LIBSODIUM, PMESH_LIBAEGIS };
 
+struct pmesh_subflows;
+
 // One end of a lane. Python owns it and its buffers, and does not touch it while an op runs, except
 // that it may read the two counters of traffic.
 struct pmesh_lane {
@@ -53,6 +55,8 @@ struct pmesh_lane {
     int64_t peer_completed;            // what the last record said (O2)
     uint64_t paced_bytes;              // what came while this end waited in a record
     double paced_s;                    // how long that took
+    struct pmesh_subflows *subflows;   // of a lane of several connections, which uses no `out`, and
+                                     // whose `in` is one of their records; else NULL
     int32_t fd;
     int32_t wake_up_bytes; // a wait for more than this ends when this is there
     int32_t asked;         // SO_RCVLOWAT as it was set last
@@ -220,14 +224,18 @@ struct pmesh_waiting {
     bool network;  // for its socket
     bool progress; // for another track
     bool held;     // a record of a higher roster has come (V4)
+    bool waited;   // for the next record, of several connections
     double since;  // the header was read, and the body is awaited
     uint64_t paced_from;
 };
 
-// Seal a record into the lane's `out`, which must be empty.
-void pmesh_seal_record(const struct pmesh_op *op, struct pmesh_lane *lane,
-                       const struct pmesh_record *record, uint32_t segment);
-// Send what is left in `out`, as much as the system takes.
+// Whether a record may be sealed into the lane, and whether anything is left to be sent.
+bool pmesh_may_seal(const struct pmesh_lane *lane);
+bool pmesh_has_unsent(const struct pmesh_lane *lane);
+// Seal a record into a lane that may. Returns false if that breaks the op.
+bool pmesh_seal_record(struct pmesh_op *op, uint32_t track, const struct pmesh_record *record,
+                       uint32_t segment);
+// Send what is left, as much as the system takes.
 enum pmesh_progress pmesh_flush(struct pmesh_op *op, uint32_t track);
 // Receive the track's next record as far as it is there, into its place.
 enum pmesh_progress pmesh_receive(struct pmesh_op *op, uint32_t track,

@@ -182,13 +182,16 @@ static const struct said EXPECTED = {ROSTER, NUMBER, FINGERPRINT, NBYTES, 0, -1}
 static void say(struct fixture *f, const struct said *said) {
     uint8_t *body = exactly(said->nbytes);
     const struct pmesh_record record = {.nbytes = said->nbytes, .region = PMESH_SOURCE};
+    struct pmesh_lane *peers[] = {&f->peer};
     struct pmesh_op op = f->op;
     memset(body, 9, said->nbytes);
     op.regions[PMESH_SOURCE] = body;
     op.roster = said->roster;
     op.number = said->number;
     op.fingerprint = said->fingerprint;
-    pmesh_seal_record(&op, &f->peer, &record, said->segment);
+    op.lanes = peers;
+    const bool sealed = pmesh_seal_record(&op, 0, &record, said->segment);
+    assert(sealed);
     if (said->flip >= 0) {
         f->peer.out[said->flip / 8] ^= (uint8_t)(1 << said->flip % 8);
     }

@@ -5,11 +5,24 @@
 #include "../executor.c"
 #include "../kernels.h"
 
-void pmesh_seal_record(const struct pmesh_op *op, struct pmesh_lane *lane,
-                       const struct pmesh_record *record, uint32_t segment) {
+bool pmesh_may_seal(const struct pmesh_lane *lane) {
+    return lane->unsent_begin == lane->unsent_end;
+}
+
+bool pmesh_has_unsent(const struct pmesh_lane *lane) {
+    return lane->unsent_begin != lane->unsent_end;
+}
+
+nfds_t pmesh_subflows_polled(struct pmesh_subflows *subflows, struct pollfd polled[]) {
+    return !subflows || !polled; // none here
+}
+
+bool pmesh_seal_record(struct pmesh_op *op, uint32_t track, const struct pmesh_record *record,
+                       uint32_t segment) {
     const uint8_t *body = op->regions[record->region] + record->offset;
-    memcpy(lane->out, body, record->nbytes);
-    lane->sealed += segment < UINT32_MAX;
+    memcpy(op->lanes[track]->out, body, record->nbytes);
+    op->lanes[track]->sealed += segment < UINT32_MAX;
+    return true;
 }
 
 enum pmesh_progress pmesh_flush(struct pmesh_op *op, uint32_t track) {

@@ -81,8 +81,9 @@ static int32_t judge(const struct pmesh_op *op, const struct stream *stream, uin
     if (stream->left < PMESH_HEADER_BYTES) {
         return end_of(stream);
     }
-    const uint64_t body = get(bytes, 4), roster = get(bytes + 4, 8), number = get(bytes + 12, 8);
-    const bool same_call = number == op->number && get(bytes + 24, 8) == op->fingerprint;
+    const uint64_t body = pmesh_get(bytes, 4), roster = pmesh_get(bytes + 4, 8),
+                   number = pmesh_get(bytes + 12, 8);
+    const bool same_call = number == op->number && pmesh_get(bytes + 24, 8) == op->fingerprint;
     outcome->detail = body;
     if (body > PMESH_MAX_BODY_BYTES) {
         return PMESH_TOO_LARGE;
@@ -91,7 +92,7 @@ static int32_t judge(const struct pmesh_op *op, const struct stream *stream, uin
     if (roster > op->roster) {
         return HELD;
     }
-    const bool in_place = body == nbytes && get(bytes + 20, 4) == segment;
+    const bool in_place = body == nbytes && pmesh_get(bytes + 20, 4) == segment;
     if (roster == op->roster && same_call && !in_place) {
         return PMESH_OUT_OF_PLACE;
     }
@@ -108,7 +109,7 @@ static int32_t judge(const struct pmesh_op *op, const struct stream *stream, uin
         outcome->detail = number < op->number ? number : op->number;
         return PMESH_DIFFERS;
     }
-    outcome->completed = (int64_t)get(bytes + 32, 8);
+    outcome->completed = (int64_t)pmesh_get(bytes + 32, 8);
     return PMESH_DONE;
 }
 
@@ -126,7 +127,7 @@ static struct outcome plain(const struct pmesh_op *op, struct stream stream,
         } else {
             break;
         }
-        const uint64_t end = PMESH_OVERHEAD_BYTES + get(stream.bytes, 4);
+        const uint64_t end = PMESH_OVERHEAD_BYTES + pmesh_get(stream.bytes, 4);
         stream.bytes += end;
         stream.left -= end;
     }

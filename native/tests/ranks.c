@@ -1,7 +1,8 @@
 // Many ranks in one process, each with its own runner: all-reduces over a ring, and random records
 // from any rank to any and works of codecs, which need each other as they do in plans. Some ops are
 // stopped, at any point; the next one, of a higher roster, then uses the same lanes. A plain loop
-// does what the ranks do, and the memory must be equal. Some ranks have their sources folded.
+// does what the ranks do, and the memory must be equal. Some ranks have their sources folded, and
+// some lanes several connections, which come and go meanwhile.
 //
 // Run: ranks [FIRST_SEED [COUNT]]
 #include "toy.h"
@@ -34,6 +35,7 @@ static void stumble(void) {
     (stumble(), atomic_fetch_add_explicit(object, value, memory_order_seq_cst))
 #include "../executor.c"
 #include "../kernels.h"
+#include "../subflows.h"
 #undef atomic_store
 #undef atomic_fetch_add
 
@@ -50,6 +52,7 @@ enum {
     LARGEST_PIECE = 64 * 1024, // values: kernels take long under TSan
     SLICE = 64 * 1024,         // bytes that are folded at once
     HANGS_MS = 60 * 1000,      // a wake-up was lost
+    MOST_CABLES = 4096,
 };
 
 // A source that is the sum of the values of two.
@@ -90,7 +93,17 @@ struct rank {
     bool under_way; // in threads
 };
 
+// One connection of a lane of several; an end that is closed is -1.
+struct cable {
+    struct pmesh_lane *lanes[2]; // of the sender and of the receiver
+    uint32_t index;              // in both
+    int ends[2];
+};
+
 struct world {
+    struct cable cables[MOST_CABLES];
+    uint32_t cable_count;
+    _Atomic bool op_is_over;
     struct random random;
     uint32_t size, cells;
     uint64_t offsets[MOST_CELLS + 1]; // in each region
@@ -119,6 +132,8 @@ static void tcp_pair(int ends[2]) {
     close(listener);
 }
 
+static void make_several(struct world *world, struct pmesh_lane *out, struct pmesh_lane *in);
+
 static void connect_ranks(struct world *world, uint32_t a, uint32_t b) {
     const int narrow = 4096;
     uint8_t key[PMESH_KEY_BYTES];
@@ -140,6 +155,72 @@ static void connect_ranks(struct world *world, uint32_t a, uint32_t b) {
     }
     world->to[a][b] = new_lane(ends[0], key);
     world->from[b][a] = new_lane(ends[1], key);
+    if (below(&world->random, 3) == 0) {
+        make_several(world, &world->to[a][b], &world->from[b][a]);
+    }
+}
+
+static void add_cable(struct world *world, struct pmesh_lane *out, struct pmesh_lane *in) {
+    const uint32_t index = world->cable_count++;
+    struct cable *cable = &world->cables[index];
+    *cable = (struct cable){.lanes = {out, in}, .index = index};
+    const int failed = socketpair(AF_UNIX, SOCK_STREAM, 0, cable->ends);
+    assert(!failed);
+    for (int i = 0; i < 2; i++) {
+        // Acknowledgements have a key of their own, which both ends know.
+        const bool added = pmesh_subflows_add(cable->lanes[i]->subflows, index, cable->ends[i],
+                                              out->seal_key, 0, 1e6 * (1 + index % 3), 0.001);
+        assert(added);
+    }
+}
+
+static void unplug(struct cable *cable, int end) {
+    if (cable->ends[end] >= 0) {
+        pmesh_subflows_drop(cable->lanes[end]->subflows, cable->index);
+        close(cable->ends[end]);
+        cable->ends[end] = -1;
+    }
+}
+
+static void make_several(struct world *world, struct pmesh_lane *out, struct pmesh_lane *in) {
+    struct pmesh_lane *lanes[2] = {out, in};
+    for (int i = 0; i < 2; i++) {
+        lanes[i]->subflows = pmesh_subflows_new(lanes[i], !i, PMESH_LIBSODIUM,
+                                                (pmesh_function)toy_seal, (pmesh_function)toy_open);
+        assert(lanes[i]->subflows);
+        free(lanes[i]->in);
+        lanes[i]->in = NULL;
+    }
+    for (uint64_t left = 1 + below(&world->random, 3); left; left--) {
+        add_cable(world, out, in);
+    }
+}
+
+// Do what Python does beside the calls: pump, close what was lost, and let paths come and go.
+static void *tend(void *argument) {
+    struct world *world = argument;
+    struct random random = {mixed(world->roster + 3 * world->number)};
+    const bool changes = below(&random, 2);
+    while (!world->op_is_over) {
+        const uint32_t count = world->cable_count;
+        for (uint32_t i = 0; i < count; i++) {
+            struct cable *cable = &world->cables[i];
+            for (int end = 0; end < 2; end++) {
+                struct pmesh_lost_subflow lost;
+                pmesh_subflows_pump(cable->lanes[end]->subflows, below(&random, 2));
+                while (pmesh_subflows_next_lost(cable->lanes[end]->subflows, &lost)) {
+                    unplug(&world->cables[lost.index], end);
+                }
+            }
+            if (changes && below(&random, 50) == 0 && cable->ends[0] >= 0 && cable->ends[1] >= 0 &&
+                world->cable_count < MOST_CABLES) {
+                add_cable(world, cable->lanes[0], cable->lanes[1]);
+                unplug(cable, (int)below(&random, 2));
+            }
+        }
+        poll(NULL, 0, 1);
+    }
+    return NULL;
 }
 
 static uint32_t track_from(uint32_t here, uint32_t there) {
@@ -174,13 +255,21 @@ static struct world *new_world(uint64_t seed) {
 }
 
 static void free_world(struct world *world) {
+    for (uint32_t i = 0; i < world->cable_count; i++) {
+        unplug(&world->cables[i], 0);
+        unplug(&world->cables[i], 1);
+    }
     for (uint32_t a = 0; a < world->size; a++) {
         pmesh_runner_free(world->ranks[a].runner);
         for (uint32_t t = 0; t < 2 * (world->size - 1); t++) {
             struct pmesh_lane *lane = lane_of(world, &world->ranks[a], t);
             close(lane->fd);
             free(lane->out);
-            free(lane->in);
+            if (lane->subflows) {
+                pmesh_subflows_free(lane->subflows);
+            } else {
+                free(lane->in);
+            }
         }
     }
     free(world);
@@ -705,11 +794,16 @@ static void end_op(struct rank *rank, bool stopped) {
 }
 
 static bool has_arrived(const struct rank *rank) {
-    struct pollfd polled[TRACKS];
+    struct pollfd polled[TRACKS * PMESH_SUBFLOW_POLLS];
+    nfds_t count = 0;
     for (uint32_t t = 0; t < rank->plan.receiving; t++) {
-        polled[t] = (struct pollfd){.fd = rank->lanes[t]->fd, .events = POLLIN};
+        if (rank->lanes[t]->subflows) {
+            count += pmesh_subflows_polled(rank->lanes[t]->subflows, &polled[count]);
+        } else {
+            polled[count++] = (struct pollfd){.fd = rank->lanes[t]->fd, .events = POLLIN};
+        }
     }
-    return poll(polled, rank->plan.receiving, 1) > 0;
+    return poll(polled, count, 1) > 0;
 }
 
 // Ranks that only await what arrives may go on here, as in Python's event loop; others in threads.
@@ -739,14 +833,16 @@ static void go_on(struct world *world, bool here) {
 
 static void run_op(struct world *world, bool stopped) {
     const bool here = !stopped && below(&world->random, 2);
-    pthread_t stopper;
+    pthread_t stopper, tender;
     for (uint32_t r = 0; r < world->size; r++) {
         set_op(world, &world->ranks[r]);
     }
+    world->op_is_over = false;
+    int failed = pthread_create(&tender, NULL, tend, world);
     if (stopped) {
-        const int failed = pthread_create(&stopper, NULL, stop_all, world);
-        assert(!failed);
+        failed |= pthread_create(&stopper, NULL, stop_all, world);
     }
+    assert(!failed);
     for (uint32_t r = 0; r < world->size; r++) {
         struct rank *rank = &world->ranks[r];
         rank->under_way = false;
@@ -763,6 +859,8 @@ static void run_op(struct world *world, bool stopped) {
         end_op(&world->ranks[r], stopped);
         end_fold(&world->ranks[r]);
     }
+    world->op_is_over = true;
+    pthread_join(tender, NULL);
 }
 
 static void check_memory(const struct world *world) {

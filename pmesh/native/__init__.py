@@ -9,7 +9,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-ABI = 5  # PMESH_ABI in native/pmesh.h
+ABI = 6  # PMESH_ABI in native/pmesh.h
 PATH = Path(__file__).with_name("libpmesh.dylib" if sys.platform == "darwin" else "libpmesh.so")
 
 _PROTOTYPES = {
@@ -34,13 +34,35 @@ _PROTOTYPES = {
     "pmesh_hand_over": (ctypes.c_bool, ctypes.c_void_p),
     "pmesh_stop": (None, ctypes.c_void_p),
     "pmesh_end": (ctypes.c_int32, ctypes.c_void_p),
+    "pmesh_subflows_new": (
+        ctypes.c_void_p,
+        *(ctypes.c_void_p, ctypes.c_bool, ctypes.c_int32),
+        *(ctypes.c_void_p, ctypes.c_void_p),
+    ),
+    "pmesh_subflows_free": (None, ctypes.c_void_p),
+    "pmesh_subflows_wake_fd": (ctypes.c_int, ctypes.c_void_p),
+    "pmesh_subflows_add": (
+        ctypes.c_bool,
+        *(ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint64),
+        *(ctypes.c_double, ctypes.c_double),
+    ),
+    "pmesh_subflows_drop": (None, ctypes.c_void_p, ctypes.c_uint32),
+    "pmesh_subflows_next_lost": (ctypes.c_bool, ctypes.c_void_p, ctypes.c_void_p),
+    "pmesh_subflows_pump": (ctypes.c_bool, ctypes.c_void_p, ctypes.c_bool),
+    "pmesh_subflows_state": (ctypes.c_uint32, ctypes.c_void_p),
+    "pmesh_subflows_has_to_write": (ctypes.c_bool, ctypes.c_void_p, ctypes.c_uint32),
+    "pmesh_subflows_take": (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64),
+    "pmesh_subflows_put": (None, ctypes.c_void_p, ctypes.c_void_p),
+    "pmesh_subflows_read": (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_bool, ctypes.c_void_p),
+    "pmesh_subflows_opened": (None, ctypes.c_void_p),
+    "pmesh_subflows_next_pace": (ctypes.c_bool, ctypes.c_void_p, ctypes.c_void_p),
     "pmesh_layout": (ctypes.POINTER(ctypes.c_uint32),),
     "pmesh_combining_fits": (ctypes.c_bool, ctypes.c_void_p),
     "pmesh_combine": (ctypes.c_bool, ctypes.c_void_p),
     "pmesh_combining_stop": (None, ctypes.c_void_p),
     "pmesh_combining_layout": (ctypes.POINTER(ctypes.c_uint32),),
 }
-"""Of each function of native/pmesh.h and combine.h: what it returns, and its arguments."""
+"""Of each function of native/pmesh.h, combine.h and subflows.h: its result and its arguments."""
 
 
 def library() -> ctypes.CDLL | None:

@@ -1,7 +1,7 @@
 """The memory that the native library and Python share: the structs of native/pmesh.h."""
 
 import ctypes
-from enum import IntEnum
+from enum import IntEnum, IntFlag
 from typing import Final
 
 import numpy as np
@@ -50,6 +50,7 @@ class LaneState(ctypes.Structure):
         ("peer_completed", ctypes.c_int64),
         ("paced_bytes", ctypes.c_uint64),
         ("paced_s", ctypes.c_double),
+        ("subflows", ctypes.c_void_p),
         ("fd", ctypes.c_int32),
         ("wake_up_bytes", ctypes.c_int32),
         ("asked", ctypes.c_int32),
@@ -69,9 +70,42 @@ class LaneState(ctypes.Structure):
     peer_completed: int
     paced_bytes: int
     paced_s: float
+    subflows: int | None
     fd: int
     wake_up_bytes: int
     asked: int
+
+
+class SubflowsState(IntFlag):
+    """`enum pmesh_subflows_state`: of a lane over several connections."""
+
+    HAVE_ROOM = 1
+    HAVE_UNSENT = 2
+    ARE_EMPTY = 4
+    OWE = 8
+    HAVE_FIRST = 16
+
+
+class LostSubflow(ctypes.Structure):
+    """`struct pmesh_lost_subflow`: a connection that was lost."""
+
+    _fields_ = (("index", ctypes.c_uint32), ("ended", ctypes.c_bool))
+    index: int
+    ended: bool
+
+
+class Pace(ctypes.Structure):
+    """`struct pmesh_pace`: how fast data came on a connection."""
+
+    _fields_ = (
+        ("seconds", ctypes.c_double),
+        ("nbytes", ctypes.c_uint64),
+        ("index", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
+    )
+    seconds: float
+    nbytes: int
+    index: int
 
 
 RECORD = np.dtype(

@@ -18,14 +18,21 @@ pytestmark = [
 TESTS = build.SOURCES / "tests"
 MEMORY: Final = "address,undefined"
 THREADS: Final = "thread"
+LANES = ("lane.c", "subflows.c", "windows.c")
 COMPUTING = ("combine.c", "fits.c", "reduce.c", "coding.c", "kernels.c")
 SOURCES = {
-    "ranks": ("tests/ranks.c", "lane.c", *COMPUTING),  # it includes executor.c
-    "faults": ("tests/faults.c", "lane.c", *COMPUTING),  # likewise
-    "works": ("tests/works.c", "executor.c", "lane.c", *COMPUTING),
+    "ranks": ("tests/ranks.c", *LANES, *COMPUTING),  # it includes executor.c
+    "faults": ("tests/faults.c", *LANES, *COMPUTING),  # likewise
+    "works": ("tests/works.c", "executor.c", *LANES, *COMPUTING),
     "combine": ("tests/combine.c", "combine.c", "reduce.c"),
-    "fuzz_records": ("tests/fuzz_records.c", "tests/fuzz_driver.c"),  # it includes lane.c
+    "fuzz_records": ("tests/fuzz_records.c", "tests/fuzz_driver.c", *LANES[1:]),  # lane.c
     "fuzz_plans": ("tests/fuzz_plans.c", "tests/fuzz_driver.c", *COMPUTING),  # executor.c
+    "fuzz_subflows": (
+        "tests/fuzz_subflows.c",
+        "tests/fuzz_driver.c",
+        "lane.c",
+        "windows.c",
+    ),  # subflows.c
 }
 FLAGS = ("-std=c11", "-O1", "-g", "-pthread", "-ffp-contract=off", "-fno-sanitize-recover=all")
 ENVIRONMENT = {
@@ -112,7 +119,7 @@ def test_ranks_of_one_machine_have_the_values_of_a_plain_loop_or_were_stopped(
     assert said.endswith(" stopped\n")
 
 
-@pytest.mark.parametrize("target", ["records", "plans"])
+@pytest.mark.parametrize("target", ["records", "plans", "subflows"])
 def test_no_bytes_of_a_peer_and_no_plan_make_the_library_leave_its_memory(
     target: str, programs: SanitizedPrograms, *, is_quick: bool
 ) -> None:

@@ -21,8 +21,9 @@ from pmesh.core.wire.preamble import Preamble
 from pmesh.errors import LaneBroken, NetworkError
 from pmesh.ids import Member
 from pmesh.net.lanes.lane import Lane
-from pmesh.net.lanes.multipath import ConnectionFacts, LanePath, MultipathLane
+from pmesh.net.lanes.multipath import LanePath, MultipathLane
 from pmesh.net.lanes.opening import dial_lane, welcome_lane
+from pmesh.net.lanes.subflows import ConnectionFacts
 
 LOOK_S = 0.25  # between two looks for new paths, of 50 us each, while a lane is open
 RETRY_S = 2.0  # before a path over which no connection came up is tried again

@@ -20,7 +20,8 @@ from pmesh.core.wire.link import Address, Hello, PeerInterface
 from pmesh.core.wire.probes import PATHS, AskProbe, Ping, Pong, Probe
 from pmesh.errors import NodeKeyCopied, PeerUnreachable
 from pmesh.ids import Incarnation, Member, NodeId, short_node
-from pmesh.net.lanes.multipath import UNKNOWN_BYTES_PER_S, ConnectionFacts, LanePath
+from pmesh.net.lanes.multipath import LanePath
+from pmesh.net.lanes.subflows import UNKNOWN_BYTES_PER_S, ConnectionFacts
 from pmesh.net.links.dialer import dial_any
 from pmesh.net.links.path import MAX_QUEUED_BYTES, MAX_QUEUED_MESSAGES, Path
 

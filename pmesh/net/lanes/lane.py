@@ -18,7 +18,7 @@ import ctypes
 import select
 import socket
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from collections.abc import Set as AbstractSet
 from enum import Enum, auto
 from typing import NamedTuple, TypeAlias
@@ -133,6 +133,10 @@ class Lane:
         self._addressed: memoryview | None = None
         """The buffer whose address the library knows."""
         self._stop_thread: Callable[[], None] | None = None
+        self.why_closed = "was closed"
+        """What an error says has happened to it."""
+        self.runs_in_library = True
+        """Whether the native library can use it."""
 
     @property
     def bytes_sent(self) -> int:
@@ -209,26 +213,26 @@ class Lane:
             state, self._is_shared = self.state, False
             self._sealer.records, self._opener.records = state.sealed, state.opened
             if state.paced_bytes:
-                self._note_paces({self.hosts: state.paced_bytes}, state.paced_s)
+                self._add_pace(self.hosts, Throughput(state.paced_bytes, state.paced_s))
                 state.paced_bytes, state.paced_s = 0, 0.0
         if self._closed.is_set():
             self.close()
 
-    has_one_socket = True
-
     def share_state(self) -> int:
         """Return the address of the lane's state, which the library uses until `take_back`."""
         state = self.state
-        if (self._out if self.sending else self._in) is not self._addressed:
+        if not state.subflows:
             self._give_address()
-        state.fd = self._socket.fileno()
         state.sealed, state.opened = self._sealer.records, self._opener.records
         self._is_shared = True
         return ctypes.addressof(state)
 
     def _give_address(self) -> None:
-        """Write where the buffer for records lies into the state."""
+        """Write where its connection and the buffer for records are into the state."""
         state = self.state
+        state.fd = self._socket.fileno()
+        if (self._out if self.sending else self._in) is self._addressed:
+            return
         if self.sending:
             if len(self._out) < _WHOLE_BYTES:
                 self._out = _whole(self._out, state.unsent_end)
@@ -245,7 +249,7 @@ class Lane:
     def check_open(self) -> None:
         """Raise LaneBroken if the lane has been closed."""
         if self._closed.is_set():
-            raise self.broken("was closed")
+            raise self.broken(self.why_closed)
 
     def __repr__(self) -> str:
         arrow = "to" if self.sending else "from"
@@ -342,18 +346,16 @@ class Lane:
         before, began = self.state.filled, self._read_at  # all that was there then is read
         if before < end and (yield from self._fill(end, end)):
             waited = True
-            self._note_paces({self.hosts: end - before}, time.monotonic() - began)
+            if end - before >= WAKE_UP_BYTES:  # less is too little to tell
+                self._add_pace(self.hosts, Throughput(end - before, time.monotonic() - began))
         self._open(end, into)
         self.state.peer_completed = header.completed
         if not waited:
             yield LaneWait.TURN
 
-    def _note_paces(self, came: Mapping[tuple[str, str], int], took_s: float) -> None:
-        if sum(came.values()) < WAKE_UP_BYTES:
-            return  # too little to tell
-        for hosts, nbytes in came.items():
-            before = self.paces.get(hosts, Throughput())
-            self.paces[hosts] = Throughput(before.nbytes + nbytes, before.took_s + took_s)
+    def _add_pace(self, hosts: tuple[str, str], pace: Throughput) -> None:
+        before = self.paces.get(hosts, Throughput())
+        self.paces[hosts] = Throughput(before.nbytes + pace.nbytes, before.took_s + pace.took_s)
 
     def _refuse(self, header: RecordHeader, expected: RecordHeader) -> Steps:
         """Drop a record that comes too late; raise for any other that is not the expected one."""

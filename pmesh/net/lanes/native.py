@@ -1,8 +1,8 @@
 """Runs plans in the native library (native/executor.c), whose threads need no interpreter.
 
 `pmesh.net.lanes.executor` runs the same plans in Python, with the same results, bytes on the wire
-and errors. It serves where there is no library, and for what the library does not do: lanes over
-several connections, and products of complex numbers.
+and errors. It serves where there is no library, and for what the library does not do: products of
+complex numbers.
 """
 
 import ctypes
@@ -95,7 +95,7 @@ def library_for(
     if plan.works and (codec not in NUMBERS_OF_CODECS or kernels() is None):
         return None
     for lane in lanes:
-        if not lane.has_one_socket:
+        if not lane.runs_in_library:
             return None
     if dtype and not _adds(library, dtype, reduction):
         return None
@@ -300,7 +300,7 @@ class LibraryThreads:
                 return LaneBroken("the data connections have no thread: the system has no room")
             case RunStatus.STOPPED:
                 closed = next(lane for lane in lanes if lane.is_closed)
-                return closed.broken("was closed")
+                return closed.broken(closed.why_closed)
             case _:
                 return _failure_of(lanes[self._op.track], status, self._op.detail)
 

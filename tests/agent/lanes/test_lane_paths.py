@@ -1,11 +1,12 @@
 """Lanes over several paths between two agents: which get several connections, and when."""
 
 import errno
+import selectors
 import socket
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import NoReturn, TypeAlias
+from typing import TypeAlias
 
 import pytest
 import trio
@@ -19,9 +20,9 @@ from pmesh.core.wire.preamble import PREAMBLE_BYTES, Preamble, encode_preamble
 from pmesh.errors import LaneBroken, NetworkError, PeerUnreachable
 from pmesh.ids import Member
 from pmesh.net.lanes import lane as lane_module
-from pmesh.net.lanes import multipath
 from pmesh.net.lanes.lane import Lane, PathLost
-from pmesh.net.lanes.multipath import ConnectionFacts, LanePath, MultipathLane
+from pmesh.net.lanes.multipath import LanePath, MultipathLane
+from pmesh.net.lanes.subflows import ConnectionFacts
 from tests.agent.lanes.sides import A, B, Side, edge, opened, take
 from tests.worlds.faults import Faults, Real
 from tests.worlds.lanes import descriptors, header
@@ -371,12 +372,12 @@ async def reopened(ada: Cabled, bob: Cabled) -> tuple[Cabled, Cabled]:
 
 
 async def test_no_descriptor_for_a_lane_of_several_connections_is_a_broken_lane(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, faults: Faults
 ) -> None:
     async with two_machines(monkeypatch, "cable", "wifi") as (ada, bob):
         before = descriptors()
-        with monkeypatch.context() as full:
-            full.setattr(multipath, "socket", WithoutPairs())
+        full = OSError(errno.EMFILE, "Too many open files")
+        with faults.fail(selectors, "DefaultSelector", full):
             ada.rendezvous.offer(edge(), B)
             with pytest.raises(LaneBroken, match="can be made"):
                 await take(ada, sending=True)
@@ -387,13 +388,3 @@ async def test_no_descriptor_for_a_lane_of_several_connections_is_a_broken_lane(
         assert used(ada, lanes[0]) == {"cable"}  # at first, as always
         close(*lanes)
     assert autojump_clock.current_time() < 5
-
-
-class WithoutPairs:
-    """The module `socket`, as it is once no descriptor is left."""
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(socket, name)
-
-    def socketpair(self) -> NoReturn:
-        raise OSError(errno.EMFILE, "Too many open files")

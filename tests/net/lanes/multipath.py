@@ -10,9 +10,10 @@ import trio
 
 from pmesh.core.wire.lanes import OfferLane
 from pmesh.net.lanes.lane import Lane
-from pmesh.net.lanes.multipath import ConnectionFacts, MultipathLane
+from pmesh.net.lanes.multipath import MultipathLane
 from pmesh.net.lanes.opening import offer_of_connection
-from tests.worlds.lanes import offer_between
+from pmesh.net.lanes.subflows import ConnectionFacts
+from tests.worlds.lanes import Web, offer_between
 
 UNKNOWN = ConnectionFacts()
 
@@ -87,21 +88,30 @@ class Paths:
         return connections(self.offer, index, self.sockets[-1])
 
 
+def open_paths(
+    offer: OfferLane, count: int, *, buffer_bytes: int | None = None, tcp: bool = False
+) -> Paths:
+    """A lane with so many paths, path-0 and so on, whose ends nobody tends yet."""
+    ends = sockets(buffer_bytes=buffer_bytes, tcp=tcp)
+    first = connections(offer, 0, ends)
+    lanes = [MultipathLane(end, ConnectionFacts(), offer) for end in first]
+    made = Paths(lanes[0], lanes[1], offer, buffer_bytes, tcp, [ends])
+    for _ in range(count - 1):
+        made.add()
+    return made
+
+
 @asynccontextmanager
 async def paths_between(
     count: int = 2, *, buffer_bytes: int | None = None, tcp: bool = False
 ) -> AsyncGenerator[Paths]:
     """A lane with so many paths, path-0 and so on; `buffer_bytes` makes them slow."""
     offer = offer_between(0, 1, several=True)
-    ends = sockets(buffer_bytes=buffer_bytes, tcp=tcp)
-    first = connections(offer, 0, ends)
-    lanes = [MultipathLane(end, ConnectionFacts(), offer) for end in first]
-    made = Paths(lanes[0], lanes[1], offer, buffer_bytes, tcp, [ends])
+    made = open_paths(offer, count, buffer_bytes=buffer_bytes, tcp=tcp)
+    lanes = made.sending, made.receiving
     async with trio.open_nursery() as nursery:
         for lane in lanes:
             nursery.start_soon(lane.tend)
-        for _ in range(count - 1):
-            made.add()
         try:
             yield made
         finally:
@@ -109,4 +119,32 @@ async def paths_between(
                 lane.close()
             for end in made.stalled:
                 end.close()
+            nursery.cancel_scope.cancel()
+
+
+@dataclass
+class CabledWeb(Web):
+    """All lanes have some paths."""
+
+    nursery: trio.Nursery = field(kw_only=True)
+    paths: list[Paths] = field(default_factory=list)
+
+    def _open(self, rank: int, peer: int) -> None:
+        offer = offer_between(rank, peer, several=True)
+        made = open_paths(offer, 2, buffer_bytes=self.buffer_bytes)
+        for lane in (made.sending, made.receiving):
+            self.nursery.start_soon(lane.tend)
+        self.paths.append(made)
+        self.sending[rank, peer], self.receiving[rank, peer] = made.sending, made.receiving
+
+
+@asynccontextmanager
+async def cabled_web(*, buffer_bytes: int | None = None) -> AsyncGenerator[CabledWeb]:
+    """As `web`; `buffer_bytes` makes the network slow."""
+    async with trio.open_nursery() as nursery:
+        lanes = CabledWeb(buffer_bytes=buffer_bytes, nursery=nursery)
+        try:
+            yield lanes
+        finally:
+            lanes.close()
             nursery.cancel_scope.cancel()

@@ -242,12 +242,6 @@ each = pytest.mark.parametrize("make", ALL)
 LARGE = 700_001
 
 
-@pytest.fixture(params=["library", "Python"])
-def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with nullcontext() if request.param == "library" else without_library(monkeypatch):
-        yield
-
-
 @pytest.fixture(params=["library", "threads", "tasks"])
 def pipe(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, faults: Faults

@@ -21,12 +21,14 @@ from pmesh.net.lanes.multipath import (
     MAX_SUBFLOWS,
     PUSH_S,
     TICK_S,
-    ConnectionFacts,
     MultipathLane,
 )
+from pmesh.net.lanes.subflows import ConnectionFacts
 from tests.net.lanes.multipath import Paths, connections, drop, names_of, paths_between, sockets
 from tests.net.lanes.parts import either_way, receive_all, send_all
 from tests.worlds.lanes import header
+
+pytestmark = pytest.mark.usefixtures("ends")
 
 
 @contextlib.contextmanager

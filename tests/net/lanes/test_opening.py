@@ -13,8 +13,9 @@ from pmesh.core.wire.preamble import PREAMBLE_BYTES, Preamble, decode_preamble_u
 from pmesh.core.wire.records import OVERHEAD_BYTES, Sealer
 from pmesh.errors import LaneBroken
 from pmesh.net.lanes.lane import WAKE_UP_BYTES, Lane
-from pmesh.net.lanes.multipath import ConnectionFacts, MultipathLane
+from pmesh.net.lanes.multipath import MultipathLane
 from pmesh.net.lanes.opening import dial_lane, offer_of_connection, welcome_lane
+from pmesh.net.lanes.subflows import ConnectionFacts
 from tests.worlds.faults import Faults, Real
 from tests.worlds.lanes import header, offer_between, socket_of
 
