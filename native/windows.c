@@ -311,11 +311,13 @@ bool pmesh_sends_acknowledge_untrusted(struct pmesh_sends *sends, uint32_t place
     return true;
 }
 
-// Only where another one has got further: else the receiver may just not read.
-static void find_silent(struct pmesh_sends *sends) {
+// Only beside one that has got further, or has nothing more to do: else the receiver may just not
+// read.
+static void find_silent(struct pmesh_sends *sends, double now) {
     double latest = -INFINITY;
     for (uint32_t i = 0; i < sends->count; i++) {
-        latest = fmax(latest, sends->subflows[i].heard_at);
+        const struct pmesh_send_subflow *subflow = &sends->subflows[i];
+        latest = subflow->sent == subflow->received ? now : fmax(latest, subflow->heard_at);
     }
     for (uint32_t i = 0; i < sends->count; i++) {
         struct pmesh_send_subflow *subflow = &sends->subflows[i];
@@ -381,7 +383,7 @@ void pmesh_sends_relieve(struct pmesh_sends *sends, double now) {
         return;
     }
     sends->relieved_at = now;
-    find_silent(sends);
+    find_silent(sends, now);
     bool all_busy = true;
     for (uint32_t i = 0; i < sends->count; i++) {
         all_busy &= pmesh_sends_has_to_write(sends, i);

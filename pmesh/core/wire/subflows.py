@@ -326,7 +326,7 @@ class SendWindow:
         if len(self._subflows) < 2 or now - self._relieved_at < MEASURE_S:  # noqa: PLR2004 - as it says
             return
         self._relieved_at = now
-        self._find_silent()
+        self._find_silent(now)
         if all(map(self.has_to_write, self._subflows)):
             return  # nobody has time for more
         queues = [subflow.queue for subflow in self._subflows.values()]
@@ -339,9 +339,14 @@ class SendWindow:
             if record.end >= 0 and not record.copied:
                 self._copy_if_late(record)
 
-    def _find_silent(self) -> None:
-        """Only where another subflow has got further: else the receiver may just not read."""
+    def _find_silent(self, now: float) -> None:
+        """Only beside one that has got further, or has nothing more to do.
+
+        Else the receiver may just not read.
+        """
         latest = max(subflow.heard_at for subflow in self._subflows.values())
+        if any(subflow.sent == subflow.received for subflow in self._subflows.values()):
+            latest = now
         for subflow in self._subflows.values():
             busy = subflow.sent > subflow.received
             if busy and latest - subflow.busy_at > SILENT_S and not subflow.is_silent:

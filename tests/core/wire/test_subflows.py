@@ -315,6 +315,21 @@ def test_a_receiver_that_does_not_read_makes_nobody_silent() -> None:
     assert not sending.has_unsent
 
 
+def test_what_stalls_is_sent_again_though_the_others_have_long_had_nothing_to_do() -> None:
+    sending = window(MBIT, MBIT)
+    put(sending)
+    put(sending)
+    assert numbers(write(sending, 0)) == [0]
+    assert numbers(write(sending, 1)) == [1]
+    sending.acknowledge_untrusted(0, Ack(frame_bytes(0), 1, waiting=True), now=0.001)
+    sending.relieve(now=SILENT_S)
+    assert not sending.has_unsent
+    sending.relieve(now=SILENT_S + 0.1)
+    assert numbers(write(sending, 0)) == [1]
+    put(sending)
+    assert sending.has_to_write(0)  # and no longer over the other one
+
+
 def test_if_all_are_silent_they_are_used_nevertheless() -> None:
     sending = window(MBIT, MBIT)
     for _ in range(2):
