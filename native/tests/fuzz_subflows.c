@@ -75,12 +75,18 @@ static int guessable_open(uint8_t *body, unsigned long long *body_bytes, uint8_t
     return from[nbytes] & 1;
 }
 
+// Each record that is kept lies in its place, and nothing that came before is there once more.
 static uint64_t kept_bytes(const struct pmesh_receives *receives) {
-    uint64_t kept = 0;
+    uint64_t bytes = 0;
     for (uint32_t i = 0; i < PMESH_FRAMES_KEPT; i++) {
-        kept += receives->frames[i] ? receives->frames[i]->nbytes : 0;
+        const struct pmesh_frame *frame = receives->frames[i];
+        if (frame) {
+            const uint64_t number = pmesh_get(frame->bytes, PMESH_NUMBER_BYTES);
+            assert(number >= receives->opened && number % PMESH_FRAMES_KEPT == i);
+            bytes += frame->nbytes;
+        }
     }
-    return kept;
+    return bytes;
 }
 
 static void check_window(const struct pmesh_subflows *subflows) {

@@ -344,6 +344,63 @@ class MirroredSends(SendWindow):
             assert self.library.rate_of(self._both, place) == self.subflows[index].bytes_per_s
 
 
+class MirroredReceives(ReceiveWindow):
+    """Likewise."""
+
+    library: ctypes.CDLL
+
+    def __init__(
+        self, *, window_bytes: int = WINDOW_BYTES, window_records: int = WINDOW_RECORDS
+    ) -> None:
+        super().__init__(window_bytes=window_bytes, window_records=window_records)
+        self._both = self.library.new_windows(window_bytes, window_records)
+        self._there = self.library.receives_of(self._both)
+        self._places: list[int] = []
+        weakref.finalize(self, self.library.free_windows, self._both)
+
+    def add(self, index: int) -> None:
+        super().add(index)
+        self.library.pmesh_receives_add(self._there)
+        self._places.append(index)
+
+    def drop(self, index: int) -> None:
+        super().drop(index)
+        self.library.pmesh_receives_drop(self._there, self._places.index(index))
+        self._places.remove(index)
+
+    def read(self, index: int, nbytes: int) -> None:
+        super().read(index, nbytes)
+        self.library.pmesh_receives_read(self._there, self._places.index(index), nbytes)
+
+    def arrived_untrusted(self, index: int, frame: memoryview) -> bool:
+        number, place = number_of_untrusted(frame), self._places.index(index)
+        fits = self.library.bring_frame(self._both, place, number, len(frame))
+        try:
+            is_new = super().arrived_untrusted(index, frame)
+        except ProtocolError:
+            assert not fits
+            raise
+        assert fits
+        first = -1 if self.first is None else number_of_untrusted(self.first)
+        assert self.library.first_number(self._both) == first
+        return is_new
+
+    def opened(self) -> memoryview:
+        self.library.pmesh_receives_opened(self._there)
+        return super().opened()
+
+    def is_due(self, index: int, *, waiting: bool) -> bool:
+        due, place = super().is_due(index, waiting=waiting), self._places.index(index)
+        assert self.library.pmesh_receives_is_due(self._there, place, waiting) == due
+        return due
+
+    def acknowledge(self, index: int, *, waiting: bool) -> Ack:
+        ack, said = (ctypes.c_uint64 * 2)(), super().acknowledge(index, waiting=waiting)
+        self.library.take_ack(self._both, self._places.index(index), waiting, ack)
+        assert said == Ack(ack[0], ack[1], waiting=waiting)
+        return said
+
+
 CASES = [case for name, case in vars(test_subflows).items() if name.startswith("test_")]
 
 
@@ -351,6 +408,7 @@ CASES = [case for name, case in vars(test_subflows).items() if name.startswith("
 def test_the_windows_in_c_do_in_every_test_what_those_in_python_do(
     case: Callable[[], None], library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(MirroredSends, "library", library, raising=False)
-    monkeypatch.setattr(test_subflows, "SendWindow", MirroredSends)
+    for name, mirrored in (("SendWindow", MirroredSends), ("ReceiveWindow", MirroredReceives)):
+        monkeypatch.setattr(mirrored, "library", library, raising=False)
+        monkeypatch.setattr(test_subflows, name, mirrored)
     case()

@@ -382,6 +382,44 @@ def test_what_a_slow_subflow_would_bring_late_is_sent_again_over_an_idle_one() -
     assert not sending.is_empty
 
 
+def test_what_an_idle_subflow_took_and_lost_goes_back() -> None:
+    sending = window(10 * MBIT, 10 * MBIT)
+    for _ in range(4):
+        put(sending, 1000)
+    assert numbers(write(sending, 0), 1000) == [0, 2]
+    sending.acknowledge_untrusted(0, Ack(2 * frame_bytes(1000), 1, waiting=True), now=0.1)
+    assert numbers(write(sending, 1, most=500), 1000) == [1]
+    sending.relieve(now=0.1)
+    assert sending.has_to_write(0)
+    sending.drop(0)
+    assert numbers(write(sending, 1)[frame_bytes(1000) - 500 :], 1000) == [2, 3]
+
+
+def test_a_copy_must_arrive_in_less_than_half_the_time() -> None:
+    """And 10 ms earlier: else both arrive at about the same time, and one is for nothing."""
+    nbytes = frame_bytes(100_000)
+    for late_s, is_copied in ((0.22, True), (0.2, False)):
+        sending = window(nbytes / late_s)
+        put(sending, 100_000)
+        write(sending, 0)
+        sending.add(1, bytes_per_s=nbytes / 0.1, round_trip_s=0.0, now=0.0)
+        sending.relieve(now=0.1)
+        assert sending.has_to_write(1) is is_copied
+
+
+def test_what_was_copied_to_a_subflow_that_is_lost_is_copied_to_another() -> None:
+    sending = window(MBIT)
+    put(sending, 100_000)
+    write(sending, 0, most=10)
+    for index in (1, 2):
+        sending.add(index, bytes_per_s=1e9, round_trip_s=0, now=0.0)
+        sending.relieve(now=index)
+        assert numbers(write(sending, index), 100_000) == [0]
+        sending.relieve(now=index + 0.1)
+        assert not sending.has_to_write(index)  # once is enough
+        sending.drop(index)
+
+
 # --- the receiver's window
 
 
