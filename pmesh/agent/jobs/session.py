@@ -464,7 +464,9 @@ class _TrainerSession:
             return
         if self._request.group_of is not None and rank.is_stable and idle_s >= IDLE_S:
             self._jobs.rest(rank)
-            await self._arenas.rest()
+            await self._arenas.inputs.rest()
+            if not self._serves:  # a request may have come while a thread closed large arenas
+                await self._arenas.outputs.rest()
 
     def _look_at(self, rank: LocalRank, process: TrainerProcess) -> None:
         """Report that the trainer's process is stopped or runs again; after a long stop, a loss."""

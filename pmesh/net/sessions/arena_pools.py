@@ -469,11 +469,6 @@ class SessionArenas:
         held = self.outputs if number in self.outputs else self.inputs
         held.drop(number)
 
-    async def rest(self) -> None:
-        """Close what the next op can have anew, as its group rests."""
-        await self.inputs.rest()
-        await self.outputs.rest()
-
     async def aclose(self) -> None:
         """Close every arena, even those in use: the trainer is gone, or the agent ends."""
         await self.inputs.aclose()

@@ -13,7 +13,9 @@ from pmesh.core.wire.calls import Call
 from pmesh.core.wire.lanes import RestLane
 from pmesh.core.wire.trainer import GroupOf, StartOp
 from pmesh.ids import JobName, OpNumber
-from pmesh.net.sessions.arena_pools import IDLE_S
+from pmesh.net.sessions.arena_pools import IDLE_S, InputArenas, OutputArenas
+from pmesh.net.sessions.arenas import Arena
+from tests.worlds.faults import Faults, Real
 from tests.worlds.trainer import TrainerClient, together
 from tests.worlds.village import Village, village
 from tests.worlds.village_ops import kinds_of_events, machine_of, ones, ranks_of
@@ -163,3 +165,30 @@ async def test_an_op_waits_for_the_answer_whether_its_lane_may_rest(clock: MockC
             await trio.sleep(1.0)
             assert not ended
             lanes.answered(receiver, agreed=False, rendezvous=jobs.rendezvous)
+
+
+async def test_an_op_that_begins_while_its_group_gives_memory_back_has_its_result(
+    clock: MockClock, faults: Faults
+) -> None:
+    """To close large arenas takes a thread; the result must not be closed before it is granted."""
+    delivered = trio.Event()
+    resting = trio.Event()
+
+    async def rest_slowly(rest: Real, inputs: InputArenas) -> None:
+        await rest(inputs)
+        resting.set()
+        await delivered.wait()
+
+    def deliver(real: Real, outputs: OutputArenas, arena: Arena) -> None:
+        real(outputs, arena)
+        if resting.is_set():
+            delivered.set()
+
+    async with village(clock, 1) as here:
+        (rank,) = await group_of(here, await here.job(*here.machines))
+        await rank.reduce(ones(9))
+        await rank.drop_input()
+        faults.around(InputArenas, "rest", rest_slowly)
+        faults.around(OutputArenas, "deliver", deliver)
+        await resting.wait()
+        np.testing.assert_array_equal(await rank.reduce(ones(100_000)), ones(100_000))

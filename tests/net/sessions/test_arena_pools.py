@@ -488,7 +488,7 @@ async def test_a_session_keeps_nothing_of_the_inputs_that_it_has_had() -> None:
     async def rest(times: int) -> None:
         for _ in range(times):
             arena = await arenas.inputs.create(100_000)
-            await arenas.rest()
+            await arenas.inputs.rest()
             arenas.drop(arena.number)
 
     await rest(10)
