@@ -145,7 +145,7 @@ class LanePaths:
                 await lane.tend()
                 nursery.cancel_scope.cancel()
         finally:
-            del self._several[offer.lane]
+            self._several.pop(offer.lane, None)  # a peer may have given the id to two lanes
 
     async def _add_paths(self, several: _Several, nursery: trio.Nursery) -> None:
         while True:

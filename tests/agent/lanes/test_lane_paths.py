@@ -11,6 +11,7 @@ from typing import TypeAlias
 import pytest
 import trio
 import trio.lowlevel
+from msgspec.structs import replace
 from trio.testing import MockClock
 
 from pmesh.agent.lanes.lane_paths import WIDEN_EVERY_S
@@ -23,7 +24,17 @@ from pmesh.net.lanes import lane as lane_module
 from pmesh.net.lanes.lane import Lane, PathLost
 from pmesh.net.lanes.multipath import LanePath, MultipathLane
 from pmesh.net.lanes.subflows import ConnectionFacts
-from tests.agent.lanes.sides import A, B, Side, edge, opened, take
+from tests.agent.lanes.sides import (
+    JOB,
+    A,
+    B,
+    Side,
+    dial_as_offered,
+    edge,
+    made_offer,
+    opened,
+    take,
+)
 from tests.worlds.faults import Faults, Real
 from tests.worlds.lanes import descriptors, header
 from tests.worlds.trainer import until
@@ -388,3 +399,19 @@ async def test_no_descriptor_for_a_lane_of_several_connections_is_a_broken_lane(
         assert used(ada, lanes[0]) == {"cable"}  # at first, as always
         close(*lanes)
     assert autojump_clock.current_time() < 5
+
+
+async def test_lanes_to_which_a_peer_gives_one_id_end_without_an_error(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with two_machines(monkeypatch, "cable", "wifi") as (ada, bob):
+        offer = replace(made_offer(ada, edge(), dial=False), several=True)
+        for number in (5, 6):
+            lied = replace(offer, number=number)
+            bob.rendezvous.accept(A, lied)
+            (await dial_as_offered(ada, lied)).close()
+        bob.rendezvous.forget(JOB, below=7)
+        await trio.sleep(5)
+        assert all(lane.is_closed for lane in bob.begun)
+        assert offer.lane not in bob.rendezvous.paths
+    assert autojump_clock.current_time() < 10
