@@ -255,10 +255,11 @@ class JobsState(Generic[AnyWaiting, AnyRank]):
     def _begin_if_new(self, roster: Roster, trainer: Trainer) -> tuple[AnyWaiting, AnyRank] | None:
         if any(r.trainer == trainer for r in of_job(self.ranks, roster)):
             return None
-        waiter = self.waiters.pop(trainer.slot, None)
+        waiter = self.waiters.get(trainer.slot)
         if waiter is None or waiter.job != roster.job:
             self._report_absent(roster, trainer)
             return None
+        del self.waiters[trainer.slot]
         rank = self._make_rank(roster, trainer, waiter)
         if self._stall_guard:  # V8: the view in which it begins may be outdated, too
             rank.fence("own stall")

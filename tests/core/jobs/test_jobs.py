@@ -91,6 +91,20 @@ def test_who_waits_is_told_and_has_a_rank_once_the_job_begins() -> None:
     assert not here.follow(state, view_of(APART), 0.0).begun
 
 
+def test_who_waits_for_one_job_goes_on_waiting_if_a_view_gives_its_place_to_another() -> None:
+    """As a leader that lies may."""
+    here, waiter = jobs_here(), make_waiter()
+    here.add(waiter)
+    faces = msgspec.structs.replace(APART, job=FACES)
+    state = make_state(A, view_of())
+    assert not here.follow(state, view_of(faces), 0.0).begun
+    (request,) = here.known(state, 0.0).view_requests
+    assert request.job == FACES
+    assert here.known(state, 0.0).waiting == (make_waiting(2),)
+    (begun_now,) = here.follow(state, view_of(APART), 0.0).begun
+    assert begun_now[0] is waiter
+
+
 def test_who_waits_for_a_job_to_begin_is_not_let_in_before_its_sync_if_it_has_begun() -> None:
     here, view = jobs_here(), view_of(make_roster(BERT))
     here.add(WaitingTrainer(job=DIGITS, wait_for=2, terms=Terms(), begins=True))
