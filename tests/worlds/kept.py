@@ -2,11 +2,12 @@
 
 from collections import deque
 from collections.abc import Iterator
+from weakref import WeakValueDictionary
 
 
 def kept(owner: object) -> dict[str, int]:
     """How many entries each table of an object has, by its name without an underscore."""
-    tables = (dict, list, set, deque, bytearray)
+    tables = (dict, list, set, deque, bytearray, WeakValueDictionary)
     return {n.lstrip("_"): len(x) for n, x in _attributes(owner) if isinstance(x, tables)}
 
 

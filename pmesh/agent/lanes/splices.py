@@ -13,6 +13,7 @@ direction is known to pass firewalls. If B has dialled the link to C, their leg 
 import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 import trio
 
@@ -94,7 +95,8 @@ class Splices:
         self._awaited: dict[bytes, trio.MemorySendChannel[trio.SocketStream]] = {}
         self._under_way: dict[trio.CancelScope, tuple[Member, Member]] = {}
         """The connections that this agent relays: who has asked for each, and where it leads."""
-        self._turns: dict[Member, trio.CapacityLimiter] = {}
+        self._turns = WeakValueDictionary[Member, trio.CapacityLimiter]()
+        """Those that dials take turns by now."""
 
     def __contains__(self, ticket: bytes) -> bool:
         return ticket in self._awaited
@@ -130,7 +132,6 @@ class Splices:
 
     def lose(self, member: Member) -> None:
         """Relay nothing more for a peer, or to it: the link with it has ended."""
-        self._turns.pop(member, None)
         for scope, ends in self._under_way.items():
             if member in ends:
                 scope.cancel()

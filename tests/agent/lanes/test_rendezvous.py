@@ -331,6 +331,20 @@ async def test_a_peer_can_not_make_an_agent_dial_without_end(
         assert autojump_clock.current_time() > 60
 
 
+async def test_nothing_is_kept_of_a_peer_that_is_lost_while_a_lane_to_it_is_tried_again(
+    autojump_clock: MockClock,
+) -> None:
+    async with two_sides() as (ada, _):
+        ada.unreachable = 9
+        ada.rendezvous.offer(edge(), B)
+        await trio.sleep(0.1)
+        ada.rendezvous.lose(B)
+        with pytest.raises(LaneBroken):
+            await take(ada, sending=True)
+        assert not any(kept(ada.rendezvous.splices).values())
+        assert autojump_clock.current_time() < 2
+
+
 @pytest.mark.parametrize("ada_dials", [True, False])
 async def test_the_lanes_of_many_ranks_do_not_knock_all_at_once(
     autojump_clock: MockClock, faults: Faults, *, ada_dials: bool
