@@ -52,6 +52,7 @@ ALONE = (
     "this machine is alone in its mesh: run 'pmesh up' on the others ('pmesh invite' adds one, "
     "'pmesh status' shows what it finds)"
 )
+NO_ROOM = "the view has no room for more trainers of this machine until others end"
 PREDECESSOR_S = 2.0  # a job of the same name that is just ending makes way in this time
 
 
@@ -258,6 +259,9 @@ class _TrainerSession:
 
     def _too_few(self, waiter: WaitingRank, timeout_s: float) -> str:
         if self._job_runs():
+            if self._jobs.has_no_room_for(waiter):
+                text = f"job {waiter.job!r} has let in no trainer of this machine for"
+                return f"{text} {timeout_s:g} s: {NO_ROOM}"
             return f"job {waiter.job!r} has not called mesh.sync() within {timeout_s:g} s"
         count, *others = self._describe_wait(waiter)
         return "; ".join([f"{count} after {timeout_s:g} s", *others])
@@ -266,6 +270,8 @@ class _TrainerSession:
         """Yield which machines have a trainer, which have none, and what others wait for."""
         if self._job_runs():
             yield f"job {waiter.job!r} runs; this trainer enters in its next mesh.sync()"
+            if self._jobs.has_no_room_for(waiter):
+                yield NO_ROOM
             return
         view, counts = self._jobs.membership.view, self._jobs.waiting_for(waiter.job)
         here, name_of = sum(counts.values()), self._jobs.membership.names.of_seat
@@ -278,7 +284,7 @@ class _TrainerSession:
             idle = [name_of(seat) for seat in view.seats if not counts.get(seat.member, 0)]
             yield f"machines without one: {', '.join(idle)}" if idle else "every machine has one"
         if self._jobs.has_no_room_for(waiter):
-            yield "the view has no room for more trainers of this machine until others end"
+            yield NO_ROOM
         for seat in view.seats:
             peer = self._jobs.membership.state.peers.get(seat.member.node)
             others = () if peer is None else peer.heartbeat.waiting

@@ -9,6 +9,7 @@ import trio
 from trio.testing import MockClock
 
 from pmesh.agent.jobs import session as sessions_module
+from pmesh.core.views import room
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.trainer import ENTERS, SYNC_VALUES, OpFailed, StartOp
 from pmesh.ids import OpNumber
@@ -178,6 +179,30 @@ async def test_a_newcomer_waits_no_longer_than_it_wants_to(clock: MockClock) -> 
         assert [wait.op for wait in late.waits] == [ENTERS] * 24
         await trio.sleep(1)
         await enter(here, [late], inside)  # and it may ask again
+
+
+async def test_a_newcomer_for_which_a_view_has_no_room_is_told_so(
+    clock: MockClock, faults: Faults
+) -> None:
+    async with village(clock, 1) as here:
+        (inside,) = await syncing_job(here, here.machines[0])
+        late = await newcomer(here, here.machines[0])
+        faults.limit(room, "SHARE_BYTES", 1)
+
+        async def sync_often() -> None:
+            for _ in range(5):
+                await trio.sleep(1.0)
+                await inside.sync()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(sync_often)
+            verdict = await late.verdict_of(late.sync(timeout_s=5.0))
+        assert verdict.error == "NotEnoughRanks"
+        assert verdict.message == (
+            "job 'digits' has let in no trainer of this machine for 5 s: the view has no room for "
+            "more trainers of this machine until others end"
+        )
+        assert all("has no room" in wait.on[-1] for wait in late.waits)
 
 
 async def test_a_job_that_turns_out_never_to_sync_refuses_who_waits_for_one(
