@@ -119,7 +119,8 @@ class RankState(Generic[R]):
         """Return why ops wait for more ranks; empty if they don't."""
         roster = self.roster
         if not roster.quorate:
-            of = f"{self.size} of {len(roster.primary.voters)} ranks"
+            voters, here = roster.primary.voters, {t.member for t in roster.trainers}
+            of = f"{sum(voter in here for voter in voters)} of {len(voters)} ranks"
             return f"this side of a partition has {of}, which is no majority"
         if not self.in_force:
             return "a majority, which has not been seen to have agreed to the last change"

@@ -7,7 +7,7 @@ from pmesh.core.values import OpOutcome, Primary, Terms, Trainer, Verdict
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.views import KnownPrimary
 from pmesh.ids import Epoch, Incarnation, Member, NodeId, TrainerId
-from tests.worlds.builders import unsigned
+from tests.worlds.builders import make_member, unsigned
 from tests.worlds.ranks import (
     BARRIER,
     FAILED,
@@ -196,8 +196,10 @@ def test_a_shortage_of_ranks_is_described() -> None:
     assert not rank.describe_shortage(2)  # those who wait for the next sync count
     rank.in_force = False
     assert "has not been seen to have agreed" in rank.describe_shortage(2)
-    rank.roster = msgspec.structs.replace(rank.roster, quorate=False)
-    assert "2 of 1 ranks, which is no majority" in rank.describe_shortage(2)
+    away, restarted = make_member("b"), make_member("r")
+    primary = Primary(Epoch(2, *A), (away, restarted, A))  # two ranks are here, one is a newcomer
+    rank.roster = msgspec.structs.replace(rank.roster, quorate=False, primary=primary)
+    assert "1 of 3 ranks, which is no majority" in rank.describe_shortage(2)
 
 
 def test_a_roster_that_is_in_force_stays_so_under_its_number() -> None:
