@@ -236,6 +236,7 @@ class _Relay(_Meeting):
         assert self.work is not None  # noqa: S101 - all have come
         try:
             with self._scope:
+                await trio.lowlevel.checkpoint_if_cancelled()  # V3: a view came meanwhile
                 await run(self.parts[1].result.memory.toreadonly(), self.work)
                 self._has_result = True
         finally:

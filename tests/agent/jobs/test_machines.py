@@ -12,7 +12,7 @@ import trio.testing
 from trio.testing import MockClock
 
 from pmesh.agent.jobs import op_task
-from pmesh.agent.jobs.together import Meetings, _Work
+from pmesh.agent.jobs.together import Meetings, _Relay, _Work
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.calls import Call
 from pmesh.errors import LaneBroken
@@ -240,6 +240,33 @@ async def test_who_is_cancelled_waits_until_the_first_rank_has_left_its_memory()
         assert ended == ["reading", "rank 1"]
         scopes[0].cancel()
     assert ended == ["reading", "rank 1", "rank 0"]
+
+
+async def test_a_view_that_comes_as_the_last_rank_does_stops_the_first_before_it_plans(
+    faults: Faults,
+) -> None:
+    """V3: the plan would have places in the next roster, and lanes by the places in this one."""
+    meetings, attempts = Meetings(), [trio.CancelScope(), trio.CancelScope()]
+
+    async def run(_: memoryview, __: SourceFold) -> None:
+        raise AssertionError("it must not plan")
+
+    async def take_part(place: int) -> None:
+        with attempts[place]:
+            part = part_of(1, result_of(36))
+            await meetings.relay(ATTEMPT, place, 2, part, run=run, traffic=lambda: 0)
+
+    def wake_and_end(wake: Real, meeting: _Relay) -> None:
+        wake(meeting)
+        for attempt in attempts:
+            attempt.cancel()  # the first rank's task has not run since
+
+    faults.around(_Relay, "wake", wake_and_end)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(take_part, 0)
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.start_soon(take_part, 1)
+    assert all(attempt.cancelled_caught for attempt in attempts)
 
 
 async def test_ranks_that_differ_in_what_they_get_fail_only_their_job() -> None:
