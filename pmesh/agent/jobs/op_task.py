@@ -308,6 +308,7 @@ async def run_on_network(rank: LocalRank, op: Op, jobs: Jobs) -> None:
         edges = await agree_on_costs(
             ring, _header(rank, op), members, times, jobs.membership, is_first=is_first
         )
+        await trio.lowlevel.checkpoint_if_cancelled()  # a view that came has made other costs
         rank.costs.agreed(edges, op.number)
     if op.codec is not None:
         await _all_reduce_coded(rank, op, op.codec, await rank.ring(rendezvous))

@@ -2,13 +2,14 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import pytest
 import trio
 from trio.testing import MockClock
 
+from pmesh.agent.jobs import op_task
 from pmesh.agent.lanes import edge_costs
 from pmesh.agent.lanes.edge_costs import RingCosts
 from pmesh.agent.mesh.links import LivePath
@@ -24,9 +25,9 @@ from pmesh.net.lanes.ring import RingPosition
 from pmesh.net.links import path
 from tests.worlds.faults import Faults, Real
 from tests.worlds.ranks import ME, OTHER, THIRD, failed, roster, trainer
-from tests.worlds.trainer import TrainerClient, together
+from tests.worlds.trainer import TrainerClient, together, until
 from tests.worlds.village import Village, training, village
-from tests.worlds.village_ops import ones, ranks_of, reduce_all
+from tests.worlds.village_ops import ones, ranks_of, reduce_all, swallow
 
 Lanes: TypeAlias = tuple[tuple[TrainerId, TrainerId], ...]
 
@@ -327,3 +328,27 @@ async def test_by_a_cable_the_wait_for_a_core_is_no_part_of_the_round_trip(
             live.kind = kind
         first.agent.membership.path_changed(other.node, WIRED, 0.004, relayed=False)
         assert first.agent.membership.round_trips_s([other]) == {other: counts_s}
+
+
+async def test_costs_on_which_ranks_agreed_as_a_view_came_are_not_those_of_its_roster(
+    clock: MockClock, faults: Faults
+) -> None:
+    followed = list[RingCosts]()
+
+    async def agree(real: Real, ring: RingPosition, *args: Any, **settings: Any) -> Edges:  # noqa: ANN401 - as the call's
+        edges: Edges = await real(ring, *args, **settings)
+        if ring.rank == 0 and not followed:
+            number = rank.roster.number + 1
+            rank.follow(msgspec.structs.replace(rank.roster, number=number))
+            followed.append(rank.costs)
+        return edges
+
+    faults.around(op_task, "agree_on_costs", agree)
+    async with training(clock, 3) as (here, trainers), trio.open_nursery() as nursery:
+        rank = ranks_of(here)[0]
+        for each in trainers:
+            nursery.start_soon(swallow, each.reduce(ones(9)))
+        await until(lambda: bool(followed))
+        await trio.sleep(0.1)
+        assert followed[0].edges is None
+        nursery.cancel_scope.cancel()
