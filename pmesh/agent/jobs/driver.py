@@ -290,6 +290,7 @@ class Jobs(JobsState[WaitingRank, LocalRank]):
             agreed = (
                 rank is not None
                 and rank.running is None
+                and not rank.fences  # V4: a view that comes may keep this lane
                 and rank.lanes.agree_to_rest(message.sender, self.rendezvous)
             )
             self._send_rest(member, msgspec.structs.replace(message, agreed=agreed))

@@ -192,3 +192,25 @@ async def test_an_op_that_begins_while_its_group_gives_memory_back_has_its_resul
         faults.around(OutputArenas, "deliver", deliver)
         await resting.wait()
         np.testing.assert_array_equal(await rank.reduce(ones(100_000)), ones(100_000))
+
+
+async def test_a_lane_that_an_answer_to_a_proposal_has_named_is_not_closed_before_the_view(
+    clock: MockClock,
+) -> None:
+    """V4: the view may keep it."""
+    async with village(clock, 2) as here:
+        group = await group_of(here, await here.job(*here.machines))
+        assert await reduced(group) == [2.0] * 2
+        sender, receiver = (machine_of(here, trainer).agent.jobs for trainer in group)
+        asks, answers = (
+            next(rank for rank in jobs.ranks if rank.roster.job == GROUP)
+            for jobs in (sender, receiver)
+        )
+        receiver.fence((JobName(GROUP),))
+        _, named = answers.open_lanes()
+        assert named
+        sender.rest(asks)
+        await trio.sleep(1.0)
+        assert answers.open_lanes()[1] == named
+        answers.lift("view change")
+        assert await reduced(group) == [2.0] * 2
