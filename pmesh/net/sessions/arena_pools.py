@@ -7,8 +7,8 @@ arena is made.
 
 import itertools
 from collections import Counter
-from collections.abc import Hashable, Iterator
-from typing import Generic, TypeVar
+from collections.abc import Callable, Hashable, Iterator
+from typing import Generic, TypeVar, TypeVarTuple, Unpack
 
 import trio
 
@@ -17,6 +17,8 @@ from pmesh.errors import ProtocolError, UsageError
 from pmesh.net.sessions.arenas import Arena, arena_bytes, create_arena
 
 H = TypeVar("H", bound=Hashable)
+_T = TypeVar("_T")
+_Args = TypeVarTuple("_Args")
 
 
 class Budget(Generic[H]):
@@ -252,7 +254,7 @@ class _Pool:
         if size <= INLINE_BYTES:
             await trio.lowlevel.checkpoint()  # a program may ask for hundreds at once
             return create_arena(self._kind, number, size)
-        return await trio.to_thread.run_sync(create_arena, self._kind, number, size)
+        return await _in_thread(create_arena, self._kind, number, size)
 
     def _forget(self, size: int) -> None:
         self._share.give_back(size)
@@ -272,7 +274,7 @@ class _Pool:
             arena.close()
         if large:
             with trio.CancelScope(shield=True):  # no list has them any more, so nothing else would
-                await trio.to_thread.run_sync(_close_all, large)
+                await _in_thread(_close_all, large)
 
 
 class _Held:
@@ -473,6 +475,13 @@ class SessionArenas:
         """Close every arena, even those in use: the trainer is gone, or the agent ends."""
         await self.inputs.aclose()
         await self.outputs.aclose()
+
+
+async def _in_thread(call: Callable[[Unpack[_Args]], _T], *args: *_Args) -> _T:
+    try:
+        return await trio.to_thread.run_sync(call, *args)
+    except RuntimeError:  # the system has no thread left: this one does it
+        return call(*args)
 
 
 def _close_all(arenas: list[Arena]) -> None:

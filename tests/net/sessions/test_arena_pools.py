@@ -502,3 +502,15 @@ async def test_a_session_keeps_nothing_of_the_inputs_that_it_has_had() -> None:
         tracemalloc.stop()
     assert grown < 3000 * 8  # not even a reference to each
     await arenas.aclose()
+
+
+async def test_where_no_thread_can_be_started_large_arenas_come_and_go_all_the_same(
+    faults: Faults,
+) -> None:
+    faults.fail(trio.to_thread, "run_sync", RuntimeError("can't start new thread"))
+    pool = output_arenas()
+    arena = await pool.acquire(2 * MIB)
+    arena.memory[-1] = 1
+    await pool.aclose()
+    with pytest.raises(ValueError, match="released"):
+        arena.memory[-1]
