@@ -371,6 +371,25 @@ async def test_the_lanes_of_many_ranks_do_not_knock_all_at_once(
         assert autojump_clock.current_time() < 1
 
 
+@pytest.mark.parametrize("ada_dials", [True, False])
+async def test_the_lanes_of_many_ranks_all_open_where_each_takes_a_second(
+    autojump_clock: MockClock, faults: Faults, *, ada_dials: bool
+) -> None:
+    async def answer_slowly(answer: Real, side: Side, stream: trio.SocketStream) -> None:
+        await trio.sleep(1.2)  # two round trips between two homes, at worst
+        await answer(side, stream)
+
+    faults.around(Side, "answer_acceptor", answer_slowly)
+    async with two_sides(ada_dials=ada_dials) as (ada, bob):
+        edges = [edge(number) for number in range(64)]  # from each of 8 ranks to each of 8
+        for of in edges:
+            ada.rendezvous.offer(of, B)
+        for of in edges:
+            for side in (ada, bob):
+                (await take(side, sending=side is ada, of=of)).close()
+        assert autojump_clock.current_time() < 64 / MAX_DIALS * 1.2 + 1
+
+
 async def test_a_lane_is_known_from_its_offer_on_until_it_is_open(
     autojump_clock: MockClock,
 ) -> None:
