@@ -175,9 +175,16 @@ def read_mesh_key(path: Path) -> MeshKey:
     return _parse_mesh_key(path, text)
 
 
-def store_mesh_key(home: Path, key: MeshKey) -> None:
-    """Write the home's mesh key, replacing any other. Raises KeyFileError if that fails."""
-    write_private(home / MESH_KEY_NAME, f"{mesh_key_text(key)}\n".encode())
+def store_mesh_key(home: Path, key: MeshKey, *, in_place_of: Path | None = None) -> None:
+    """Write the home's mesh key, replacing any other. Raises KeyFileError if that fails.
+
+    Args:
+        home: The home.
+        key: The key.
+        in_place_of: A file that is removed as the key is written, and stays if it can't be.
+    """
+    text = f"{mesh_key_text(key)}\n".encode()
+    write_private(home / MESH_KEY_NAME, text, in_place_of=in_place_of)
 
 
 def _parse_mesh_key(path: Path, text: bytes) -> MeshKey:
@@ -217,8 +224,11 @@ def read_private(
         return file.read(most_bytes)
 
 
-def write_private(path: Path, content: bytes) -> None:
-    """Write the file atomically, so that it survives a power loss; a link is replaced."""
+def write_private(path: Path, content: bytes, *, in_place_of: Path | None = None) -> None:
+    """Write the file atomically, so that it survives a power loss; a link is replaced.
+
+    The file `in_place_of` is removed, but only once the disk has taken all of the content.
+    """
     temporary = None
     try:
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -226,12 +236,16 @@ def write_private(path: Path, content: bytes) -> None:
             file.write(content)  # mkstemp: O_EXCL and 0600
             file.flush()
             os.fsync(descriptor)
+        if in_place_of is not None:
+            remove_private(in_place_of)
         os.rename(temporary, path)  # noqa: PTH104 - one atomic system call
         _flush_directory(path.parent)
-    except OSError as e:
+    except (OSError, KeyFileError) as e:
         if temporary is not None:
             with contextlib.suppress(OSError):  # already renamed
                 os.unlink(temporary)  # noqa: PTH108 - as above
+        if isinstance(e, KeyFileError):
+            raise
         raise KeyFileError(f"can't write {path}: {_why_not_written(e)}") from e
 
 

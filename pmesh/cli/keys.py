@@ -12,7 +12,6 @@ from pmesh.agent.home import (
     load_mesh_key,
     open_home,
     read_mesh_key,
-    remove_private,
     store_mesh_key,
 )
 from pmesh.agent.mesh.keyring import latest_key
@@ -123,9 +122,8 @@ def _new_key(home: Path) -> MeshKey:
 
 
 def _store(home: Path, key: MeshKey) -> None:
-    """Write a key that follows no other: what was known of earlier ones is forgotten first."""
-    remove_private(home / MESH_KEYS_NAME)
-    store_mesh_key(home, key)
+    """Write a key that follows no other: what was known of earlier ones is forgotten."""
+    store_mesh_key(home, key, in_place_of=home / MESH_KEYS_NAME)
 
 
 def _parse(text: str, source: str) -> MeshKey:

@@ -13,11 +13,14 @@ from pathlib import Path
 import pytest
 
 from pmesh.agent.home import hold_home, load_mesh_key, load_node_key, store_mesh_key
+from pmesh.agent.mesh import keyring
+from pmesh.agent.mesh.keyring import latest_key
 from pmesh.cli.app import run
 from pmesh.cli.up import start_detached
 from pmesh.core.identity.keys import MeshKey, mesh_key_text
+from pmesh.errors import KeyFileError
 from pmesh.terminal.lines import dropping_lines
-from tests.cli.homes import use_agent, use_home
+from tests.cli.homes import store_rotation, use_agent, use_home
 from tests.worlds.faults import Faults
 from tests.worlds.system import type_in
 
@@ -165,6 +168,39 @@ def test_wherever_a_real_disk_is_full_no_key_is_lost(
             disk.free()
             shutil.rmtree(home)
     assert codes == {False, True}
+
+
+@pytest.mark.parametrize("call_", ["open", "fsync"])
+@pytest.mark.parametrize("command", ["key set", "key new"])
+def test_a_new_key_that_finds_no_room_leaves_the_one_that_came_while_there_was_none(
+    *,
+    home: Path,
+    call_: str,
+    command: str,
+    monkeypatch: pytest.MonkeyPatch,
+    faults: Faults,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The disk became full as the agent took a rotation: `mesh_key` has the key before."""
+    latest = MeshKey(b"r" * 32)
+    use(home)
+    with faults.fail(keyring, "store_mesh_key", KeyFileError("no room")):
+        store_rotation(home, OLD, latest)
+    if command == "key new":
+        (home / "mesh_key").rename(home / "mesh_key.old")
+    broken = fail_for(".mesh_key.", os.open) if call_ == "open" else no_room
+    with faults.instead(os, call_, broken):
+        assert call(command, monkeypatch) == 1
+    assert capsys.readouterr().err == f"KeyFileError: can't write {home}/mesh_key: {NO_ROOM}"
+    if command == "key new":
+        (home / "mesh_key.old").rename(home / "mesh_key")
+
+    assert run(["key", "show"]) == 0
+
+    assert capsys.readouterr().out == f"{mesh_key_text(latest)}\n"
+    assert_the_keys_are_whole(home, OLD)
+    assert call("key set", monkeypatch) == 0
+    assert latest_key(home, NEW) == load_mesh_key(home) == NEW
 
 
 def test_a_log_for_which_a_real_disk_has_no_room_is_a_sentence(
