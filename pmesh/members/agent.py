@@ -229,8 +229,11 @@ class Members(Feature[MembersMessage, MembersQuestion]):
 
     async def _adopt(self, rotation: Rotation) -> None:
         with self._kernel.contain("a change of the mesh key"):
-            if await self._kernel.renewals.adopt(rotation):
+            renewals = self._kernel.renewals
+            if await renewals.adopt(rotation):
                 self._pass_on()
+            elif supersedes(rotation, self._later) and renewals.is_for_us(rotation):
+                self._later = rotation  # the disk may be full: it is tried again
 
     def _pass_on(self) -> None:
         """Tell each peer our removals and our mesh key, once on each link and if they change.

@@ -3,6 +3,7 @@
 import tempfile
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -527,6 +528,31 @@ async def test_a_disk_that_is_full_keeps_the_old_key_in_use(
         refused = await ask(here, one, RotateKey(("nobody",)))
         assert isinstance(refused, Refused)
         assert "no machine is called 'nobody'" in refused.verdict.message
+
+
+async def test_a_key_for_which_a_disk_has_no_room_is_taken_once_it_has(
+    clock: MockClock, faults: Faults
+) -> None:
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        await meet(one, two)
+        link = two.agent.peers.links[one.key.node]
+
+        def full_at_two(real: Real, *, dir: Path, prefix: str) -> object:  # noqa: A002 - its name
+            return _full() if dir == two.settings.home else real(dir=dir, prefix=prefix)
+
+        with faults.around(tempfile, "mkstemp", full_at_two):
+            await rotate(here, one)
+            await trio.sleep(10 * ADOPT_EVERY_S)
+            assert key_of(two) == MESH
+        await trio.sleep(ADOPT_EVERY_S + 1)
+
+        assert load_mesh_key(two.settings.home) == key_of(two) == key_of(one)
+        assert two.agent.peers.links[one.key.node] is link
+        changed = [event.text for event in events_of(two) if event.kind == "key changed"]
+        can_t_take = "mac-0 has changed the mesh key, and this machine can't take it yet: can't"
+        assert changed[0].startswith(can_t_take)
+        assert changed[1:] == ["mac-0 has changed the mesh key, and this machine has the new one"]
 
 
 def _full(*_: object, **__: object) -> object:

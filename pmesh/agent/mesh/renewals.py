@@ -64,6 +64,8 @@ class Renewals:
         self._given_by: Rotation | None = None
         self._given: set[NodeId] = set()
         """The machines that were away, and got the key of this rotation."""
+        self._not_written: Rotation | None = None
+        """The rotation that was last news as one that can't be written."""
 
     async def run(self) -> None:
         """Ask members that mDNS shows with another key, until cancelled."""
@@ -142,8 +144,10 @@ class Renewals:
         try:
             adopted = await self.keyring.adopt(rotation)
         except KeyFileError as e:
-            text = f"{name} has changed the mesh key, and this machine can't take it: {e}"
-            self._noticed(News(kind="key changed", text=text))
+            if self._not_written != rotation:  # it is tried again and again; once is news
+                self._not_written = rotation
+                text = f"{name} has changed the mesh key, and this machine can't take it yet: {e}"
+                self._noticed(News(kind="key changed", text=text))
             return False
         if adopted and rotation.key != before and rotation.by != self._me:
             text = f"{name} has changed the mesh key, and this machine has the new one"
