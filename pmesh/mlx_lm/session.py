@@ -18,7 +18,7 @@ import numpy as np
 from pmesh.client.connect import connect
 from pmesh.client.mesh import Mesh
 from pmesh.errors import UsageError
-from pmesh.home_paths import is_in_launch_copy
+from pmesh.home_paths import expand_user, is_in_launch_copy
 from pmesh.launches.client.launched import MLXLaunch
 from pmesh.mlx_lm.batches import Batches
 from pmesh.mlx_lm.halves import Loss
@@ -67,7 +67,7 @@ def parse(arguments: list[str]) -> Any:
         finally:
             sys.argv = typed
     (options,) = found
-    options.adapter_path = str(Path(options.adapter_path).expanduser())
+    options.adapter_path = str(expand_user(Path(options.adapter_path)))
     _check(options)
     return options
 

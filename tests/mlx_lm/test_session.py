@@ -159,6 +159,8 @@ def test_adapters_in_the_copy_of_one_launch_are_refused(
     monkeypatch.setenv("PMESH_COPY", str(tmp_path / "copy"))
     monkeypatch.setenv("HOME", str(tmp_path / "anna"))
     assert parse([*words(model, data), "--adapter-path", "~/x"]).adapter_path.endswith("/anna/x")
+    with pytest.raises(pmesh.UsageError, match="no home directory of ~no-one"):
+        parse([*words(model, data), "--adapter-path", "~no-one/x"])
 
 
 def test_without_train_there_is_nothing_to_do(model: Path, data: Path) -> None:

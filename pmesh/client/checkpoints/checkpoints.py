@@ -45,7 +45,7 @@ from pmesh.client.trees.state import describe, rebuild_untrusted
 from pmesh.core.ops.reductions import Values
 from pmesh.core.ops.shard import kept_parts
 from pmesh.errors import ProtocolError, RosterChanged, UsageError
-from pmesh.home_paths import is_in_launch_copy
+from pmesh.home_paths import expand_user, is_in_launch_copy
 
 REST = 19.0
 """Seconds of rest after each second of processor time: a save takes a twentieth of one core."""
@@ -99,15 +99,18 @@ class Checkpoints:
             asynchronous: write in a thread, with a twentieth of a core, while training continues.
 
         Raises:
-            UsageError: a number is too small; or the folder lies in the copy in which `pmesh run
-                --sync` runs this program, where the next launch would not find it.
+            UsageError: a number is too small; the folder leads nowhere; or it lies in the copy in
+                which `pmesh run --sync` runs this program, where the next launch would not find it.
         """
         if keep < 1 or replicas < 1 or (every_s is not None and every_s < 0):
             raise UsageError(
                 "Checkpoints: keep and replicas are at least 1, every_s at least 0, not "
                 f"keep={keep}, replicas={replicas}, every_s={every_s}"
             )
-        self._folder = Path(folder).expanduser().resolve()
+        try:
+            self._folder = expand_user(Path(folder)).resolve()
+        except (OSError, RuntimeError) as e:  # the current directory was removed
+            raise UsageError(f"Checkpoints({os.fspath(folder)!r}): {e}; give another folder") from e
         if is_in_launch_copy(self._folder):
             raise UsageError(
                 f"Checkpoints({os.fspath(folder)!r}) lies in this launch's own copy of the "

@@ -141,6 +141,22 @@ def test_a_run_that_was_too_short_for_any_save_says_so(
     assert not caplog.text
 
 
+def test_a_folder_that_leads_nowhere_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+
+    def refused(mesh: pmesh.Mesh) -> None:
+        with pytest.raises(pmesh.UsageError, match="the system knows no home directory of ~no-one"):
+            pmesh.Checkpoints("~no-one/x", mesh)
+        with pytest.raises(pmesh.UsageError, match=r"'x'\): .*; give another folder"):
+            pmesh.Checkpoints("x", mesh)
+
+    SimulatedMesh(1).run(refused)
+
+
 def test_a_folder_in_the_copy_of_one_launch_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
