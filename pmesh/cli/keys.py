@@ -12,12 +12,11 @@ from pmesh.agent.home import (
     load_mesh_key,
     open_home,
     read_mesh_key,
-    store_mesh_key,
 )
-from pmesh.agent.mesh.keyring import latest_key
+from pmesh.agent.mesh.keyring import latest_key, store_first_key
 from pmesh.core.identity.keys import MeshKey, mesh_key_from_text, mesh_key_text
 from pmesh.errors import ConfigError, KeyFileError
-from pmesh.home_paths import MESH_KEY_NAME, MESH_KEYS_NAME, check_home, home_directory
+from pmesh.home_paths import MESH_KEY_NAME, check_home, home_directory
 from pmesh.terminal.lines import complain, say
 
 MESH_KEY_BYTES = 32
@@ -70,7 +69,7 @@ def take(words: Sequence[str], home: Path | None) -> int:
     directory = home_directory(home)
     check_home(directory, holds_keys=True)  # before the user is asked for anything
     key = _ask_key()
-    _store(open_home(directory), key)
+    store_first_key(open_home(directory), key)
     say(f"The mesh key is in {directory / MESH_KEY_NAME}. An agent takes it when it starts.")
     return 0
 
@@ -117,13 +116,8 @@ def _ask_key() -> MeshKey:
 
 def _new_key(home: Path) -> MeshKey:
     key = MeshKey(secrets.token_bytes(MESH_KEY_BYTES))
-    _store(home, key)
+    store_first_key(home, key)
     return key
-
-
-def _store(home: Path, key: MeshKey) -> None:
-    """Write a key that follows no other: what was known of earlier ones is forgotten."""
-    store_mesh_key(home, key, in_place_of=home / MESH_KEYS_NAME)
 
 
 def _parse(text: str, source: str) -> MeshKey:

@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 import trio
+from trio.testing import memory_stream_pair
 
 from pmesh.agent.home import hold_home, load_mesh_key, store_mesh_key
+from pmesh.agent.mesh import keyring
+from pmesh.agent.mesh.keyring import latest_key
 from pmesh.cli import up
 from pmesh.cli.app import run
 from pmesh.core.identity.keys import MeshKey, mesh_key_text
@@ -27,7 +30,7 @@ from pmesh.ids import NodeId
 from pmesh.invites.cli import invite, join
 from pmesh.invites.rules.codes import Code
 from pmesh.invites.wire import InvitationOver, Invited, Outcome, Party
-from tests.cli.homes import use_home
+from tests.cli.homes import store_rotation, use_home
 from tests.worlds.fake_status_agent import agent_at
 from tests.worlds.faults import Faults
 from tests.worlds.system import be_a_terminal
@@ -216,6 +219,44 @@ def test_a_machine_of_another_mesh_leaves_it_only_if_told_and_keeps_its_key(
     assert kept.read_text() == f"{mesh_key_text(former)}\n"
     assert kept.stat().st_mode & 0o077 == 0
     assert f"The key of the mesh that it has left is in {kept}." in capsys.readouterr().out
+
+
+def test_a_key_by_a_code_counts_also_if_this_machine_has_replaced_it_before(
+    home: Path, faults: Faults
+) -> None:
+    """The others have stayed with the key before: this machine has left them, and comes back."""
+    own = MeshKey(bytes(range(32)))
+    store_rotation(home, KEY, own)
+
+    async def connect(_: Address) -> trio.abc.Stream:
+        await trio.lowlevel.checkpoint()
+        return memory_stream_pair()[0]
+
+    async def give(
+        _: object, __: Code, newcomer: join.Newcomer, store: Callable[[MeshKey], None]
+    ) -> Party:
+        await trio.lowlevel.checkpoint()
+        if newcomer.mesh_key is not None:
+            raise KeyFileError("this machine holds the key of another mesh")
+        store(KEY)
+        return ADA
+
+    faults.instead(join, "dial", connect)
+    faults.instead(join, "get_key", give)
+    assert run(["join", "7-guitar-lemon", "--replace", "--peer", "mac-1.local"]) == 0
+    assert latest_key(home, KEY) == load_mesh_key(home) == KEY
+    assert (home / "mesh_key.replaced").read_text() == f"{mesh_key_text(own)}\n"
+
+
+@pytest.mark.usefixtures("inviter")
+def test_the_latest_key_counts_also_if_the_disk_was_full_as_it_came(
+    home: Path, faults: Faults, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store_mesh_key(home, MeshKey(bytes(range(32))))
+    with faults.fail(keyring, "store_mesh_key", KeyFileError("no room")):
+        store_rotation(home, MeshKey(bytes(range(32))), KEY)
+    assert run(["join", "7-guitar-lemon"]) == 0
+    assert "already a member of the mesh of mac-1" in capsys.readouterr().out
 
 
 def test_an_agent_that_runs_keeps_its_key(

@@ -74,6 +74,14 @@ def latest_key(home: Path, mesh_key: MeshKey) -> MeshKey:
     return mesh_key if stored.rotation is None else stored.rotation.key
 
 
+def store_first_key(home: Path, key: MeshKey) -> None:
+    """Write a key that follows no other: what was known of earlier ones is forgotten.
+
+    Raises KeyFileError if that fails.
+    """
+    store_mesh_key(home, key, in_place_of=home / MESH_KEYS_NAME)
+
+
 class Keyring:
     """The keys of one agent.
 

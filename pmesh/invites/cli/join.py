@@ -23,10 +23,10 @@ from pmesh.agent.home import (
     load_mesh_key,
     load_node_key,
     open_home,
-    store_mesh_key,
     write_private,
 )
 from pmesh.agent.host_port import parse_host_port
+from pmesh.agent.mesh.keyring import latest_key, store_first_key
 from pmesh.core.identity.keys import MeshKey, NodeKey, mesh_key_text, namespace_tag
 from pmesh.core.wire.framing import GUEST_MAGIC
 from pmesh.core.wire.link import PROTOCOL_VERSION, Address
@@ -123,7 +123,9 @@ def join_mesh(
 def _load(home: Path) -> Newcomer:
     settings = load_settings(home, flags={}, environment=os.environ, host_name=socket.gethostname())
     node_key = load_node_key(home, entropy=secrets.token_bytes(NODE_KEY_BYTES))
-    return Newcomer(settings=settings, node_key=node_key, mesh_key=load_mesh_key(home))
+    key = load_mesh_key(home)
+    key = None if key is None else latest_key(home, key)
+    return Newcomer(settings=settings, node_key=node_key, mesh_key=key)
 
 
 def _keep_beside(home: Path, key: MeshKey) -> Path:
@@ -169,7 +171,7 @@ async def _join(code: Code, newcomer: Newcomer, address: Address | None) -> Part
     else:
         raise ConfigError("mDNS is switched off here; type: pmesh join CODE --peer HOST:PORT")
     async with stream:
-        store = functools.partial(store_mesh_key, newcomer.settings.home)
+        store = functools.partial(store_first_key, newcomer.settings.home)
         with trio.move_on_after(EXCHANGE_S):
             return await get_key(stream, code, newcomer, store)
     raise PeerUnreachable(f"the other machine did not answer in {EXCHANGE_S:g} s; {_AGAIN}")
