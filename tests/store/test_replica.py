@@ -195,6 +195,22 @@ def test_a_coordinator_does_a_bounded_part_of_its_work_in_one_turn() -> None:
     assert finished == 3 * AT_ONCE
 
 
+def test_keys_are_listed_for_one_call_in_a_turn_as_there_may_be_many() -> None:
+    anna = Replica(ANNA)
+    anna.follow(keepers(ANNA, is_first=True))
+    for call in range(8):
+        anna.ask(ID_OF[ANNA], call, Set(f"key-{call}", b""))
+    anna.allow(may_order=False)
+    for call in range(8, 16):
+        anna.ask(ID_OF[ANNA], call, Keys("key-"))
+    turns = [anna.allow(may_order=True)]
+    while anna.has_work:
+        turns.append(anna.go_on())
+    assert max(map(len, turns)) == 1
+    answers = [ended.answer for turn in turns for ended in turn]
+    assert answers == [Answer(tuple(f"key-{n}" for n in range(8)))] * 8
+
+
 def test_a_machine_asks_for_no_more_than_the_coordinator_keeps_for_it() -> None:
     """Whatever its trainers do, nobody takes it for one that floods."""
     post = DirectPost(ANNA, BERT)

@@ -39,6 +39,7 @@ from pmesh.store.wire import (
     Fetch,
     GiveUp,
     Have,
+    Keys,
     Report,
     Set,
     StoreMessage,
@@ -264,13 +265,15 @@ class Replica:
         return finished
 
     def _do_step(self, lead: Coordinator) -> bool:
-        """Do one step. Return False if there is nothing to do."""
+        """Do one step. Return False if there was none, or if it took as long as many."""
         if self._can_ask():
             self._coordinate_untrusted(lead, self.me, self._next_ask())
         elif lead.can_answer():
             self._answer(lead)
         elif self._can_order(lead):
-            self._order(lead, lead.take())
+            asked = lead.take()
+            self._order(lead, asked)
+            return not isinstance(asked.command, Keys)  # 64,000 names, which are found and sized
         else:
             return False
         return True
@@ -513,6 +516,6 @@ def _answer_size(answer: Answer) -> int:
         case bytes(value):
             return _CALL_BYTES + len(value)
         case tuple(names):
-            return _CALL_BYTES + sum(_NAME_BYTES + len(name) for name in names)
+            return _CALL_BYTES + _NAME_BYTES * len(names) + sum(map(len, names))
         case _:
             return _CALL_BYTES

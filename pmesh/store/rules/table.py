@@ -96,9 +96,9 @@ class Table:
 
     def _keys(self, prefix: str) -> Answer:
         names, nbytes = list[str](), 0
-        for name in self._names.beginning_with(prefix):
-            names.append(name)
-            nbytes += len(name.encode()) + _NAME_BYTES
+        for some in self._names.beginning_with(prefix):
+            names += some
+            nbytes += len("".join(some).encode()) + _NAME_BYTES * len(some)
             if nbytes > MAX_VALUE_BYTES:
                 text = f"the keys of the job's store that begin with {prefix!r} take more than"
                 return Answer(refused=f"{text} {MAX_VALUE_BYTES} bytes: name a longer prefix")
@@ -197,15 +197,15 @@ class Names:
         if not block:
             del self._blocks[index]
 
-    def beginning_with(self, prefix: str) -> Iterator[str]:
-        """Yield the keys with this prefix, in order."""
-        first = self._block_of(prefix)
-        for i in range(first, len(self._blocks)):
+    def beginning_with(self, prefix: str) -> Iterator[list[str]]:
+        """Yield the keys with this prefix, in order, some at a time."""
+        for i in range(self._block_of(prefix), len(self._blocks)):
             block = self._blocks[i]
-            for j in range(bisect_left(block, prefix) if i == first else 0, len(block)):
-                if not block[j].startswith(prefix):
-                    return
-                yield block[j]
+            begin = bisect_left(block, prefix)
+            end = bisect_left(block, 1, begin, key=lambda name: not name.startswith(prefix))
+            yield block[begin:end]
+            if end < len(block):
+                return
 
     def _block_of(self, name: str) -> int:
         return max(bisect_right(self._blocks, name, key=_first) - 1, 0)
