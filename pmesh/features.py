@@ -33,7 +33,7 @@ def make_features(kernel: Kernel) -> Sequence[AnyFeature]:
         contain=kernel.contain,
         launch_ids=lambda: path_name(secrets.token_hex(6)),
     )
-    stores = Stores(me, jobs.ranks, peers.reach.send)
+    stores = Stores(me, jobs.ranks, peers.reach.send, peers.ban)
     p2p = P2PRouter(
         me,
         jobs.ranks,

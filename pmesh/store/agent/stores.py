@@ -16,8 +16,8 @@ from pmesh.agent.features import Feature
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.core.values import MAX_MEMBERS, Roster, Verdict
 from pmesh.core.wire.stream import PART_BYTES, WINDOW_BYTES, Part
-from pmesh.errors import PmeshError
-from pmesh.ids import Epoch, JobName, Member, TrainerId
+from pmesh.errors import PmeshError, ProtocolError
+from pmesh.ids import Epoch, JobName, Member, NodeId, TrainerId
 from pmesh.store.rules.pipe import Pipe
 from pmesh.store.rules.replica import MOST_ASKED_BYTES, Finished, Keepers, Replica
 from pmesh.store.wire import STORES, Answer, Command, Get, StorePart, Wait
@@ -155,11 +155,20 @@ class Stores(Feature[StorePart, Never]):
         me: Member,
         ranks: Sequence[LocalRank],
         send: Callable[[Member, StorePart], None],
+        ban: Callable[[NodeId, str], None],
     ) -> None:
-        """`ranks` are the local ranks, a list that its owner changes; `send` uses the links."""
+        """Make the stores of an agent.
+
+        Args:
+            me: This agent.
+            ranks: The local ranks, a list that its owner changes.
+            send: Sends over the links.
+            ban: Ends the link with a machine that has said what no honest one says, for a reason.
+        """
         self._me = me
         self._ranks = ranks
         self._send = send
+        self._ban = ban
         self._stores: dict[_Run, _Store] = {}
         self._early: dict[Member, deque[StorePart]] = {}
         self._early_until = math.inf
@@ -194,8 +203,11 @@ class Stores(Feature[StorePart, Never]):
             self._stores[run].follow(ranks)
         early, self._early, self._early_until = self._early, {}, math.inf
         for member, parts in early.items():
-            for part in parts:
-                self._deliver(member, part)
+            try:
+                for part in parts:
+                    self._deliver(member, part)
+            except ProtocolError as e:  # and not of the member whose view we follow
+                self._ban(member.node, str(e))
 
     def poll(self) -> None:
         """Poll the stores, and drop early messages that are too old. Call it at each heartbeat."""
