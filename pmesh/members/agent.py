@@ -142,12 +142,13 @@ class Members(Feature[MembersMessage, MembersQuestion]):
         """
         for link in self._peers.links.values():
             self._see(link)  # who came since the last poll is a member, too
-        for node in [self._register.find(text) for text in without]:
+        me, nodes = self._kernel.me.node, [self._register.find(text) for text in without]
+        for node in sorted(nodes, key=lambda node: node != me):  # which is refused before others go
             if self._register.removal_of(node) is None:
                 self._register.remove(self._kernel.key, node, out=True)
         self._may_pass_on = True
         self._pass_on()  # so that nobody gives the new key to who was just removed
-        me, known = self._kernel.me.node, self._register.known
+        known = self._register.known
         members = {me, *(node for node in known if self._register.removal_of(node) is None)}
         key = MeshKey(secrets.token_bytes(KEY_BYTES))
         try:

@@ -34,6 +34,7 @@ from tests.members.machines import (
     one_key,
     question,
     remove,
+    removed,
     rotate,
 )
 from tests.worlds.faults import Faults, Real
@@ -253,6 +254,20 @@ async def test_a_removed_machine_gets_no_key(clock: MockClock) -> None:
         for machine in (one, two):
             with pytest.raises(PmeshError):
                 await question(machine, MESH, gone.key)
+
+
+async def test_who_asks_for_a_key_without_itself_removes_nobody(clock: MockClock) -> None:
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        await meet(one, two)
+
+        refused = await ask(here, one, RotateKey(("mac-1", "mac-0")))
+
+        assert isinstance(refused, Refused)
+        assert "can't remove itself" in refused.verdict.message
+        assert not removed(one)
+        assert one.key.node in two.agent.peers.links
+        assert key_of(one) == MESH
 
 
 @pytest.mark.parametrize("fills", [True, False], ids=["the list", "its own entry"])
