@@ -120,6 +120,15 @@ async def test_an_address_that_refuses_does_not_keep_it_from_another(
             pass
 
 
+async def test_one_whose_only_cable_is_pulled_as_it_is_found_can_t_be_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hear(monkeypatch, found(agent(1, invitation=7, hosts=("fe80::1",))))
+    pulled = replace(SETTINGS, interfaces=("pulled0",))
+    with pytest.raises(PeerUnreachable, match="mac-1 was found, but can't be reached: the cable"):
+        await find_inviter(7, pulled, KEY, look_s=0.05)
+
+
 async def test_several_that_announce_the_number_are_named_and_none_is_tried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

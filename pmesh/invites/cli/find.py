@@ -60,7 +60,8 @@ async def find_inviter(
         stream = await _connect_to_any(addresses, errors)
         if stream is not None:
             return stream
-    raise PeerUnreachable(f"{inviter.name} was found, but can't be reached: {errors[0]}")
+    why = errors[0] if errors else "the cable or network by which it was found is gone"
+    raise PeerUnreachable(f"{inviter.name} was found, but can't be reached: {why}")
 
 
 async def _discover(
