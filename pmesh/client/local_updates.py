@@ -249,15 +249,20 @@ class LocalUpdates:
 
         Raises:
             UsageError: `begin` was not called, or the weights have other paths or shapes.
-            PmeshError: as for `average_gradients`.
+            PmeshError: as for `average_gradients`; no rank has averaged anything.
         """
         arrays = self._checked(weights)
         if self._sent is not None:  # its progress is still part of `weights`, and is sent with them
             self._samples[self._sent.fragment] += self._sent.weight
             self._sent = None
         if self._delayed or len(self._samples) > 1:
-            for fragment in range(len(self._samples)):
-                self._exchange(fragment, arrays)
+            fragments = range(len(self._samples))
+            handles = [self._start(self._progress(each, arrays)) for each in fragments]
+            means = [handle.wait() for handle in handles]  # all, or a repeated call averages twice
+            self._samples = [0.0] * len(self._samples)
+            for mean in means:
+                if any(change.any() for change in mean.values()):  # else momentum alone would move
+                    self._step_outer(mean)
         return self.common(weights)
 
     def common(self, weights: T) -> T:

@@ -211,6 +211,45 @@ def test_what_an_end_that_raises_did_not_average_goes_with_the_next(
         assert found == pytest.approx(expected, rel=1e-12)
 
 
+def test_a_finish_that_raises_has_averaged_nothing_and_may_be_repeated() -> None:
+    simulated = SimulatedMesh(3, on_loss="raise")
+
+    def train(mesh: pmesh.Mesh) -> Weights:
+        own, dying = mesh.rank, mesh
+        if own == 2:  # it is lost when two fragments of three are on their way
+            dying = cast("Any", Dying(mesh, lambda: simulated.lose(2), 4))
+        local = pmesh.LocalUpdates(dying, inner_steps=3, fragments=3)
+        weights = {name: np.zeros(1) for name in "abc"}
+        weights, _ = local.begin(weights)
+        weights = local.end(moved(weights, own), samples=[1, 3, 4][own])
+        with pytest.raises(pmesh.RankLost):
+            local.finish(weights)
+        return local.finish(weights)
+
+    for found in simulated.run(train):
+        assert found["b"] == pytest.approx(0.75)
+        assert found["c"] == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_finish_leaves_alone_what_is_averaged_already(delayed: bool) -> None:  # noqa: FBT001
+    def train(mesh: pmesh.Mesh) -> tuple[Weights, Weights, Weights]:
+        local = pmesh.LocalUpdates(
+            mesh, inner_steps=2, fragments=2, delayed=delayed, outer=pmesh.Nesterov()
+        )
+        weights = START
+        for _ in range(2):
+            weights, _ = local.begin(weights)
+            weights = local.end(moved(weights, mesh.rank))
+        finished = local.finish(weights)
+        return weights, finished, local.finish(finished)
+
+    weights, first, second = SimulatedMesh(2).run(train)[0]
+    assert same_bits([first, second])
+    if not delayed:  # the second fragment was averaged by the last `end`
+        assert same_bits([{"b": weights["b"]}, {"b": first["b"]}])
+
+
 def test_what_int8_leaves_out_of_a_round_is_added_in_a_later_one() -> None:
     steps = np.linspace(-1, 1, 300, dtype=np.float32)
 
