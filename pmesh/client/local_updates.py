@@ -380,7 +380,10 @@ class LocalUpdates:
     def _arrive(self, weights: Arrays) -> object:
         """Wait for the average that was under way; return it with this rank's later progress."""
         sent, self._sent = self._sent, None
-        if sent is None or sent.handle is None:
+        if sent is None:
+            return weights.tree.source
+        if sent.handle is None:  # no `begin` has sent it
+            self._samples[sent.fragment] += sent.weight
             return weights.tree.source
         try:
             mean = sent.handle.wait()

@@ -250,6 +250,17 @@ def test_finish_leaves_alone_what_is_averaged_already(delayed: bool) -> None:  #
         assert same_bits([{"b": weights["b"]}, {"b": first["b"]}])
 
 
+def test_progress_that_no_begin_has_sent_keeps_its_samples() -> None:
+    def train(mesh: pmesh.Mesh) -> float:
+        local = pmesh.LocalUpdates(mesh, inner_steps=1, delayed=True)
+        w, _ = local.begin(np.zeros(1))
+        w = local.end(w + mesh.rank, samples=[1, 3][mesh.rank])
+        w = local.end(w, samples=0)
+        return float(local.finish(w)[0])
+
+    assert SimulatedMesh(2).run(train) == pytest.approx([0.75] * 2)
+
+
 def test_what_int8_leaves_out_of_a_round_is_added_in_a_later_one() -> None:
     steps = np.linspace(-1, 1, 300, dtype=np.float32)
 
