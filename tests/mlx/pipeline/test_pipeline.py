@@ -239,16 +239,21 @@ def test_the_backward_pass_drops_what_the_forward_pass_has_dropped(recompute: bo
         assert along == pytest.approx(value, rel=1e-4)
 
 
+@pytest.mark.parametrize("affine", [True, False])  # without, the first stage has no gradients
 @pytest.mark.parametrize("recompute", [True, False])
-def test_running_statistics_are_updated_once_by_each_micro_batch(recompute: bool) -> None:  # noqa: FBT001 - pytest's
-    norms = [nn.BatchNorm(8) for _ in range(2)]
+def test_running_statistics_are_updated_once_by_each_micro_batch(
+    recompute: bool,  # noqa: FBT001 - pytest's
+    affine: bool,  # noqa: FBT001 - pytest's
+) -> None:
+    norms = [nn.BatchNorm(8, affine=affine) for _ in range(2)]
     numbers = np.random.default_rng(1).normal(size=(ROWS, 8)).astype(np.float32)
     for part in (numbers[:4], numbers[4:8], numbers[8:]):
         norms[1](norms[0](mx.array(part)))
 
     def step(mesh: pmesh.Mesh) -> Weights:
         rows = mx.array(numbers)
-        stage = split_layers([nn.BatchNorm(8), nn.BatchNorm(8)], mesh, by=[1, 1])
+        layers = [nn.BatchNorm(8, affine=affine) for _ in range(2)]
+        stage = split_layers(layers, mesh, by=[1, 1])
         pipeline = Pipeline(
             stage, mesh, lambda output, _: output.mean(), micro_batch_size=4, recompute=recompute
         )
