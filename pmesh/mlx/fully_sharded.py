@@ -64,6 +64,9 @@ def fully_shard(
     This is ZeRO-3 (Rajbhandari et al. 2020, arXiv 1910.02054), as PyTorch's `fully_shard` does it.
     The number of ranks need not divide the rows of an array.
 
+    Each rank updates its part of running statistics by its own batch; those of `SyncBatchNorm` are
+    of all batches.
+
     Each part exists only once: when a rank is lost, its part of the weights is lost too. Then every
     call raises `RosterChanged` on all ranks, until the remaining ranks `load` the weights of a
     checkpoint. Save what `gather` returns from time to time.
@@ -114,6 +117,16 @@ class _Module:
         }
         evaluate([parts])
         return parts
+
+    def keep(self, parts: Parts, before: NamedArrays, rank: int, size: int) -> None:
+        """Take what a forward pass has changed, such as running statistics, into a rank's part."""
+        arrays = self.arrays
+        for group, flat in self.groups.items():
+            paths = flat.paths if group.endswith(_FROZEN) else ()
+            if any(arrays[path] is not before[path] for path in paths):
+                cut = flat.cut(arrays, Shard.of(rank, size, flat.count))
+                parts[group] = mx.contiguous(cut.astype(flat.dtype))
+                evaluate([parts[group]])
 
     def put(self, arrays: NamedArrays) -> None:
         """Set the module's weights."""
@@ -207,7 +220,9 @@ class FullySharded:
             return loss_of(output, *targets).astype(mx.float32) * (weight / total)
 
         try:
-            loss, parts = self._backward(self._forward(x), share_of, counts=weight > 0)
+            counts = weight > 0
+            inputs = self._forward(x, counts=counts)
+            loss, parts = self._backward(inputs, share_of, counts=counts)
         finally:
             for module in self._modules:
                 module.free()
@@ -283,11 +298,14 @@ class FullySharded:
             found.setdefault(index, {}).update(arrays)
         return found
 
-    def _forward(self, x: mx.array, *, until: int | None = None) -> list[mx.array]:
+    def _forward(
+        self, x: mx.array, *, until: int | None = None, counts: bool = True
+    ) -> list[mx.array]:
         """Run the first `until` blocks; return the input of the model and the output of each.
 
         By default all blocks run except the last one: the result then holds the input of each
-        block. While a block is computed, the weights of the next one travel.
+        block. While a block is computed, the weights of the next one travel. If the input does not
+        count, running statistics stay as they are.
         """
         last = len(self._blocks) - 1 if until is None else until
         outputs = [x]
@@ -301,6 +319,8 @@ class FullySharded:
             self._places.append(random_place())
             outputs.append(self._blocks[i].call(outputs[-1]))
             evaluate([outputs[-1]])
+            if counts:
+                self._keep(weights)
             self._free(i)
             del weights
         return outputs
@@ -330,6 +350,8 @@ class FullySharded:
                 output, before, flat = self._pull_back(i, weights, inputs.pop(), cotangent, end)
             if not counts:
                 flat = {key: mx.zeros_like(x) for key, x in flat.items()}
+            elif end is not None:  # the other blocks are computed for the second time
+                self._keep(weights)
             del weights
             self._free(i)
             if end is not None:
@@ -391,6 +413,10 @@ class FullySharded:
             self._check()
             parts[m][group] = parts[m][group] + part if group in parts[m] else part
             evaluate([parts[m][group]])
+
+    def _keep(self, weights: dict[int, NamedArrays]) -> None:
+        for index, arrays in weights.items():
+            self._modules[index].keep(self._parts[index], arrays, *self._layout)
 
     def _put(self, weights: dict[int, NamedArrays]) -> None:
         for index, arrays in weights.items():

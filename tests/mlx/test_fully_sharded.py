@@ -130,6 +130,32 @@ def test_the_backward_pass_drops_what_the_forward_pass_has_dropped() -> None:
         assert along == pytest.approx(3 * loss, rel=1e-4)
 
 
+def test_running_statistics_are_those_of_one_machine() -> None:
+    rows = np.random.default_rng(1).normal(size=(BATCH, WIDTH)).astype(np.float32)
+
+    def make() -> list[Any]:
+        mx.random.seed(3)
+        return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm(WIDTH)) for _ in range(3)]
+
+    def train(mesh: pmesh.Mesh) -> tuple[list[dict[str, Any]], bool]:
+        model, x = fully_shard(make(), mesh), mx.array(rows)
+        for _ in range(3):
+            model.loss_and_gradients(lambda output: output.mean(), x)
+        found = [{name: np.array(a) for name, a in each.items()} for each in model.gather()]
+        mine = x if mesh.rank else x[:0]  # whose mean is NaN
+        model.loss_and_gradients(lambda output: output.mean(), mine, weight=len(mine))
+        return found, bool(np.isfinite(numbers(list(model.gather()))).all())
+
+    alone = make()
+    for _ in range(3):
+        nn.Sequential(*alone)(mx.array(rows))
+    for found, stays_finite in SimulatedMesh(2).run(train):
+        assert stays_finite
+        for module, own in zip(alone, found, strict=True):
+            for name, a in tree_flatten(module.parameters()):
+                np.testing.assert_allclose(own[name], np.array(a), atol=1e-6, err_msg=name)
+
+
 def test_each_rank_keeps_its_part_and_the_modules_are_empty() -> None:
     def train(mesh: pmesh.Mesh) -> int:
         parts = make_parts()
