@@ -57,6 +57,7 @@ from pmesh.mlx.pipeline.rules.takeover import (
 from pmesh.mlx.pipeline.stages import (
     Layers,
     Stage,
+    changing_arrays,
     cut_stage,
     deal_anew,
     layers_of,
@@ -72,12 +73,12 @@ _logger = logging.getLogger("pmesh")
 class ElasticPipeline:
     """Trains a model in stages as `Pipeline` does, and goes on when a lost machine is back.
 
-    Each rank keeps a copy of its neighbour's stage: its trained weights and its optimizer's state.
-    A copy is updated after each step, while the next one computes. If a rank is lost, the others
-    wait until its program, or the same one on another machine, is started again. It gets its stage
-    from the neighbour, and all go on from the last step that has ended everywhere. If only its
-    agent was lost, the program itself waits for another, and still has its stage. The weights are
-    then those of a training without a loss::
+    Each rank keeps a copy of its neighbour's stage: its trained weights, the running statistics of
+    its BatchNorms, and its optimizer's state. A copy is updated after each step, while the next one
+    computes. If a rank is lost, the others wait until its program, or the same one on another
+    machine, is started again. It gets its stage from the neighbour, and all go on from the last
+    step that has ended everywhere. If only its agent was lost, the program itself waits for
+    another, and still has its stage. The weights are then those of a training without a loss::
 
         with pmesh.connect(job="stages", wait_for=3) as mesh:
             training = pmesh.mlx.ElasticPipeline(model, mesh, loss, optimizer)
@@ -85,8 +86,8 @@ class ElasticPipeline:
                 print(step, value)
 
     Every rank makes the same calls with the same model: a rank that comes back takes from it what
-    is not trained. Two ranks may be lost at a time if they are not neighbours. A rank has its
-    trained weights and optimizer's state twice, and those of its neighbour once, for a moment
+    no copy has, such as frozen weights. Two ranks may be lost at a time if they are not neighbours.
+    A rank has what is copied of its own stage twice, and of its neighbour's once, for a moment
     twice.
 
     Args:
@@ -236,7 +237,7 @@ class ElasticPipeline:
         self._optimizer.update(self.stage, gradients)
         self._step += 1
         self._keep()
-        evaluate([self.stage.parameters()])  # else running statistics would keep all steps' graphs
+        evaluate([self.stage.parameters()])  # else other state of modules would keep all graphs
         return value
 
     def _begin_copy(self) -> None:
@@ -261,7 +262,7 @@ class ElasticPipeline:
     def _keep(self) -> None:
         """Keep the arrays that the stage has now; MLX does not write to arrays that others have."""
         state = {
-            "weights": self.stage.trainable_parameters(),
+            "weights": changing_arrays(self.stage),
             "optimizer": self._optimizer.state,
         }
         self._kept.own[self._step] = kept = _in_new_containers(state)
@@ -419,10 +420,10 @@ class ElasticPipeline:
 
     def _as_made(self, modules: Sequence[Any]) -> State:
         """Return the state that modules of this rank's model have before their first step."""
-        weights = {"layers": [module.trainable_parameters() for module in modules]}
         made: dict[str, Any] = {}
         self._optimizer.state = made  # until `_restore`
-        self._optimizer.init(weights)
+        self._optimizer.init({"layers": [module.trainable_parameters() for module in modules]})
+        weights = {"layers": [changing_arrays(module) for module in modules]}
         return {"weights": weights, "optimizer": made}
 
     def _begin(self, stage: Stage) -> None:

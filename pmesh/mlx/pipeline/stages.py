@@ -4,7 +4,7 @@ import importlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import mlx.core as mx
 import psutil
@@ -115,6 +115,16 @@ def cut_stage(layers: Layers, counts: Sequence[int], rank: int, size: int) -> St
     order = [each for each in ranks_of if each in modules]  # of the model, as on all ranks
     holders = tuple(tuple(sorted(ranks_of[each])) for each in order)
     return Stage(Layout(stages, own, tuple(counts), holders), [modules[each] for each in order])
+
+
+def changing_arrays(module: Any) -> dict[str, Any]:  # noqa: ANN401 - MLX's modules
+    """Return what a training changes in a module: trained weights, and running statistics."""
+
+    def changes(owner: Any, key: str, value: object) -> bool:  # noqa: ANN401 - as above
+        is_trained: bool = nn.Module.trainable_parameter_filter(owner, key, value)
+        return is_trained or (isinstance(owner, nn.BatchNorm) and isinstance(value, mx.array))
+
+    return cast("dict[str, Any]", module.filter_and_map(changes))
 
 
 def layers_of(model: Any) -> Layers:  # noqa: ANN401 - as above

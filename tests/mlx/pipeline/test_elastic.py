@@ -97,7 +97,9 @@ class LossTrial:
     def train(self, mesh: pmesh.Mesh) -> tuple[int, list[tuple[int, float]], Weights]:
         mx.random.seed(1)
         layers = [
-            nn.Sequential(HeedingLayer(partial(self.comes, f"layer {i}")), nn.Tanh())
+            nn.Sequential(
+                HeedingLayer(partial(self.comes, f"layer {i}")), nn.BatchNorm(WIDTH), nn.Tanh()
+            )
             for i in range(LAYERS)
         ]
         optimizer = optimizers.Adam(0.01)
