@@ -44,6 +44,7 @@ from pmesh.mlx.pipeline.rules.meeting import (
     stages_of,
 )
 from pmesh.mlx.pipeline.rules.takeover import (
+    RANDOM,
     Parcel,
     State,
     Takeover,
@@ -63,6 +64,7 @@ from pmesh.mlx.pipeline.stages import (
     layers_of,
     split_layers,
 )
+from pmesh.mlx.randomness import random_place
 
 _CUT_OFF = (AgentStopped, AgentNotRunning, HistorySuperseded)  # this rank; a sync brings it back
 _LOSSES = (RankLost, RosterChanged, GroupBroken, *_CUT_OFF)
@@ -74,11 +76,12 @@ class ElasticPipeline:
     """Trains a model in stages as `Pipeline` does, and goes on when a lost machine is back.
 
     Each rank keeps a copy of its neighbour's stage: its trained weights, the running statistics of
-    its BatchNorms, and its optimizer's state. A copy is updated after each step, while the next one
-    computes. If a rank is lost, the others wait until its program, or the same one on another
-    machine, is started again. It gets its stage from the neighbour, and all go on from the last
-    step that has ended everywhere. If only its agent was lost, the program itself waits for
-    another, and still has its stage. The weights are then those of a training without a loss::
+    its BatchNorms, its optimizer's state, and which random numbers come next. A copy is updated
+    after each step, while the next one computes. If a rank is lost, the others wait until its
+    program, or the same one on another machine, is started again. It gets its stage from the
+    neighbour, and all go on from the last step that has ended everywhere. If only its agent was
+    lost, the program itself waits for another, and still has its stage. The weights are then those
+    of a training without a loss::
 
         with pmesh.connect(job="stages", wait_for=3) as mesh:
             training = pmesh.mlx.ElasticPipeline(model, mesh, loss, optimizer)
@@ -264,6 +267,7 @@ class ElasticPipeline:
         state = {
             "weights": changing_arrays(self.stage),
             "optimizer": self._optimizer.state,
+            RANDOM: _randomness(),
         }
         self._kept.own[self._step] = kept = _in_new_containers(state)
         evaluate([kept])
@@ -472,6 +476,7 @@ class ElasticPipeline:
         """Make the stage what it was after this step."""
         state = _in_new_containers(self._kept.own[step])
         self.stage.update(state["weights"])
+        mx.random.seed(state[RANDOM]["place"].item())
         self._optimizer.state = state["optimizer"]
         self._optimizer.init(self.stage.trainable_parameters())  # else it inits with gradients,
         # which lack the layers at the end of a list that have no weights
@@ -509,6 +514,10 @@ def _numbered(*deals: list[Stage]) -> list[list[list[int]]]:
         ]
         for stages in deals
     ]
+
+
+def _randomness() -> dict[str, mx.array]:
+    return {"place": mx.array(np.array(random_place(), np.uint64))}
 
 
 def _bytes_of(state: State) -> Values:

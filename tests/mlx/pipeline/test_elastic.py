@@ -57,6 +57,8 @@ def loss_of(output: mx.array, y: mx.array) -> mx.array:
 class LossTrial:
     """Trains in stages; when a moment comes for the n-th time, ranks are lost and replaced."""
 
+    drop = 0.0
+
     def __init__(
         self,
         moment: str = "",
@@ -98,7 +100,10 @@ class LossTrial:
         mx.random.seed(1)
         layers = [
             nn.Sequential(
-                HeedingLayer(partial(self.comes, f"layer {i}")), nn.BatchNorm(WIDTH), nn.Tanh()
+                HeedingLayer(partial(self.comes, f"layer {i}")),
+                nn.BatchNorm(WIDTH),
+                nn.Tanh(),
+                nn.Dropout(self.drop),
             )
             for i in range(LAYERS)
         ]
@@ -152,6 +157,15 @@ def test_a_rank_that_is_lost_and_comes_back_leaves_the_weights_as_they_were(
         expected, right = undisturbed[number]
         assert weights == right
         assert dict(expected).items() >= dict(values).items()
+
+
+def test_layers_drop_again_what_they_had_dropped_before_a_loss() -> None:
+    class Dropping(LossTrial):
+        drop = 0.5
+
+    undisturbed = Dropping().run()
+    for number, (_, weights) in Dropping("layer 0", (1,), 7).run().items():
+        assert weights == undisturbed[number][1]
 
 
 def test_all_ranks_go_back_to_one_step_after_a_loss(faults: Faults) -> None:

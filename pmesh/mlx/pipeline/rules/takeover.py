@@ -2,7 +2,8 @@
 
 Each of these has the state of its own stage, and one of them a copy of the lost stage's. A state is
 of the form ``{"weights": {"layers": [...]}, "optimizer": {"layers": [...], "step": ...}}``: in
-`layers` each module of the stage has its place, and all else belongs to no module.
+`layers` each module of the stage has its place, and all else belongs to no module. Random numbers
+belong to the rank, in a part of their own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,8 @@ from pmesh.errors import RosterChanged, UsageError
 from pmesh.mlx.pipeline.rules.meeting import Holding, latest_common, neighbour, replaced, stages_of
 
 State: TypeAlias = Mapping[str, Any]
+RANDOM = "random"
+"""The part of a state that has no layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +192,7 @@ def pick_modules(state: State, places: Sequence[int]) -> dict[str, Any]:
         return {
             name: {"layers": [part["layers"][place] for place in places]}
             for name, part in state.items()
+            if name != RANDOM
         }
     except (LookupError, TypeError):
         raise UsageError(
@@ -214,6 +218,9 @@ def join_modules(
     """
     joined = dict[str, Any]()
     for name, part in own.items():
+        if name == RANDOM:
+            joined[name] = part
+            continue
         of = {
             module: each
             for numbers, state in found
