@@ -42,6 +42,15 @@ class Block:
     """Takes the output of the previous block; the first block takes the input of the model."""
 
 
+def parts_of_several(modules: Iterable[Any]) -> list[tuple[Any, list[Any]]]:
+    """Return each module with weights that is within several of these, and those."""
+    found: dict[int, tuple[Any, list[Any]]] = {}
+    for module in modules:
+        for part in {id(each): each for each in module.modules()}.values():
+            found.setdefault(id(part), (part, []))[1].append(module)
+    return [each for each in found.values() if len(each[1]) > 1 and as_arrays(each[0].parameters())]
+
+
 def fully_shard(
     blocks: Sequence[Any], mesh: Mesh, *, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> "FullySharded":
@@ -79,9 +88,17 @@ def fully_shard(
         timeout_s: the timeout of each op, in seconds.
 
     Raises:
-        UsageError: there are no blocks.
+        UsageError: there are no blocks, or two of their modules share a third one.
     """
     return FullySharded(blocks, mesh, timeout_s=timeout_s)
+
+
+def within_several(part: object) -> str:
+    """Say what to do about a module that `parts_of_several` has found."""
+    return (
+        f"two modules of the model share a {type(part).__name__}: in place of these, pass Blocks "
+        "that name it itself in `modules`"
+    )
 
 
 class _Module:
@@ -146,6 +163,8 @@ class FullySharded:
         self._timeout_s = check_timeout(timeout_s)
         self._blocks = [b if isinstance(b, Block) else Block((b,), b) for b in blocks]
         modules = {id(m): m for block in self._blocks for m in block.modules}
+        for part, _ in parts_of_several(modules.values()):
+            raise UsageError(within_several(part))
         order = list(modules)
         self._of_block = [
             list(dict.fromkeys(order.index(id(m)) for m in block.modules)) for block in self._blocks

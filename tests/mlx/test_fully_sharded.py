@@ -271,6 +271,10 @@ def test_what_means_nothing_is_refused() -> None:
     def train(mesh: pmesh.Mesh) -> None:
         with pytest.raises(pmesh.UsageError, match="no block"):
             fully_shard([], mesh)
+        shared, tanh = nn.Linear(WIDTH, WIDTH), nn.Tanh()
+        fully_shard([nn.Sequential(nn.Linear(WIDTH, WIDTH), tanh) for _ in range(2)], mesh)
+        with pytest.raises(pmesh.UsageError, match="two modules of the model share a Linear"):
+            fully_shard([nn.Sequential(shared, tanh) for _ in range(2)], mesh)
         model = fully_shard(blocks_of(make_parts()), mesh)
         for weight in (0, -1, float("inf")):
             with pytest.raises(pmesh.UsageError, match="weight"):

@@ -14,7 +14,7 @@ from pmesh.client.trees.mlx import evaluate
 from pmesh.errors import UsageError
 from pmesh.mlx.families import language_model_blocks
 from pmesh.mlx.flat import as_arrays
-from pmesh.mlx.fully_sharded import Block
+from pmesh.mlx.fully_sharded import Block, parts_of_several, within_several
 from pmesh.mlx.pipeline.rules.checks import check_by, check_whole
 from pmesh.mlx.pipeline.rules.splitting import check_counts, plan_split
 
@@ -86,7 +86,8 @@ def split_layers(
             zero_bubble.
 
     Raises:
-        UsageError: there are too few layers, they do not fit, or `by` is not for them.
+        UsageError: there are too few layers, they do not fit, `by` is not for them, or layers of
+            two ranks share a module that neither names.
         PmeshError: as for `all_gather`.
     """
     check_whole("stages_per_rank", stages_per_rank)
@@ -100,7 +101,11 @@ def split_layers(
 
 
 def cut_stage(layers: Layers, counts: Sequence[int], rank: int, size: int) -> Stage:
-    """Return the part of a rank, one of `size`; `counts` has the number of layers of each stage."""
+    """Return the part of a rank, one of `size`; `counts` has the number of layers of each stage.
+
+    Raises:
+        UsageError: layers of two ranks share a module that neither names.
+    """
     stages = len(counts)
     chunks, at = list[tuple[Block, ...]](), 0
     for count in counts:
@@ -110,6 +115,11 @@ def cut_stage(layers: Layers, counts: Sequence[int], rank: int, size: int) -> St
     for stage, chunk in enumerate(chunks):
         for module in (m for block in chunk for m in block.modules):
             ranks_of.setdefault(id(module), set()).add(stage % size)
+    tops = {id(m): m for chunk in chunks for block in chunk for m in block.modules}
+    for part, owners in parts_of_several(tops.values()):
+        ranks = set[int]().union(*(ranks_of[id(owner)] for owner in owners))
+        if len(ranks) > 1 and as_arrays(part.trainable_parameters()):
+            raise UsageError(within_several(part))
     own = {stage: chunks[stage] for stage in range(rank, stages, size)}
     modules = {id(m): m for chunk in own.values() for block in chunk for m in block.modules}
     order = [each for each in ranks_of if each in modules]  # of the model, as on all ranks

@@ -203,6 +203,23 @@ def test_a_grid_trains_in_stages_and_on_parts_of_the_batch() -> None:
     assert results[0].keys() | results[1].keys() == alone()[1].keys()
 
 
+def test_a_module_within_layers_of_two_ranks_is_refused() -> None:
+    def split(mesh: pmesh.Mesh) -> None:
+        shared = nn.Linear(WIDTH, WIDTH)
+        layers: list[Any] = [nn.Sequential(shared, nn.Tanh()) for _ in range(2)]
+        layers.append(nn.Linear(WIDTH, WIDTH))
+        split_layers(layers, mesh, by=[2, 1])  # both are here
+        with pytest.raises(pmesh.UsageError, match="two modules of the model share a Linear"):
+            split_layers(layers, mesh, by=[1, 2])
+        shared.freeze()
+        split_layers(layers, mesh, by=[1, 2])
+        shared.unfreeze()
+        named = [Block((shared,), layer) for layer in layers[:2]]
+        assert split_layers(named, mesh, by=[1, 1]).layout.holders == ((0, 1),)
+
+    SimulatedMesh(2).run(split)
+
+
 def test_frozen_layers_get_no_gradients_and_a_stage_may_have_none() -> None:
     def each(mesh: pmesh.Mesh) -> list[str]:
         blocks = make_blocks()
