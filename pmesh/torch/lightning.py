@@ -171,8 +171,8 @@ class _OfTrainer(_Strategy):
         inner: Any = super()
         try:
             found = inner.load_checkpoint(checkpoint_path, **options)
-        except OSError as e:
-            self._compare(f"no checkpoint ({e})")
+        except Exception as e:  # whatever it is: the others wait for this rank
+            self._compare(f"no checkpoint ({e!r})")
             raise
         self._compare(f"epoch {found.get('epoch')}, step {found.get('global_step')}")
         return found

@@ -260,9 +260,12 @@ def of_other_checkpoints(rank: int, folder: str) -> None:
         first = trainer(epochs)
         first.fit(module(), *_loaders(), ckpt_path=files[-2] if epochs == 2 else None)
         first.save_checkpoint(files[-1])
+    torn = Path(folder) / f"torn-{rank}"
+    torn.write_bytes(b"")
     for other, says in (
         (files[0], r"rank 1: epoch 1, step 5; rank 2: epoch 2, step 10\)"),
         (f"{folder}/none", r"rank 1: no checkpoint \(.*none.*\); rank 2: epoch 2, step 10\)"),
+        (str(torn), r"rank 1: no checkpoint \(EOFError.*\); rank 2: epoch 2, step 10\)"),
         (None, r"rank 1: no checkpoint; rank 2: epoch 2, step 10\)"),
     ):
         with pytest.raises(pmesh.UsageError, match=r"different checkpoints \(rank 0: .*" + says):
