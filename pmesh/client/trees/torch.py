@@ -40,7 +40,8 @@ def describe(x: Any, where: str) -> Leaf:  # noqa: ANN401 - a torch.Tensor
 def to_raw(x: Any, where: str) -> RawArray:  # noqa: ANN401 - a torch.Tensor
     """Return the bytes of a tensor on any device."""
     _check_dense(x, where)
-    flat = x.detach().to("cpu").resolve_neg().resolve_conj().contiguous().reshape(-1)
+    dense = x.detach().to("cpu").resolve_neg().resolve_conj().contiguous()
+    flat = dense.as_strided((dense.numel(),), (1,))  # a single value may have any stride
     return RawArray(
         library="torch",
         dtype=str(x.dtype).removeprefix("torch."),

@@ -278,6 +278,12 @@ def test_torch_tensors_that_are_lazily_negated_or_conjugated_survive() -> None:
     assert copy_of([x, x.imag])[1].tolist() == [-1, -1]
 
 
+def test_a_column_of_one_value_of_a_torch_tensor_survives() -> None:
+    torch: Any = pytest.importorskip("torch")
+    column = torch.arange(4.0).reshape(1, 4)[:, 2]  # contiguous, with a stride of 4
+    assert copy_of([column])[0].tolist() == [2.0]
+
+
 def test_a_torch_optimizer_that_has_not_begun_takes_the_state_of_one_that_has() -> None:
     torch: Any = pytest.importorskip("torch")
 
