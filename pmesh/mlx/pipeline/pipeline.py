@@ -320,7 +320,8 @@ class _Step:
 
     def _add(self, gradients: dict[Name, mx.array]) -> None:
         for name, gradient in gradients.items():
-            wide = gradient.astype(mx.float32)
+            is_narrow = gradient.dtype.size < mx.float32.size
+            wide = gradient.astype(mx.float32) if is_narrow else gradient
             self._sums[name] = self._sums[name] + wide if name in self._sums else wide
         evaluate([self._sums])
 

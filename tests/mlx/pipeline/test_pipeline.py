@@ -282,6 +282,25 @@ def test_running_statistics_are_updated_once_by_each_micro_batch(
             np.testing.assert_allclose(found[name], np.array(norm[name]), atol=1e-6)
 
 
+def test_gradients_of_complex_weights_keep_their_imaginary_part() -> None:
+    class Rotation(nn.Module):  # type: ignore[misc] # as above
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = mx.array([1 + 2j, 3 - 1j])
+
+        def __call__(self, x: mx.array) -> mx.array:
+            return mx.imag(self.factor * x)
+
+    def step(mesh: pmesh.Mesh) -> Any:  # noqa: ANN401
+        stage = split_layers([Rotation(), Rotation()], mesh, by=[1, 1])
+        pipeline = Pipeline(stage, mesh, lambda output, _: output.mean(), micro_batch_size=2)
+        x = mx.array([[1.0, 2.0]] * 4)
+        gradients = dict(tree_flatten(pipeline.step(x, x)[1]))
+        return gradients["layers.0.factor"].tolist()
+
+    assert SimulatedMesh(2).run(step) == [[1j, -1j]] * 2
+
+
 def test_the_report_has_the_times_of_all_ranks_beside_the_schedule() -> None:
     def each(mesh: pmesh.Mesh) -> Any:  # noqa: ANN401
         pipeline = train(mesh, 2)[2]
