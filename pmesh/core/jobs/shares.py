@@ -19,7 +19,7 @@ from pmesh.errors import UsageError
 WHOLE = 1 << 16
 """The weight of the fastest rank."""
 UNKNOWN_PPM = 10**9
-"""The uncertainty of a rank that has measured nothing since the weights changed."""
+"""The uncertainty of a rank that has measured too few steps since the weights changed."""
 
 _KEPT = 256  # steps: where they vary by 20 %, the median of so many has a standard error of 1.6 %
 _CHANGES = ((5, 1.8), (20, 1.35))
@@ -29,6 +29,8 @@ _FEW = 10  # steps, whose own deviation says little
 _LEAST_DEVIATION = 0.01
 _LEAST_DEVIATION_OF_FEW = 0.05
 _LEAST_GAIN = 0.02
+_MOST_HELD = 64  # steps: a rank that has become slower shall not wait much longer
+_CALM = 8  # times as many steps as the weights held at least: then they may change at once again
 _DEVIATIONS = 4.0
 
 
@@ -54,12 +56,17 @@ class Pace:
         self._taken: deque[float] = deque(maxlen=_KEPT)
         self._known = 0.0
         self._skips = True
+        self._steps = 0
+        self._holds = 1
+        """For so many steps the weights stay: twice as many each time in a row. The time of a row
+        may depend on their number, so that each weight shows another one to be better."""
 
     def note(self, seconds: float, rows: int) -> None:
         """Note the time of a step. The first with new shapes is left out: it compiles kernels."""
         if self._skips or not rows:
             self._skips = False
             return
+        self._steps += 1
         self._taken.append(max(seconds, 1e-9) / rows)
         steps = list(self._taken)
         for count, factor in _CHANGES:
@@ -71,8 +78,10 @@ class Pace:
 
     def forget(self) -> None:
         """Measure anew, as the rank has another number of rows; what is known holds until then."""
+        is_calm = self._steps >= _CALM * self._holds
+        self._holds = 1 if is_calm else min(2 * self._holds, _MOST_HELD)
         self._taken.clear()
-        self._skips = True
+        self._skips, self._steps = True, 0
 
     @property
     def ns_per_row(self) -> int:
@@ -83,7 +92,7 @@ class Pace:
     def uncertainty_ppm(self) -> int:
         """The standard error of the median, by the median deviation (for normal errors)."""
         count = len(self._taken)
-        if not count:
+        if not count or self._steps < self._holds:
             return UNKNOWN_PPM
         deviation = 1.4826 * median(abs(each - self._known) for each in self._taken) / self._known
         least = _LEAST_DEVIATION_OF_FEW if count < _FEW else _LEAST_DEVIATION

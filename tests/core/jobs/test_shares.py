@@ -151,3 +151,41 @@ def test_more_steps_are_more_certain() -> None:
         known.append(pace.uncertainty_ppm)
     assert known[-1] < known[20] < known[3]
     assert 4_000 < known[-1] < 16_000  # 1.25 * 10 % / sqrt(256) is 0.8 %
+
+
+def test_times_that_depend_on_the_shares_do_not_change_them_again_and_again() -> None:
+    """Beyond 12 rows, rank 0 takes longer for each: of 13 or 11, each seems better."""
+    paces, changed_at = [Pace(), Pace()], list[int]()
+    weights: tuple[int, ...] = (WHOLE, WHOLE)
+    for step in range(1000):
+        few, many = (len(dealt) for dealt in deal_rows(20, weights))
+        paces[0].note(few * (1.0 if few <= 12 else 1.6), few)
+        paces[1].note(many * 2.0, many)
+        told = [
+            Standing(pace.ns_per_row, pace.uncertainty_ppm, weight)
+            for pace, weight in zip(paces, weights, strict=True)
+        ]
+        if (chosen := choose_weights(told)) != weights:
+            weights = chosen
+            changed_at.append(step)
+            for pace in paces:
+                pace.forget()
+    assert 2 < len(changed_at) < 25
+
+
+def test_after_a_calm_time_a_change_may_follow_at_once() -> None:
+    pace = Pace()
+
+    def steps_until_certain() -> int:
+        pace.forget()
+        pace.note(1.0, 1)  # does not count
+        for step in range(1000):
+            if pace.uncertainty_ppm < UNKNOWN_PPM:
+                return step
+            pace.note(1.0, 1)
+        raise AssertionError
+
+    assert [steps_until_certain() for _ in range(5)] == [2, 4, 8, 16, 32]
+    for _ in range(300):
+        pace.note(1.0, 1)
+    assert steps_until_certain() == 1
