@@ -109,7 +109,8 @@ class SyncBatchNorm(nn.BatchNorm):  # type: ignore[misc] # MLX's modules have no
                 f"{list(x.shape)}"
             )
         if not self.training:
-            return cast("mx.array", super().__call__(x))  # pyright: ignore[reportUnknownMemberType]
+            normal = cast("mx.array", super().__call__(x))  # pyright: ignore[reportUnknownMemberType]
+            return normal.astype(x.dtype)
         wide = x.astype(mx.float32)
         whole = self._gathered(_moments_of(mx.stop_gradient(wide)))
         if self.track_running_stats:
@@ -144,8 +145,8 @@ class SyncBatchNorm(nn.BatchNorm):  # type: ignore[misc] # MLX's modules have no
             ("running_mean", whole.mean),
             ("running_var", whole.sample_variance),
         ):
-            fresh = mx.array(value.astype(np.float32))
-            setattr(self, name, kept * getattr(self, name) + latest * fresh)
+            fresh, before = mx.array(value.astype(np.float32)), getattr(self, name)
+            setattr(self, name, (kept * before + latest * fresh).astype(before.dtype))
 
 
 class _CustomFunction(Protocol):

@@ -167,3 +167,17 @@ def test_what_it_cannot_normalize_is_refused() -> None:
         SyncBatchNorm(4, mesh)(mx.zeros((2, 3)))
     with pytest.raises(UsageError, match="at least two values per channel"):
         SyncBatchNorm(4, mesh)(mx.zeros((1, 4)))
+
+
+@pytest.mark.parametrize("of_layer", [mx.float32, mx.bfloat16])
+def test_the_output_has_the_dtype_of_the_input_and_the_layer_keeps_its_own(of_layer: Any) -> None:  # noqa: ANN401
+    def dtypes(mesh: pmesh.Mesh) -> tuple[Any, ...]:
+        norm = SyncBatchNorm(CHANNELS, mesh)
+        norm.set_dtype(of_layer)
+        x = mx.ones((2, CHANNELS), mx.bfloat16)
+        trained = norm(x).dtype
+        norm.eval()
+        return trained, norm(x).dtype, norm.running_mean.dtype, norm.running_var.dtype
+
+    (found,) = SimulatedMesh(1).run(dtypes)
+    assert found == (mx.bfloat16, mx.bfloat16, of_layer, of_layer)
