@@ -151,13 +151,13 @@ class ShardedOptimizer:
             raise UsageError(f"a weight is a number of samples, at least 0, not {weight}")
         flat = as_arrays(gradients)
         self._plan(flat)
-        for each in self._optimizers:
-            each.apply_gradients({}, {})  # advances the step and the schedules
-            evaluate([each.state])
-        done = 0
+        done, has_begun = 0, False
         while done < len(self._units):
             try:
                 share = self._agree(weight)
+                if not has_begun:  # an update that could not begin is none
+                    self._advance()
+                    has_begun = True
                 for fresh in self._steps(self._units[done:], model, flat, share):
                     model.update(utils.tree_unflatten(list(fresh.items())))
                     done += 1
@@ -224,6 +224,12 @@ class ShardedOptimizer:
                 self._units += _sharded_buckets(optimizer, own, self._bucket_bytes)
             else:
                 self._units += [Whole(optimizer, p, x.shape, x.dtype) for p, x in own.items()]
+
+    def _advance(self) -> None:
+        """Advance the step and the schedules."""
+        for each in self._optimizers:
+            each.apply_gradients({}, {})
+            evaluate([each.state])
 
     def _among_now(self) -> Among:
         mesh = self._mesh

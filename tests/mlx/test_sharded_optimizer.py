@@ -356,6 +356,7 @@ def test_what_means_nothing_is_refused() -> None:
         gradients = model.parameters()
         with pytest.raises(pmesh.UsageError, match="add up to 0"):
             optimizer.update(model, gradients, weight=0)
+        assert optimizer.step.item() == 0
         with pytest.raises(pmesh.UsageError, match="weight"):
             optimizer.update(model, gradients, weight=float("nan"))
         with pytest.raises(pmesh.UsageError, match="other paths"):
