@@ -147,6 +147,8 @@ class LocalUpdates:
         self._momentum: Named = {}
         self._samples = [0.0] * fragments
         """How many samples this rank has taken since each fragment was last averaged."""
+        self._of_round = 0.0
+        """Those of a round whose `end` has not returned: it may be repeated."""
         self._sent: _Sent | None = None
         self._fragments: list[frozenset[str]] = []
 
@@ -183,6 +185,7 @@ class LocalUpdates:
         arrays = take_apart(weights, reduction="mean")
         if not self._anchor:
             self._start_from(arrays)
+        self._count_round()
         state = {
             "weights": self._anchor,
             "momentum": self._momentum,
@@ -223,19 +226,21 @@ class LocalUpdates:
 
         Raises:
             UsageError: `begin` was not called, or the weights have other paths or shapes.
-            PmeshError: as for `average_gradients`; no rank has averaged anything.
+            PmeshError: as for `average_gradients`; no rank has averaged anything, and all may
+                repeat the call.
         """
         arrays = self._checked(weights)
         if not (math.isfinite(samples) and samples >= 0):
             raise UsageError(f"samples is a number, at least 0, not {samples}")
         fragment = self._round % len(self._samples)
-        self._samples = [before + samples for before in self._samples]
+        self._of_round = samples
         if self._delayed:
             result = self._arrive(arrays)
             self._sent = self._progress(fragment, take_apart(result))
-            self._samples[fragment] = 0.0
         else:
             result = self._exchange(fragment, arrays)
+        self._count_round()
+        self._samples[fragment] = 0.0
         self._round += 1
         return cast("T", result)
 
@@ -249,9 +254,11 @@ class LocalUpdates:
 
         Raises:
             UsageError: `begin` was not called, or the weights have other paths or shapes.
-            PmeshError: as for `average_gradients`; no rank has averaged anything.
+            PmeshError: as for `average_gradients`; no rank has averaged anything, and all may
+                repeat the call.
         """
         arrays = self._checked(weights)
+        self._count_round()
         if self._sent is not None:  # its progress is still part of `weights`, and is sent with them
             self._samples[self._sent.fragment] += self._sent.weight
             self._sent = None
@@ -278,6 +285,10 @@ class LocalUpdates:
 
     def _common(self, arrays: Arrays) -> object:
         return _like(arrays, self._anchor)
+
+    def _count_round(self) -> None:
+        self._samples = [before + self._of_round for before in self._samples]
+        self._of_round = 0.0
 
     def _steps_of_round(self) -> float:
         if self._inner_steps is None:
@@ -344,7 +355,7 @@ class LocalUpdates:
         """Return the change of a fragment's weights since they were the same on all ranks."""
         changed = _named(arrays, self._fragments[fragment])
         self._subtract_common(changed, arrays)
-        return _Sent(fragment, changed, self._samples[fragment])
+        return _Sent(fragment, changed, self._samples[fragment] + self._of_round)
 
     def _subtract_common(self, named: Named, arrays: Arrays) -> None:
         """Subtract the common weights, rounded to the dtype in which the ranks began with them.
@@ -362,9 +373,7 @@ class LocalUpdates:
     def _exchange(self, fragment: int, arrays: Arrays) -> object:
         """Average a fragment now; return the weights, with the common ones in that fragment."""
         sent = self._progress(fragment, arrays)
-        mean = self._start(sent).wait()
-        self._samples[fragment] = 0.0
-        self._step_outer(mean)
+        self._step_outer(self._start(sent).wait())
         return _like(arrays, {path: self._anchor[path] for path in sent.progress})
 
     def _start(self, sent: _Sent) -> Handle[Named]:

@@ -211,6 +211,25 @@ def test_what_an_end_that_raises_did_not_average_goes_with_the_next(
         assert found == pytest.approx(expected, rel=1e-12)
 
 
+def test_an_end_that_raises_may_be_repeated() -> None:
+    simulated = SimulatedMesh(3, on_loss="raise")
+
+    def train(mesh: pmesh.Mesh) -> float:
+        own, dying = mesh.rank, mesh
+        if own == 2:
+            dying = cast("Any", Dying(mesh, lambda: simulated.lose(2), 2))
+        local = pmesh.LocalUpdates(dying, inner_steps=2, fragments=2)
+        weights = {name: np.zeros(1) for name in "ab"}
+        weights, _ = local.begin(weights)
+        weights = local.end(moved(weights, own), samples=[1, 3, 1][own])
+        weights, _ = local.begin(weights)
+        with pytest.raises(pmesh.RankLost):
+            local.end(weights, samples=[3, 1, 1][own])
+        return float(local.end(weights, samples=[3, 1, 1][own])["b"][0])
+
+    assert simulated.run(train) == pytest.approx([0.5] * 2)
+
+
 def test_a_finish_that_raises_has_averaged_nothing_and_may_be_repeated() -> None:
     simulated = SimulatedMesh(3, on_loss="raise")
 
