@@ -3,6 +3,7 @@
 from pmesh.core.wire.link import Address
 
 DEFAULT_PORT = 24160  # outside 32768 to 65535, which kernels give to outgoing connections
+_MAX_PORT = 65535  # 16 bits
 
 
 def parse_host_port(text: str) -> tuple[str, int]:
@@ -32,7 +33,7 @@ def parse_host_port(text: str) -> tuple[str, int]:
         if host.isdecimal():  # getaddrinfo would read it as an IPv4 address of 32 bits
             raise ValueError(f"a port without a host is written :{host}")
         return host, DEFAULT_PORT
-    if not (port.isascii() and port.isdecimal() and int(port) <= 65535):  # noqa: PLR2004 - 16 bits
+    if not (port.isascii() and port.isdecimal() and int(port) <= _MAX_PORT):
         raise ValueError("a port must be a number from 0 to 65535")
     return host, int(port)
 
@@ -44,3 +45,12 @@ def host_port_text(host: str, port: int) -> str:
     '[::1]:24160'
     """
     return str(Address(host, port))
+
+
+def next_to(host: str, port: int) -> str:
+    """Return HOST:PORT of another port of this host, for a message.
+
+    >>> next_to("", 24160), next_to("::1", 65535)
+    (':24161', '[::1]:65534')
+    """
+    return host_port_text(host, port + (1 if port < _MAX_PORT else -1))

@@ -22,7 +22,7 @@ from pmesh.agent.config import AgentSettings
 from pmesh.agent.containment import ContainedTasks, Containment
 from pmesh.agent.events import Event, EventLog, encode_events
 from pmesh.agent.features import Kernel
-from pmesh.agent.host_port import host_port_text
+from pmesh.agent.host_port import host_port_text, next_to
 from pmesh.agent.jobs.driver import Jobs
 from pmesh.agent.jobs.ranks import sum_of
 from pmesh.agent.jobs.session import serve_trainer
@@ -590,7 +590,7 @@ async def open_listeners(host: str, port: int) -> list[trio.SocketListener]:
     except OSError as e:
         text = host_port_text(host, port)
         if errno.EADDRINUSE in error_numbers(e):
-            other = host_port_text(host, port + (1 if port < 65535 else -1))  # noqa: PLR2004 - 16 bits
+            other = next_to(host, port)
             raise PortTaken(
                 f"port {port} is taken by another program; choose another with "
                 f"--listen HOST:PORT, such as --listen {other}"

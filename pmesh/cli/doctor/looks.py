@@ -189,7 +189,7 @@ class Looks:
         pid = holder_of(port)
         if pid is not None and pid == self._pid_in_lock():
             return here.PortFacts(port=port, holder="agent")
-        return here.PortFacts(port=port, holder="other", program=program_text(pid))
+        return here.PortFacts(port=port, host=host, holder="other", program=program_text(pid))
 
     def _pid_in_lock(self) -> int | None:
         """Return the pid of an agent that has this home, though it does not answer."""

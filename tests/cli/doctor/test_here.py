@@ -161,7 +161,7 @@ def test_a_port_that_another_program_holds_is_named_with_that_program(
         code, first = call_doctor(capsys)
         assert (code, first["check"]) == (1, "port")
         assert f"port {port} is held by" in first["found"]
-        assert f"pmesh up --listen :{port + 1}" in first["todo"]
+        assert f"pmesh up --listen 127.0.0.1:{port + 1}" in first["todo"]
 
         # An agent with this home that does not answer is no other program.
         pid = holder_of(port)

@@ -277,3 +277,13 @@ def test_a_key_that_can_no_longer_be_used_does_not_stop_the_agent_that_runs() ->
     (runs,), (does_not,) = key(error="bad; run: x"), key(error="bad; run: x", agent_runs=False)
     assert runs.means == "The agent that runs does not start again."
     assert does_not.means == "No agent starts with this key."
+
+
+@pytest.mark.parametrize(
+    ("taken", "named"),
+    [(("", 24160), ":24161"), (("::1", 7), "[::1]:8"), (("10.0.0.1", 65535), "10.0.0.1:65534")],
+)
+def test_another_port_of_the_same_address_is_named(taken: tuple[str, int], named: str) -> None:
+    host, number = taken
+    (found,) = here.judge_port(here.PortFacts(host=host, port=number, holder="other"))
+    assert found.todo.endswith(f"pmesh up --listen {named}")

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from pmesh.agent.host_port import next_to
 from pmesh.cli.doctor.rules.findings import Finding, cause, cause_of, remark, well
 
 
@@ -101,6 +102,8 @@ class PortFacts:
     """The port at which the agent listens, or would."""
 
     port: int
+    host: str = ""
+    """The address at which the agent would listen; empty for all of this machine."""
     holder: Literal["agent", "nobody", "other"]
     program: str = ""
     """Which other program holds it; empty if that is not known."""
@@ -112,10 +115,11 @@ def judge_port(facts: PortFacts) -> Iterator[Finding]:
     elif facts.holder == "nobody":
         yield well(f"port {facts.port} is free")
     else:
+        another = next_to(facts.host, facts.port)
         yield cause(
             f"port {facts.port} is held by {facts.program or 'a program of another user'}",
             means="The agent can't start; it may be an agent with another home.",
-            todo=f"stop that program, or take another port: pmesh up --listen :{facts.port + 1}",
+            todo=f"stop that program, or take another port: pmesh up --listen {another}",
         )
 
 
