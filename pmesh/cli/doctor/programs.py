@@ -20,16 +20,16 @@ def can_listen(host: str, port: int) -> bool:
     """Return False if another program listens at this address, or at any of this machine's."""
     for each in (host,) if host else ("0.0.0.0", "::"):  # noqa: S104 - bound, and closed at once
         family = socket.AF_INET6 if ":" in each else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            try:
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
                 probe.bind((each, port))
                 probe.listen()
-            except OSError as e:
-                if e.errno == errno.EADDRINUSE:
-                    return False
+        except OSError as e:  # another error is no program, such as that of a machine without IPv6
+            if e.errno == errno.EADDRINUSE:
+                return False
     return True
 
 

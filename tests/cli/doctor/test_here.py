@@ -1,5 +1,6 @@
 """Faults of this machine, made for real: `pmesh doctor` names each first."""
 
+import errno
 import json
 import socket as sockets
 from collections.abc import Callable, Mapping
@@ -177,6 +178,23 @@ def test_a_port_at_all_addresses_is_taken_if_it_is_at_one() -> None:
         port = other.getsockname()[1]
         assert not can_listen("", port)
         assert can_listen("203.0.113.1", port)  # which is not ours: another error
+    assert can_listen("", port)
+
+
+def test_a_machine_without_ipv6_can_listen(faults: Faults) -> None:
+    def without_ipv6(
+        real: Callable[..., sockets.socket], family: sockets.AddressFamily, kind: int
+    ) -> sockets.socket:
+        if family == sockets.AF_INET6:
+            raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+        return real(family, kind)
+
+    with sockets.socket() as other:
+        other.bind(("0.0.0.0", 0))  # noqa: S104 - as an agent does
+        port = other.getsockname()[1]
+        other.listen()
+        faults.around(sockets, "socket", without_ipv6)
+        assert not can_listen("", port)
     assert can_listen("", port)
 
 
