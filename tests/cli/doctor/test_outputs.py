@@ -118,9 +118,9 @@ def rule(hook: str, *parts: object) -> dict[str, Any]:
     }
 
 
-def to_port(right: object, field: str = "dport") -> dict[str, Any]:
+def to_port(right: object, field: str = "dport", op: str = "==") -> dict[str, Any]:
     left = {"payload": {"protocol": "tcp", "field": field}}
-    return {"match": {"op": "==", "left": left, "right": right}}
+    return {"match": {"op": op, "left": left, "right": right}}
 
 
 DROP, ACCEPT, REJECT = {"drop": None}, {"accept": None}, {"reject": {"type": "icmp"}}
@@ -140,6 +140,7 @@ FOR_ALL = "nftables drops what no rule accepts, such as port 24160 (chain inet f
         ([chain("input"), rule("input", to_port(24160), {"counter": {}}, DROP)], [FOR_US]),
         ([chain("input"), rule("input", to_port(24160, "sport"), DROP)], []),
         ([chain("input"), rule("input", to_port(22), DROP)], []),
+        ([chain("input"), rule("input", to_port({"set": [22, 24160, 5353]}, op="!="), DROP)], []),
         ([chain("input"), rule("input", to_port({"range": [20000, 30000]}), REJECT)], [FOR_US]),
         ([chain("input"), rule("input", to_port({"range": [20000, 20001]}), REJECT)], []),
         ([chain("input"), rule("input", to_port({"set": [22, 24160, 5353]}), DROP)],

@@ -54,7 +54,7 @@ class _Entry(msgspec.Struct):
     def _matches(self) -> Iterator[tuple[str, object]]:
         for part in self.expr:
             match part:
-                case {"match": {"left": {"payload": {"field": field}}, "right": right}}:
+                case {"match": {"op": "==", "left": {"payload": {"field": field}}, "right": right}}:
                     yield str(field), right
                 case _:
                     pass
