@@ -319,11 +319,21 @@ class Looks:
                 known.name = ad.name
             known.addresses = tuple(dict.fromkeys((*known.addresses, *ad.addresses)))
         for address, at in self._named.items():
+            if all(map(self._is_here, at)):
+                continue
             known_as = next((one for one in found.values() if {*at} & {*one.addresses}), None)
             if known_as is None:
                 known_as = found[str(address)] = OtherMachine(name=str(address), addresses=at)
             known_as.named = True
         return found
+
+    def _is_here(self, address: Address) -> bool:
+        """Return True for an address of the agent here: users name all machines on each of them."""
+        at_ours = any(
+            own.host == address.host or (own.kind == "loopback" and own.reaches(address.host))
+            for own in self._local
+        )
+        return at_ours and address.port == self._look_at_port().port
 
     @cached_property
     def _others(self) -> dict[str, OtherMachine]:

@@ -32,6 +32,7 @@ from tests.worlds.system import be_on
 KEY = MeshKey(bytes(range(32)))
 TAG = AdvertisementKey.of(KEY).tag
 ETHERNET = LocalAddress(interface="en0", host="10.0.0.1", prefix_bits=24, kind="wired")
+LOOPBACK = LocalAddress(interface="lo0", host="127.0.0.1", prefix_bits=8, kind="loopback")
 TUNNEL = LocalAddress(interface="utun4", host="10.8.0.1", prefix_bits=24, kind="vpn")
 DENIED = "LocalNetworkDenied: 10.0.0.2 can't be reached: it is off, or macOS does not let this "
 
@@ -182,7 +183,7 @@ def test_an_agent_that_was_started_before_the_update_is_named(scene: Scene) -> N
 
 
 def test_a_machine_without_a_network_is_named_only_if_it_is_alone(scene: Scene) -> None:
-    scene.local = (LocalAddress(interface="lo0", host="127.0.0.1", prefix_bits=8, kind="loopback"),)
+    scene.local = (LOOPBACK,)
     own = msgspec.structs.replace(scene.status.node, addresses=("127.0.0.1:24160",))
     scene.status = status(members=1, node=own)
     assert scene.first() == ("interfaces", "cause", "no network interface is up")
@@ -248,6 +249,17 @@ def test_a_machine_that_the_user_names_is_dialled(scene: Scene, faults: Faults) 
     faults.instead(nearby, "look_up", look_up)
     assert scene.first("mac-2.local") == ("", "", "")
     assert len(scene.dialled) == 1
+
+
+@pytest.mark.parametrize("peer_text", ["10.0.0.1", "127.0.0.1"])
+def test_this_machine_is_not_another_one_though_the_user_names_it(
+    scene: Scene, peer_text: str
+) -> None:
+    scene.local = (ETHERNET, LOOPBACK)
+    assert scene.first(peer_text) == ("", "", "")
+    assert scene.dialled == {node_text(node(2)): (Address("10.0.0.2", 24160),)}
+    scene.diagnose(f"{peer_text}:24161")  # of another agent
+    assert len(scene.dialled) == 2
 
 
 @pytest.mark.parametrize("text", ["", ":24160", "h:0", "h:x", "a b"])
