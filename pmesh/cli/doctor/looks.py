@@ -373,13 +373,15 @@ class Looks:
             unheard=tuple(one.name for key, one in others if self._should_be_heard(key, one)),
             alone=self._alone,
             knows_others=any(not one.named for _, one in others) or bool(self._status.peers),
+            named=any(one.named for _, one in others),
         )
 
     def _should_be_heard(self, key: str, one: OtherMachine) -> bool:
-        """Return True for a machine that was not heard, though it answers on a network of ours."""
+        """Return True for a machine that was not heard, though it answers and should be near."""
         neighbour = any(own.reaches(a.host) for own in self._used for a in one.addresses)
         from_it = {address.host for address in one.addresses} & self._nearby.heard.hosts
-        return not one.heard and not from_it and neighbour and _arrived(self._nearby.tried[key])
+        expected = neighbour or (one.named and self._alone)
+        return not one.heard and not from_it and expected and _arrived(self._nearby.tried[key])
 
     def _look_at_meshes(self) -> network.MeshFacts:
         own, key = self._own(self._nearby.heard), self._advertisement_key

@@ -251,6 +251,27 @@ def test_a_machine_that_the_user_names_is_dialled(scene: Scene, faults: Faults) 
     assert len(scene.dialled) == 1
 
 
+def test_a_machine_that_is_named_is_tried_where_nobody_is_heard(scene: Scene) -> None:
+    scene.status = status(members=1)
+    scene.heard = heard(announced(1))
+    scene.tried = {"10.0.0.9:24160": Tried("10.0.0.9:24160", "unreachable", "refuses")}
+    causes = [each for each in scene.diagnose("10.0.0.9") if each.verdict == "cause"]
+    assert [(each.check, each.found) for each in causes] == [
+        ("connections", "10.0.0.9:24160 can't be dialled: refuses")
+    ]
+
+
+def test_a_machine_of_another_network_that_answers_is_named_to_the_agent(scene: Scene) -> None:
+    scene.status = status(members=1)
+    scene.heard = heard(announced(1))
+    causes = [each for each in scene.diagnose("192.168.7.7") if each.verdict == "cause"]
+    assert [(each.check, each.found) for each in causes] == [
+        ("mDNS", "192.168.7.7:24160 answers by unicast, and is not heard by mDNS")
+    ]
+    assert "another network" in causes[0].means
+    assert "pmesh up --peer" in causes[0].todo
+
+
 @pytest.mark.parametrize("peer_text", ["10.0.0.1", "127.0.0.1"])
 def test_this_machine_is_not_another_one_though_the_user_names_it(
     scene: Scene, peer_text: str

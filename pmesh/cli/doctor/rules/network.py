@@ -137,6 +137,8 @@ class MdnsFacts:
     """No other machine is in the view."""
     knows_others: bool = False
     """The agent has found other machines, or was told of some."""
+    named: bool = False
+    """The user has named other machines: connections to them say more."""
 
 
 def judge_mdns(facts: MdnsFacts) -> Iterator[Finding]:
@@ -169,8 +171,8 @@ def judge_mdns(facts: MdnsFacts) -> Iterator[Finding]:
         yield _trouble(
             f"{', '.join(facts.unheard)} answers by unicast, and is not heard by mDNS",
             stops=apart,
-            means="A switch or the Wi-Fi between drops multicast, or it has --no-mdns: "
-            "machines that start find each other only by --peer.",
+            means="A switch or the Wi-Fi between drops multicast, it is in another network, or it "
+            "has --no-mdns: machines that start find each other only by --peer.",
             todo=name_one,
         )
     elif not apart or facts.agents_heard:
@@ -181,16 +183,20 @@ def judge_mdns(facts: MdnsFacts) -> Iterator[Finding]:
 
 def _nobody(facts: MdnsFacts) -> Finding:
     if facts.others_heard:
-        return cause(
+        return _trouble(
             "other devices are heard by mDNS, and no agent is",
+            stops=not facts.named,
             means="Multicast works here: no other machine of this network runs pmesh, or its "
             "firewall keeps it silent.",
             todo="pmesh up and pmesh doctor on the other machine",
         )
-    return cause(
+    return _trouble(
         "nobody answers by mDNS",
+        stops=not facts.named,
         means="No other machine runs pmesh, it is in another network, or multicast is dropped.",
-        todo="pmesh up on the other machine, then here: pmesh doctor --peer HOST, with its host",
+        todo=""
+        if facts.named
+        else "pmesh up on the other machine, then here: pmesh doctor --peer HOST, with its host",
     )
 
 
