@@ -9,9 +9,9 @@ agent that does not react.
 import contextlib
 import socket
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar
 
 import trio
 
@@ -46,6 +46,7 @@ MAX_READ: Final = 256  # announcements whose signatures are checked
 _GROUP_V6: Final = "ff02::fb"
 _NO_MESH: Final = AdvertisementKey(b"", b"")
 
+_Done = TypeVar("_Done")
 State: TypeAlias = Outcome | Literal["denied"]
 
 
@@ -161,40 +162,59 @@ def _open(family: socket.AddressFamily) -> socket.socket:
     return opened
 
 
-def _open_listeners(local: Sequence[LocalAddress]) -> Iterator[trio.socket.SocketType]:
-    for network in _networks(local):
-        opened = _open(network.family)
-        try:
-            opened.bind(network.group)
-            if network.family == socket.AF_INET:
-                member = socket.inet_aton(MDNS_GROUP) + socket.inet_aton(network.host)
-                opened.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, member)
-            else:
-                group = socket.inet_pton(socket.AF_INET6, _GROUP_V6)
-                member = group + network.number.to_bytes(4, sys.byteorder)
-                opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_JOIN_GROUP, member)
-        except BaseException:
-            opened.close()
-            raise
-        yield trio.socket.from_stdlib_socket(opened)
+def _open_listeners(local: Sequence[LocalAddress]) -> list[trio.socket.SocketType]:
+    return _at_each(local, _open_listener)
 
 
 def _ask(local: Sequence[LocalAddress]) -> None:
     """Send the questions by each interface, from mDNS's port: else the answers are no multicast."""
+    _at_each(local, _ask_at)
+
+
+def _at_each(local: Sequence[LocalAddress], do: Callable[[_Network], _Done]) -> list[_Done]:
+    """Do it on each network where the system lets us. Raises OSError if that is on none."""
+    done, errors = list[_Done](), list[OSError]()
     for network in _networks(local):
-        with _open(network.family) as sender:
-            if network.family == socket.AF_INET:
-                own = socket.inet_aton(network.host)
-                sender.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, own)
-                sender.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_TTL, 255)
-                sender.bind((network.host, MDNS_PORT))
-            else:
-                at = socket.IPPROTO_IPV6
-                sender.setsockopt(at, socket.IPV6_MULTICAST_IF, network.number)
-                sender.setsockopt(at, socket.IPV6_MULTICAST_HOPS, 255)
-                sender.bind((network.host, MDNS_PORT, 0, network.number))
-            for packet in QUESTIONS:
-                sender.sendto(packet, network.group)
+        try:
+            done.append(do(network))
+        except OSError as e:
+            errors.append(e)
+    if errors and not done:
+        raise errors[0]
+    return done
+
+
+def _open_listener(network: _Network) -> trio.socket.SocketType:
+    opened = _open(network.family)
+    try:
+        opened.bind(network.group)
+        if network.family == socket.AF_INET:
+            member = socket.inet_aton(MDNS_GROUP) + socket.inet_aton(network.host)
+            opened.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, member)
+        else:
+            group = socket.inet_pton(socket.AF_INET6, _GROUP_V6)
+            member = group + network.number.to_bytes(4, sys.byteorder)
+            opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_JOIN_GROUP, member)
+    except BaseException:
+        opened.close()
+        raise
+    return trio.socket.from_stdlib_socket(opened)
+
+
+def _ask_at(network: _Network) -> None:
+    with _open(network.family) as sender:
+        if network.family == socket.AF_INET:
+            own = socket.inet_aton(network.host)
+            sender.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, own)
+            sender.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_TTL, 255)
+            sender.bind((network.host, MDNS_PORT))
+        else:
+            at = socket.IPPROTO_IPV6
+            sender.setsockopt(at, socket.IPV6_MULTICAST_IF, network.number)
+            sender.setsockopt(at, socket.IPV6_MULTICAST_HOPS, 255)
+            sender.bind((network.host, MDNS_PORT, 0, network.number))
+        for packet in QUESTIONS:
+            sender.sendto(packet, network.group)
 
 
 async def look_up(address: Address) -> tuple[Address, ...]:

@@ -105,6 +105,13 @@ async def test_a_system_that_lets_nobody_ask_is_an_error_in_words(faults: Faults
     assert heard.error == "No route to host"
 
 
+@on_linux
+async def test_an_interface_that_takes_no_question_does_not_keep_the_others_silent() -> None:
+    not_ours = replace(LOOPBACK, host="203.0.113.1")
+    assert not (await listen(KEY, [not_ours, LOOPBACK], [], least_s=0.0)).error
+    assert (await listen(KEY, [not_ours], [], least_s=0.0)).error
+
+
 class SocketWithPackets(contextlib.nullcontext["SocketWithPackets"]):
     """A socket that has these packets, and then no more."""
 
