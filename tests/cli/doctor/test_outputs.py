@@ -94,8 +94,20 @@ To                         Action      From
         ("ENABLED=yes\n", UFW.format(rule="24160/tcp                  ALLOW  X"), "lets through"),
         ("ENABLED=yes\n", UFW.format(rule="24160                      ALLOW  X"), "lets through"),
         ("ENABLED=yes\n", UFW.format(rule="24160/tcp                  DENY   X"), "drops"),
+        ("ENABLED=yes\n", UFW.format(rule="24000:25000/tcp            ALLOW  X"), "lets through"),
+        ("ENABLED=yes\n", UFW.format(rule="80,24160/tcp               ALLOW  X"), "lets through"),
+        ("ENABLED=yes\n", UFW.format(rule="24160/tcp on eth0          ALLOW IN X"), "lets through"),
+        ("ENABLED=yes\n", UFW.format(rule="Anywhere on eth0           ALLOW  X"), "lets through"),
+        ("ENABLED=yes\n", UFW.format(rule="Anywhere/tcp               LIMIT  X"), "lets through"),
+        ("ENABLED=yes\n", UFW.format(rule="24000:24100/tcp            ALLOW  X"), "drops"),
+        ("ENABLED=yes\n", UFW.format(rule="24000:25000/udp            ALLOW  X"), "drops"),
+        ("ENABLED=yes\n", UFW.format(rule="24160/tcp                  ALLOW OUT  X"), "drops"),
+        ("ENABLED=yes\n", UFW.format(rule="24160/tcp (v6)             ALLOW  X (v6)"), "drops"),
+        ("ENABLED=yes\n", "Status: active\nDefault: allow (incoming), allow (outgoing)\n",
+         "lets through"),
+        ("ENABLED=yes\n", "Status: active\nDefault: deny (incoming), allow (outgoing)\n", "drops"),
     ],
-)
+)  # fmt: skip
 def test_ufw_lets_through_what_it_allows(conf: str, status: str, state: str) -> None:
     assert read_ufw(conf, status, 24160) == state
 

@@ -69,10 +69,24 @@ UfwState = Literal["off", "lets through", "drops", "unknown"]
 
 
 def read_ufw(configuration: str, status: str, port: int) -> UfwState:
-    """Read /etc/ufw/ufw.conf, and `ufw status`, which needs root; empty texts if there are none."""
+    """Read /etc/ufw/ufw.conf, and `ufw status verbose`, which needs root; "" if there is none."""
     if not re.search(r"^ENABLED=yes", configuration, re.MULTILINE | re.IGNORECASE):
         return "off"
     if "Status: active" not in status:
         return "unknown"
-    allowed = rf"^({port}(/tcp)?|Anywhere)\s+ALLOW"
-    return "lets through" if re.search(allowed, status, re.MULTILINE) else "drops"
+    by_default = re.search(r"^Default: allow \(incoming\)", status, re.MULTILINE)
+    allowed = re.findall(r"^(\S.*?) +(?:ALLOW|LIMIT)\b(?! +(?:OUT|FWD))", status, re.MULTILINE)
+    return "lets through" if by_default or any(_is_to(port, to) for to in allowed) else "drops"
+
+
+def _is_to(port: int, to: str) -> bool:
+    """Return True if a rule of ufw for these ports of IPv4 is for this one.
+
+    >>> _is_to(24160, "80,24000:25000/tcp on eth0"), _is_to(24160, "Anywhere"), _is_to(1, "2")
+    (True, True, False)
+    """
+    ports, _, protocol = to.partition(" ")[0].partition("/")
+    if protocol not in {"", "tcp"} or "(v6)" in to:
+        return False
+    ranges = re.findall(r"(?:^|,)(\d+)(?::(\d+))?(?=,|$)", ports)
+    return ports == "Anywhere" or any(int(a) <= port <= int(b or a) for a, b in ranges)
