@@ -68,8 +68,13 @@ async def _of_macos() -> Walls:
 
 async def _of_linux(port: int) -> Walls:
     is_root = os.geteuid() == 0
-    conf = _UFW_CONF.read_text(errors="replace") if _UFW_CONF.is_file() else ""
-    ufw = read_ufw(conf, await run_tool("ufw", "status") if is_root else "", port)
+    try:
+        conf = _UFW_CONF.read_text(errors="replace")
+    except FileNotFoundError:
+        conf = ""
+    except OSError as e:
+        return Walls(unseen=f"can't read {_UFW_CONF}: {e.strerror}; as root: ufw status")
+    ufw = read_ufw(conf, await run_tool("ufw", "status", "verbose") if is_root else "", port)
     if ufw == "drops":
         return Walls(
             blocks=(f"ufw is on, and no rule of it allows port {port}",),
@@ -77,6 +82,8 @@ async def _of_linux(port: int) -> Walls:
         )
     if ufw == "unknown":
         return Walls(unseen="ufw is on; what it allows needs root: sudo ufw status")
+    if ufw == "lets through":
+        return Walls()  # its own chains drop all but what others accept, which nft may not show
     if not is_root:
         missing = shutil.which("nft", path=f"{os.environ.get('PATH', '')}:/usr/sbin") is None
         return Walls(unseen="" if missing else "needs root: sudo nft list ruleset shows its rules")

@@ -1,5 +1,6 @@
 """The system's tools, replaced by what they print: macOS's, ufw, nftables, systemd."""
 
+import errno
 import shutil
 import sys
 from pathlib import Path
@@ -75,6 +76,30 @@ async def test_ufw_is_asked_first_and_tells_root_alone(system: SystemTools) -> N
     assert walls.todo == "sudo ufw allow 24160/tcp, and sudo ufw allow 5353/udp"
     system.be("linux", root=False)
     assert "needs root" in (await look_at_firewalls(24160)).unseen
+
+
+MADE_BY_UFW = """{"nftables": [{"chain": {"family": "ip", "table": "filter", "name": "INPUT",
+"hook": "input", "policy": "drop"}}, {"chain": {"family": "ip", "table": "filter", "name":
+"ufw-user-input"}}, {"rule": {"family": "ip", "table": "filter", "chain": "ufw-user-input", "expr":
+[{"xt": null}, {"accept": null}]}}]}"""
+
+
+async def test_chains_that_ufw_has_made_are_judged_by_its_own_words(system: SystemTools) -> None:
+    system.be("linux")
+    system.conf.write_text("ENABLED=yes\n")
+    status = "Status: active\n\n24000:25000/tcp            ALLOW       Anywhere\n"
+    system.prints = {"ufw status": status, "nft -j list ruleset": MADE_BY_UFW}
+    assert await look_at_firewalls(24160) == Walls()
+
+
+async def test_a_setting_of_ufw_that_can_t_be_read_is_not_looked_at(
+    system: SystemTools, faults: Faults
+) -> None:
+    system.be("linux", root=False)
+    system.conf.write_text("ENABLED=yes\n")
+    faults.fail(Path, "read_text", PermissionError(errno.EACCES, "Permission denied"))
+    walls = await look_at_firewalls(24160)
+    assert walls.unseen == f"can't read {system.conf}: Permission denied; as root: ufw status"
 
 
 async def test_nftables_tells_root_alone(system: SystemTools) -> None:
