@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -159,12 +160,15 @@ def run_mlx(
 
     Raises:
         ConfigError: There is no program.
-        UsageError: It can't be started, or PMESH_WAIT_FOR is no number.
+        UsageError: It can't be started, MLX is not installed, or PMESH_WAIT_FOR is no number.
         AgentNotRunning: The number of machines is not given, and there is no agent to ask.
     """
     program = program_of(command)
     if program.kind == "script" and not Path(program.target).is_file():
         raise UsageError(f"there is no file {program.target}")
+    ours = elastic and trains_lora(program)
+    if not ours:
+        _check_mlx(program.python)
     directory = home_directory(home)
     # `pmesh run --on` names the job and the number of ranks, not all machines of the mesh.
     job = os.environ.get("PMESH_JOB", program.name[:64]) if job is None else job
@@ -175,7 +179,7 @@ def run_mlx(
         compression=compression or "",
     )
     os.environ.update(launch.variables(), PMESH_HOME=str(directory))
-    if elastic and trains_lora(program):
+    if ours:
         from pmesh.mlx_lm import train  # noqa: PLC0415 - mlx-lm, which other programs need not have
 
         return train(lora_arguments(program))
@@ -184,6 +188,16 @@ def run_mlx(
         os.execv(program.python, [*words, *program.arguments])  # noqa: S606 - what the user named
     except OSError as e:
         raise UsageError(f"can't start {program.python}: {e.strerror}") from e
+
+
+def _check_mlx(python: str) -> None:
+    """Raise UsageError if the Python beside this one, or this one itself, has no MLX."""
+    if Path(python).parent == Path(sys.executable).parent and find_spec("mlx") is None:
+        package = "mlx" if sys.platform == "darwin" else "'mlx[cpu]'"
+        raise UsageError(
+            f"mlx is not installed beside pmesh: pip install {package} in the environment that has "
+            "pmesh"
+        )
 
 
 def _machines(directory: Path) -> int:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pmesh.cli import mlx
 from pmesh.cli.app import run
 from pmesh.cli.mlx import Program, program_of, trains_lora
 from pmesh.errors import ConfigError, UsageError
@@ -126,8 +127,9 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WatchedAgent:
 
 @pytest.fixture
 def became(faults: Faults) -> list[list[str]]:
-    """What this process would have become."""
+    """What this process would have become, with MLX installed."""
     found: list[list[str]] = []
+    faults.pretend(mlx, "find_spec", lambda name: name)
     faults.pretend(os, "execv", lambda _, words: found.append(words))
     return found
 
@@ -204,3 +206,24 @@ def test_what_can_not_be_started_is_one_line(
     said = capsys.readouterr().err.splitlines()
     assert said[0].startswith("UsageError: can't start /no/such/python3: No such file")
     assert said[1] == "UsageError: there is no file no-such-file.py"
+
+
+@pytest.mark.usefixtures("agent")
+def test_without_mlx_it_is_said_what_to_install(
+    became: list[list[str]], capsys: pytest.CaptureFixture[str], faults: Faults
+) -> None:
+    faults.instead(mlx, "find_spec", lambda _: None)
+    assert run(["mlx", "--wait-for", "2", HERE, "-c", "pass"]) == 1
+    assert became == []
+    said = capsys.readouterr().err
+    assert said.startswith("UsageError: mlx is not installed beside pmesh: pip install ")
+
+
+@pytest.mark.usefixtures("agent")
+def test_another_python_may_have_what_is_not_installed_here(
+    became: list[list[str]], tmp_path: Path, faults: Faults
+) -> None:
+    faults.forbid(mlx, "find_spec")
+    python = console_script(tmp_path, "python3", "#!/bin/sh\n")
+    run(["mlx", "--wait-for", "2", python, "-c", "pass"])
+    assert became == [[python, "-m", "pmesh.mlx.program", "code", "pass"]]
