@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Literal
 
 from pmesh.agent.schema import decode_status
-from pmesh.client.connect import default_wait_for
+from pmesh.client.connect import check_job, default_wait_for
 from pmesh.client.control import ask_status
+from pmesh.compression.schemes import named
 from pmesh.errors import ConfigError, UsageError
 from pmesh.home_paths import home_directory
 from pmesh.launches.client.launched import MLXLaunch
@@ -160,7 +161,8 @@ def run_mlx(
 
     Raises:
         ConfigError: There is no program.
-        UsageError: It can't be started, MLX is not installed, or PMESH_WAIT_FOR is no number.
+        UsageError: It can't be started, MLX is not installed, or an option can't be used.
+        UnsupportedCompression: There is no such compression.
         AgentNotRunning: The number of machines is not given, and there is no agent to ask.
     """
     program = program_of(command)
@@ -178,6 +180,9 @@ def run_mlx(
         wait_for=_machines(directory) if wait_for is None else wait_for,
         compression=compression or "",
     )
+    check_job(launch.job, launch.wait_for)
+    if launch.compression not in {"", "none"}:
+        named(launch.compression)
     os.environ.update(launch.variables(), PMESH_HOME=str(directory))
     if ours:
         from pmesh.mlx_lm import train  # noqa: PLC0415 - mlx-lm, which other programs need not have

@@ -87,15 +87,7 @@ def connect(
         JobRunning: the job runs without ever calling `mesh.sync`, so no trainer can enter it.
     """
     job, wait_for = _job(job), _wait_for(wait_for)
-    if not isinstance(job, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise UsageError(f"job is a name, such as 'mnist', not {job!r}; a number is wait_for=")
-    nbytes = len(job.encode("utf-8", "replace"))
-    if not 1 <= nbytes <= MAX_JOB_BYTES or not re.search(PRINTABLE, job):
-        raise UsageError(
-            f"a job's name has 1 to {MAX_JOB_BYTES} characters, all of which print (fewer if they "
-            f"are not ASCII): {job!r}"
-        )
-    _check_count("wait_for", wait_for)
+    check_job(job, wait_for)
     _check_count("min_ranks", min_ranks)
     _check_choice("on_loss", on_loss, get_args(OnLoss))
     _check_choice("quorum", quorum, get_args(Quorum))
@@ -115,6 +107,19 @@ def connect(
     place = Place(home_directory(home), request, on_superseded=on_superseded, shares=Shares(wish))
     _JOINED.set()
     return Mesh(place, job=job)
+
+
+def check_job(job: str, wait_for: int) -> None:
+    """Raise UsageError for what is no name of a job, or no number of its trainers."""
+    if not isinstance(job, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UsageError(f"job is a name, such as 'mnist', not {job!r}; a number is wait_for=")
+    nbytes = len(job.encode("utf-8", "replace"))
+    if not 1 <= nbytes <= MAX_JOB_BYTES or not re.search(PRINTABLE, job):
+        raise UsageError(
+            f"a job's name has 1 to {MAX_JOB_BYTES} characters, all of which print (fewer if they "
+            f"are not ASCII): {job!r}"
+        )
+    _check_count("wait_for", wait_for)
 
 
 _JOINED = threading.Event()

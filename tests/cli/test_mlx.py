@@ -227,3 +227,20 @@ def test_another_python_may_have_what_is_not_installed_here(
     python = console_script(tmp_path, "python3", "#!/bin/sh\n")
     run(["mlx", "--wait-for", "2", python, "-c", "pass"])
     assert became == [[python, "-m", "pmesh.mlx.program", "code", "pass"]]
+
+
+@pytest.mark.usefixtures("agent")
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--wait-for=0"], "UsageError: wait_for is at least 1"),
+        (["--wait-for=2", "--job="], "UsageError: a job's name has 1 to"),
+        (["--wait-for=2", "--compression=int9"], "UnsupportedCompression: no compression 'int9'"),
+    ],
+)
+def test_an_option_that_no_job_can_have_is_refused_before_the_program_begins(
+    became: list[list[str]], options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["mlx", *options, HERE, "-c", "pass"]) == 1
+    assert became == []
+    assert capsys.readouterr().err.startswith(said)
