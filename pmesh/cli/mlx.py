@@ -24,6 +24,7 @@ RUNNER = "pmesh.mlx.program"
 _VALUED_FLAGS = ("-W", "-X", "--check-hash-based-pycs")  # Python's own, with a word that follows
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?t?(\.exe)?")
 _SHEBANG = re.compile(rb"(/[^\x00\n\"' ]*python[\d.]*t?)\b")
+_ENV_SHEBANG = re.compile(rb"#! ?/usr/bin/env (?:-S )?(python\S*)")
 _LORA = ("mlx_lm.lora", "mlx_lm lora")
 _TRAINS = re.compile(r"^train:\s*(true|yes|on)\b", re.MULTILINE | re.IGNORECASE)
 
@@ -111,14 +112,18 @@ def _found(command: str) -> str:
 
 def _interpreter_of(path: str) -> str:
     """The Python that a console script names in its first lines."""
-    with Path(path).open("rb") as script:
-        begin = script.read(512)
-    named = _SHEBANG.search(b"".join(begin.splitlines(keepends=True)[:2]))
-    if begin.startswith(b"#!/usr/bin/env python"):
-        return _found(begin.splitlines()[0].split()[-1].decode())
-    if not begin.startswith(b"#!") or named is None:
+    try:
+        with Path(path).open("rb") as script:
+            begin = script.read(512)
+    except OSError as e:
+        raise UsageError(f"can't read {path}: {e.strerror}") from e
+    by_path = _ENV_SHEBANG.match(begin)
+    if by_path is not None:
+        return _found(os.fsdecode(by_path[1]))
+    its_own = _SHEBANG.search(b"".join(begin.splitlines(keepends=True)[:2]))
+    if not begin.startswith(b"#!") or its_own is None:
         raise UsageError(f"{path} is not a Python program: pmesh mlx can run no other")
-    return os.fsdecode(named[1])
+    return os.fsdecode(its_own[1])
 
 
 def trains_lora(program: Program) -> bool:
@@ -144,7 +149,11 @@ def lora_arguments(program: Program) -> list[str]:
 def _configured_to_train(options: Sequence[str]) -> bool:
     for option, value in pairwise(options):
         if option in {"-c", "--config"} and Path(value).is_file():
-            return _TRAINS.search(Path(value).read_text(encoding="utf-8")) is not None
+            try:
+                text = Path(value).read_text(encoding="utf-8", errors="replace")
+            except OSError:  # of which mlx-lm says more
+                return False
+            return _TRAINS.search(text) is not None
     return False
 
 

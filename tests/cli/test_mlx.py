@@ -1,5 +1,6 @@
 """`pmesh mlx`: which program a command line names, and what it becomes."""
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -63,14 +64,36 @@ def test_a_console_script_runs_in_the_python_that_it_names(
     )
 
 
+@pytest.mark.parametrize(
+    "first_line",
+    [
+        "#!/usr/bin/env python3\n",
+        "#! /usr/bin/env python3\n",
+        "#!/usr/bin/env python3 -u\n",
+        "#!/usr/bin/env -S python3 -u\n",
+    ],
+)
 def test_a_script_may_leave_its_python_to_the_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_line: str
 ) -> None:
     python = console_script(tmp_path, "python3", "#!/bin/sh\n")
-    script = console_script(tmp_path, "chat", "#!/usr/bin/env python3\n")
+    script = console_script(tmp_path, "chat", first_line)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert program_of(["chat"]).python == python
     assert program_of(["chat"]).target == script
+
+
+def test_a_file_that_can_t_be_read_is_one_line_or_left_to_mlx_lm(
+    tmp_path: Path, faults: Faults
+) -> None:
+    script = console_script(tmp_path, "chat", "#!/usr/bin/env python3\n")
+    config = tmp_path / "lora.yaml"
+    config.write_text("train: true\n")
+    for call in ("open", "read_text"):
+        faults.fail(Path, call, PermissionError(errno.EACCES, "Permission denied"))
+    with pytest.raises(UsageError, match=f"can't read {script}: Permission denied"):
+        program_of([script])
+    assert not trains_lora(program_of(["-m", "mlx_lm.lora", "-c", str(config)]))
 
 
 @pytest.mark.parametrize(
@@ -101,6 +124,7 @@ def test_what_is_no_program_is_refused(
         ("-m mlx_lm", "mlx_lm", False),
         ("-m mlx_lm.lora --test", "mlx_lm.lora", False),
         ("-m mlx_lm.lora -c YAML", "mlx_lm.lora", True),
+        ("-m mlx_lm.lora -c LATIN1", "mlx_lm.lora", True),
         ("-m mlx_lm.lora --config no-such-file", "mlx_lm.lora", False),
         ("PYTHON -c pass", "python", False),
     ],
@@ -110,7 +134,9 @@ def test_only_the_training_of_mlx_lm_lora_has_a_loop_of_ours(
 ) -> None:
     config = tmp_path / "lora.yaml"
     config.write_text("model: m\ntrain: true\n")
-    known = {"PYTHON": HERE, "YAML": str(config)}
+    latin1 = tmp_path / "latin1.yaml"
+    latin1.write_bytes(b"# f\xfcr uns\ntrain: true\n")
+    known = {"PYTHON": HERE, "YAML": str(config), "LATIN1": str(latin1)}
     program = program_of([known.get(word, word) for word in command.split()])
     assert program.name == name
     assert trains_lora(program) is trains
