@@ -1,6 +1,7 @@
 """What `pip` calls this package, and the other package that has its name."""
 
 import os.path
+import sys
 import warnings
 from typing import Final
 
@@ -17,6 +18,11 @@ def installed_version() -> str:
     from importlib.metadata import version  # noqa: PLC0415 - it takes longer than `import pmesh`
 
     return version(DISTRIBUTION)
+
+
+def mlx_requirement() -> str:
+    """Return what follows `pip install` for MLX; on Linux its own library is an extra of it."""
+    return "mlx" if sys.platform == "darwin" else "'mlx[cpu]'"
 
 
 def warn_of_namesake(folder: str) -> None:

@@ -7,7 +7,9 @@ from typing import Final, Literal, TypeAlias
 
 from pmesh.agent.home import reason
 from pmesh.errors import UsageError
+from pmesh.installed import mlx_requirement
 from pmesh.terminal.lines import complain, say
+from pmesh.texts import printable
 
 Library: TypeAlias = Literal["mlx", "torch", "numpy"]
 
@@ -39,7 +41,7 @@ def write_script(path: Path, library: Library | None) -> int:
         UsageError: The file is there, or can't be written.
     """
     chosen = library or _first_installed()
-    text = example(chosen).replace(EXAMPLES[chosen], path.name)
+    text = example(chosen).replace(EXAMPLES[chosen], printable(path.name))
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -54,7 +56,8 @@ def write_script(path: Path, library: Library | None) -> int:
         f"  pmesh run python {script}                          on this machine alone",
         f"  pmesh run --on all --sync -- python {script}       on all machines that allow it",
     )
-    packages = {str(chosen): str(chosen), "sklearn": "scikit-learn"}
+    wanted = mlx_requirement() if chosen == "mlx" else chosen
+    packages = {str(chosen): wanted, "sklearn": "scikit-learn"}
     missing = [package for module, package in packages.items() if not _has(module)]
     if missing:
         complain(f"it needs what is not installed here: pip install {' '.join(missing)}")

@@ -17,6 +17,7 @@ from pmesh.client.control import ask_status
 from pmesh.compression.schemes import named
 from pmesh.errors import ConfigError, UsageError
 from pmesh.home_paths import home_directory
+from pmesh.installed import mlx_requirement
 from pmesh.launches.client.launched import MLXLaunch
 from pmesh.terminal.lines import complain
 
@@ -207,10 +208,9 @@ def run_mlx(
 def _check_mlx(python: str) -> None:
     """Raise UsageError if the Python beside this one, or this one itself, has no MLX."""
     if Path(python).parent == Path(sys.executable).parent and find_spec("mlx") is None:
-        package = "mlx" if sys.platform == "darwin" else "'mlx[cpu]'"
         raise UsageError(
-            f"mlx is not installed beside pmesh: pip install {package} in the environment that has "
-            "pmesh"
+            f"mlx is not installed beside pmesh: pip install {mlx_requirement()} in the "
+            "environment that has pmesh"
         )
 
 

@@ -1,11 +1,13 @@
 """`pmesh init`. That the examples train is shown by tests/client/test_examples.py."""
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from pmesh.cli import init
 from pmesh.cli.app import run
+from tests.worlds.system import be_on
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -46,6 +48,26 @@ def test_the_first_library_that_is_installed_is_taken_and_what_is_missing_is_nam
     assert capsys.readouterr().err == (
         "it needs what is not installed here: pip install scikit-learn\n"
     )
+
+
+@pytest.mark.parametrize(("platform", "package"), [("darwin", "mlx"), ("linux", "'mlx[cpu]'")])
+def test_what_is_named_has_mlx_s_own_library_on_each_system(
+    platform: str,
+    package: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    installed(monkeypatch, "sklearn")
+    be_on(monkeypatch, platform)
+    assert run(["init", "--with", "mlx"]) == 0
+    assert capsys.readouterr().err.endswith(f": pip install {package}\n")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS refuses such names")
+def test_a_script_may_have_a_name_that_is_not_utf8(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, "numpy", "sklearn")
+    assert run(["init", "a\udcffb.py"]) == 0
+    assert "a�b.py" in Path("a\udcffb.py").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
