@@ -35,7 +35,7 @@ from pmesh.agent.schema import decode_status, describe_other_mesh
 from pmesh.cli.keys import find_mesh_key, has_mesh_key
 from pmesh.client.control import ask_status
 from pmesh.core.identity.keys import MeshKey, NodeKey
-from pmesh.errors import AgentNotRunning, AgentStopped, ConfigError
+from pmesh.errors import AgentAlreadyRunning, AgentNotRunning, AgentStopped, ConfigError
 from pmesh.home_paths import LOG_NAME, home_directory, socket_path
 from pmesh.launches.cli.launches import complain_of_root
 from pmesh.terminal.lines import announce, complain, dropping_lines, ending_signals, say
@@ -106,7 +106,13 @@ def bring_up(home: Path | None, flags: Mapping[str, object], *, detach: bool) ->
     _check_interfaces((*settings.interfaces, *settings.not_interfaces))
     if settings.allow_run:
         complain_of_root(directory)
-    return _start_in_background(settings) if detach else _run_here(settings)
+    try:
+        return _start_in_background(settings) if detach else _run_here(settings)
+    except AgentAlreadyRunning as e:
+        if not flags.get("allow_run"):
+            raise
+        hint = "or let it run what others ask for: pmesh allow run"
+        raise AgentAlreadyRunning(f"{e}; {hint}") from e
 
 
 def _check_listen(listen: Listen) -> None:

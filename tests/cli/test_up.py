@@ -179,6 +179,20 @@ def test_what_the_agent_announces_is_printed(
     assert capsys.readouterr().out == "mac-2 joined\nthe ring: mac-1 → mac-2\n"
 
 
+@pytest.mark.parametrize("detach", [(), ("--detach",)])
+def test_beside_an_agent_that_runs_the_permission_is_named(
+    agent: FakeAgent, home: Path, capsys: pytest.CaptureFixture[str], detach: tuple[str, ...]
+) -> None:
+    with hold_home(home):
+        assert run(["up", *detach]) == 1
+        assert "pmesh allow run" not in capsys.readouterr().err
+        assert run(["up", "--allow-run", *detach]) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("AgentAlreadyRunning: an agent already runs in")
+    assert said.endswith("; or let it run what others ask for: pmesh allow run")
+    assert agent.starts == []
+
+
 def test_a_second_up_in_the_same_home_names_the_running_pid(
     agent: FakeAgent, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
