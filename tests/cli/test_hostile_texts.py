@@ -98,7 +98,7 @@ def replies_to(request: object) -> list[AnyReply]:  # noqa: C901, PLR0911 - one 
         case AskLaunches():
             return [LaunchRows((row,)), LaunchRows(())]
         case FetchFiles():
-            new = FetchedFiles(EVIL, "a" * 52, "", 2, 3, (NewFile(EVIL, 1),))
+            new = FetchedFiles(EVIL, "a" * 52, "", 2, 3, (NewFile(EVIL, 1),), left_out=EVIL)
             return [Fetched("l", (new, FetchedFiles(EVIL, "b" * 52, EVIL)))]
         case Launch() | FollowLaunch():
             began = LaunchBegan("l", "j", (EVIL, "mac"), (1, 1), (EVIL, EVIL))

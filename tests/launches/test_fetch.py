@@ -5,12 +5,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from pmesh.cli.app import run
 from pmesh.core.wire.framing import FrameReader, frame
 from pmesh.core.wire.session import encode
 from pmesh.home_paths import home_directory, socket_path
 from pmesh.launches.agent.files import FileStore
+from pmesh.launches.cli.fetch import tell_new_files
 from pmesh.launches.wire.messages import Fetched, FetchedFiles, FetchFiles, NewFile, TreeName
 from pmesh.launches.wire.tree import Entry, FileEntry, LinkEntry, encode_tree
 from simulation.wire import decode_request_untrusted
@@ -28,14 +30,14 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return home
 
 
-def answer_by(*machines: FetchedFiles) -> Callable[[socket.socket], None]:
+def answer_by(*machines: FetchedFiles, contents: bool = True) -> Callable[[socket.socket], None]:
     def answer(connection: socket.socket) -> None:
         reader = FrameReader(max_bytes=1 << 20)
         while (message := reader.next_message_untrusted()) is None:
             reader.receive_data(connection.recv(4096))
         request = decode_request_untrusted(message)
         assert isinstance(request, FetchFiles)
-        assert request.contents
+        assert request.contents == contents
         connection.sendall(frame(encode(Fetched("0123456789ab", machines))))
 
     return answer
@@ -114,6 +116,30 @@ def test_who_can_not_give_its_files_is_named_and_the_others_come(
     assert fetch(machines=(lost, has(home, "mac-1", ONE, a_file(home, "x")))) == 1
     assert capsys.readouterr().err == "mac-2: it does not answer any more\n"
     assert list(tmp_path.glob("pmesh-*/mac-1/x"))
+
+
+def test_what_a_machine_had_to_leave_out_is_told(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machines = (
+        replace(has(home, "mac-1", ONE, a_file(home, "x")), left_out="1 file can't"),
+        FetchedFiles("mac-2", TWO, left_out="2 files can't"),
+    )
+    assert fetch(machines=machines) == 1
+    said = capsys.readouterr()
+    assert said.out.startswith("mac-1: 1 file, 3 B, in ")
+    assert said.out.endswith("mac-2: nothing new that can be had\n")
+    assert said.err.splitlines() == ["mac-1: 1 file can't", "mac-2: 2 files can't"]
+
+
+def test_at_the_end_of_a_launch_what_can_not_be_had_is_told(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left = FetchedFiles("mac-2", TWO, left_out="2 files can't")
+    with agent_at(socket_path(home_directory()), answer_by(left, contents=False)):
+        tell_new_files(home_directory(), "night")
+    assert capsys.readouterr().err == "mac-2: 2 files can't\n"
+    del home
 
 
 def test_without_a_copy_anywhere_it_says_how_many_are_kept(

@@ -1,6 +1,7 @@
 """What ranks have written goes back to who started the launch, and to nobody else."""
 
 import stat
+import sys
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,29 @@ async def test_what_was_not_written_by_ranks_or_has_keys_is_left_out(tmp_path: P
     async with launch_of_anna(tmp_path, script) as (here, _):
         found = await told(here)
         assert [file.path for file in found.shown] == ["b.txt", "data.bin", "out/a.txt"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS refuses such names")
+async def test_a_name_that_can_not_be_sent_is_told_and_the_others_come(tmp_path: Path) -> None:
+    odd = r"""o=$(printf 'b\377'); printf x >"$o"; mkdir "d$o"; printf x >"d$o/e" """
+    async with launch_of_anna(tmp_path, f"{WRITES}; {odd}") as (here, _):
+        for asks in (False, True):
+            found = await told(here, contents=asks)
+            assert found.shown == NEW
+            assert found.left_out == (
+                "2 files can't be fetched: the name 'b\\udcff' is not valid UTF-8, which some "
+                "machines need"
+            )
+
+
+async def test_a_path_that_can_not_be_sent_is_told(tmp_path: Path, faults: Faults) -> None:
+    async with launch_of_anna(tmp_path, WRITES) as (here, _):
+        faults.limit(fetching, "MAX_PATH", 5)
+        found = await told(here)
+        assert found.shown == NEW[:1]
+        assert found.left_out == (
+            "1 file can't be fetched: its path has more than 5 characters: 'out/a.txt'"
+        )
 
 
 async def test_a_file_that_can_not_be_read_is_named(tmp_path: Path, faults: Faults) -> None:

@@ -10,7 +10,7 @@ import os
 import stat
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import trio
 
@@ -60,15 +60,27 @@ _REPLACED: Final = "a later question has taken the place of this one; fetch it a
 # --- what is new in a copy; these functions block
 
 
-def new_files(copy: Path, since_ns: int, store: FileStore | None = None) -> list[FileEntry]:
+class Written(NamedTuple):
+    """What is new in a copy."""
+
+    entries: list[FileEntry]
+    left_out: str
+    """Which files have names that can't be sent, and why; "" if none has."""
+
+
+def new_files(copy: Path, since_ns: int, store: FileStore | None = None) -> Written:
     """Return the files of a copy that were written since then; store their contents, if asked.
 
     Raises:
         UsageError: There are too many, or one changes while it is read.
         OSError: One can't be read or stored.
     """
-    found: list[FileEntry] = []
+    found, flaws = list[FileEntry](), list[str]()
     for path, name, about, here in _written_since(copy, since_ns):
+        flaw = _flaw_of(path)
+        if flaw:
+            flaws.append(flaw)
+            continue
         content = Content(_NO_HASH, about.st_size)
         if store is not None:
             try:
@@ -78,7 +90,8 @@ def new_files(copy: Path, since_ns: int, store: FileStore | None = None) -> list
         found.append(FileEntry(path, *content))
         if len(found) > MAX_ENTRIES:
             raise UsageError(f"there are more than {MAX_ENTRIES} new files in its copy")
-    return found
+    many = f"{len(flaws)} file{'s' * (len(flaws) > 1)} can't be fetched"
+    return Written(found, f"{many}: {flaws[0]}" if flaws else "")
 
 
 def _written_since(copy: Path, since_ns: int) -> Iterator[tuple[str, str, os.stat_result, int]]:
@@ -92,13 +105,14 @@ def _written_since(copy: Path, since_ns: int) -> Iterator[tuple[str, str, os.sta
                 continue
             # Not the mtime, which programs set to that of another file.
             is_new = stat.S_ISREG(about.st_mode) and about.st_ctime_ns > since_ns
-            path = os.path.relpath(f"{top}/{name}", copy)
-            if is_new and _may_be_sent(path) and not _is_key(name, about.st_size, here):
-                yield path, name, about, here
+            if is_new and not _is_key(name, about.st_size, here):
+                yield os.path.relpath(f"{top}/{name}", copy), name, about, here
 
 
-def _may_be_sent(path: str) -> bool:
-    return len(path) <= MAX_PATH and not flaw_of([FileEntry(path, _NO_HASH, 0)])
+def _flaw_of(path: str) -> str:
+    if len(path) > MAX_PATH:
+        return f"its path has more than {MAX_PATH} characters: {path!r}"
+    return flaw_of([FileEntry(path, _NO_HASH, 0)])
 
 
 def _is_key(name: str, nbytes: int, here: int) -> bool:
@@ -203,7 +217,7 @@ class Fetching:
         if found is None:
             return NewFiles(message.launch, message.number)
         store = self._store if message.contents else None
-        entries = await in_thread(new_files, *found, store)
+        entries, left_out = await in_thread(new_files, *found, store)
         tree = None
         if message.contents and entries:
             data = encode_tree(entries)
@@ -219,6 +233,7 @@ class Fetching:
             sum(entry.nbytes for entry in entries),
             tuple(NewFile(entry.path, entry.nbytes) for entry in entries[:MAX_SHOWN_FILES]),
             tree,
+            sentence(left_out),
         )
 
     def _begin_push(self, node: NodeId, message: AskNewContents) -> None:
@@ -291,7 +306,8 @@ class Fetching:
         refusal = answer.refusal or refusal
         if refusal or answer.count < 0:
             return FetchedFiles(name, id_, refusal) if refusal else None
-        return FetchedFiles(name, id_, "", answer.count, answer.nbytes, answer.shown, answer.tree)
+        counts = answer.count, answer.nbytes
+        return FetchedFiles(name, id_, "", *counts, answer.shown, answer.tree, answer.left_out)
 
     async def _take(
         self, asked: "_Asked", launch: PathName, tree: TreeName, most_bytes: int

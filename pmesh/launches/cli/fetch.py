@@ -46,6 +46,9 @@ def show_fetch(home: Path | None, launch: str, to: Path | None, *, most_bytes: i
         except UsageError as e:
             complain(f"{files.name}: {e}")
             code = 1
+        if files.left_out:
+            complain(f"{files.name}: {files.left_out}")
+            code = 1
     return code
 
 
@@ -71,6 +74,8 @@ def tell_new_files(home: Path, launch: str) -> None:
             complain(f"new files on {files.name} are not known: {files.refusal}")
         elif files.count:
             complain(f"new files on {files.name}: {_listed(files)}")
+        if files.left_out:
+            complain(f"{files.name}: {files.left_out}")
     if any(files.count for files in machines):
         complain(f"'pmesh fetch {launch}' brings them here")
 
@@ -90,7 +95,7 @@ def _brought(home: Path, files: FetchedFiles, target: Path) -> str:
     if files.refusal:
         raise UsageError(files.refusal)
     if files.tree is None:
-        return f"{files.name}: nothing new"
+        return f"{files.name}: nothing new{' that can be had' if files.left_out else ''}"
     if os.path.lexists(target):  # False for one that can't be: then `make` says why
         raise UsageError(f"{target} is there already; give another --to")
     store = FileStore(home)

@@ -284,6 +284,8 @@ class NewFiles(LaunchMessage, frozen=True, tag=56):
     shown: Annotated[tuple[NewFile, ...], Meta(max_length=MAX_SHOWN_FILES)] = ()
     """The first ones."""
     tree: TreeName | None = None
+    left_out: Sentence = ""
+    """Which files can't be sent, and why."""
 
 
 class AskNewContents(LaunchMessage, frozen=True, tag=57):
@@ -476,6 +478,7 @@ class FetchedFiles(msgspec.Struct, frozen=True):
     nbytes: int = 0
     shown: tuple[NewFile, ...] = ()
     tree: TreeName | None = None
+    left_out: str = ""
 
 
 class Fetched(SessionMessage, frozen=True, tag="fetched"):
