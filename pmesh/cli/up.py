@@ -102,7 +102,7 @@ def bring_up(home: Path | None, flags: Mapping[str, object], *, detach: bool) ->
     settings = load_settings(
         directory, flags=flags, environment=os.environ, host_name=socket.gethostname()
     )
-    _check_listen(settings.listen)
+    check_listen(settings.listen)
     _check_interfaces((*settings.interfaces, *settings.not_interfaces))
     if settings.allow_run:
         complain_of_root(directory)
@@ -115,7 +115,7 @@ def bring_up(home: Path | None, flags: Mapping[str, object], *, detach: bool) ->
         raise AgentAlreadyRunning(f"{e}; {hint}") from e
 
 
-def _check_listen(listen: Listen) -> None:
+def check_listen(listen: Listen) -> None:
     """Raise ConfigError for another machine's address, before any key is made."""
     if not listen.host:
         return

@@ -30,6 +30,7 @@ from pmesh.cli.doctor.programs import (
 from pmesh.cli.doctor.rules import here, network, slow
 from pmesh.cli.doctor.rules.findings import Finding, NamedCheck
 from pmesh.cli.keys import find_mesh_key, has_mesh_key
+from pmesh.cli.up import check_listen
 from pmesh.client.control import ask_status
 from pmesh.core.identity.advertisement import Advertisement
 from pmesh.core.identity.keys import AdvertisementKey, MeshKey
@@ -184,6 +185,10 @@ class Looks:
             port = parse_host_port(addresses[0])[1] if addresses else self._settings.listen.port
             return here.PortFacts(port=port, holder="agent")
         host, port = self._settings.listen
+        try:
+            check_listen(self._settings.listen)
+        except ConfigError as e:
+            return here.PortFacts(port=port, holder="nobody", error=str(e))
         if not port or can_listen(host, port):
             return here.PortFacts(port=port, holder="nobody")
         pid = holder_of(port)

@@ -171,6 +171,17 @@ def test_a_port_that_another_program_holds_is_named_with_that_program(
             assert call_doctor(capsys)[1]["check"] == "agent"
 
 
+def test_an_address_that_this_machine_has_no_more_is_named(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PMESH_LISTEN", "203.0.113.1:24160")
+    code, first = call_doctor(capsys)
+    assert (code, first["check"], first["verdict"]) == (1, "port", "cause")
+    assert first["found"].startswith("can't listen at 203.0.113.1:24160: ")
+    assert first["todo"] == "--listen must be an address of this machine"
+    del home
+
+
 def test_a_port_at_all_addresses_is_taken_if_it_is_at_one() -> None:
     with sockets.socket(sockets.AF_INET) as other:
         other.bind(("0.0.0.0", 0))  # noqa: S104 - as an agent does

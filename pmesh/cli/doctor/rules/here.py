@@ -107,10 +107,14 @@ class PortFacts:
     holder: Literal["agent", "nobody", "other"]
     program: str = ""
     """Which other program holds it; empty if that is not known."""
+    error: str = ""
+    """Why no agent can listen at that address, with what to do; empty if one can."""
 
 
 def judge_port(facts: PortFacts) -> Iterator[Finding]:
-    if facts.holder == "agent":
+    if facts.error:
+        yield cause_of(facts.error, means="The agent can't start.")
+    elif facts.holder == "agent":
         yield well(f"the agent listens at port {facts.port}")
     elif facts.holder == "nobody":
         yield well(f"port {facts.port} is free")
