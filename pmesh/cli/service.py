@@ -5,6 +5,7 @@ of launchd which runs as the user. For an agent of launchd macOS would ask for t
 permission, and nobody may see the question; for a daemon it never asks (Apple's TN3179).
 """
 
+import contextlib
 import os
 import plistlib
 import pwd
@@ -192,7 +193,7 @@ def install(home: Path | None) -> int:
             _tell(command)
     except ConfigError:
         if begins:  # else the next 'status' would speak of a service that there never was
-            _remove(service.file)
+            _undo(service)
         raise
     say(
         f"The agent runs, and starts at boot ({service.file}). Its log: {service.log}",
@@ -214,6 +215,17 @@ def remove() -> int:
         _tell(command)
     say("The agent has stopped, and does not start at boot any more.")
     return 0
+
+
+def _undo(service: SystemService) -> None:
+    """Stop what may have been started before a command failed."""
+    with contextlib.suppress(ConfigError):
+        for command in service.end:
+            _run(command)
+    _remove(service.file)
+    with contextlib.suppress(ConfigError):
+        for command in service.forget:
+            _run(command)
 
 
 def _remove(file: Path) -> None:

@@ -229,6 +229,18 @@ def test_a_system_that_refuses_is_quoted(
     assert "pmesh is no service here" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("home")
+def test_an_agent_that_may_not_outlive_the_login_is_stopped_again(system: SystemCommands) -> None:
+    system.failing["enable-linger"] = "Access denied"
+    assert run(["service", "install"]) == 2
+    assert system.told[-3:] == [
+        "loginctl enable-linger ana",
+        "systemctl --user disable --now pmesh.service",
+        "systemctl --user daemon-reload",
+    ]
+    assert run(["service", "status"]) == 1
+
+
 @pytest.mark.usefixtures("home", "system")
 def test_a_home_may_be_written_with_a_tilde_as_for_every_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
