@@ -6,6 +6,7 @@ permission, and nobody may see the question; for a daemon it never asks (Apple's
 """
 
 import contextlib
+import fcntl
 import os
 import plistlib
 import pwd
@@ -16,9 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from pmesh.client.control import ask_status
-from pmesh.errors import AgentAlreadyRunning, ConfigError, KeyFileError, PmeshError
-from pmesh.home_paths import LOG_NAME, MESH_KEY_NAME, expand_user
+from pmesh.errors import AgentAlreadyRunning, ConfigError, KeyFileError
+from pmesh.home_paths import LOCK_NAME, LOG_NAME, MESH_KEY_NAME, expand_user
 from pmesh.terminal.lines import say
 
 Command = tuple[str, ...]
@@ -181,7 +181,7 @@ def install(home: Path | None) -> int:
             " or 'pmesh join' on another one"
         )
     begins = not service.file.exists()
-    if begins and _answers(wanted.home):
+    if begins and _is_held(wanted.home):
         raise AgentAlreadyRunning(f"an agent of {wanted.home} runs already: first 'pmesh down'")
     try:
         service.file.parent.mkdir(parents=True, exist_ok=True)
@@ -246,12 +246,16 @@ def show() -> int:
     return 0 if runs else 1
 
 
-def _answers(home: Path) -> bool:
+def _is_held(home: Path) -> bool:
+    """Return True while an agent of this home runs, also for root: its user alone may ask it."""
     try:
-        ask_status(home, timeout_s=1.0)
-    except PmeshError:
+        with (home / LOCK_NAME).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # there was none yet
         return False
-    return True
+    return False
 
 
 def _tell(command: Command) -> None:

@@ -3,6 +3,7 @@
 Only the system's commands are replaced: `systemctl` on Linux, `launchctl` on a Mac.
 """
 
+import fcntl
 import plistlib
 import pwd
 import shutil
@@ -16,7 +17,8 @@ import pytest
 from pmesh.cli import service
 from pmesh.cli.app import run
 from pmesh.cli.service import AgentService, service_for
-from pmesh.errors import AgentNotRunning, ConfigError
+from pmesh.errors import ConfigError
+from pmesh.home_paths import LOCK_NAME
 from tests.cli.homes import use_home
 from tests.worlds.faults import Faults
 from tests.worlds.system import be_on, be_user
@@ -67,16 +69,11 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faults: Faults) -> Pat
     faults.pretend(pwd, "getpwuid", lambda _: ana)
     faults.pretend(pwd, "getpwnam", lambda _: ana)
     monkeypatch.delenv("SUDO_USER", raising=False)
-    faults.pretend(service, "ask_status", _nobody)
     place = tmp_path / ".pmesh"
     place.mkdir()
     (place / "mesh_key").write_text("a key")
     use_home(place, monkeypatch)
     return place
-
-
-def _nobody(*_: object, **__: object) -> bytes:
-    raise AgentNotRunning("nobody")
 
 
 def as_sudo_on_a_mac(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -271,14 +268,24 @@ def test_a_home_without_a_key_is_no_service(
     assert system.told == []
 
 
-@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize("on_a_mac", [False, True])
 def test_an_agent_that_runs_is_stopped_by_the_user_first(
-    system: SystemCommands, faults: Faults, capsys: pytest.CaptureFixture[str]
+    home: Path,
+    system: SystemCommands,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    *,
+    on_a_mac: bool,
 ) -> None:
-    faults.pretend(service, "ask_status", lambda *_, **__: b"{}")
-    assert run(["service", "install"]) != 0
+    if on_a_mac:  # root, who is no agent's user
+        as_sudo_on_a_mac(tmp_path, monkeypatch)
+    with (home / LOCK_NAME).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert run(["service", "install"]) != 0
     assert "runs already: first 'pmesh down'" in capsys.readouterr().err
     assert system.told == []
+    assert run(["service", "install"]) == 0  # the lock of one that has ended
 
 
 @pytest.mark.usefixtures("home")
