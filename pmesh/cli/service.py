@@ -58,6 +58,10 @@ class SystemService:
     """After the file is removed."""
     ask: Command
     """It returns 0 while the agent runs."""
+    running: str = ""
+    """What it then prints, too."""
+    again: tuple[Command, ...] = ()
+    """Before `begin` where there is a service already; they may fail."""
 
 
 def service_for(wanted: AgentService) -> SystemService:
@@ -134,7 +138,9 @@ def _launchd(wanted: AgentService) -> SystemService:
         begin=(("launchctl", "bootstrap", "system", str(PLIST)),),
         end=(("launchctl", "bootout", f"system/{LABEL}"),),
         forget=(),
-        ask=("launchctl", "print", f"system/{LABEL}"),
+        ask=("launchctl", "print", f"system/{LABEL}"),  # 0 also for one that has ended
+        running="\tstate = running\n",
+        again=(("launchctl", "bootout", f"system/{LABEL}"),),  # it takes no second one
     )
 
 
@@ -189,6 +195,8 @@ def install(home: Path | None) -> int:
     except OSError as e:
         raise ConfigError(f"can't write {service.file}: {e.strerror}") from e
     try:
+        for command in () if begins else service.again:
+            _run(command)
         for command in service.begin:
             _tell(command)
     except ConfigError:
@@ -241,7 +249,8 @@ def show() -> int:
     if not service.file.exists():
         say("pmesh is no service here; 'pmesh service install' makes it one.")
         return 1
-    runs = _run(service.ask).returncode == 0
+    asked = _run(service.ask)
+    runs = asked.returncode == 0 and service.running in asked.stdout
     say(f"{service.file}: it {'runs' if runs else 'does not run'}. Its log: {service.log}")
     return 0 if runs else 1
 

@@ -44,6 +44,7 @@ class SystemCommands:
     def __init__(self) -> None:
         self.told: list[str] = []
         self.failing: dict[str, Exception | str] = {}
+        self.says = ""
 
     def run(self, command: tuple[str, ...], **_: object) -> "subprocess.CompletedProcess[str]":
         words = " ".join(command)
@@ -51,7 +52,8 @@ class SystemCommands:
         failure = next((f for word, f in self.failing.items() if word in words), None)
         if isinstance(failure, Exception):
             raise failure
-        return subprocess.CompletedProcess(command, int(failure is not None), "", failure or "")
+        code = int(failure is not None)
+        return subprocess.CompletedProcess(command, code, self.says, failure or "")
 
 
 @pytest.fixture
@@ -204,6 +206,36 @@ def test_sudo_on_a_mac_makes_a_daemon_of_the_user_and_its_home(
     assert system.told == [f"launchctl bootstrap system {file}"]
     assert run(["service", "remove"]) == 0
     assert system.told[1:] == ["launchctl bootout system/org.pmesh.agent"]
+
+
+@pytest.mark.usefixtures("home")
+def test_on_a_mac_a_daemon_that_is_known_need_not_run(
+    system: SystemCommands,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = as_sudo_on_a_mac(tmp_path, monkeypatch)
+    assert run(["service", "install"]) == 0
+    system.says = f"system/org.pmesh.agent = {{\n\tpath = {file}\n\tstate = running\n}}\n"
+    assert run(["service", "status"]) == 0
+    system.says = system.says.replace("= running", "= not running")  # after 'pmesh down'
+    assert run(["service", "status"]) == 1
+    assert "it does not run" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("home")
+def test_on_a_mac_a_daemon_that_is_installed_again_is_taken_out_first(
+    system: SystemCommands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = as_sudo_on_a_mac(tmp_path, monkeypatch)
+    assert run(["service", "install"]) == 0
+    system.failing["bootout"] = "No such process"  # it had failed to start
+    assert run(["service", "install"]) == 0
+    assert system.told[1:] == [
+        "launchctl bootout system/org.pmesh.agent",
+        f"launchctl bootstrap system {file}",
+    ]
 
 
 @pytest.mark.parametrize(
