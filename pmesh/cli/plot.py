@@ -66,7 +66,7 @@ def _check_picture(path: Path) -> None:
         raise ConfigError("pmesh plot needs matplotlib: pip install matplotlib")
     from matplotlib.backend_bases import FigureCanvasBase  # noqa: PLC0415 - an extra, and 0.3 s
 
-    kinds = sorted(FigureCanvasBase.get_supported_filetypes())
+    kinds = sorted(FigureCanvasBase.get_supported_filetypes().keys() - {"pgf"})  # it needs TeX
     if path.suffix.removeprefix(".").lower() not in kinds:
         raise ConfigError(f"--output {path}: the file name must end in one of .{', .'.join(kinds)}")
 

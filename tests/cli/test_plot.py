@@ -104,6 +104,7 @@ def test_what_the_agent_refuses_and_what_the_disk_does_is_said(
     ("arguments", "error"),
     [
         (["digits", "--output", "a.doc"], "--output a.doc: the file name must end in one of "),
+        (["digits", "--output", "a.pgf"], "--output a.pgf: the file name must end in one of "),
         (["a\nb"], r"no job has the name 'a\nb'; 'pmesh status' shows those that run"),
         (["no.json"], "can't read no.json: No such file or directory; write it by 'pmesh bench "),
         (["other.json"], "other.json is not what 'pmesh bench --json' prints: Object missing "),
