@@ -95,6 +95,7 @@ def test_the_files_and_packages_that_the_command_names_are_hashed(tmp_path: Path
         (["true"], RunOptions(environment=["PMESH_JOB=x"]), "PMESH_JOB may not be set"),
         (["no-such.py"], RunOptions(), "there is no 'no-such.py' in .*; give the path"),
         (["python3", "no-such.py"], RunOptions(), "there is no 'no-such.py'"),
+        (["python3", "x" * 300], RunOptions(), "there is no 'xxx"),  # too long for a name
         (["python3", "~no-one/a.py"], RunOptions(), "knows no home directory of ~no-one;"),
         (["~no-one/a"], RunOptions(), "knows no home directory of ~no-one; write the whole path"),
         (["true"], RunOptions(cwd=Path("~no-one")), "knows no home directory of ~no-one;"),
