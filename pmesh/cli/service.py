@@ -181,11 +181,15 @@ def install(home: Path | None) -> int:
     """
     wanted = wanted_here(home)
     service = service_for(wanted)
-    if not (wanted.home / MESH_KEY_NAME).exists():
+    try:
+        (wanted.home / MESH_KEY_NAME).stat()
+    except (FileNotFoundError, NotADirectoryError) as e:
         raise KeyFileError(
             f"{wanted.home} holds no mesh key yet: first 'pmesh key new' on the first machine,"
             " or 'pmesh join' on another one"
-        )
+        ) from e
+    except OSError as e:  # it is another user's
+        raise ConfigError(f"can't look into {wanted.home}: {e.strerror}") from e
     begins = not service.file.exists()
     if begins and _is_held(wanted.home):
         raise AgentAlreadyRunning(f"an agent of {wanted.home} runs already: first 'pmesh down'")

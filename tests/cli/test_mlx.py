@@ -229,9 +229,11 @@ def test_what_can_not_be_started_is_one_line(
     script = console_script(tmp_path, "gone", "#!/no/such/python3\n")
     assert run(["mlx", "--wait-for", "2", script]) == 1
     assert run(["mlx", "--wait-for", "2", "no-such-file.py"]) == 1
+    assert run(["mlx", "--wait-for", "2", f"{'x' * 300}.py"]) == 1
     said = capsys.readouterr().err.splitlines()
     assert said[0].startswith("UsageError: can't start /no/such/python3: No such file")
     assert said[1] == "UsageError: there is no file no-such-file.py"
+    assert said[2].startswith("UsageError: there is no file xxx")
 
 
 @pytest.mark.usefixtures("agent")

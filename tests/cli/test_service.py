@@ -300,6 +300,17 @@ def test_a_home_without_a_key_is_no_service(
     assert system.told == []
 
 
+@pytest.mark.usefixtures("home")
+def test_a_home_that_can_not_be_looked_into_is_no_service(
+    system: SystemCommands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = f"/{'x' * 300}"
+    assert run(["service", "install", "--home", home]) == 2
+    said = capsys.readouterr().err
+    assert said == f"ConfigError: can't look into {home}: File name too long\n"
+    assert system.told == []
+
+
 @pytest.mark.parametrize("on_a_mac", [False, True])
 def test_an_agent_that_runs_is_stopped_by_the_user_first(
     home: Path,
