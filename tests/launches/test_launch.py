@@ -5,6 +5,8 @@ import io
 import math
 import os
 import pwd
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +16,8 @@ from hypothesis import strategies as st
 
 from pmesh.cli import up
 from pmesh.cli.app import run
+from pmesh.core.wire.framing import FrameReader, frame
+from pmesh.core.wire.session import encode
 from pmesh.errors import ConfigError
 from pmesh.home_paths import home_directory, socket_path
 from pmesh.ids import NodeId, node_text
@@ -22,7 +26,8 @@ from pmesh.launches.agent.permission import load_permission
 from pmesh.launches.cli import launches
 from pmesh.launches.cli.launch import RunOptions, Screen, launch_of
 from pmesh.launches.rules.lines import STARTER
-from pmesh.launches.wire.messages import LaunchTerms
+from pmesh.launches.wire.messages import Launch, LaunchBegan, LaunchInput, LaunchOver, LaunchTerms
+from simulation.wire import decode_request_untrusted
 from tests.worlds.fake_status_agent import IDS, agent_at, answer_well
 from tests.worlds.faults import Faults
 from tests.worlds.system import be_a_terminal
@@ -318,3 +323,53 @@ def test_what_means_nothing_on_this_machine_alone_is_refused(
 def test_a_limit_that_is_no_size_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["run", "--on", "all", "--sync-limit", "much", "true"]) == 2
     assert "--sync-limit must be a number of bytes" in capsys.readouterr().err
+
+
+IN_THE_BACKGROUND = """
+import fcntl, os, subprocess, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+run = subprocess.Popen(sys.argv[1:], process_group=0)
+_, status = os.waitpid(run.pid, os.WUNTRACED)
+if os.WIFSTOPPED(status):
+    run.kill()
+    sys.exit("the terminal has stopped it")
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+"""A shell that runs its arguments as `ARGUMENTS &`."""
+
+
+def begin_and_await_input(connection: socket.socket) -> None:
+    """The agent of a launch that ends when the program says that there is no input."""
+    reader = FrameReader(max_bytes=1 << 20)
+    for reply in (LaunchBegan("l", "j", ("mac-1",), (1,), (IDS[0],)), LaunchOver(0)):
+        while (message := reader.next_message_untrusted()) is None:
+            data = connection.recv(4096)
+            if not data:
+                return
+            reader.receive_data(data)
+        request = decode_request_untrusted(message)
+        assert isinstance(request, Launch | LaunchInput)
+        if isinstance(request, LaunchInput):
+            assert request.data == b""
+        connection.sendall(frame(encode(reply)))
+
+
+def test_in_the_background_there_is_no_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("PMESH_HOME", str(tmp_path))
+    ours, its = os.openpty()
+    with agent_at(socket_path(home_directory()), begin_and_await_input):
+        words = ("-m", "pmesh.cli", "run", "--on", "all", "--", "true")
+        done = subprocess.run(
+            [sys.executable, "-c", IN_THE_BACKGROUND, sys.executable, *words],
+            stdin=its,
+            capture_output=True,
+            text=True,
+            start_new_session=True,
+            check=False,
+        )
+    os.close(ours)
+    os.close(its)
+    assert (done.returncode, done.stderr) == (0, f"runs on mac-1 ({IDS[0][:8]})\n")

@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -446,18 +447,25 @@ def _number_of(number: int) -> SignalNumber:
 
 
 async def _pass_input_on(agent: AgentStream, taken: trio.MemoryReceiveChannel[None]) -> None:
-    """Read standard input in a thread: a terminal that others use, too, must stay as it is."""
-    while True:
-        try:
-            data = await trio.to_thread.run_sync(
-                os.read, sys.stdin.fileno(), PART_BYTES, abandon_on_cancel=True
-            )
-        except (OSError, ValueError):  # it is closed
-            data = b""
-        await agent.send(LaunchInput(data))
-        if not data:
-            return
-        await taken.receive()
+    """Read standard input in a thread: a terminal that others use, too, must stay as it is.
+
+    In the background there is none: the terminal would stop this program for reading.
+    """
+    before = signal.signal(signal.SIGTTIN, signal.SIG_IGN)
+    try:
+        while True:
+            try:
+                data = await trio.to_thread.run_sync(
+                    os.read, sys.stdin.fileno(), PART_BYTES, abandon_on_cancel=True
+                )
+            except (OSError, ValueError):  # it is closed, or the terminal's, which others have
+                data = b""
+            await agent.send(LaunchInput(data))
+            if not data:
+                return
+            await taken.receive()
+    finally:
+        signal.signal(signal.SIGTTIN, before)
 
 
 # --- the output
