@@ -1,6 +1,7 @@
 """The files of a command that are compared on all machines."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,28 @@ def test_of_a_script_what_it_imports_from_its_directory_counts(two: tuple[Path, 
     ]  # fmt: skip
     (here / "train.py").write_text("import model, (\n")
     assert files_of(here, "train.py") == ["train.py"]  # it fails everywhere
+
+
+def test_what_editors_and_macs_leave_and_directories_are_no_python_files(
+    two: tuple[Path, Path],
+) -> None:
+    here, there = two
+    before = files_of(here, "-m", "pkg.train")
+    (here / "pkg" / ".#train.py").symlink_to("ana@mac-1.local.1234")  # as Emacs makes one
+    (here / "pkg" / "._train.py").write_bytes(b"\0")  # as macOS on a disk without attributes
+    (here / "pkg" / "data.py").mkdir()
+    assert files_of(here, "-m", "pkg.train") == before
+    command = Command(("true",), str(there), digests=digests_of(["pkg"], here))
+    assert check_command(command, HERE).cwd == there
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS refuses such names")
+def test_a_python_file_whose_name_is_not_utf8_is_named(two: tuple[Path, Path]) -> None:
+    here, there = two
+    (there / "pkg" / "b\udcff.py").touch()
+    assert "pkg has other Python files than the starter's" in difference(here, there, "pkg")
+    with pytest.raises(ConfigError, match=r"the name 'pkg/b.udcff.py' is not valid UTF-8, which"):
+        digests_of(["pkg"], there)
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def digest_of(cwd: Path, path: str) -> Digest:
         size = file.stat().st_size
         if size > _MAX_HASHED_BYTES:
             raise OSError(0, "it is larger than 1 GiB")
-        hashed.update(f"{name}\0{size}\0".encode())
+        hashed.update(os.fsencode(f"{name}\0{size}\0"))
         with file.open("rb") as stream:
             while block := stream.read(_HASH_BYTES):
                 hashed.update(block)
@@ -167,8 +167,12 @@ def digest_of(cwd: Path, path: str) -> Digest:
 
 
 def python_files(package: Path) -> Sequence[Path]:
-    """Return the Python files of a package and of those within it."""
-    return sorted(package.rglob("*.py"))
+    """Return the Python files of a package and of those within it.
+
+    No program can import a file whose name begins with a dot: editors and Macs leave such.
+    """
+    found = (path for path in package.rglob("*.py") if not path.name.startswith("."))
+    return sorted(path for path in found if not os.path.isdir(path))  # noqa: PTH112 - never raises
 
 
 def free_ports(count: int) -> tuple[int, ...]:

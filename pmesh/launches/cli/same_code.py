@@ -42,6 +42,11 @@ def digests_of(words: Sequence[str], cwd: Path, *, copied: bool = False) -> tupl
     if len(files) > MAX_FILES:
         files = [file for file in files if not any(file.startswith(f"{p}/") for p in packages)]
     wanted = dict.fromkeys((*files[:MAX_FILES], *packages))
+    for name in wanted:
+        if name != name.encode(errors="replace").decode():
+            raise ConfigError(
+                f"the name {name!r} is not valid UTF-8, which some machines need; rename it"
+            )
     try:
         return tuple(digest_of(cwd, name) for name in wanted)
     except OSError as e:
