@@ -73,14 +73,17 @@ def find_other_packages(
             continue
         yield OtherPackage(
             name=name,
-            version=each.version,
+            version=_field(each, "Version"),
             summary=_field(each, "Summary"),
             folder=str(each.locate_file("")),
         )
 
 
 def _field(distribution: Distribution, name: str) -> str:
-    fields = distribution.metadata
+    try:
+        fields = distribution.metadata
+    except UnicodeDecodeError:  # of an author's name, in an old package
+        return ""
     return (fields[name] or "") if name in fields else ""  # Python 3.12 warns of a missing one
 
 

@@ -275,5 +275,16 @@ def test_a_distribution_of_any_name_that_brings_the_package_is_found(tmp_path: P
     assert [(each.name, each.summary) for each in found] == [("mesher", "")]
 
 
+def test_a_package_whose_metadata_is_not_utf8_hides_no_other(tmp_path: Path) -> None:
+    from importlib.metadata import distributions  # noqa: PLC0415 - beside its only use
+
+    for name in ("a-1", "c-1"):
+        install(tmp_path, name, "Name: x\nVersion: 1\n", "x\n")
+        (tmp_path / f"{name}.dist-info" / "METADATA").write_bytes(b"Name: x\nAuthor: J\xfcrgen\n")
+    install(tmp_path, "b-1", "Name: mesher\nVersion: 1\n", "pmesh\n")
+    found = [*find_other_packages(distributions(path=[str(tmp_path)]))]
+    assert [each.name for each in found] == ["mesher"]
+
+
 def test_the_package_that_is_installed_here_is_not_another_one() -> None:
     assert [*find_other_packages()] == []
