@@ -3,6 +3,7 @@
 import base64
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from pmesh.cli.app import run
 from pmesh.cli.bugreport import HIDDEN, LOG_BYTES, without_secrets
 from pmesh.core.identity.keys import MeshKey, mesh_key_text
 from tests.cli.homes import store_rotation, use_home
+from tests.worlds.faults import Faults
 
 KEY = MeshKey(bytes(range(32)))
 OTHER = MeshKey(bytes(range(100, 132)))
@@ -49,6 +51,14 @@ def test_without_an_agent_it_has_all_else(
     assert "link to mac-2 failed" in text
     assert "pmesh is not installed" in text  # Particle Mesh
     assert "read it before you send it" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("home")
+def test_a_fault_in_one_section_leaves_the_others(tmp_path: Path, faults: Faults) -> None:
+    faults.fail(psutil, "virtual_memory", RuntimeError("no /proc/meminfo"))
+    text = reported(tmp_path)
+    assert "not there: RuntimeError: no /proc/meminfo" in text
+    assert 'name = "mac-1"' in text
 
 
 def test_a_file_of_ones_own_name_is_made_here(
