@@ -273,6 +273,13 @@ def test_the_clock_that_differs_from_all_others_is_this_machine_s() -> None:
             assert "one of the two" in finding.means
 
 
+def test_a_command_for_a_name_ends_as_it_must_be_typed() -> None:
+    one = msgspec.structs.replace(AIR, id="a" * 52, name="mac (aaaa)")
+    for members, command in (((one,), "pmesh forget mac"), (CLASHING, "'pmesh up --name OTHER'")):
+        (found,) = slow.judge_speed(members, ())
+        assert found.todo.endswith(command)
+
+
 def test_a_key_that_can_no_longer_be_used_does_not_stop_the_agent_that_runs() -> None:
     (runs,), (does_not,) = key(error="bad; run: x"), key(error="bad; run: x", agent_runs=False)
     assert runs.means == "The agent that runs does not start again."

@@ -107,13 +107,11 @@ def judge_speed(
 ) -> Iterator[Finding]:
     """Judge what the agent says of its links and of the names of machines."""
     slow = [remark(text, means="Training is as slow.") for text in describe_slow_paths(members)]
-    rest = (
-        *describe_bad_links(members),
-        *describe_held_off(held_off),
-        *describe_names(members),
-    )
+    rest = (*describe_bad_links(members), *describe_held_off(held_off))
+    names = (text.partition("; ") for text in describe_names(members))
     others = [
-        remark(found, means=f"{then}.") for found, _, then in (t.partition("; ") for t in rest)
+        *(remark(found, means=f"{then}.") for found, _, then in (t.partition("; ") for t in rest)),
+        *(remark(found, todo=todo) for found, _, todo in names),
     ]
     yield from (*slow, *others)
     if not slow and not others:
