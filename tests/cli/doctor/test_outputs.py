@@ -116,6 +116,8 @@ def test_logind_sends_a_machine_to_sleep_only_if_it_is_told_to() -> None:
     assert read_logind("").after == ""
     assert read_logind("#IdleAction=suspend\n").after == ""
     assert read_logind("IdleAction=suspend\nIdleAction=lock\n").after == ""
+    spaced = "IdleAction = suspend\nIdleActionSec = 1h 30min \n"
+    assert read_logind(spaced).after == "1h 30min without input (IdleAction=suspend)"
     assert read_logind("IdleAction=suspend\n").after == "30min without input (IdleAction=suspend)"
 
 

@@ -34,7 +34,8 @@ def read_logind(text: str) -> SleepFacts:
     >>> read_logind("#IdleAction=suspend\nIdleAction=suspend\nIdleActionSec=20min").after
     '20min without input (IdleAction=suspend)'
     """
-    settings = dict(re.findall(r"^(IdleAction|IdleActionSec)=(\S+)", text, re.MULTILINE))
+    assigned = r"^(IdleAction|IdleActionSec)[ \t]*=[ \t]*(\S.*?)[ \t]*$"
+    settings = dict(re.findall(assigned, text, re.MULTILINE))
     action = settings.get("IdleAction", "ignore")
     if action in {"ignore", "lock"}:
         return SleepFacts()
