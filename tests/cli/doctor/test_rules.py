@@ -280,6 +280,12 @@ def test_a_command_for_a_name_ends_as_it_must_be_typed() -> None:
         assert found.todo.endswith(command)
 
 
+def test_a_command_that_only_root_may_type_begins_with_sudo() -> None:
+    (found,) = network.judge_large_packets([way(outcome="large packets vanish")])
+    assert "sudo ip link set INTERFACE mtu 1500" in found.todo
+    assert "sudo networksetup -setMTU INTERFACE 1500" in found.todo
+
+
 def test_a_key_that_can_no_longer_be_used_does_not_stop_the_agent_that_runs() -> None:
     (runs,), (does_not,) = key(error="bad; run: x"), key(error="bad; run: x", agent_runs=False)
     assert runs.means == "The agent that runs does not start again."

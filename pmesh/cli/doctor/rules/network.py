@@ -353,8 +353,8 @@ def judge_large_packets(ways: Sequence[WayFacts]) -> Iterator[Finding]:
             means="Something between has a smaller MTU than the interface here, and does not say "
             "so; tensors would never arrive.",
             todo="give all interfaces of this network the MTU 1500 (jumbo frames off), or the VPN's"
-            " own; Linux: ip link set INTERFACE mtu 1500; macOS: networksetup -setMTU INTERFACE "
-            "1500",
+            " own; Linux: sudo ip link set INTERFACE mtu 1500; macOS: sudo networksetup -setMTU "
+            "INTERFACE 1500",
         )
     if tried and not holes:
         yield well(f"large packets reach {', '.join(way.name for way in tried)}")
