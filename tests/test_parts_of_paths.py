@@ -57,7 +57,9 @@ KNOWN = {
         "Path(first)",
         "Path(path)",
         "Path(program.target)",
+        "Path(python)",
         "Path(self.target)",
+        "Path(sys.executable)",
         "Path(value)",
     },
     "pmesh/launches/cli/run.py": {"Path(name, 'connects')", "Path(script)"},  # a new directory
