@@ -13,7 +13,7 @@ import pwd
 import shlex
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
@@ -249,7 +249,9 @@ def _remove(file: Path) -> None:
 
 def show() -> int:
     """`pmesh service status`: 0 if it is installed and runs, else 1."""
-    service = service_for(wanted_here())
+    wanted = wanted_here()
+    on_a_mac = wanted.system == "darwin"  # where nobody needs to be root to ask
+    service = service_for(replace(wanted, as_root=on_a_mac or wanted.as_root))
     if not service.file.exists():
         say("pmesh is no service here; 'pmesh service install' makes it one.")
         return 1

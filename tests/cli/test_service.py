@@ -219,6 +219,8 @@ def test_on_a_mac_a_daemon_that_is_known_need_not_run(
     assert run(["service", "install"]) == 0
     system.says = f"system/org.pmesh.agent = {{\n\tpath = {file}\n\tstate = running\n}}\n"
     assert run(["service", "status"]) == 0
+    be_user(monkeypatch, 501)  # to ask needs no root
+    assert run(["service", "status"]) == 0
     system.says = system.says.replace("= running", "= not running")  # after 'pmesh down'
     assert run(["service", "status"]) == 1
     assert "it does not run" in capsys.readouterr().out
