@@ -16,7 +16,7 @@ from pmesh.bridge.cli.serving import BridgeOptions, Job, serve
 from pmesh.bridge.client import announce, mean_loss
 from pmesh.bridge.rules import Layout
 from pmesh.bridge.wire import MOST_FRAME_BYTES, Floats
-from pmesh.client.connect import connect
+from pmesh.client.connect import check_job, connect
 from pmesh.client.control import ask_status
 from pmesh.client.mesh import Mesh
 from pmesh.errors import ConfigError, JobRunning, PortTaken
@@ -78,6 +78,7 @@ def bridge_entrenar(
     options = _options(workers, rows, worker_timeout, timeout, max_frame)
     if wait_for < 2:  # noqa: PLR2004 - the bridge and a rank
         raise ConfigError(f"--wait-for counts the bridge, too: it is at least 2, not {wait_for}")
+    check_job(job, wait_for)
     ask_status(directory)  # raises AgentNotRunning, before any worker comes
     meshes: list[Mesh] = []
 
