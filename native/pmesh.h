@@ -56,7 +56,7 @@ struct pmesh_lane {
     uint64_t paced_bytes;              // what came while this end waited in a record
     double paced_s;                    // how long that took
     struct pmesh_subflows *subflows;   // of a lane of several connections, which uses no `out`, and
-                                     // whose `in` is one of their records; else NULL
+                                       // whose `in` is one of their records; else NULL
     int32_t fd;
     int32_t wake_up_bytes; // a wait for more than this ends when this is there
     int32_t asked;         // SO_RCVLOWAT as it was set last

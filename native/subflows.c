@@ -30,6 +30,7 @@ struct subflow {
     uint64_t bytes_read, filled; // `filled` of the header and the frame together
     uint64_t read_before;        // the wait that is measured
     bool is_paced;
+    double looked_at; // when all acknowledgements that had come were read
     struct pmesh_frame *frame;
     uint8_t key[PMESH_KEY_BYTES];
     uint8_t ack[ACK_RECORD_BYTES];
@@ -52,6 +53,9 @@ struct pmesh_subflows {
     struct pmesh_lost_subflow lost[PMESH_MOST_SUBFLOWS];
     struct pmesh_pace paces[PMESH_MOST_SUBFLOWS];
 };
+
+// Who looks for acknowledgements less often does not know when they came.
+static const double LATE_S = 0.0025;
 
 enum outcome { READY, NOT_READY, WHOLE, LOST };
 
@@ -188,7 +192,8 @@ static enum outcome write_some(struct pmesh_subflows *subflows, uint32_t place, 
     }
 }
 
-static bool take_ack_untrusted(struct pmesh_subflows *subflows, uint32_t place, double at) {
+static bool take_ack_untrusted(struct pmesh_subflows *subflows, uint32_t place, double at,
+                               bool is_late) {
     struct subflow *subflow = &subflows->subflows[place];
     uint8_t body[PMESH_ACK_BODY_BYTES];
     if (!pmesh_open_untrusted(&subflows->cipher, subflow->key, ++subflow->acks, subflow->ack, body,
@@ -196,11 +201,13 @@ static bool take_ack_untrusted(struct pmesh_subflows *subflows, uint32_t place, 
         return false;
     }
     const struct pmesh_ack ack = {pmesh_get(body, 8), pmesh_get(body + 8, 8), body[16]};
-    return pmesh_sends_acknowledge_untrusted(&subflows->sends, place, &ack, at);
+    return pmesh_sends_acknowledge_untrusted(&subflows->sends, place, &ack, at, is_late);
 }
 
 static enum outcome read_acks(struct pmesh_subflows *subflows, uint32_t place, bool *moved,
                               double at) {
+    const bool is_late = at - subflows->subflows[place].looked_at > LATE_S;
+    subflows->subflows[place].looked_at = at;
     while (true) {
         struct subflow *subflow = &subflows->subflows[place];
         const ssize_t count = recv(subflow->fd, subflow->ack + subflow->ack_end,
@@ -211,7 +218,7 @@ static enum outcome read_acks(struct pmesh_subflows *subflows, uint32_t place, b
         subflow->ack_end += (uint32_t)count;
         if (subflow->ack_end == ACK_RECORD_BYTES) {
             subflow->ack_end = 0;
-            if (!take_ack_untrusted(subflows, place, at)) {
+            if (!take_ack_untrusted(subflows, place, at, is_late)) {
                 return lose(subflows, place, true);
             }
             *moved = true;
@@ -264,12 +271,16 @@ static void set_wake(struct pmesh_subflows *subflows, bool wakes) {
 }
 
 // One that is lost by it makes place for the next.
+static void read_all_acks(struct pmesh_subflows *subflows, bool *moved, double at) {
+    for (uint32_t i = 0; i < subflows->count; i += read_acks(subflows, i, moved, at) != LOST) {
+    }
+}
+
 static bool pump_locked(struct pmesh_subflows *subflows, bool outside) {
     const double at = now();
     bool moved = false;
     if (subflows->sending) {
-        for (uint32_t i = 0; i < subflows->count; i += read_acks(subflows, i, &moved, at) != LOST) {
-        }
+        read_all_acks(subflows, &moved, at);
         pmesh_sends_relieve(&subflows->sends, at);
         for (uint32_t i = 0; i < subflows->count;
              i += write_some(subflows, i, &moved, at) != LOST) {
@@ -331,7 +342,9 @@ uint8_t *pmesh_subflows_take(struct pmesh_subflows *subflows, uint64_t nbytes) {
 }
 
 void pmesh_subflows_put(struct pmesh_subflows *subflows, uint8_t *record) {
+    bool moved;
     pthread_mutex_lock(&subflows->lock);
+    read_all_acks(subflows, &moved, now()); // so that it goes where really least is under way
     pmesh_sends_put(&subflows->sends, frame_of(record));
     pthread_mutex_unlock(&subflows->lock);
 }

@@ -262,10 +262,11 @@ static void take_sample(struct pmesh_send_subflow *subflow, double sample) {
     subflow->bytes_per_s += GAIN * (rate - subflow->bytes_per_s);
 }
 
-static void measure(struct pmesh_send_subflow *subflow, bool waiting, double now) {
+static void measure(struct pmesh_send_subflow *subflow, bool waiting, double now, bool is_late) {
     const uint64_t left = to_do(subflow);
     subflow->least = left < subflow->least ? left : subflow->least;
-    if (!waiting) {
+    subflow->measures &= !is_late;
+    if (is_late || !waiting) {
         return;
     }
     if (subflow->measures) {
@@ -295,7 +296,7 @@ static void free_up_to(struct pmesh_sends *sends, uint64_t wanted) {
 }
 
 bool pmesh_sends_acknowledge_untrusted(struct pmesh_sends *sends, uint32_t place,
-                                       const struct pmesh_ack *ack, double now) {
+                                       const struct pmesh_ack *ack, double now, bool is_late) {
     struct pmesh_send_subflow *subflow = &sends->subflows[place];
     if (ack->received < subflow->received || ack->received > subflow->sent ||
         ack->wanted > sends->next) {
@@ -306,7 +307,7 @@ bool pmesh_sends_acknowledge_untrusted(struct pmesh_sends *sends, uint32_t place
         subflow->is_silent = false;
         subflow->heard_at = subflow->busy_at = now;
     }
-    measure(subflow, ack->waiting, now);
+    measure(subflow, ack->waiting, now, is_late);
     free_up_to(sends, ack->wanted);
     return true;
 }

@@ -94,9 +94,9 @@ bool pmesh_sends_has_to_write(const struct pmesh_sends *sends, uint32_t place);
 // What this connection writes next; no bytes if nothing.
 const uint8_t *pmesh_sends_next_part(struct pmesh_sends *sends, uint32_t place, uint64_t *nbytes);
 void pmesh_sends_wrote(struct pmesh_sends *sends, uint32_t place, uint64_t count, double now);
-// Returns false if it claims what has not been sent.
+// Returns false if it claims what has not been sent. `is_late`: it may have come long before.
 bool pmesh_sends_acknowledge_untrusted(struct pmesh_sends *sends, uint32_t place,
-                                       const struct pmesh_ack *ack, double now);
+                                       const struct pmesh_ack *ack, double now, bool is_late);
 void pmesh_sends_relieve(struct pmesh_sends *sends, double now);
 
 // --- the receiver's side

@@ -60,9 +60,9 @@ int64_t next_number(struct both *both, uint32_t place, uint64_t *left) {
 }
 
 bool acknowledge(struct both *both, uint32_t place, uint64_t received, uint64_t wanted,
-                 bool waiting, double now) {
+                 bool waiting, double now, bool is_late) {
     const struct pmesh_ack ack = {received, wanted, waiting};
-    return pmesh_sends_acknowledge_untrusted(&both->sends, place, &ack, now);
+    return pmesh_sends_acknowledge_untrusted(&both->sends, place, &ack, now, is_late);
 }
 
 double rate_of(const struct both *both, uint32_t place) {

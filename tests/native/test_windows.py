@@ -44,7 +44,7 @@ PROTOTYPES = {
     "next_number": (ctypes.c_int64, POINTER, ctypes.c_uint32, POINTER),
     "acknowledge": (
         *(ctypes.c_bool, POINTER, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_uint64),
-        *(ctypes.c_bool, ctypes.c_double),
+        *(ctypes.c_bool, ctypes.c_double, ctypes.c_bool),
     ),
     "rate_of": (ctypes.c_double, POINTER, ctypes.c_uint32),
     "first_number": (ctypes.c_int64, POINTER),
@@ -174,9 +174,10 @@ class Windows:
         sent, received = self.written[index], self.acknowledged[index]
         more = amount % (sent - received + 1) if amount % 7 else amount
         ack = Ack(received + more, amount % (len(self.sizes) + 2), waiting=bool(amount % 5))
-        taken = self.library.acknowledge(self.both, place, *ack, self.now)
+        is_late = amount % 11 == 0
+        taken = self.library.acknowledge(self.both, place, *ack, self.now, is_late)
         try:
-            self.sending.acknowledge_untrusted(index, ack, now=self.now)
+            self.sending.acknowledge_untrusted(index, ack, now=self.now, is_late=is_late)
         except ProtocolError:
             assert not taken
         else:
@@ -317,11 +318,13 @@ class MirroredSends(SendWindow):
         self.library.pmesh_sends_wrote(self._there, self._places.index(index), count, now)
         self._compare()
 
-    def acknowledge_untrusted(self, index: int, ack: Ack, *, now: float) -> list[memoryview]:
+    def acknowledge_untrusted(
+        self, index: int, ack: Ack, *, now: float, is_late: bool = False
+    ) -> list[memoryview]:
         place = self._places.index(index)
-        taken = self.library.acknowledge(self._both, place, *ack, now)
+        taken = self.library.acknowledge(self._both, place, *ack, now, is_late)
         try:
-            freed = super().acknowledge_untrusted(index, ack, now=now)
+            freed = super().acknowledge_untrusted(index, ack, now=now, is_late=is_late)
         except ProtocolError:
             assert not taken
             raise

@@ -33,6 +33,7 @@ ACK_BYTES: Final = 512 * 1024
 ACK_RECORDS: Final = 32
 ACK_EARLY_BYTES: Final = 64 * 1024  # if there is nothing more to read: 5 ms at 100 Mbit/s
 MEASURE_S: Final = 0.01
+LATE_S: Final = 0.0025  # who looks for acknowledgements less often does not know when they came
 STALE_S: Final = 1.0  # in so long a pause the system's buffers may have been full
 BUSY_BYTES: Final = 64 * 1024  # on their way all the time: then the network was the limit
 SILENT_S: Final = 0.3
@@ -154,10 +155,12 @@ class _Measured:
         if record is not None:
             self.queued -= len(record.frame)
 
-    def measure(self, ack: Ack, now: float) -> None:
+    def measure(self, ack: Ack, now: float, *, is_late: bool) -> None:
         """From one moment at which the receiver had read all to a later one."""
         self.least = min(self.least, self.to_do)
-        if not ack.waiting:
+        if is_late:
+            self.since = None
+        if is_late or not ack.waiting:
             return
         if self.since is not None:
             elapsed = now - self.since
@@ -295,10 +298,19 @@ class SendWindow:
         if not subflow.rest:
             subflow.current = None
 
-    def acknowledge_untrusted(self, index: int, ack: Ack, *, now: float) -> list[memoryview]:
+    def acknowledge_untrusted(
+        self, index: int, ack: Ack, *, now: float, is_late: bool = False
+    ) -> list[memoryview]:
         """Take what the receiver says on this subflow; returns the frames that nobody needs.
 
-        Raises ProtocolError if it claims what has not been sent.
+        Args:
+            index: The subflow's.
+            ack: As it was received.
+            now: When it was read.
+            is_late: Whether it may have come more than LATE_S before. It is no measurement then.
+
+        Raises:
+            ProtocolError: It claims what has not been sent.
         """
         subflow = self._subflows[index]
         if not (subflow.received <= ack.received <= subflow.sent and ack.wanted <= self._next):
@@ -306,7 +318,7 @@ class SendWindow:
         if ack.received > subflow.received:
             subflow.received, subflow.is_silent = ack.received, False
             subflow.heard_at = subflow.busy_at = now
-        subflow.measure(ack, now)
+        subflow.measure(ack, now, is_late=is_late)
         return list(self._free(ack.wanted))
 
     def _free(self, wanted: int) -> Iterator[memoryview]:

@@ -222,6 +222,8 @@ class _PythonSubflow(Subflow):
     opener: Opener
     ack: memoryview = field(default_factory=lambda: memoryview(bytearray(_ACK_BYTES)))
     ack_filled: int = 0
+    looked_at: float = 0.0
+    """When all acknowledgements that had come were read."""
     unsent_ack: memoryview = field(default_factory=lambda: memoryview(b""))
     header: memoryview = field(
         default_factory=lambda: memoryview(bytearray(core.FRAME_HEADER_BYTES))
@@ -344,25 +346,29 @@ class PythonSubflows(Subflows[_PythonSubflow]):
 
     def put(self) -> None:
         with self._lock:
+            self._read_all_acks(time.perf_counter())  # to send it where really least is under way
             self._sends.put(self._taken)
+
+    def _read_all_acks(self, now: float) -> None:
+        for subflow in list(self._subflows.values()):
+            self._try(subflow, self._read_acks, now=now)
 
     def pump(self, *, outside: bool = False) -> None:
         with self._lock:
             if self._is_closed:
                 return
             now = time.perf_counter()
-            for subflow in list(self._subflows.values()):
-                if self._sending:
-                    self._try(subflow, self._read_acks, now=now)
-                else:
-                    self._try(subflow, self._write_ack, waiting=False, force=outside)
             if self._sending:
+                self._read_all_acks(now)
                 self._sends.relieve(now=now)
                 for subflow in list(self._subflows.values()):
                     self._try(subflow, self._write, now=now)
                 for subflow in self._subflows.values():  # others may have got what a lost one had
                     self._watch(subflow, to_write=self._sends.has_to_write(subflow.index))
                 self._set_wake(outside)
+                return
+            for subflow in list(self._subflows.values()):
+                self._try(subflow, self._write_ack, waiting=False, force=outside)
 
     def _try(self, subflow: _PythonSubflow, act: Callable[..., None], **options: object) -> bool:
         """Read or write, and return True unless the connection is not ready, or is lost by it.
@@ -394,6 +400,8 @@ class PythonSubflows(Subflows[_PythonSubflow]):
         self._is_woken = wakes
 
     def _read_acks(self, subflow: _PythonSubflow, now: float) -> None:
+        is_late = now - subflow.looked_at > core.LATE_S
+        subflow.looked_at = now
         while True:
             count = subflow.sock.recv_into(subflow.ack[subflow.ack_filled :])
             if not count:
@@ -404,8 +412,9 @@ class PythonSubflows(Subflows[_PythonSubflow]):
             subflow.ack_filled = 0
             body = bytearray(core.ACK_BODY_BYTES)
             subflow.opener.open_untrusted(subflow.ack, body)
-            ack = core.decode_ack(body)
-            for frame in self._sends.acknowledge_untrusted(subflow.index, ack, now=now):
+            ack, index = core.decode_ack(body), subflow.index
+            freed = self._sends.acknowledge_untrusted(index, ack, now=now, is_late=is_late)
+            for frame in freed:
                 self._buffers.give(frame)
 
     # --- what comes in

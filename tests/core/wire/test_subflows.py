@@ -161,6 +161,22 @@ def test_a_subflow_with_little_to_send_does_not_look_slow_but_may_look_fast() ->
         assert sending.subflows[0].bytes_per_s == pytest.approx(expected, rel=0.01)
 
 
+def test_acknowledgements_that_are_read_long_after_they_came_measure_nothing() -> None:
+    sending = window(1000 * MBIT)
+    for _ in range(10):
+        put(sending, 1_000_000)
+    write(sending, 0)
+    for ack, now, is_late in (
+        (Ack(100_000, 0, waiting=True), 0.1, False),
+        (Ack(300_000, 0, waiting=True), 0.2, True),
+        (Ack(500_000, 0, waiting=True), 0.3, False),
+    ):
+        sending.acknowledge_untrusted(0, ack, now=now, is_late=is_late)
+        assert not sending.subflows[0].is_measured
+    sending.acknowledge_untrusted(0, Ack(700_000, 0, waiting=True), now=0.32)
+    assert sending.subflows[0].bytes_per_s == pytest.approx(200_000 / 0.02)
+
+
 def test_a_receiver_that_does_not_read_does_not_make_a_subflow_look_slow() -> None:
     sending = window(1000 * MBIT)
     for _ in range(10):
