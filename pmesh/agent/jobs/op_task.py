@@ -4,6 +4,7 @@
 or a fetch of the result.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias, assert_never
 
@@ -40,7 +41,7 @@ from pmesh.core.values import OpOutcome, Verdict
 from pmesh.core.wire.records import RecordHeader
 from pmesh.core.wire.trainer import OpDone, OpFailed, StartOp
 from pmesh.errors import LaneBroken, ProtocolError, UsageError
-from pmesh.ids import OpNumber, Rank
+from pmesh.ids import OpNumber
 from pmesh.net.lanes.executor import begin_plan, run_plan
 from pmesh.net.lanes.folding import SourceFold
 from pmesh.net.lanes.lane import CallsDiffer, PathLost
@@ -324,7 +325,6 @@ async def _run_by_ranks(rank: LocalRank, op: Op, rendezvous: LaneRendezvous) -> 
     here = _setting(rank, op)
     if op.call.kind == "broadcast":
         await rank.ring(rendezvous)  # both lanes, also where one is not needed
-        here = structs.replace(here, reach=_reach(rank, op, Rank(here.root)))
         op.holds = (here.rank - here.root) % here.size <= (here.reach or 0)
     if op.kind.row:
         op.result = structs.replace(op.result, nbytes=rank.size * op.row_bytes)
@@ -347,26 +347,35 @@ def _plan_of(rank: LocalRank, op: Op) -> RankPlan:
 
 
 def _new_plan(rank: LocalRank, op: Op) -> RankPlan:
-    setting = _setting(rank, op)
-    if not is_by_machines(rank, op):
-        return op.kind.plan(setting)
-    firsts = [ranks[0] for ranks in rank.machines]
-    edges = None if setting.edges is None else edges_among(setting.edges, firsts)
-    among = structs.replace(
-        setting, rank=place_of(rank.machines, setting.rank), size=len(firsts), edges=edges
-    )
-    return for_ranks(op.kind.plan(among), rank.size)
+    plan = op.kind.plan(_setting(rank, op))
+    return for_ranks(plan, rank.size) if is_by_machines(rank, op) else plan
 
 
 def _setting(rank: LocalRank, op: Op) -> Setting:
-    root = None if op.root is None else rank.roster.rank_of(op.root)
+    """Return on what the plan of this rank depends, or that of its machine."""
+    edges, size, reach = rank.costs.edges, rank.size, None
+    place: Callable[[int], int] = int
+    if is_by_machines(rank, op):
+        size, place = len(rank.machines), partial(place_of, rank.machines)
+        firsts = [ranks[0] for ranks in rank.machines]
+        edges = None if edges is None else edges_among(edges, firsts)
+    root = place(_root_of(rank, op))
+    if op.call.kind == "broadcast":  # to the receiver that is furthest along the ring
+        left = [r for r in map(rank.roster.rank_of, op.receivers) if r is not None]
+        reach = max(((place(receiver) - root) % size for receiver in left), default=0)
     return Setting(
         request=op.request,
-        rank=rank.rank or 0,
-        size=rank.size,
-        root=root or 0,
-        edges=rank.costs.edges,
+        rank=place(rank.rank or 0),
+        size=size,
+        root=root,
+        reach=reach,
+        edges=edges,
     )
+
+
+def _root_of(rank: LocalRank, op: Op) -> int:
+    """Return the root's current rank; 0 if the op has none."""
+    return (None if op.root is None else rank.roster.rank_of(op.root)) or 0
 
 
 def is_in_memory(rank: LocalRank, op: Op, jobs: Jobs) -> bool:
@@ -384,6 +393,9 @@ async def _run_by_machines(rank: LocalRank, op: Op, jobs: Jobs) -> None:
     await trio.lowlevel.checkpoint_if_cancelled()
     firsts = [ranks[0] for ranks in rank.machines]
     mine = rank.machines[place_of(rank.machines, rank.rank or 0)]
+    attempt, place = attempt_of(rank.roster, op.number), mine.index(rank.rank or 0)
+    part = _part_of(rank, op, mine)
+    is_roots = op.root is not None and _root_of(rank, op) in mine
 
     async def run(source: memoryview, fold: SourceFold | None = None) -> None:
         plan = _plan_of(rank, op)
@@ -397,33 +409,32 @@ async def _run_by_machines(rank: LocalRank, op: Op, jobs: Jobs) -> None:
             _header(rank, op),
             source=source,
             result=op.result.memory,
-            dtype=op.request.wire_dtype,
+            dtype=op.request.wire_dtype if op.kind.reduces else "",
             reduction=op.request.call.reduction or "sum",
             fold=fold,
         )
 
     if len(mine) == 1:
         await run(_source_of(op))
-        return
-    first = await jobs.meetings.relay(
-        attempt_of(rank.roster, op.number),
-        mine.index(rank.rank or 0),
-        len(mine),
-        _part_of(rank, op),
-        run=run,
-        traffic=lambda: sum(rank.lanes.traffic),
-    )
-    if first is not None and first.nbytes < SHARED_BYTES:
-        await copy_result(op.request, first, op.result)
+    elif is_roots:
+        other = await jobs.meetings.take_part(attempt, place, len(mine), part)
+        await _take_result(rank, op, other)
+        if not place:
+            await trio.lowlevel.checkpoint_if_cancelled()  # V3: a view came as values were copied
+            await run((op.shared or op.result).memory.toreadonly())
     else:
-        await _take_result(rank, op, first)
+        first = await jobs.meetings.relay(
+            *(attempt, place, len(mine), part), run=run, traffic=lambda: sum(rank.lanes.traffic)
+        )
+        await _take_result(rank, op, first if op.holds else None)
 
 
 async def _run_in_memory(rank: LocalRank, op: Op, jobs: Jobs) -> None:
     """Run the op among ranks that are all at this agent."""
     await trio.lowlevel.checkpoint_if_cancelled()
+    part = _part_of(rank, op, range(rank.size))
     other = await jobs.meetings.take_part(
-        attempt_of(rank.roster, op.number), rank.rank or 0, rank.size, _part_of(rank, op)
+        attempt_of(rank.roster, op.number), rank.rank or 0, rank.size, part
     )
     await _take_result(rank, op, other)
 
@@ -432,18 +443,17 @@ def _meet(rank: LocalRank, op: Op, jobs: Jobs) -> Taking | None:
     """Take part among ranks of this agent at once, if no other has called something else."""
     if op.call.kind == "broadcast" or rank.rank is None:
         return None
-    return jobs.meetings.meet(
-        attempt_of(rank.roster, op.number), rank.rank, rank.size, _part_of(rank, op)
-    )
+    part = _part_of(rank, op, range(rank.size))
+    return jobs.meetings.meet(attempt_of(rank.roster, op.number), rank.rank, rank.size, part)
 
 
-def _part_of(rank: LocalRank, op: Op) -> RankPart:
-    root, reach, kind = Rank(0), 0, op.call.kind
-    if op.root is not None:
-        root = Rank(rank.roster.rank_of(op.root) or 0)
+def _part_of(rank: LocalRank, op: Op, mine: Sequence[int]) -> RankPart:
+    """Return what a rank brings, among the ranks of this agent."""
+    root, kind = _root_of(rank, op), op.call.kind
     if kind == "broadcast":
-        reach = _reach(rank, op, root)
-        op.holds = ((rank.rank or 0) - root) % rank.size <= reach
+        op.holds = rank.id in {op.root, *op.receivers}
+        if not op.holds and len(mine) < rank.size:
+            op.holds = _passes_on(rank, op, mine)
     elif kind == "reduce":
         op.holds = root == rank.rank
     if op.kind.row:
@@ -452,27 +462,30 @@ def _part_of(rank: LocalRank, op: Op) -> RankPart:
         request=op.request,
         source=NOTHING.memory if op.source is None else op.source.memory,  # only read (I8)
         result=NOTHING if op.result.is_input else op.result,
-        root=root,
-        reach=reach,
+        root=mine.index(root) if root in mine else 0,
+        gets=op.holds,
         describe=partial(rank.roster.describe, rank.id),
     )
+
+
+def _passes_on(rank: LocalRank, op: Op, mine: Sequence[int]) -> bool:
+    """Return whether a broadcast's values come by here on their way to other machines' ranks."""
+    here = _setting(rank, op)
+    distance, reach = (here.rank - here.root) % here.size, here.reach or 0
+    return mine[0] == rank.rank and distance <= reach > 0
 
 
 async def _take_result(rank: LocalRank, op: Op, other: KeptResult | None) -> None:
     """Take the result of another rank of this agent, if there is one: an alias of it, or a copy."""
     if other is None or other.arena is None:
         return
-    alias = rank.arenas.outputs.adopt(other.arena)
+    alias = None
+    if other.nbytes >= SHARED_BYTES and other.nbytes == op.result.nbytes:  # else one has lied
+        alias = rank.arenas.outputs.adopt(other.arena)
     if alias is None:
         await copy_result(op.request, other, op.result)
     else:
         op.shared = structs.replace(op.result, arena=alias)
-
-
-def _reach(rank: LocalRank, op: Op, root: Rank) -> int:
-    """Return how far along the ring from the root the furthest receiver is."""
-    places = [rank.roster.rank_of(receiver) for receiver in op.receivers]
-    return max(((place - root) % rank.size for place in places if place is not None), default=0)
 
 
 async def run_on_lanes(rank: LocalRank, op: Op, plan: RankPlan, rendezvous: LaneRendezvous) -> None:

@@ -1,7 +1,9 @@
 """Ops of ranks that are at this agent: done once, for all of them, in shared memory.
 
 If all ranks of the job are here, that is all. If others are elsewhere, `_Relay` has the values of
-those here folded, and waits until the first of them has the result from the network.
+those here folded, and waits until the first of them has the result from the network. In a broadcast
+nothing is folded; and at the root's agent all take its values as if nobody were elsewhere, before
+the first rank sends them.
 
 Each rank's task brings its part. The last one that comes begins the op, and all tasks then wait for
 its end. If one of them is cancelled meanwhile (its trainer died, a deadline passed, a view came),
@@ -63,7 +65,8 @@ class RankPart:
     result: KeptResult
     """Where its result will be, unless it takes another rank's."""
     root: int
-    reach: int
+    gets: bool
+    """Whether it takes a broadcast's values, of which it is not the root."""
     describe: Callable[[], str]
     """Returns the rank's name, for errors."""
 
@@ -220,7 +223,7 @@ class _Meeting:
 class _Relay(_Meeting):
     """The ranks here of a job that has others elsewhere; rank 0 of these meets the network.
 
-    While it does so it reads the result region of another one. So who is cancelled stops it, and
+    While it does so it may read the result region of another one. So who is cancelled stops it, and
     waits until it has left the memory (V3). Then all wait for the view, as after each cancel.
     """
 
@@ -231,13 +234,13 @@ class _Relay(_Meeting):
         """Rank 0 reads and writes no memory of this op any more."""
         self._has_result = False
 
-    async def lead(self, run: Callable[[memoryview, SourceFold], Awaitable[None]]) -> None:
-        """Do the network's part. No await lies between the coming of all and this."""
-        assert self.work is not None  # noqa: S101 - all have come
+    async def lead(self, run: Callable[[memoryview, SourceFold | None], Awaitable[None]]) -> None:
+        """Do the network's part, unless a view has ended this attempt."""
+        source = self.parts[1].result.memory.toreadonly() if self.work else memoryview(b"")
         try:
             with self._scope:
                 await trio.lowlevel.checkpoint_if_cancelled()  # V3: a view came meanwhile
-                await run(self.parts[1].result.memory.toreadonly(), self.work)
+                await run(source, self.work)
                 self._has_result = True
         finally:
             self._over.set()
@@ -249,9 +252,10 @@ class _Relay(_Meeting):
         try:
             await self._over.wait()
         except trio.Cancelled:
-            self._scope.cancel()
-            with trio.CancelScope(shield=True):
-                await self._over.wait()
+            if self.work is not None:  # else rank 0 is in nobody's memory, or has not come at all
+                self._scope.cancel()
+                with trio.CancelScope(shield=True):
+                    await self._over.wait()
             raise
         if not self._has_result:
             await trio.sleep_forever()
@@ -266,9 +270,9 @@ class Meetings:
     def taken(self, attempt: Attempt) -> int:
         """Return how far an op has come: a number that grows while it moves."""
         meeting = self._open.get(attempt)
-        if meeting is None or meeting.work is None:
+        if meeting is None:
             return 0
-        return meeting.work.run.taken + meeting.traffic()
+        return (0 if meeting.work is None else meeting.work.run.taken) + meeting.traffic()
 
     def forget(self, job: JobName, *, below: int) -> None:
         """Drop what ranks have left here under earlier rosters."""
@@ -321,10 +325,12 @@ class Meetings:
         size: int,
         part: RankPart,
         *,
-        run: Callable[[memoryview, SourceFold], Awaitable[None]],
+        run: Callable[[memoryview, SourceFold | None], Awaitable[None]],
         traffic: Callable[[], int],
     ) -> KeptResult | None:
         """Do an op of a job that has ranks at other agents, too, with all others of this agent.
+
+        A broadcast's root is at another agent.
 
         Args:
             attempt: the op's.
@@ -332,7 +338,8 @@ class Meetings:
             size: how many ranks of the job are here, at least two.
             part: what it brings.
             run: does the network's part, and writes the result of rank 0. It is called at rank 0
-                only, with the place of the folded values and with what folds them there.
+                only, with the place of the folded values and with what folds them there; in a
+                broadcast with neither.
             traffic: returns the bytes that have moved at the sockets of this rank.
 
         Returns the result of rank 0, at the others; they must take it at once.
@@ -345,10 +352,11 @@ class Meetings:
         assert isinstance(meeting, _Relay)  # noqa: S101 - all ranks here decide alike
         if rank == 0:
             meeting.traffic = traffic
-        if len(meeting.parts) == size:
-            meeting.fold()
-        else:
-            await meeting.wait(rank)
+        if part.request.call.kind != "broadcast":  # whose values come to whoever is here
+            if len(meeting.parts) == size:
+                meeting.fold()
+            else:
+                await meeting.wait(rank)
         if rank == 0:
             await meeting.lead(run)
         else:
@@ -365,7 +373,7 @@ class Meetings:
         kind: type[_Meeting] = _Meeting,
     ) -> _Meeting:
         meeting = self._open.get(attempt)
-        if meeting is None:
+        if meeting is None or not meeting.parts:  # those who withdrew may have called another kind
             meeting = self._open[attempt] = kind(size)
         for other in meeting.parts.values():  # O8
             if other.request.call != part.request.call:
@@ -419,7 +427,7 @@ async def _take_copy(meeting: _Meeting, rank: int, part: RankPart) -> int | None
         return None
     while part.root not in meeting.parts:
         await meeting.wait(rank)
-    if (rank - part.root) % meeting.size > part.reach:
+    if not part.gets:
         return None
     writes, nbytes = meeting.writes, part.result.nbytes
     if meeting.work and writes is not None and meeting.parts[writes].result.nbytes == nbytes:

@@ -2,7 +2,8 @@
 
 The ranks of a machine fold their values in its memory, its first rank carries out the plan of the
 op among the first ranks of all machines, and the others take its result. So a plan is made for as
-many places as there are machines, and a mean is divided by the number of ranks.
+many places as there are machines, and a mean is divided by the number of ranks. In a broadcast
+nothing is folded, and the machine of the root has the root's place.
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ from typing import Final
 from pmesh.core.ops.plan import RankPlan
 from pmesh.core.ops.together import Fold, Together, ValuesAt
 
-BY_MACHINES: Final = frozenset({"all_reduce", "barrier"})
+BY_MACHINES: Final = frozenset({"all_reduce", "barrier", "broadcast"})
 """The kinds of ops, without a codec in the ring, in which machines take part, not ranks."""
 
 Machines = tuple[tuple[int, ...], ...]

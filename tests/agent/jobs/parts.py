@@ -24,6 +24,6 @@ def part_of(value: float, result: KeptResult) -> RankPart:
         source=source.view(np.uint8).data,
         result=result,
         root=0,
-        reach=0,
+        gets=True,
         describe=lambda: "a rank",
     )

@@ -3,7 +3,6 @@
 import math
 from functools import partial
 from random import Random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,26 +10,22 @@ import trio
 import trio.testing
 from trio.testing import MockClock
 
-from pmesh.agent.jobs import op_task
 from pmesh.agent.jobs.together import Meetings, _Relay, _Work
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.calls import Call
 from pmesh.errors import LaneBroken
 from pmesh.net.lanes import executor, native
 from pmesh.net.lanes.folding import SourceFold
+from tests.agent.jobs.machines import KILLED, hold_at_network, job_of
 from tests.agent.jobs.parts import ATTEMPT, part_of, result_of
 from tests.worlds.faults import Faults, Real
 from tests.worlds.trainer import TrainerClient, together, until
-from tests.worlds.village import Village, village
-from tests.worlds.village_ops import machine_of, ones, swallow
-
-KILLED = ("the first", "the second", "the third", "the agent")
-
-
-async def job_of(here: Village, *counts: int) -> list[TrainerClient]:
-    """So many trainers on each machine."""
-    at = [m for m, count in zip(here.machines, counts, strict=True) for _ in range(count)]
-    return await here.job(*at)
+from tests.worlds.village import village
+from tests.worlds.village_ops import (
+    machine_of,
+    ones,
+    swallow,
+)
 
 
 async def sums_of(trainers: list[TrainerClient], count: int, op: str = "sum") -> list[Values]:
@@ -105,17 +100,7 @@ async def test_who_dies_while_its_machine_is_at_the_network_leaves_the_others_on
     clock: MockClock, faults: Faults, dies: str, count: int
 ) -> None:
     """V3, O3: what the first rank reads lies in the memory of the second."""
-    at_network, numbers = list[int](), set[int]()
-
-    async def hold(real: Real, *args: Any, **settings: Any) -> None:  # noqa: ANN401 - as `run_plan`'s
-        header = args[3]
-        numbers.add(header.roster)
-        if header.roster == min(numbers):
-            at_network.append(header.op)
-            await trio.sleep_forever()
-        await real(*args, **settings)
-
-    faults.around(op_task, "run_plan", hold)
+    at_network = hold_at_network(faults)
     async with village(clock, 2) as here:
         trainers = await job_of(here, 3, 2)
         mine = [t for t in trainers if machine_of(here, t) is here.machines[0]]
@@ -207,7 +192,8 @@ async def test_who_is_cancelled_waits_until_the_first_rank_has_left_its_memory()
     meetings, results = Meetings(), [result_of(36), result_of(36)]
     reads, leaves, ended = trio.Event(), trio.Event(), list[str]()
 
-    async def run(source: memoryview, fold: SourceFold) -> None:
+    async def run(source: memoryview, fold: SourceFold | None) -> None:
+        assert fold is not None
         await fold.finish()
         assert np.frombuffer(source[:36], np.float32).tolist() == [3.0] * 9
         reads.set()
@@ -248,7 +234,7 @@ async def test_a_view_that_comes_as_the_last_rank_does_stops_the_first_before_it
     """V3: the plan would have places in the next roster, and lanes by the places in this one."""
     meetings, attempts = Meetings(), [trio.CancelScope(), trio.CancelScope()]
 
-    async def run(_: memoryview, __: SourceFold) -> None:
+    async def run(_: memoryview, __: SourceFold | None) -> None:
         raise AssertionError("it must not plan")
 
     async def take_part(place: int) -> None:
@@ -273,7 +259,7 @@ async def test_ranks_that_differ_in_what_they_get_fail_only_their_job() -> None:
     """A trainer has lied."""
     meetings, parts = Meetings(), [part_of(1, result_of(36)), part_of(1, result_of(32))]
 
-    async def run(_: memoryview, __: SourceFold) -> None:
+    async def run(_: memoryview, __: SourceFold | None) -> None:
         raise AssertionError("it has not been folded")
 
     async with trio.open_nursery() as nursery:
