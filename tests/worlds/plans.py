@@ -63,16 +63,18 @@ class PlanWorld:
             for peer in plan.sends
         }
 
-    def run(self, order: TurnOrder, results: Sequence[int]) -> list[Bytes]:
-        """Do it all; returns each rank's result, of so many bytes."""
+    def run(self, order: TurnOrder, results: Sequence[int | Bytes]) -> list[Bytes]:
+        """Do it all; returns each rank's result, of so many bytes, or which has these before."""
         self._order, self._dice = order, Random(order.seed)  # noqa: S311 - no secret
         self._regions: list[Mapping[Region, Bytes]] = [
             {
                 Region.SOURCE: source,
-                Region.RESULT: np.full(nbytes, GARBAGE, np.uint8),
+                Region.RESULT: np.full(result, GARBAGE, np.uint8)
+                if isinstance(result, int)
+                else result.copy(),
                 Region.SCRATCH: np.full(plan.scratch_bytes, GARBAGE, np.uint8),
             }
-            for plan, source, nbytes in zip(self.plans, self.sources, results, strict=True)
+            for plan, source, result in zip(self.plans, self.sources, results, strict=True)
         ]
         before = [source.tobytes() for source in self.sources]
         lanes = list(self.lanes.values())

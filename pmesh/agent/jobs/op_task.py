@@ -5,6 +5,7 @@ or a fetch of the result.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeAlias, assert_never
 
@@ -33,9 +34,11 @@ from pmesh.core.jobs.attempt import (
     WaitForNews,
 )
 from pmesh.core.ops.kinds import KINDS, Setting
-from pmesh.core.ops.machines import BY_MACHINES, for_ranks, place_of
+from pmesh.core.ops.machines import BY_MACHINES, for_ranks, place_of, plan_block, plan_fold
 from pmesh.core.ops.moving import plan_broadcast
 from pmesh.core.ops.plan import RankPlan
+from pmesh.core.ops.reductions import WIRE_DTYPES
+from pmesh.core.ops.together import Together
 from pmesh.core.topology.ranks import edges_among
 from pmesh.core.values import OpOutcome, Verdict
 from pmesh.core.wire.records import RecordHeader
@@ -353,23 +356,29 @@ def _new_plan(rank: LocalRank, op: Op) -> RankPlan:
 
 def _setting(rank: LocalRank, op: Op) -> Setting:
     """Return on what the plan of this rank depends, or that of its machine."""
-    edges, size, reach = rank.costs.edges, rank.size, None
+    request, edges, size = op.request, rank.costs.edges, rank.size
+    reach, in_place = None, False
     place: Callable[[int], int] = int
     if is_by_machines(rank, op):
         size, place = len(rank.machines), partial(place_of, rank.machines)
         firsts = [ranks[0] for ranks in rank.machines]
         edges = None if edges is None else edges_among(edges, firsts)
+        in_place = len(rank.machines[place(rank.rank or 0)]) > 1
+        if op.kind.bound:
+            blocks = tuple(sum(request.parts[r] for r in ranks) for ranks in rank.machines)
+            request = structs.replace(request, parts=blocks)
     root = place(_root_of(rank, op))
     if op.call.kind == "broadcast":  # to the receiver that is furthest along the ring
         left = [r for r in map(rank.roster.rank_of, op.receivers) if r is not None]
         reach = max(((place(receiver) - root) % size for receiver in left), default=0)
     return Setting(
-        request=op.request,
+        request=request,
         rank=place(rank.rank or 0),
         size=size,
         root=root,
         reach=reach,
         edges=edges,
+        in_place=in_place,
     )
 
 
@@ -394,10 +403,14 @@ async def _run_by_machines(rank: LocalRank, op: Op, jobs: Jobs) -> None:
     firsts = [ranks[0] for ranks in rank.machines]
     mine = rank.machines[place_of(rank.machines, rank.rank or 0)]
     attempt, place = attempt_of(rank.roster, op.number), mine.index(rank.rank or 0)
-    part = _part_of(rank, op, mine)
+    part = replace(_part_of(rank, op, mine), folds=_fold_of(op, mine))
     is_roots = op.root is not None and _root_of(rank, op) in mine
 
     async def run(source: memoryview, fold: SourceFold | None = None) -> None:
+        if fold is not None and not op.kind.reduces:
+            await fold.finish()
+            await trio.lowlevel.checkpoint_if_cancelled()  # V3: a view came as values were copied
+            fold = None
         plan = _plan_of(rank, op)
         to, from_ = await rank.lanes.open(
             [firsts[at] for at in plan.sends], [firsts[at] for at in plan.receives], jobs.rendezvous
@@ -427,6 +440,16 @@ async def _run_by_machines(rank: LocalRank, op: Op, jobs: Jobs) -> None:
             *(attempt, place, len(mine), part), run=run, traffic=lambda: sum(rank.lanes.traffic)
         )
         await _take_result(rank, op, first if op.holds else None)
+
+
+def _fold_of(op: Op, mine: tuple[int, ...]) -> Together | None:
+    """Return what the ranks of this agent do with their values before one meets the network."""
+    if op.call.kind == "broadcast":
+        return None
+    if op.kind.bound:
+        itemsize = WIRE_DTYPES[op.request.wire_dtype].itemsize
+        return plan_block(tuple(part * itemsize for part in op.request.parts), mine)
+    return plan_fold(0 if op.source is None else op.source.nbytes, len(mine))
 
 
 async def _run_in_memory(rank: LocalRank, op: Op, jobs: Jobs) -> None:

@@ -1,9 +1,9 @@
 """Ops of ranks that are at this agent: done once, for all of them, in shared memory.
 
 If all ranks of the job are here, that is all. If others are elsewhere, `_Relay` has the values of
-those here folded, and waits until the first of them has the result from the network. In a broadcast
-nothing is folded; and at the root's agent all take its values as if nobody were elsewhere, before
-the first rank sends them.
+those here folded, or put side by side, and waits until the first of them has the result from the
+network. In a broadcast neither is done; and at the root's agent all take its values as if nobody
+were elsewhere, before the first rank sends them.
 
 Each rank's task brings its part. The last one that comes begins the op, and all tasks then wait for
 its end. If one of them is cancelled meanwhile (its trainer died, a deadline passed, a view came),
@@ -25,8 +25,6 @@ from typing import Final, NamedTuple
 import trio
 
 from pmesh.agent.jobs.ranks import KeptResult
-from pmesh.core.ops.machines import plan_fold
-from pmesh.core.ops.reductions import WIRE_DTYPES
 from pmesh.core.ops.together import SAME_FOR_ALL, Fold, Together, ValuesAt, plan_together
 from pmesh.core.values import Roster
 from pmesh.core.wire.trainer import StartOp
@@ -69,6 +67,8 @@ class RankPart:
     """Whether it takes a broadcast's values, of which it is not the root."""
     describe: Callable[[], str]
     """Returns the rank's name, for errors."""
+    folds: Together | None = None
+    """What the ranks here do with their values before the first of them meets the network."""
 
 
 class _Work:
@@ -188,13 +188,13 @@ class _Meeting:
     def fold(self) -> None:
         """Lay out the fold of the values of the ranks here, as the last one has come."""
         parts = [self.parts[rank] for rank in range(self.size)]
-        request, first = parts[0].request, parts[0].result.nbytes
+        request, plan, first = parts[0].request, parts[0].folds, parts[0].result.nbytes
+        assert plan is not None  # noqa: S101 - all ranks here decide alike
         if any(part.result.nbytes != first for part in parts):  # a trainer has lied
             raise LaneBroken(f"op {request.op}: ranks of this agent differ in what they get")
         of_all = request.call.reduction
-        nbytes = request.count * WIRE_DTYPES[request.wire_dtype].itemsize
         self.work = _Work(
-            plan_fold(nbytes if parts[0].source else 0, self.size),
+            plan,
             request,
             [part.source for part in parts],
             [part.result.memory for part in parts],
@@ -352,7 +352,7 @@ class Meetings:
         assert isinstance(meeting, _Relay)  # noqa: S101 - all ranks here decide alike
         if rank == 0:
             meeting.traffic = traffic
-        if part.request.call.kind != "broadcast":  # whose values come to whoever is here
+        if part.folds is not None:  # else the values come to whoever is here
             if len(meeting.parts) == size:
                 meeting.fold()
             else:

@@ -93,6 +93,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """For a broadcast; see `plan_broadcast`."""
     edges: Edges | None = None
     """The costs of the edges, if the ranks have agreed on them."""
+    in_place: bool = False
+    """For an all_gather; see `plan_all_gather`."""
 
     @property
     def at(self) -> dict[str, int]:
@@ -216,7 +218,7 @@ KINDS: Mapping[str, OpKind] = MappingProxyType(
             reduces=True,
         ),
         "all_gather": OpKind(
-            plan=lambda here: plan_all_gather(**here.at, nbytes=here.parts),
+            plan=lambda here: plan_all_gather(**here.at, nbytes=here.parts, in_place=here.in_place),
             gives=_part,
             gets=_all_parts,
             bound=True,
@@ -265,7 +267,9 @@ KINDS: Mapping[str, OpKind] = MappingProxyType(
             row=Row("int64", most=MAX_ROW_VALUES),
         ),
         "collect": OpKind(
-            plan=lambda here: plan_all_gather(**here.at, nbytes=(here.nbytes,) * here.size),
+            plan=lambda here: plan_all_gather(
+                rank=here.rank, size=here.size, nbytes=(here.nbytes,) * here.size
+            ),
             gets=_one_for_each,
             row=Row("uint8"),
         ),

@@ -3,10 +3,12 @@
 The ranks of a machine fold their values in its memory, its first rank carries out the plan of the
 op among the first ranks of all machines, and the others take its result. So a plan is made for as
 many places as there are machines, and a mean is divided by the number of ranks. In a broadcast
-nothing is folded, and the machine of the root has the root's place.
+nothing is folded, and the machine of the root has the root's place. In an all_gather the blocks of
+a machine are one, since its ranks are side by side in the ring.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from typing import Final
@@ -14,7 +16,7 @@ from typing import Final
 from pmesh.core.ops.plan import RankPlan
 from pmesh.core.ops.together import Fold, Together, ValuesAt
 
-BY_MACHINES: Final = frozenset({"all_reduce", "barrier", "broadcast"})
+BY_MACHINES: Final = frozenset({"all_reduce", "barrier", "broadcast", "all_gather"})
 """The kinds of ops, without a codec in the ring, in which machines take part, not ranks."""
 
 Machines = tuple[tuple[int, ...], ...]
@@ -57,3 +59,18 @@ def plan_fold(nbytes: int, size: int) -> Together:
     takes = tuple(ValuesAt(rank, 0) for rank in range(size))
     folds = (Fold(takes, (ValuesAt(1, 0),), nbytes),) if nbytes else ()
     return Together(size, folds, reduces=True, makes_nan_equal=False)
+
+
+@lru_cache(maxsize=16)
+def plan_block(nbytes: tuple[int, ...], ranks: tuple[int, ...]) -> Together:
+    """Plan how the blocks of a machine's ranks come into the result of its first one.
+
+    `nbytes` are those of the block of each rank of the job.
+    """
+    begins = list(itertools.accumulate(nbytes, initial=0))
+    folds = tuple(
+        Fold((ValuesAt(at, 0),), (ValuesAt(0, begins[rank]),), nbytes[rank])
+        for at, rank in enumerate(ranks)
+        if nbytes[rank]
+    )
+    return Together(len(ranks), folds, reduces=False, makes_nan_equal=False)

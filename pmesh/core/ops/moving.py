@@ -60,7 +60,12 @@ def plan_broadcast(
 
 @remembered
 def plan_all_gather(
-    *, rank: int, size: int, nbytes: tuple[int, ...], segment_bytes: int = SEGMENT_BYTES
+    *,
+    rank: int,
+    size: int,
+    nbytes: tuple[int, ...],
+    segment_bytes: int = SEGMENT_BYTES,
+    in_place: bool = False,
 ) -> RankPlan:
     """Plan an all_gather: every block goes once around the ring, unchanged.
 
@@ -69,19 +74,21 @@ def plan_all_gather(
         size: the number of ranks.
         nbytes: bytes of each rank's block; the result is all blocks in the order of ranks.
         segment_bytes: the most bytes in a record, the same at all ranks.
+        in_place: whether the rank's own block lies in the result already, and not in its source.
     """
     maker = PlanMaker(size=size)
     bounds = _bounds(nbytes)
-    maker.copy(source=0, result=bounds[rank], nbytes=nbytes[rank])
+    if not in_place:
+        maker.copy(source=0, result=bounds[rank], nbytes=nbytes[rank])
     following, previous = (rank + 1) % size, (rank - 1) % size
     arrived: list[Need] = []
     for step in range(size - 1):
         mine, theirs = (rank - step) % size, (rank - step - 1) % size
         block = segments(bounds[mine], bounds[mine + 1], segment_bytes=segment_bytes)
         for i, (offset, length) in enumerate(block):
-            if step:
-                onward = SendRecord(step, Region.RESULT, offset, length, (arrived[i],))
-                maker.send(following, onward)
+            if step or in_place:
+                needs = (arrived[i],) if step else ()
+                maker.send(following, SendRecord(step, Region.RESULT, offset, length, needs))
             else:
                 maker.send(
                     following, SendRecord(step, Region.SOURCE, offset - bounds[rank], length)

@@ -4,6 +4,7 @@ import numpy as np
 
 from pmesh.agent.jobs.ranks import KeptResult
 from pmesh.agent.jobs.together import Attempt, RankPart
+from pmesh.core.ops.machines import plan_fold
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.trainer import StartOp
 from pmesh.ids import Epoch, Incarnation, JobName, NodeId, OpNumber
@@ -26,4 +27,5 @@ def part_of(value: float, result: KeptResult) -> RankPart:
         root=0,
         gets=True,
         describe=lambda: "a rank",
+        folds=plan_fold(36, 2),
     )

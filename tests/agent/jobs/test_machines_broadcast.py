@@ -122,7 +122,7 @@ def sent_by(here: Village) -> list[int]:
 async def test_a_broadcast_goes_once_to_each_other_machine(
     clock: MockClock, placement: str
 ) -> None:
-    nbytes, machines = 4_000_000, len(set(placement))
+    nbytes, machines = 4 * LARGE, len(set(placement))
     async with village(clock, machines) as here:
         trainers = await placed(here, placement)
         for root, of_root in enumerate(placement):
@@ -320,7 +320,7 @@ async def test_what_the_first_rank_receives_is_progress_of_all() -> None:
     meetings, receives = Meetings(), trio.Event()
     part = replace(part_of(1, result_of(36)), source=memoryview(b""))
     call = Call("broadcast", "float32", (9,), root=3)
-    part = replace(part, request=structs.replace(part.request, call=call))
+    part = replace(part, request=structs.replace(part.request, call=call), folds=None)
 
     async def run(source: memoryview, fold: SourceFold | None) -> None:
         assert not source

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from random import Random
 
 import numpy as np
 from hypothesis import given
@@ -9,14 +10,18 @@ from hypothesis import strategies as st
 
 from pmesh.core.ops.cost import EdgeCost
 from pmesh.core.ops.kinds import KINDS, Setting
-from pmesh.core.ops.machines import for_ranks, machines_of, place_of, plan_fold
+from pmesh.core.ops.machines import for_ranks, machines_of, place_of, plan_block, plan_fold
+from pmesh.core.ops.moving import plan_all_gather
+from pmesh.core.ops.plan import RankPlan
 from pmesh.core.ops.reductions import REDUCTIONS, WIRE_DTYPES, Values, check_reduction
 from pmesh.core.topology.ranks import edges_among, join_ranks
+from pmesh.core.views.rosters import in_ring_order
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.trainer import StartOp, WireDtype
-from pmesh.ids import OpNumber
+from pmesh.ids import Member, OpNumber
 from pmesh.net.sessions.combining import InNumpy
-from tests.worlds.plans import PlanWorld, TurnOrder
+from tests.worlds.builders import ANNA, BERT, CARA, make_trainer
+from tests.worlds.plans import Bytes, PlanWorld, TurnOrder
 
 STRATEGIES = ("", "ring", "tree", "centralized", "direct", "chain", "hierarchical")
 PLACEMENTS = st.lists(st.integers(0, 3), min_size=3, max_size=7).filter(machines_of)
@@ -111,3 +116,63 @@ def test_costs_are_those_of_the_edges_between_machines() -> None:
 
 def test_a_barrier_folds_nothing() -> None:
     assert plan_fold(0, 3).folds == ()
+
+
+@given(
+    hosts=PLACEMENTS.map(sorted),
+    nbytes=st.lists(st.integers(0, 40), min_size=7, max_size=7),
+    segment_bytes=st.sampled_from([8, 512]),
+    seed=st.integers(0, 99),
+)
+def test_an_all_gather_has_the_blocks_of_each_machine_as_one(
+    hosts: list[int], nbytes: list[int], segment_bytes: int, seed: int
+) -> None:
+    sizes, machines, dice = tuple(nbytes[: len(hosts)]), machines_of(hosts), Random(seed)  # noqa: S311 - no secret
+    blocks = [np.frombuffer(dice.randbytes(size), np.uint8) for size in sizes]
+    ofs = tuple(sum(sizes[rank] for rank in ranks) for ranks in machines)
+    plans, sources, results = list[RankPlan](), list[Values](), list[int | Bytes]()
+    for place, ranks in enumerate(machines):
+        plans.append(
+            plan_all_gather(
+                rank=place,
+                size=len(machines),
+                nbytes=ofs,
+                segment_bytes=segment_bytes,
+                in_place=len(ranks) > 1,
+            )
+        )
+        sources.append(blocks[ranks[0]] if len(ranks) == 1 else np.empty(0, np.uint8))
+        results.append(sum(sizes) if len(ranks) == 1 else put_together(blocks, ranks))
+    done = PlanWorld(plans, sources).run(TurnOrder(seed=seed, room=2), results)
+    assert {result.tobytes() for result in done} == {np.concatenate(blocks).tobytes()}
+
+
+def put_together(blocks: Sequence[Bytes], ranks: tuple[int, ...]) -> Bytes:
+    """The result of a machine's first rank as the network's part begins."""
+    sizes = tuple(block.nbytes for block in blocks)
+    results = [np.zeros(sum(sizes), np.uint8) for _ in ranks]
+    work = InNumpy(
+        plan_block(sizes, ranks),
+        [blocks[rank].data for rank in ranks],
+        [result.data for result in results],
+        dtype="uint8",
+        reduction="sum",
+    )
+    assert work.work()
+    assert not any(result.any() for result in results[1:])
+    return results[0]
+
+
+@given(
+    trainers=st.lists(st.sampled_from([ANNA, BERT, CARA]), min_size=1, max_size=7),
+    ids=st.permutations(range(7)),
+    ring=st.permutations([ANNA, BERT, CARA]),
+)
+def test_the_ranks_of_a_machine_are_side_by_side(
+    trainers: list[Member], ids: list[int], ring: list[Member]
+) -> None:
+    """An all_gather needs it: the blocks of a machine are one."""
+    made = [make_trainer(id_, member) for id_, member in zip(ids, trainers, strict=False)]
+    hosts = [trainer.member for trainer in in_ring_order(made, ring)]
+    ranks = [*itertools.chain(*machines_of(hosts))]
+    assert ranks in ([], [*range(len(hosts))])

@@ -297,7 +297,7 @@ def moving_plans(
             case "broadcast":
                 return plan_broadcast(root=root, nbytes=sum(nbytes), **here)
             case "all_gather":
-                return plan_all_gather(nbytes=nbytes, **here)
+                return plan_all_gather(nbytes=nbytes, in_place=False, **here)
             case "gather":
                 return plan_gather(root=root, nbytes=known(rank), **here)
             case "scatter":
