@@ -147,7 +147,8 @@ class TrainerClient:
                         return reply
                 case ArenaGone(number):
                     self.gone.append(number)
-                    self.maps.pop(number).close()
+                    if number in self.maps:  # else it was never given: its op took an alias
+                        self.maps.pop(number).close()
                 case _:
                     return reply
 
