@@ -9,7 +9,7 @@ from pmesh.core.values import Name, Removal, SignedName
 from pmesh.core.wire.channels import MAX_ENTRIES, Channel, Message
 from pmesh.ids import Member
 
-PROTOCOL_VERSION = 20
+PROTOCOL_VERSION = 21
 MAX_HELLO_BYTES = 16 * 1024  # 64 addresses and interfaces take 8 KiB; each peer passes it on
 MAX_ADDRESSES = 64  # of one machine; a Mac with every port in use has about ten
 _Count = Annotated[int, Meta(ge=0, le=2**62)]

@@ -36,7 +36,7 @@ class NativeSubflows(Subflows[Subflow]):
         )
         if not made:
             raise OSError(0, "the system has no pipe or no memory left")
-        self.address: int = made
+        self.address = made
         self._handle = ctypes.c_void_p(made)
         end = weakref.finalize(self, library.pmesh_subflows_free, self._handle)
         end.atexit = False  # a thread of the library may still be at work then

@@ -152,9 +152,9 @@ def payload(message: Message) -> bytes:
     return encode(message)[CHANNEL_BYTES:]
 
 
-def test_the_bytes_of_version_twenty_do_not_change_unnoticed() -> None:
+def test_the_bytes_of_version_twenty_one_do_not_change_unnoticed() -> None:
     nobody = Member(NodeId(b"n"), Incarnation(7))
-    assert link.PROTOCOL_VERSION == 20
+    assert link.PROTOCOL_VERSION == 21
     assert encode_hello(Hello(1, nobody, unsigned("mac"), (Address("h", 9),))).hex() == (
         f"98 01 01 92 c4 01 6e 07 92 a3 6d6163 c4 40 {'00' * 64} 91 92 a1 68 09 90 00 c0".replace(
             " ", ""
