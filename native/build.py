@@ -71,9 +71,10 @@ def _compile(library: Path, extra_flags: Sequence[str]) -> None:
             "that, install one (macOS: xcode-select --install; Debian and Ubuntu: apt install gcc "
             "libc6-dev), and then install pmesh again."
         )
-    version = [f"-mmacosx-version-min={OLDEST_MACOS}"] if MAC else []
+    # Nothing but libc: a Mac's linker asks for that without being told.
+    linking = [f"-mmacosx-version-min={OLDEST_MACOS}"] if MAC else ["-Wl,-z,defs"]
     sources = map(str, sorted(SOURCES.glob("*.c")))
-    command = [*compiler, *FLAGS, *version, *extra_flags, *sources, "-o", str(library)]
+    command = [*compiler, *FLAGS, *linking, *extra_flags, *sources, "-o", str(library)]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     if ran.returncode:
         raise NotBuiltError(f"{shlex.join(command)} failed:\n{ran.stderr}")

@@ -318,7 +318,8 @@ static void find_silent(struct pmesh_sends *sends, double now) {
     double latest = -INFINITY;
     for (uint32_t i = 0; i < sends->count; i++) {
         const struct pmesh_send_subflow *subflow = &sends->subflows[i];
-        latest = subflow->sent == subflow->received ? now : fmax(latest, subflow->heard_at);
+        const double heard_at = subflow->sent == subflow->received ? now : subflow->heard_at;
+        latest = heard_at > latest ? heard_at : latest;
     }
     for (uint32_t i = 0; i < sends->count; i++) {
         struct pmesh_send_subflow *subflow = &sends->subflows[i];
