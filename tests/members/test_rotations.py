@@ -1,9 +1,7 @@
 """The mesh gets a new key: all members end with one, whoever was away or cut off meanwhile."""
 
-import tempfile
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -13,14 +11,14 @@ from trio.testing import MockClock
 from pmesh.agent.config import Listen
 from pmesh.agent.home import load_mesh_key
 from pmesh.agent.mesh import findings, keyring
-from pmesh.agent.mesh.keyring import FORMER_S, MAX_FORMER, Keyring, latest_key, load_keys
+from pmesh.agent.mesh.keyring import FORMER_S, MAX_FORMER, Keyring, load_keys
 from pmesh.core.identity.advertisement import Advertisement
 from pmesh.core.identity.keys import MeshKey, NodeKey, namespace_tag
 from pmesh.core.identity.removals import MAX_REMOVALS, sign_removal
 from pmesh.core.identity.rotations import Rotation, check_rotation_untrusted, sign_rotation
 from pmesh.core.values import Removal
 from pmesh.core.wire.session import Refused
-from pmesh.errors import KeyFileError, MeshKeyMismatch, PeerUnreachable, PmeshError
+from pmesh.errors import MeshKeyMismatch, PeerUnreachable, PmeshError
 from pmesh.ids import MAX_COUNTER, NodeId
 from pmesh.members import agent as members_agent
 from pmesh.members.agent import ADOPT_EVERY_S, CHECKS, Members
@@ -514,64 +512,6 @@ async def test_a_key_of_a_removed_machine_is_not_taken(clock: MockClock) -> None
         await trio.sleep(2)
 
         assert key_of(one) == MESH
-
-
-async def test_a_disk_that_becomes_full_in_between_has_the_new_key_all_the_same(
-    clock: MockClock, faults: Faults
-) -> None:
-    async with village(clock, 1) as here:
-        (one,) = here.machines
-
-        faults.fail(keyring, "store_mesh_key", KeyFileError("no space left"))
-        await rotate(here, one)
-        assert key_of(one) == latest_key(one.settings.home, MESH) != MESH
-
-
-async def test_a_disk_that_is_full_keeps_the_old_key_in_use(
-    clock: MockClock, faults: Faults
-) -> None:
-    async with village(clock, 2) as here:
-        one, two = here.machines
-        await meet(one, two)
-        faults.instead(tempfile, "mkstemp", _full)
-
-        refused = await ask(here, one, RotateKey())
-
-        assert isinstance(refused, Refused)
-        assert "can't write" in refused.verdict.message
-        assert key_of(one) == key_of(two) == MESH
-        refused = await ask(here, one, RotateKey(("nobody",)))
-        assert isinstance(refused, Refused)
-        assert "no machine is called 'nobody'" in refused.verdict.message
-
-
-async def test_a_key_for_which_a_disk_has_no_room_is_taken_once_it_has(
-    clock: MockClock, faults: Faults
-) -> None:
-    async with village(clock, 2) as here:
-        one, two = here.machines
-        await meet(one, two)
-        link = two.agent.peers.links[one.key.node]
-
-        def full_at_two(real: Real, *, dir: Path, prefix: str) -> object:  # noqa: A002 - its name
-            return _full() if dir == two.settings.home else real(dir=dir, prefix=prefix)
-
-        with faults.around(tempfile, "mkstemp", full_at_two):
-            await rotate(here, one)
-            await trio.sleep(10 * ADOPT_EVERY_S)
-            assert key_of(two) == MESH
-        await trio.sleep(ADOPT_EVERY_S + 1)
-
-        assert load_mesh_key(two.settings.home) == key_of(two) == key_of(one)
-        assert two.agent.peers.links[one.key.node] is link
-        changed = [event.text for event in events_of(two) if event.kind == "key changed"]
-        can_t_take = "mac-0 has changed the mesh key, and this machine can't take it yet: can't"
-        assert changed[0].startswith(can_t_take)
-        assert changed[1:] == ["mac-0 has changed the mesh key, and this machine has the new one"]
-
-
-def _full(*_: object, **__: object) -> object:
-    raise OSError(28, "No space left on device")
 
 
 # --- the ring of keys

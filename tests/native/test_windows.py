@@ -25,7 +25,7 @@ from pmesh.core.wire.subflows import (
     put_number,
 )
 from pmesh.errors import ProtocolError
-from tests.core.wire import test_subflows
+from tests.core.wire import test_receive_window, test_subflows
 from tests.worlds.examples import examples
 
 pytestmark = pytest.mark.skipif(not build.find_compiler(), reason="needs a C compiler")
@@ -404,14 +404,21 @@ class MirroredReceives(ReceiveWindow):
         return said
 
 
-CASES = [case for name, case in vars(test_subflows).items() if name.startswith("test_")]
+CASES = [
+    case
+    for module in (test_subflows, test_receive_window)
+    for name, case in vars(module).items()
+    if name.startswith("test_")
+]
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not hasattr(case, "pytestmark")])
 def test_the_windows_in_c_do_in_every_test_what_those_in_python_do(
     case: Callable[[], None], library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, mirrored in (("SendWindow", MirroredSends), ("ReceiveWindow", MirroredReceives)):
+    for mirrored in (MirroredSends, MirroredReceives):
         monkeypatch.setattr(mirrored, "library", library, raising=False)
-        monkeypatch.setattr(test_subflows, name, mirrored)
+    monkeypatch.setattr(test_subflows, "SendWindow", MirroredSends)
+    for module in (test_subflows, test_receive_window):
+        monkeypatch.setattr(module, "ReceiveWindow", MirroredReceives)
     case()

@@ -1,4 +1,4 @@
-"""The two windows of a lane over several connections, without any connection."""
+"""The sender's window of a lane over several connections, and both, without any connection."""
 
 from dataclasses import dataclass, field
 
@@ -10,9 +10,6 @@ from pmesh.core.wire.aead import TAG_BYTES
 from pmesh.core.wire.records import RecordHeader, Sealer
 from pmesh.core.wire.subflows import (
     ACK_BODY_BYTES,
-    ACK_BYTES,
-    ACK_EARLY_BYTES,
-    ACK_RECORDS,
     FRAME_HEADER_BYTES,
     MAX_FRAME_BYTES,
     NUMBER_BYTES,
@@ -24,21 +21,13 @@ from pmesh.core.wire.subflows import (
     encode_ack,
     frame_bytes,
     number_of_untrusted,
-    put_number,
     read_frame_untrusted,
 )
 from pmesh.errors import ProtocolError
+from tests.core.wire.frames import frame
 from tests.worlds.examples import examples
 
 MBIT = 1e6 / 8
-
-
-def frame(number: int, body_bytes: int = 0) -> memoryview:
-    """A record as the windows see it: a number in front, and bytes that tell it from others."""
-    view = memoryview(bytearray(frame_bytes(body_bytes)))
-    put_number(number, view)
-    view[NUMBER_BYTES:] = bytes([number % 251]) * (len(view) - NUMBER_BYTES)
-    return view
 
 
 def window(*rates: float, **limits: int) -> SendWindow:
@@ -434,100 +423,6 @@ def test_what_was_copied_to_a_subflow_that_is_lost_is_copied_to_another() -> Non
         sending.relieve(now=index + 0.1)
         assert not sending.has_to_write(index)  # once is enough
         sending.drop(index)
-
-
-# --- the receiver's window
-
-
-def receiving(*indices: int, **limits: int) -> ReceiveWindow:
-    made = ReceiveWindow(**limits)
-    for index in indices or (0,):
-        made.add(index)
-    return made
-
-
-def bring(window: ReceiveWindow, number: int, *, index: int = 0, body_bytes: int = 0) -> bool:
-    made = frame(number, body_bytes)
-    window.read(index, len(made))
-    return window.arrived_untrusted(index, made)
-
-
-def test_records_come_out_in_order_and_what_came_twice_once() -> None:
-    window = receiving()
-    assert [bring(window, number) for number in (1, 1, 0, 0, 2, 1)] == [True, False] * 2 + [
-        True,
-        False,
-    ]
-    for number in range(3):
-        assert window.first == frame(number)
-        assert window.opened() == frame(number)
-    assert window.first is None
-
-
-def test_nobody_can_make_the_receiver_keep_more_than_a_window() -> None:
-    window = receiving(window_records=4, window_bytes=3 * frame_bytes(100))
-    for number in (1, 2, 3):
-        assert bring(window, number, body_bytes=100)
-    with pytest.raises(ProtocolError, match="beyond the window"):
-        window.needs_untrusted(4)
-    window = receiving(window_bytes=3 * frame_bytes(100))
-    for number in (1, 2, 3):
-        assert bring(window, number, body_bytes=100)
-    with pytest.raises(ProtocolError, match="more than the window"):
-        bring(window, 4)
-
-
-def test_little_that_has_been_read_is_acknowledged_later_much_at_once() -> None:
-    window = receiving()
-    assert window.owing == []
-    window.read(0, 100)
-    assert not window.is_due(0, waiting=True)
-    assert window.owing == [0]
-    window.read(0, ACK_EARLY_BYTES)
-    assert not window.is_due(0, waiting=False)
-    assert window.is_due(0, waiting=True)
-    assert window.acknowledge(0, waiting=True) == Ack(100 + ACK_EARLY_BYTES, 0, waiting=True)
-    assert window.owing == []
-    assert not window.is_due(0, waiting=True)
-    window.read(0, ACK_BYTES)
-    assert window.is_due(0, waiting=False)
-    window.drop(0)
-    assert window.owing == []
-
-
-def test_many_small_records_are_acknowledged() -> None:
-    window = receiving()
-    for number in range(ACK_RECORDS):
-        assert not window.is_due(0, waiting=False)
-        bring(window, number)
-    assert window.is_due(0, waiting=False)
-    assert window.acknowledge(0, waiting=False).wanted == ACK_RECORDS
-
-
-def test_what_fills_a_gap_is_acknowledged_at_once_however_small() -> None:
-    """Else the sender might wait for room in its window."""
-    window = receiving(0, 1)
-    for number in (1, 2):
-        bring(window, number, index=1, body_bytes=100_000)
-    window.acknowledge(1, waiting=True)
-    bring(window, 0)
-    assert not window.is_due(1, waiting=True)  # there is nothing new to say of that one
-    assert window.is_due(0, waiting=True)
-    assert window.acknowledge(0, waiting=True).wanted == 3
-
-
-def test_each_subflow_is_told_what_is_lacked_for_another_may_be_lost_with_what_it_was_told() -> (
-    None
-):
-    window = receiving(0, 1)
-    window.read(0, frame_bytes(0))
-    bring(window, 0)
-    assert window.owing == [0, 1]
-    assert window.acknowledge(0, waiting=True).wanted == 1
-    assert window.owing == [1]
-    assert not window.is_due(1, waiting=True)  # there is time
-    assert window.acknowledge(1, waiting=True).wanted == 1
-    assert window.owing == []
 
 
 # --- both, in any order of events
