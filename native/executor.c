@@ -583,6 +583,8 @@ const uint32_t *pmesh_layout(void) {
         offsetof(struct pmesh_coding, codec),
         offsetof(struct pmesh_op, seal),
         offsetof(struct pmesh_op, has_failed),
+        sizeof(struct pmesh_lost_subflow),
+        sizeof(struct pmesh_pace),
     };
     return layout;
 }

@@ -29,6 +29,8 @@ def test_the_structs_have_the_same_sizes_and_offsets() -> None:
         layout.Coding.codec.offset,
         layout.OpStruct.seal.offset,
         layout.OpStruct.has_failed.offset,
+        ctypes.sizeof(layout.LostSubflow),
+        ctypes.sizeof(layout.Pace),
     ]
     assert library.pmesh_layout()[: len(sizes)] == sizes
 
@@ -41,6 +43,12 @@ def test_the_enums_have_the_same_names_in_the_same_order(name: str) -> None:
     enum = getattr(layout, f"Run{name.capitalize()}")
     assert [member.name for member in enum] == names
     assert [member.value for member in enum] == list(range(len(names)))
+
+
+def test_the_flags_of_subflows_have_the_same_values() -> None:
+    found = re.findall(r"PMESH_SUBFLOWS_(\w+) = (\d+),", HEADER.with_name("subflows.h").read_text())
+    ours = {flag.name: flag.value for flag in layout.SubflowsState}
+    assert {name: int(value) for name, value in found} == ours
 
 
 def test_the_codecs_have_the_same_order() -> None:
