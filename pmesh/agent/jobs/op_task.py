@@ -367,7 +367,7 @@ def _setting(rank: LocalRank, op: Op) -> Setting:
         if op.kind.bound:
             blocks = tuple(sum(request.parts[r] for r in ranks) for ranks in rank.machines)
             request = structs.replace(request, parts=blocks)
-    root = place(_root_of(rank, op))
+    root = place(0 if op.root is None else _root_of(rank, op))
     if op.call.kind == "broadcast":  # to the receiver that is furthest along the ring
         left = [r for r in map(rank.roster.rank_of, op.receivers) if r is not None]
         reach = max(((place(receiver) - root) % size for receiver in left), default=0)
@@ -383,8 +383,9 @@ def _setting(rank: LocalRank, op: Op) -> Setting:
 
 
 def _root_of(rank: LocalRank, op: Op) -> int:
-    """Return the root's current rank; 0 if the op has none."""
-    return (None if op.root is None else rank.roster.rank_of(op.root)) or 0
+    """Return the current rank of the root that the op has; 0 if that has gone."""
+    assert op.root is not None  # noqa: S101 - see the callers
+    return rank.roster.rank_of(op.root) or 0
 
 
 def is_in_memory(rank: LocalRank, op: Op, jobs: Jobs) -> bool:
@@ -472,7 +473,7 @@ def _meet(rank: LocalRank, op: Op, jobs: Jobs) -> Taking | None:
 
 def _part_of(rank: LocalRank, op: Op, mine: Sequence[int]) -> RankPart:
     """Return what a rank brings, among the ranks of this agent."""
-    root, kind = _root_of(rank, op), op.call.kind
+    root, kind = 0 if op.root is None else _root_of(rank, op), op.call.kind
     if kind == "broadcast":
         op.holds = rank.id in {op.root, *op.receivers}
         if not op.holds and len(mine) < rank.size:

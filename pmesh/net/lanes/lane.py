@@ -222,17 +222,16 @@ class Lane:
         """Return the address of the lane's state, which the library uses until `take_back`."""
         state = self.state
         if not state.subflows:
-            self._give_address()
+            state.fd = self._socket.fileno()
+            if (self._out if self.sending else self._in) is not self._addressed:
+                self._give_address()
         state.sealed, state.opened = self._sealer.records, self._opener.records
         self._is_shared = True
         return ctypes.addressof(state)
 
     def _give_address(self) -> None:
-        """Write where its connection and the buffer for records are into the state."""
+        """Write where the buffer for records lies into the state."""
         state = self.state
-        state.fd = self._socket.fileno()
-        if (self._out if self.sending else self._in) is self._addressed:
-            return
         if self.sending:
             if len(self._out) < _WHOLE_BYTES:
                 self._out = _whole(self._out, state.unsent_end)

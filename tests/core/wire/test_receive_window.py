@@ -13,6 +13,8 @@ from pmesh.core.wire.subflows import (
 from pmesh.errors import ProtocolError
 from tests.core.wire.frames import frame
 
+pytestmark = pytest.mark.usefixtures("windows")
+
 
 def receiving(*indices: int, **limits: int) -> ReceiveWindow:
     made = ReceiveWindow(**limits)

@@ -27,6 +27,8 @@ from pmesh.errors import ProtocolError
 from tests.core.wire.frames import frame
 from tests.worlds.examples import examples
 
+pytestmark = pytest.mark.usefixtures("windows")
+
 MBIT = 1e6 / 8
 
 
