@@ -342,7 +342,7 @@ uint8_t *pmesh_subflows_take(struct pmesh_subflows *subflows, uint64_t nbytes) {
 }
 
 void pmesh_subflows_put(struct pmesh_subflows *subflows, uint8_t *record) {
-    bool moved;
+    bool moved = false;
     pthread_mutex_lock(&subflows->lock);
     read_all_acks(subflows, &moved, now()); // so that it goes where really least is under way
     pmesh_sends_put(&subflows->sends, frame_of(record));

@@ -160,26 +160,31 @@ static void connect_ranks(struct world *world, uint32_t a, uint32_t b) {
     }
 }
 
-static void add_cable(struct world *world, struct pmesh_lane *out, struct pmesh_lane *in) {
-    const uint32_t index = world->cable_count++;
-    struct cable *cable = &world->cables[index];
-    *cable = (struct cable){.lanes = {out, in}, .index = index};
-    const int failed = socketpair(AF_UNIX, SOCK_STREAM, 0, cable->ends);
-    assert(!failed);
-    for (int i = 0; i < 2; i++) {
-        // Acknowledgements have a key of their own, which both ends know.
-        const bool added = pmesh_subflows_add(cable->lanes[i]->subflows, index, cable->ends[i],
-                                              out->seal_key, 0, 1e6 * (1 + index % 3), 0.001);
-        assert(added);
-    }
-}
-
 static void unplug(struct cable *cable, int end) {
     if (cable->ends[end] >= 0) {
         pmesh_subflows_drop(cable->lanes[end]->subflows, cable->index);
         close(cable->ends[end]);
         cable->ends[end] = -1;
     }
+}
+
+// Returns false if an end has too many, of which it has yet to notice that some are lost.
+static bool add_cable(struct world *world, struct pmesh_lane *out, struct pmesh_lane *in) {
+    const uint32_t index = world->cable_count++;
+    struct cable *cable = &world->cables[index];
+    *cable = (struct cable){.lanes = {out, in}, .index = index};
+    const int failed = socketpair(AF_UNIX, SOCK_STREAM, 0, cable->ends);
+    assert(!failed);
+    bool added = true;
+    for (int i = 0; i < 2; i++) {
+        // Acknowledgements have a key of their own, which both ends know.
+        added &= pmesh_subflows_add(cable->lanes[i]->subflows, index, cable->ends[i], out->seal_key,
+                                    0, 1e6 * (1 + index % 3), 0.001);
+    }
+    for (int i = 0; i < 2 && !added; i++) {
+        unplug(cable, i);
+    }
+    return added;
 }
 
 static void make_several(struct world *world, struct pmesh_lane *out, struct pmesh_lane *in) {
@@ -192,7 +197,8 @@ static void make_several(struct world *world, struct pmesh_lane *out, struct pme
         lanes[i]->in = NULL;
     }
     for (uint64_t left = 1 + below(&world->random, 3); left; left--) {
-        add_cable(world, out, in);
+        const bool added = add_cable(world, out, in);
+        assert(added);
     }
 }
 
@@ -214,8 +220,9 @@ static void *tend(void *argument) {
             }
             if (changes && below(&random, 50) == 0 && cable->ends[0] >= 0 && cable->ends[1] >= 0 &&
                 world->cable_count < MOST_CABLES) {
-                add_cable(world, cable->lanes[0], cable->lanes[1]);
-                unplug(cable, (int)below(&random, 2));
+                if (add_cable(world, cable->lanes[0], cable->lanes[1])) {
+                    unplug(cable, (int)below(&random, 2));
+                }
             }
         }
         poll(NULL, 0, 1);
