@@ -17,7 +17,8 @@
 enum {
     ACK_RECORD_BYTES = PMESH_OVERHEAD_BYTES + PMESH_ACK_BODY_BYTES,
     FRAME_HEADER_BYTES = PMESH_NUMBER_BYTES + PMESH_HEADER_BYTES,
-    LEAST_PACED_BYTES = 32 * 1024, // less is too little to tell
+    LEAST_PACED_BYTES = 32 * 1024,       // less is too little to tell
+    MOST_AT_ONCE = PMESH_WINDOW_RECORDS, // that are read in one call: a peer may send without end
 };
 
 // One connection; acknowledgements travel in the direction opposite to data.
@@ -208,7 +209,7 @@ static enum outcome read_acks(struct pmesh_subflows *subflows, uint32_t place, b
                               double at) {
     const bool is_late = at - subflows->subflows[place].looked_at > LATE_S;
     subflows->subflows[place].looked_at = at;
-    while (true) {
+    for (int left = MOST_AT_ONCE; left; left--) {
         struct subflow *subflow = &subflows->subflows[place];
         const ssize_t count = recv(subflow->fd, subflow->ack + subflow->ack_end,
                                    ACK_RECORD_BYTES - subflow->ack_end, MSG_DONTWAIT);
@@ -224,6 +225,7 @@ static enum outcome read_acks(struct pmesh_subflows *subflows, uint32_t place, b
             *moved = true;
         }
     }
+    return READY;
 }
 
 static void seal_ack(struct pmesh_subflows *subflows, uint32_t place, bool waiting) {
@@ -475,11 +477,13 @@ uint8_t *pmesh_subflows_read(struct pmesh_subflows *subflows, bool waited, uint6
     double read_at = 0;
     set_wake(subflows, false);
     subflows->waits &= waited;
-    for (bool more = true; !first && more;) {
+    bool more = true;
+    for (int left = MOST_AT_ONCE; !first && more && left; left--) {
         read_at = now();
         more = read_all(subflows);
         first = pmesh_receives_first(&subflows->receives);
     }
+    set_wake(subflows, !first && more); // the rest may be less than makes a socket readable
     if (first) {
         end_wait(subflows);
     } else if (!subflows->waits) {

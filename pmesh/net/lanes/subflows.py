@@ -24,6 +24,9 @@ from pmesh.native.layout import LaneState
 from pmesh.net.lanes.lane import WAKE_UP_BYTES, Throughput
 
 UNKNOWN_BYTES_PER_S = 125e6
+MOST_AT_ONCE = core.WINDOW_RECORDS
+"""Records, or acknowledgements of one subflow, that are read in one call: a peer may send without
+end."""
 _ACK = RecordHeader(core.ACK_BODY_BYTES, 0, op=0, segment=0, fingerprint=0, completed=-1)
 _ACK_BYTES = OVERHEAD_BYTES + core.ACK_BODY_BYTES
 
@@ -402,7 +405,7 @@ class PythonSubflows(Subflows[_PythonSubflow]):
     def _read_acks(self, subflow: _PythonSubflow, now: float) -> None:
         is_late = now - subflow.looked_at > core.LATE_S
         subflow.looked_at = now
-        while True:
+        for _ in range(MOST_AT_ONCE):
             count = subflow.sock.recv_into(subflow.ack[subflow.ack_filled :])
             if not count:
                 raise ConnectionResetError
@@ -422,12 +425,15 @@ class PythonSubflows(Subflows[_PythonSubflow]):
     def read(self, *, waited: bool) -> memoryview | None:
         with self._lock:
             frame, may_have_more, reads_at = self._receives.first, True, 0.0
-            while frame is None and may_have_more:
-                # No wait: less may be there than makes a socket readable.
+            for _ in range(MOST_AT_ONCE):
+                if frame is not None or not may_have_more:
+                    break
                 reads_at, may_have_more = time.monotonic(), False
                 for subflow in list(self._subflows.values()):
                     may_have_more |= self._try(subflow, self._read)
                 frame = self._receives.first
+            # The rest may be less than makes a socket readable.
+            self._set_wake(frame is None and may_have_more)
             if frame is not None:
                 self._note_paces(waited=waited)
                 return frame[core.NUMBER_BYTES :]

@@ -12,8 +12,14 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from pmesh.core.wire.records import MAX_BODY_BYTES
-from pmesh.core.wire.subflows import WINDOW_RECORDS
+from pmesh.core.wire.records import MAX_BODY_BYTES, OVERHEAD_BYTES, Sealer
+from pmesh.core.wire.subflows import (
+    ACK_BODY_BYTES,
+    WINDOW_RECORDS,
+    Ack,
+    encode_ack,
+    frame_bytes,
+)
 from pmesh.errors import LaneBroken
 from pmesh.net.lanes.executor import OpStage, StageRunner
 from pmesh.net.lanes.lane import WAKE_UP_BYTES, Lane, LaneWait, PathLost, Steps
@@ -23,7 +29,8 @@ from pmesh.net.lanes.multipath import (
     TICK_S,
     MultipathLane,
 )
-from pmesh.net.lanes.subflows import ConnectionFacts
+from pmesh.net.lanes.opening import offer_of_connection
+from pmesh.net.lanes.subflows import MOST_AT_ONCE, ConnectionFacts
 from tests.net.lanes.multipath import Paths, connections, drop, names_of, paths_between, sockets
 from tests.net.lanes.parts import either_way, receive_all, send_all
 from tests.worlds.lanes import header
@@ -204,6 +211,41 @@ async def test_a_connection_that_brings_garbage_is_lost_and_the_lane_is_not() ->
             assert names_of(paths.receiving) == {"path-1"}
             paths.sending.pump()
             assert names_of(paths.sending) == {"path-1"}
+
+
+async def test_a_peer_that_repeats_a_record_without_end_holds_nobody_up() -> None:
+    """Who waits comes back, and can be stopped, before all of it is read."""
+    async with paths_between(1) as paths:
+        [(raw, _)] = paths.sockets
+        with trio.fail_after(10):
+            await paths.sending.send(header(3), b"abc")
+            assert await received(paths.receiving, 3) == b"abc"
+            before, again = paths.receiving.bytes_received, bytes(frame_bytes(0))  # number 0
+            raw.send(again * 3 * MOST_AT_ONCE)
+            steps = receive_all(paths.receiving, [3, 5], [b"abc"])
+            for times in (1, 2):
+                assert next(steps) is LaneWait.READABLE
+                read = paths.receiving.bytes_received - before
+                assert read == times * MOST_AT_ONCE * len(again)
+
+
+async def test_a_peer_that_acknowledges_without_end_holds_nobody_up() -> None:
+    async with paths_between(1) as paths:
+        [(ours, theirs)] = paths.sockets
+        sealer = Sealer(offer_of_connection(paths.offer, 0).return_key)
+        record = memoryview(bytearray(OVERHEAD_BYTES + ACK_BODY_BYTES))
+        said, body = bytearray(), encode_ack(Ack(0, 0, waiting=True))
+        for _ in range(3 * MOST_AT_ONCE):
+            sealer.seal(header(ACK_BODY_BYTES), body, record)
+            said += record
+        theirs.send(said)
+        paths.sending.pump()
+        assert len(ours.recv(10**6, socket.MSG_PEEK)) == len(said) - MOST_AT_ONCE * len(record)
+        for _ in range(2):
+            paths.sending.pump()
+        with pytest.raises(BlockingIOError):
+            ours.recv(1, socket.MSG_PEEK)
+        assert names_of(paths.sending) == {"path-0"}
 
 
 # --- the lane ends
