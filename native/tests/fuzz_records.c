@@ -37,18 +37,6 @@ static ssize_t fuzzed_recv(uint8_t *to, size_t nbytes) {
 #undef recv
 #undef setsockopt
 
-// --- an AEAD that a fuzzer can guess: the first bit of a tag says whether it is right
-
-static int guessable_open(uint8_t *body, unsigned long long *body_bytes, uint8_t *unused,
-                          const uint8_t *from, unsigned long long from_bytes, const uint8_t *header,
-                          unsigned long long header_bytes, const uint8_t *nonce,
-                          const uint8_t *key) {
-    const uint64_t nbytes = from_bytes - PMESH_TAG_BYTES;
-    assert(!body_bytes && !unused && header && header_bytes == PMESH_HEADER_BYTES && nonce && key);
-    memmove(body, from, nbytes);
-    return from[nbytes] & 1;
-}
-
 static bool guess_is_right(const uint8_t *record, uint64_t body_bytes) {
     return !(record[PMESH_HEADER_BYTES + body_bytes] & 1);
 }

@@ -63,18 +63,6 @@ static ssize_t fuzzed_send(const uint8_t *from, size_t nbytes) {
 #undef send
 #undef setsockopt
 
-// --- an AEAD that a fuzzer can guess: the first bit of a tag says whether it is right
-
-static int guessable_open(uint8_t *body, unsigned long long *body_bytes, uint8_t *unused,
-                          const uint8_t *from, unsigned long long from_bytes, const uint8_t *header,
-                          unsigned long long header_bytes, const uint8_t *nonce,
-                          const uint8_t *key) {
-    const uint64_t nbytes = from_bytes - PMESH_TAG_BYTES;
-    assert(!body_bytes && !unused && header && header_bytes == PMESH_HEADER_BYTES && nonce && key);
-    memmove(body, from, nbytes);
-    return from[nbytes] & 1;
-}
-
 // Each record that is kept lies in its place, and nothing that came before is there once more.
 static uint64_t kept_bytes(const struct pmesh_receives *receives) {
     uint64_t bytes = 0;

@@ -118,6 +118,17 @@ static inline int toy_aegis_open(uint8_t *body, const uint8_t *from, size_t from
     return toy_open(body, NULL, NULL, from, from_bytes, header, header_bytes, nonce, key);
 }
 
+// An AEAD that a fuzzer can guess: the first bit of a tag says whether it is right.
+static inline int guessable_open(uint8_t *body, unsigned long long *body_bytes, uint8_t *unused,
+                                 const uint8_t *from, unsigned long long from_bytes,
+                                 const uint8_t *header, unsigned long long header_bytes,
+                                 const uint8_t *nonce, const uint8_t *key) {
+    const uint64_t nbytes = from_bytes - PMESH_TAG_BYTES;
+    assert(!body_bytes && !unused && header && header_bytes == PMESH_HEADER_BYTES && nonce && key);
+    memmove(body, from, nbytes);
+    return from[nbytes] & 1;
+}
+
 // Of exactly so many bytes, so that ASan finds what reads or writes beyond.
 static inline void *exactly(uint64_t nbytes) {
     void *memory = malloc(nbytes ? nbytes : 1);
