@@ -427,6 +427,53 @@ def test_what_was_copied_to_a_subflow_that_is_lost_is_copied_to_another() -> Non
         sending.drop(index)
 
 
+def test_a_copy_that_waits_already_is_not_counted_twice() -> None:
+    sending = window(MBIT)
+    put(sending, 100_000)
+    write(sending, 0, most=10)
+    for index, rate in ((1, 100 * MBIT), (2, 40 * MBIT), (3, MBIT)):
+        sending.add(index, bytes_per_s=rate, round_trip_s=0, now=0.0)
+    sending.relieve(now=0.1)
+    sending.drop(3)  # which might have been the one with the copy
+    sending.relieve(now=0.2)
+    assert numbers(write(sending, 1), 100_000) == [0]
+    sending.acknowledge_untrusted(1, Ack(frame_bytes(100_000), 1, waiting=True), now=0.2)
+    put(sending)
+    assert numbers(write(sending, 1)) == [1]  # it is the fastest, and has nothing else to do
+
+
+def test_a_record_that_waits_where_its_copy_comes_may_be_copied_again() -> None:
+    sending = window(MBIT)
+    put(sending, 100_000)
+    write(sending, 0, most=10)
+    sending.add(1, bytes_per_s=100 * MBIT, round_trip_s=0, now=0.0)
+    put(sending, 300_000)
+    assert numbers(write(sending, 1), 300_000) == [1]
+    for index, rate in ((2, 40 * MBIT), (3, MBIT)):
+        sending.add(index, bytes_per_s=rate, round_trip_s=0, now=0.0)
+    sending.relieve(now=0.1)  # 2 has the copy, as 1 is busy
+    sending.drop(0)  # and 1 has the record, as 2 is
+    sending.acknowledge_untrusted(1, Ack(frame_bytes(300_000), 0, waiting=True), now=0.1)
+    sending.relieve(now=0.2)  # 1 has nothing else to do now, and has both
+    assert not sending.has_to_write(2)
+    assert numbers(write(sending, 1), 100_000) == [0]
+    sending.relieve(now=0.2 + 2 * SILENT_S)
+    assert numbers(write(sending, 2), 100_000) == [0]
+
+
+def test_a_record_that_comes_where_its_copy_waits_may_be_copied_again() -> None:
+    sending = window(MBIT)
+    put(sending, 100_000)
+    write(sending, 0, most=10)
+    sending.add(1, bytes_per_s=100 * MBIT, round_trip_s=0, now=0.0)
+    sending.relieve(now=0.1)
+    sending.drop(0)
+    assert numbers(write(sending, 1), 100_000) == [0]
+    sending.add(2, bytes_per_s=MBIT, round_trip_s=0, now=0.1)
+    sending.relieve(now=0.1 + 2 * SILENT_S)
+    assert numbers(write(sending, 2), 100_000) == [0]
+
+
 # --- both, in any order of events
 
 
