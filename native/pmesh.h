@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 // One higher with each change that Python must know of; pmesh/native/__init__.py has the same.
-#define PMESH_ABI 6
+#define PMESH_ABI 7
 
 #define PMESH_API __attribute__((visibility("default")))
 
@@ -265,6 +265,7 @@ enum pmesh_state {
     PMESH_OVER,   // the op has ended, or failed
     PMESH_AWAITS, // only something that arrives makes it go on
     PMESH_BUSY,
+    PMESH_RUNS, // in threads, by `pmesh_hand_over`
 };
 
 // Begin an op, and do what can be done at once. Unless that was all, `pmesh_hand_over` follows, or

@@ -9,7 +9,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-ABI = 6  # PMESH_ABI in native/pmesh.h
+ABI = 7  # PMESH_ABI in native/pmesh.h
 PATH = Path(__file__).with_name("libpmesh.dylib" if sys.platform == "darwin" else "libpmesh.so")
 
 _PROTOTYPES = {
@@ -61,8 +61,15 @@ _PROTOTYPES = {
     "pmesh_combine": (ctypes.c_bool, ctypes.c_void_p),
     "pmesh_combining_stop": (None, ctypes.c_void_p),
     "pmesh_combining_layout": (ctypes.POINTER(ctypes.c_uint32),),
+    "pmesh_server_new": (ctypes.c_void_p, ctypes.c_void_p),
+    "pmesh_server_free": (None, ctypes.c_void_p),
+    "pmesh_server_fd": (ctypes.c_int, ctypes.c_void_p),
+    "pmesh_serve": (None, ctypes.c_void_p),
+    "pmesh_recall": (None, ctypes.c_void_p),
+    "pmesh_take_ended": (ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p),
+    "pmesh_persistent_layout": (ctypes.POINTER(ctypes.c_uint32),),
 }
-"""Of each function of native/pmesh.h, combine.h and subflows.h: its result and its arguments."""
+"""Of each function that a header of native/ exports: its result and its arguments."""
 
 
 def library() -> ctypes.CDLL | None:

@@ -16,6 +16,7 @@ class RunState(IntEnum):
     OVER = 0
     AWAITS = 1
     BUSY = 2
+    RUNS = 3
 
 
 class RunStatus(IntEnum):
@@ -241,6 +242,123 @@ class OpStruct(ctypes.Structure):
     reduction: int
     track: int
     detail: int
+
+
+MOST_CALLS: Final = 8
+MOST_SLOTS: Final = 5
+OWN_SLOTS: Final = 3
+LOGGED_OPS: Final = 1024
+MESSAGE_PARTS: Final = 3
+_UNREAD_BYTES: Final = 4096
+
+
+class WhyStopped(IntEnum):
+    """`enum pmesh_why`: why a thread serves a trainer no longer."""
+
+    RECALLED = 0
+    OTHER = 1
+    BEGUN = 2
+    UNANSWERED = 3
+
+
+class MessageStruct(ctypes.Structure):
+    """`struct pmesh_message`: a message around its numbers."""
+
+    _fields_ = (
+        ("parts", ctypes.c_char_p * MESSAGE_PARTS),
+        ("nbytes", ctypes.c_uint32 * MESSAGE_PARTS),
+        ("count", ctypes.c_uint32),
+    )
+
+
+class CallStruct(ctypes.Structure):
+    """`struct pmesh_call`: a call that may be repeated."""
+
+    _fields_ = (
+        ("op", ctypes.c_void_p),
+        ("request", MessageStruct),
+        ("reply", MessageStruct),
+        ("lending", MessageStruct),
+        ("arena", ctypes.c_void_p),
+        ("arena_bytes", ctypes.c_uint64),
+        ("itemsize", ctypes.c_uint64),
+    )
+
+
+class SlotStruct(ctypes.Structure):
+    """`struct pmesh_slot`: an arena for results."""
+
+    _fields_ = (
+        ("memory", ctypes.c_void_p),
+        ("number", ctypes.c_uint64),
+        ("free_at", ctypes.c_uint64),
+        ("lent", ctypes.c_uint64),
+    )
+    memory: int
+    number: int
+    free_at: int
+    lent: int
+
+
+class EndedOpStruct(ctypes.Structure):
+    """`struct pmesh_ended_op`: an op that has ended well."""
+
+    _fields_ = (
+        ("began_s", ctypes.c_double),
+        ("ended_s", ctypes.c_double),
+        ("receiving_s", ctypes.c_double),
+        ("number", ctypes.c_uint64),
+        ("call", ctypes.c_uint32),
+        ("slot", ctypes.c_uint32),
+    )
+    began_s: float
+    ended_s: float
+    receiving_s: float
+    number: int
+    call: int
+    slot: int
+
+
+class PersistentStruct(ctypes.Structure):
+    """`struct pmesh_persistent`: the calls that one trainer repeats."""
+
+    _fields_ = (
+        ("calls", CallStruct * MOST_CALLS),
+        ("slots", SlotStruct * MOST_SLOTS),
+        ("drop", MessageStruct),
+        ("runner", ctypes.c_void_p),
+        ("next", ctypes.c_uint64),
+        ("limit", ctypes.c_uint64),
+        ("trusted_until_us", ctypes.c_uint64),
+        ("ended", ctypes.c_uint64),
+        ("noted", ctypes.c_uint64),
+        ("log", EndedOpStruct * LOGGED_OPS),
+        ("call_count", ctypes.c_uint32),
+        ("slot_count", ctypes.c_uint32),
+        ("may_lend", ctypes.c_uint32),
+        ("session", ctypes.c_int32),
+        ("why", ctypes.c_int32),
+        ("state", ctypes.c_int32),
+        ("call", ctypes.c_uint32),
+        ("slot", ctypes.c_uint32),
+        ("unread_bytes", ctypes.c_uint32),
+        ("unread", ctypes.c_uint8 * _UNREAD_BYTES),
+    )
+    calls: ctypes.Array[CallStruct]
+    slots: ctypes.Array[SlotStruct]
+    drop: MessageStruct
+    next: int
+    limit: int
+    trusted_until_us: int
+    call_count: int
+    slot_count: int
+    may_lend: int
+    why: int
+    state: int
+    call: int
+    slot: int
+    unread_bytes: int
+    unread: ctypes.Array[ctypes.c_uint8]
 
 
 def address_of(region: memoryview) -> int:

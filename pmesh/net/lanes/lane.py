@@ -208,13 +208,19 @@ class Lane:
 
     def take_back(self) -> None:
         """Take the lane back: the thread has ended. Close it if `close` was called meanwhile."""
-        self._stop_thread = None
         if self._is_shared:
             state, self._is_shared = self.state, False
             self._sealer.records, self._opener.records = state.sealed, state.opened
             if state.paced_bytes:
                 self._add_pace(self.hosts, Throughput(state.paced_bytes, state.paced_s))
                 state.paced_bytes, state.paced_s = 0, 0.0
+        self._stop_thread = None  # `end_loan`, a frame less
+        if self._closed.is_set():
+            self.close()
+
+    def end_loan(self) -> None:
+        """Note that no thread uses the lane now; the library still has its state."""
+        self._stop_thread = None
         if self._closed.is_set():
             self.close()
 

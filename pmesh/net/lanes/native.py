@@ -283,7 +283,7 @@ class LibraryThreads:
             if state != RunState.OVER:
                 for lane in lanes:
                     lane.lend(self.stop)
-                if library.pmesh_hand_over(runner):
+                if state == RunState.RUNS or library.pmesh_hand_over(runner):
                     await trio.lowlevel.wait_readable(self._ended)
         except BaseException:
             self.stop()
@@ -303,6 +303,69 @@ class LibraryThreads:
                 return closed.broken(closed.why_closed)
             case _:
                 return _failure_of(lanes[self._op.track], status, self._op.detail)
+
+
+class PreparedOp:
+    """An op as the library reads it, and what stays in memory for it."""
+
+    def __init__(
+        self,
+        plan: RankPlan,
+        lanes: Sequence[Lane],
+        header: RecordHeader,
+        regions: Sequence[memoryview],
+        *,
+        values: tuple[int, int],
+    ) -> None:
+        """For the arguments see the function `begin`."""
+        self.lanes, self.regions, self.flat = lanes, regions, _laid_out(plan)
+        self.states = array("Q", [ctypes.addressof(lane.state) for lane in lanes])
+        self.struct = op = OpStruct(
+            seal=aead.SEAL_ADDRESS, open=aead.OPEN_ADDRESS, aead=aead.LIBRARY
+        )
+        op.plan, (op.dtype, op.reduction) = self.flat.address, values
+        op.lanes, _ = self.states.buffer_info()
+        op.roster, op.fingerprint = header.roster, header.fingerprint
+        for place, region in enumerate(regions):
+            op.regions[place], op.region_bytes[place] = address_of(region), len(region)
+
+    @property
+    def address(self) -> int:
+        """Where the library finds it."""
+        return ctypes.addressof(self.struct)
+
+
+class KeptThreads(LibraryThreads):
+    """Threads for the ops that the library begins by itself (`pmesh.net.lanes.persistent`)."""
+
+    @property
+    def address(self) -> int:
+        """Where the library finds its runner."""
+        return self._runner.value or 0
+
+    def take_over(self, op: PreparedOp, state: int) -> None:
+        """Go on with an op that has begun: `finish` or `abandon` follows."""
+        self._op, self._states, self._state = op.struct, op.states, state
+        self._lanes, self._flat, self._regions = op.lanes, op.flat, op.regions
+
+    def abandon(self) -> None:
+        """Stop the op, wherever it is; its lanes are whole afterwards."""
+        self.stop()
+        self._library.pmesh_end(self._runner)
+        self._take_back()
+
+    def rest(self) -> None:
+        """Be free for the next op of the same session."""
+        self._lanes, self._flat, self._regions = (), None, ()
+
+    def free(self) -> None:
+        """End; no op runs."""
+        self._library.pmesh_runner_free(self._runner)
+
+
+def values_of(dtype: str, reduction: str) -> tuple[int, int]:
+    """Return the numbers of a dtype and a reduction in the library; of "" and "" those of none."""
+    return (_DTYPES[dtype], _REDUCTIONS[reduction]) if dtype else (-1, -1)
 
 
 _idle: list[LibraryThreads] = []
