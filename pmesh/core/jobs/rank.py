@@ -139,8 +139,19 @@ class RankState(Generic[R]):
 
     # --- what the agreement reads and decides
 
+    def catch_up(self) -> None:
+        """Note what the driver has done and not noted yet: it may run ops without being asked.
+
+        Whoever reads or changes how far the rank has come calls this first.
+        """
+
+    def recall(self) -> None:
+        """Catch up, and from now on do nothing without being asked."""
+        self.catch_up()
+
     def report(self) -> JobReport:
         """Return this rank's report for the flush answer (V3)."""
+        self.recall()  # so that it stays true until the fence
         roster, (sends_to, receives_from) = self.roster, self.open_lanes()
         rank = msgspec.structs.replace(
             ledgers.report(self.ledger, self.id), sends_to=sends_to, receives_from=receives_from
@@ -153,6 +164,7 @@ class RankState(Generic[R]):
 
     def progress(self) -> RankProgress:
         """Return how far this rank has come; every heartbeat carries it (O2)."""
+        self.catch_up()
         roster, ledger = self.roster, self.ledger
         return RankProgress(
             roster.job,
@@ -172,11 +184,13 @@ class RankState(Generic[R]):
 
     def request_view(self, verdict: Verdict | None, op: int = -1) -> None:
         """Ask the leader for a view change, which alone settles a loss or a stuck op (O3)."""
+        self.recall()
         roster = self.roster
         self.view_request = ViewRequest(roster.job, roster.born, roster.number, verdict, op)
 
     def fence(self, why: Fence) -> None:
         """Deliver no completion from now on (V3, V8)."""
+        self.recall()  # V3: after the fence nothing is delivered
         self.fences.add(why)
 
     def lift(self, fence: Fence) -> None:
@@ -189,6 +203,7 @@ class RankState(Generic[R]):
 
     def follow(self, roster: Roster) -> bool:
         """Follow the roster of an installed view; return whether the running op starts again."""
+        self.recall()
         renumbered = roster.number != self.roster.number
         if renumbered:
             self._settle(roster)
@@ -218,6 +233,7 @@ class RankState(Generic[R]):
 
     def end(self, verdict: Verdict) -> tuple[R, ...]:
         """End the job for this trainer: the others go on without it, or not at all."""
+        self.recall()
         self.over = self.over or verdict
         self.lift("view change")
         released = tuple(self.results.values())
@@ -286,6 +302,26 @@ class RankState(Generic[R]):
         self.running = None
         self.ledger = ledgers.complete(self.ledger, op, contributors, holds=holds)
         self.results[op] = result
+
+    def complete_barriers(self, last: OpNumber, call: Call, result: R) -> tuple[R, ...]:
+        """Record that ops up to the last have completed, all among the ranks of the roster.
+
+        Each was a barrier, so this one and the last one are all that others may ask for (O2).
+
+        Args:
+            last: the number of the last one.
+            call: that call.
+            result: its result, to be kept.
+
+        Returns:
+            The results of the ops before, to be released.
+        """
+        self.ledger = ledgers.pass_barriers(self.ledger, last, call, self.roster.ids)
+        self.fingerprint = fingerprint(call)
+        self._outcomes = {}
+        released = tuple(self.results.values())
+        self.results = {last: result}
+        return released
 
     def pass_barrier(self, op: OpNumber, kind: str) -> None:
         """O2: a barrier ends once all ranks have started it, so all ops before it are stable."""

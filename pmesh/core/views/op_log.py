@@ -52,6 +52,19 @@ def complete(
     return Ledger(stable=ledger.stable, ops={**ledger.ops, op: report})
 
 
+def pass_barriers(
+    ledger: Ledger, last: OpNumber, call: Call, contributors: tuple[TrainerId, ...]
+) -> Ledger:
+    """All ops up to the last have completed, and none ended before all ranks had started it.
+
+    So those before the last are stable (O2).
+    """
+    if last <= ledger.started:
+        raise ValueError(f"op {last} after op {ledger.started}")
+    report = OpReport(last, call, completed=True, contributors=contributors)
+    return Ledger(stable=last - 1, ops={last: report})
+
+
 def fail(ledger: Ledger, outcome: OpOutcome) -> Ledger:
     """The op has failed, here as everywhere; it keeps its number (O3)."""
     op = outcome.op

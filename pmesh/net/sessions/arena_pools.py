@@ -7,7 +7,7 @@ arena is made.
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from typing import Generic, TypeVar, TypeVarTuple, Unpack
 
 import trio
@@ -177,7 +177,7 @@ class _Pool:
         If it `follows`, the trainer has not read yet what it was given since the last `acquire`.
         """
         size = arena_bytes(nbytes)
-        if not follows:
+        if not follows:  # `next_turn`, a frame less
             for read in self._read:
                 read.users -= 1
             self._read, self.delivered = self.delivered, []
@@ -195,6 +195,12 @@ class _Pool:
         arena.users += 1
         self._in_use.add(arena)
         return arena
+
+    def next_turn(self) -> None:
+        """Note that the trainer calls again: it has read all but what it was given since."""
+        for read in self._read:
+            read.users -= 1
+        self._read, self.delivered = self.delivered, []
 
     def adopt(self, other: Arena) -> Arena | None:
         """Return an alias of another session's arena until `release`; None if there is no room.
@@ -393,15 +399,25 @@ class OutputArenas(_Held):
         """What `take_gone` returns next."""
         self._dropped = trio.Event()
         self._lent: set[int] = set()
+        self._reserved: Arena | None = None
 
     async def acquire(self, nbytes: int, *, follows: bool = False) -> Arena:
         """Return an arena for use until `release`. Raises UsageError beyond the limits.
 
         For `follows` see `StartOp`.
         """
+        if self._reserved is not None:
+            arena, self._reserved = self._reserved, None
+            self.next_turn()
+            self.hold(arena)
+            return arena
         arena = await self._pool.acquire(nbytes, follows=follows)
         self._ops[arena] = 1
         return arena
+
+    def reserve(self, arena: Arena) -> None:
+        """Let the next `acquire` return this arena, which is in use and large enough."""
+        self._reserved = arena
 
     def adopt(self, other: Arena) -> Arena | None:
         """Return an alias of another session's arena until `release`; None if there is no room."""
@@ -409,6 +425,14 @@ class OutputArenas(_Held):
         if arena is not None:
             self._ops[arena] = 1
         return arena
+
+    def hold(self, arena: Arena) -> None:
+        """Hold an arena that is in use once more, until `release`."""
+        self._ops[arena] += 1
+
+    def next_turn(self) -> None:
+        """Note a call for which nothing is acquired, as its arena is held already."""
+        self._pool.next_turn()
 
     def deliver(self, arena: Arena) -> None:
         """Keep what is in it until the trainer's second call of `acquire`, which may read it."""
@@ -433,11 +457,15 @@ class OutputArenas(_Held):
         self._dropped.set()
         self._dropped = trio.Event()
 
+    def may_lend(self, arenas: Collection[Arena]) -> bool:
+        """Return whether enough would remain for ops if the trainer held all of these, too."""
+        all_lent = {*self._trainers.values(), *arenas}
+        lent_bytes = sum(lent.nbytes for lent in all_lent)
+        return len(all_lent) <= MAX_LENT and lent_bytes <= self._share.allowed_bytes // 2
+
     def lend(self, arena: Arena) -> bool:
         """Let the trainer hold it too, unless too little would remain for ops."""
-        lent_bytes = sum(lent.nbytes for lent in self._trainers.values())
-        most_bytes = self._share.allowed_bytes // 2
-        if len(self._trainers) >= MAX_LENT or lent_bytes + arena.nbytes > most_bytes:
+        if not self.may_lend([arena]):
             return False
         self.give(arena)
         self._lent.add(arena.number)

@@ -118,6 +118,20 @@ class Session:
         self._poll.register(stream.socket.fileno(), select.POLLIN)  # macOS: without POLLIN no HUP
         self.pid = credentials.pid
 
+    @property
+    def descriptor(self) -> int:
+        """The connection's, for who receives and sends whole messages in its place."""
+        return self._stream.socket.fileno()
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is half sent or half received."""
+        return not (self._reader.buffered or self._sending.locked())
+
+    def put_back(self, data: bytes) -> None:
+        """Take what somebody else has received: `receive` continues with it."""
+        self._reader.receive_data(data)
+
     def stay(self) -> None:
         """End the visitor's limits: from now on only the handler ends the session."""
         self.on_stay()
