@@ -199,6 +199,7 @@ class Jobs(JobsState[WaitingRank, LocalRank]):
     def poll(self) -> None:
         """Check, with each heartbeat, what no message reports."""
         for rank in self.ranks:
+            rank.catch_up()
             rank.lanes.note_traffic()
             self._note_bandwidths(rank)
             attempt = attempt_of(rank.roster, OpNumber(rank.ledger.started))
@@ -258,6 +259,12 @@ class Jobs(JobsState[WaitingRank, LocalRank]):
             self.rendezvous.forget(rank.roster.job, below=rank.roster.number + 1)
             self.meetings.forget(rank.roster.job, below=rank.roster.number + 1)
 
+    def vouch(self) -> None:
+        """V8: note that this machine has not slept until now."""
+        for rank in self.ranks:
+            if rank.repeats is not None:
+                rank.repeats.vouch()
+
     # --- a group rests
 
     def rest(self, rank: LocalRank) -> None:
@@ -287,6 +294,8 @@ class Jobs(JobsState[WaitingRank, LocalRank]):
         """Answer a lane's sender, which asks to close it, or take the receiver's answer."""
         if message.agreed is None:
             rank = self._end_of_lane(member, message, message.receiver, message.sender)
+            if rank is not None:
+                rank.recall()
             agreed = (
                 rank is not None
                 and rank.running is None

@@ -69,7 +69,8 @@ async def run_op(rank: LocalRank, request: StartOp, jobs: Jobs) -> OpReply:
     """
     if rank.late_failure is not None:  # I5
         return _failed(request.op, attempts.report_late(rank))
-    if request.op != rank.ledger.started + 1:
+    begun = None if rank.repeats is None else rank.repeats.take_begun(request.op)
+    if request.op != (rank.ledger.started + 1 if rank.running is None else rank.running):
         raise ProtocolError(f"op {request.op} after op {rank.ledger.started}")
     shape = rank.shapes.of(rank, request)
     try:
@@ -81,7 +82,9 @@ async def run_op(rank: LocalRank, request: StartOp, jobs: Jobs) -> OpReply:
         return _failed(request.op, attempts.report_late(rank))
     now = trio.current_time()
     attempts.start(rank, op, now)
-    if _ends_at_once(rank, op, jobs):
+    if begun is not None:
+        op.begun = begun
+    elif _ends_at_once(rank, op, jobs):
         return _deliver(rank, op, jobs)
     while True:
         attempts.begin_attempt(rank, op, now)

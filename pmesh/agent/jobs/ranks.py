@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Protocol
 
 import msgspec
 import trio
@@ -19,7 +20,7 @@ from pmesh.core.wire.calls import Call
 from pmesh.core.wire.views import KnownPrimary
 from pmesh.ids import Member, OpNumber, TrainerId
 from pmesh.net.lanes.lane import Lane, Throughput
-from pmesh.net.lanes.native import Patience
+from pmesh.net.lanes.native import LibraryThreads, Patience
 from pmesh.net.lanes.ring import RingPosition
 from pmesh.net.sessions.arena_pools import SessionArenas
 from pmesh.net.sessions.arenas import Arena
@@ -45,6 +46,30 @@ class KeptResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         if self.arena is None:
             return memoryview(b"")
         return self.arena.memory[self.offset : self.offset + self.nbytes]
+
+
+class Repeats(Protocol):
+    """The calls of a rank that the library answers by itself (`pmesh.agent.jobs.repeats`)."""
+
+    def catch_up(self) -> None:
+        """Note in the rank which ops have ended since the last time."""
+        ...
+
+    def recall(self) -> None:
+        """Make the library answer none from now on, and catch up."""
+        ...
+
+    def take_begun(self, op: OpNumber) -> LibraryThreads | None:
+        """Return what goes on with an op that the library has begun; None if there is none."""
+        ...
+
+    def abandon(self) -> None:
+        """Stop the op that has begun and whose request has not been read, if there is one."""
+        ...
+
+    def vouch(self) -> None:
+        """V8: note that this machine has not slept until now."""
+        ...
 
 
 class LocalRank(RankState[KeptResult]):
@@ -78,9 +103,13 @@ class LocalRank(RankState[KeptResult]):
         """What the trainer must still be told about ranks that are gone."""
         self.patience = Patience()
         self.shapes = Shapes()
+        self.repeats: Repeats | None = None
+        """Set by the session if the library may answer its calls."""
         self.only_member = _only_member_of(roster)
         """The member at which all ranks of the job are, if it is one."""
         self.machines = _machines_of(roster)
+        self.is_apart = _is_apart(self)
+        """Whether each of several ranks is at an agent of its own."""
         self._changed: trio.Event | None = None
         """For the tasks that wait for a change, if there are any."""
         self._attempt: trio.CancelScope | None = None
@@ -97,6 +126,18 @@ class LocalRank(RankState[KeptResult]):
         for result in self.results.values():
             count += result.nbytes
         return count
+
+    # --- what the library does by itself
+
+    def catch_up(self) -> None:
+        """Note the ops that the library has answered by itself."""
+        if self.repeats is not None:
+            self.repeats.catch_up()
+
+    def recall(self) -> None:
+        """Also make the library answer none from now on."""
+        if self.repeats is not None:
+            self.repeats.recall()
 
     # --- what the views decide, and the op task waits for
 
@@ -124,6 +165,7 @@ class LocalRank(RankState[KeptResult]):
         renumbered = super().follow(roster)
         self.only_member = _only_member_of(roster)
         self.machines = _machines_of(roster)
+        self.is_apart = _is_apart(self)
         if renumbered:
             self.costs = self.costs.follow(before, roster, ended=self.ledger.ended)
             self._stop_attempt()
@@ -153,6 +195,7 @@ class LocalRank(RankState[KeptResult]):
 
     def end(self, verdict: Verdict) -> tuple[KeptResult, ...]:
         """Also end the attempt, and free the memory of results."""
+        self.recall()
         self._stop_attempt()
         self.lanes.close()
         released = super().end(verdict)
@@ -217,6 +260,8 @@ class LocalRank(RankState[KeptResult]):
             self._changed = None
 
     def _stop_attempt(self) -> None:
+        if self.repeats is not None:
+            self.repeats.abandon()
         if self._attempt is not None:
             self._attempt.cancel()
             self._attempt = None
@@ -477,6 +522,10 @@ def _only_member_of(roster: Roster) -> Member | None:
 
 def _machines_of(roster: Roster) -> Machines:
     return machines_of([trainer.member for trainer in roster.trainers])
+
+
+def _is_apart(rank: LocalRank) -> bool:
+    return rank.size > 1 and rank.only_member is None and not rank.machines
 
 
 def _whole(lanes: Mapping[TrainerId, Lane]) -> dict[TrainerId, Lane]:

@@ -76,13 +76,13 @@ async def lay_out(rank: LocalRank, request: StartOp, shape: Shape) -> Op:
         shape=shape,
     )
     if extent.gives:
-        op.source = _hold(rank, request.arena, extent.gives * itemsize, request.offset)
+        op.source = hold(rank, request.arena, extent.gives * itemsize, request.offset)
     if call.compression and (codec := ring_codec_name(call.compression)):
         op.codec = codec_of(codec)
         if request.residual >= 0:
-            op.residual = _hold(rank, request.residual, request.count * itemsize)
+            op.residual = hold(rank, request.residual, request.count * itemsize)
         if request.residual_out >= 0:
-            op.residual_out = _hold(rank, request.residual_out, request.count * itemsize)
+            op.residual_out = hold(rank, request.residual_out, request.count * itemsize)
     if call.kind == "broadcast" and root == rank.id:
         op.result = op.source or NOTHING
     elif extent.gets or kind.row:
@@ -100,7 +100,8 @@ async def lay_out(rank: LocalRank, request: StartOp, shape: Shape) -> Op:
     return op
 
 
-def _hold(rank: LocalRank, number: int, nbytes: int, offset: int = 0) -> KeptResult:
+def hold(rank: LocalRank, number: int, nbytes: int, offset: int = 0) -> KeptResult:
+    """Hold a part of an input arena until `LocalRank.let_go`; ProtocolError if it is not there."""
     arena = rank.arenas.inputs.hold(number, nbytes, offset=offset)
     return KeptResult(arena=arena, nbytes=nbytes, is_input=True, offset=offset)
 

@@ -13,6 +13,7 @@ from pmesh.agent.grants import SAY_EVERY_S, Grants
 from pmesh.agent.jobs.driver import Jobs, WaitingRank
 from pmesh.agent.jobs.op_task import run_op
 from pmesh.agent.jobs.ranks import LocalRank
+from pmesh.agent.jobs.repeats import RepeatedCalls
 from pmesh.core.jobs.comparing import describe_difference
 from pmesh.core.jobs.jobs import LEFT
 from pmesh.core.jobs.progress import of_job
@@ -151,6 +152,9 @@ class _TrainerSession:
         self._failed = False
         """Whether the last op has failed."""
         self._has_left = False
+        self._may_repeat: StartOp | None = None
+        """The last op, if the library may answer more like it."""
+        self._repeats: RepeatedCalls | None = None
 
     async def join(self) -> bool:
         """Wait until the job begins, unless it runs; return False if the trainer can't go on.
@@ -199,6 +203,7 @@ class _TrainerSession:
         except* (trio.EndOfChannel, trio.BrokenResourceError):
             pass
         finally:
+            self._end_repeats()
             if bugs:
                 why = "is lost: its agent has made an error; the log there says which"
             if self._rank is not None:
@@ -314,6 +319,8 @@ class _TrainerSession:
         """Serve one request after the other; end the session's other tasks when it leaves."""
         while not self._has_left:
             self._serves = False
+            if self._may_repeat is not None:
+                await self._let_library_serve(self._may_repeat)
             request = await self._session.receive(TRAINER_REQUESTS)
             self._serves = True
             match request:
@@ -326,7 +333,7 @@ class _TrainerSession:
                 case WantArena(nbytes, lasting):
                     await self._grants.grant_input(nbytes, lasting=lasting)
                 case DropArena(number):
-                    self._arenas.drop(number)
+                    self._drop(number)
                 case Compresses() | ReportsNumbers() | ComparesStates():
                     self._note(request)
                 case Leave():
@@ -405,6 +412,7 @@ class _TrainerSession:
             await self._grants.report_gone()
             await self._grants.grant_output(arena)
         self._failed = not isinstance(reply, OpDone)
+        self._may_repeat = request if rank.is_apart and not self._failed else None
         syncs = request.call.kind == "sync" or bool(self._syncs)
         if isinstance(reply, OpDone) and syncs != self._syncs:
             self._syncs = syncs
@@ -414,6 +422,35 @@ class _TrainerSession:
         await self._session.send(reply)
         received_s = rank.lanes.receiving_s - received_s if is_timed else 0.0
         self._jobs.ended_ops.append((rank, request, began, ended, received_s, self._failed))
+
+    async def _let_library_serve(self, request: StartOp) -> None:
+        """Let the library answer what comes next, until something comes that it can't answer.
+
+        Args:
+            request: the last op, which has succeeded.
+        """
+        rank = self._rank
+        if rank is None:
+            return
+        if self._repeats is None or rank.repeats is None:
+            self._end_repeats()  # those of the rank before
+            ended_ops = self._jobs.ended_ops
+            self._repeats = RepeatedCalls(rank, self._session, self._grants, ended_ops)
+            rank.repeats = self._repeats
+        await self._repeats.learn(request)
+        if self._repeats.serve():
+            await self._repeats.stopped()
+
+    def _drop(self, arena: int) -> None:
+        self._may_repeat = None  # it may be the arena of that op
+        if self._repeats is not None:
+            self._repeats.forget_arena(arena)
+        self._arenas.drop(arena)
+
+    def _end_repeats(self) -> None:
+        if self._repeats is not None:
+            self._repeats.close()
+            self._repeats = None
 
     def _tell_rank(self, world: World) -> None:
         """Report the trainer's rank in its job; the ranks of a group are not reported."""
@@ -434,6 +471,8 @@ class _TrainerSession:
         """End the session when its process ends, even if a child holds the connection open."""
         with contextlib.suppress(OSError):  # then `_watch` notices it
             await self._jobs.exits.wait(self._session.pid)
+            if self._rank is not None:
+                self._rank.recall()  # the library may run an op of it
             if self._rank is None or self._rank.busy_since is None:
                 await trio.sleep(WATCH_S)  # its last requests are read first: it may have left
             scope.cancel()
@@ -465,10 +504,13 @@ class _TrainerSession:
 
     async def _rest(self, rank: LocalRank) -> None:
         """Close the lanes and the memory of a group that has made no call for long."""
+        rank.catch_up()
         idle_s = trio.current_time() - rank.idle_since
         if self._serves:  # a reply may still name the memory of its result
             return
         if self._request.group_of is not None and rank.is_stable and idle_s >= IDLE_S:
+            if self._repeats is not None:
+                self._repeats.forget()
             self._jobs.rest(rank)
             await self._arenas.inputs.rest()
             if not self._serves:  # a request may have come while a thread closed large arenas

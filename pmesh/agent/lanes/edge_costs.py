@@ -79,6 +79,11 @@ class RingCosts:
             self._due = op + AGAIN_AFTER
         return op >= self._due
 
+    @property
+    def due(self) -> int | None:
+        """The next op in which they make the table; None until `is_due` was asked for one."""
+        return self._due
+
     def agreed(self, edges: Edges, op: int) -> None:
         """Take the table that all ranks have made in this op."""
         if self._first is None:

@@ -1,0 +1,402 @@
+"""The calls of a trainer that the library answers by itself (`pmesh.net.lanes.persistent`).
+
+Python runs a call twice before the library may. It must be an op among several machines with a rank
+each, and a barrier: so it proves that all ranks have ended the op before, and three arenas in turn
+are enough for the results of all calls (O2), with two more if the trainer keeps results.
+
+What the library has done is noted in the rank before anybody reads or changes how far the rank has
+come (`RankState.catch_up`), and the library is recalled before anything is decided
+(`RankState.recall`). So no rule knows of it: to all others an op has begun and ended between two
+turns of the event loop, or Python runs it.
+"""
+
+import ctypes
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import trio
+from msgspec.structs import replace
+
+from pmesh.agent.grants import Grants
+from pmesh.agent.jobs.driver import EndedOp as NotedOp
+from pmesh.agent.jobs.ranks import KeptResult, LocalRank
+from pmesh.agent.jobs.regions import NOTHING, hold
+from pmesh.core.jobs.attempt import MAX_UNSTABLE_BYTES, MAX_UNSTABLE_OPS
+from pmesh.core.ops.kinds import KINDS
+from pmesh.core.ops.reductions import WIRE_DTYPES
+from pmesh.core.wire.records import RecordHeader
+from pmesh.core.wire.session import DropArena, SessionMessage, encode
+from pmesh.core.wire.trainer import OpDone, StartOp
+from pmesh.errors import LaneBroken, UsageError
+from pmesh.ids import OpNumber
+from pmesh.native.layout import MOST_SLOTS, OWN_SLOTS
+from pmesh.net.lanes.native import KeptThreads, library_for
+from pmesh.net.lanes.persistent import (
+    NO_LIMIT,
+    BegunOp,
+    EndedOp,
+    Message,
+    PersistentCall,
+    PersistentCalls,
+    around_numbers,
+)
+from pmesh.net.sessions.arenas import Arena
+from pmesh.net.sessions.processes import read_clocks
+from pmesh.net.sessions.sessions import Session
+
+LEAST_TIMEOUT_S = 1.0  # the library holds an op for a tenth of this before Python goes on with it
+TRUST_S = 1.0  # V8
+MOST_TRAINERS = 16  # each has a thread
+_MOST_SEEN = 64
+_CHOOSES_AMONG = 3  # ranks: for two, all strategies are alike
+
+_serving: set["RepeatedCalls"] = set()
+
+
+class _Kept(NamedTuple):
+    """One call, and the memory that is held for it."""
+
+    call: StartOp
+    """The request of op 0; its offset is 0, or 1 for any other."""
+    source: KeptResult
+    nbytes: int
+    """Of the result."""
+
+
+class RepeatedCalls:
+    """Those of one rank."""
+
+    def __init__(
+        self, rank: LocalRank, session: Session, grants: Grants, ended_ops: list[NotedOp]
+    ) -> None:
+        """Begin without a call; the ops that end are added to `ended_ops`."""
+        self._rank = rank
+        self._session = session
+        self._grants = grants
+        self._ended_ops = ended_ops
+        self._library: PersistentCalls | None = None
+        self._kept: list[_Kept] = []
+        self._arenas: list[Arena] = []
+        """Where the results of all calls lie."""
+        self._no_room_for = NO_LIMIT
+        self._seen: dict[StartOp, None] = {}  # the oldest first
+        self._here = self._place()
+        self._served = False
+        """Whether it is not noted yet what the library has done since it began to serve."""
+        self._noted_begun = OpNumber(-1)
+        self._trusted_until_us = 0
+
+    def close(self) -> None:
+        """End the thread, before the session's memory goes."""
+        self.recall()
+        library, self._library = self._library, None
+        if library is not None:
+            library.close()
+        _serving.discard(self)
+
+    # --- calls that are repeated
+
+    async def learn(self, request: StartOp) -> None:
+        """Note that Python has run a call; if it has done so before, the library runs the next."""
+        self._follow()
+        if not _may_repeat(self._rank, request):
+            return
+        call = replace(request, op=OpNumber(0), offset=min(request.offset, 1))
+        if call not in self._seen:
+            self._seen[call] = None
+            if len(self._seen) > _MOST_SEEN:
+                del self._seen[next(iter(self._seen))]
+        elif all(kept.call != call for kept in self._kept):
+            await self._keep(call, request)
+
+    async def _keep(self, call: StartOp, request: StartOp) -> None:
+        rank, shape = self._rank, self._rank.shapes.of(self._rank, request)
+        plan = shape.plan
+        if plan is None or shape.planned_for != self._here[:2]:
+            return
+        lanes = rank.lanes.if_open(plan.receives, plan.sends)
+        dtype = call.wire_dtype if shape.kind.reduces else ""
+        reduction = call.call.reduction or "sum"
+        if lanes is None or plan.works:
+            return
+        library = library_for(plan, lanes, dtype, reduction)
+        if library is None or not self._has_thread(library):
+            return
+        itemsize = WIRE_DTYPES[call.wire_dtype].itemsize
+        nbytes, gives = shape.extent.gets * itemsize, shape.extent.gives * itemsize
+        if not await self._make_room(nbytes, lends=call.borrows):
+            return
+        source = hold(rank, request.arena, gives, request.offset) if gives else NOTHING
+        assert self._library is not None  # noqa: S101 - it has a thread
+        self._kept.append(_Kept(call, source, nbytes))
+        self._library.add(
+            PersistentCall(
+                plan,
+                lanes,
+                RecordHeader(0, rank.roster.number, 0, 0, rank.fingerprint, -1),
+                source=source.memory,
+                arena=NOTHING.memory if source.arena is None else source.arena.memory,
+                itemsize=itemsize,
+                nbytes=nbytes,
+                scratch=np.empty(plan.scratch_bytes, np.uint8).data,
+                dtype=dtype,
+                reduction=reduction,
+                request=_cut(*(_request(call, n) for n in (1, 2))),
+                reply=_cut(*(_reply(n, nbytes) for n in (1, 2))),
+                lending=_cut(*(_reply(n, nbytes, lent=True) for n in (1, 2)))
+                if call.borrows and nbytes
+                else (),
+            ),
+            self._arenas[0].memory if nbytes else NOTHING.memory,
+        )
+
+    async def _make_room(self, nbytes: int, *, lends: bool) -> bool:
+        """Have arenas of this size, known to the trainer; return False if there is no room."""
+        count = 0 if not nbytes else MOST_SLOTS if lends else OWN_SLOTS
+        has = min((arena.nbytes for arena in self._arenas), default=0)
+        if len(self._arenas) >= count and has >= nbytes:
+            return True
+        if nbytes >= self._no_room_for:
+            return False
+        outputs, arenas = self._rank.arenas.outputs, list[Arena]()
+        count, nbytes = max(count, len(self._arenas)), max(nbytes, has)
+        self.forget()
+        try:
+            while len(arenas) < count:
+                arenas.append(await outputs.acquire(nbytes, follows=True))
+        except (UsageError, OSError):
+            self._no_room_for = nbytes
+            for arena in arenas:
+                outputs.release(arena)
+            return False
+        for arena in arenas:
+            await self._grants.grant_output(arena)
+        self._arenas = arenas
+        if self._library is not None:
+            self._library.write_into(arenas)
+        return True
+
+    def _has_thread(self, library: ctypes.CDLL) -> bool:
+        """Return whether there is a thread, with room for another call."""
+        if self._library is not None:
+            if self._library.is_full:
+                self.forget()
+            return True
+        if len(_serving) >= MOST_TRAINERS:
+            return False
+        try:
+            drop = _cut(DropArena(1), DropArena(2))
+            self._library = PersistentCalls(library, self._session.descriptor, drop)
+        except (LaneBroken, OSError):  # the system has no room: Python goes on
+            return False
+        self._library.vouch(self._trusted_until_us)
+        _serving.add(self)
+        return True
+
+    def _follow(self) -> None:
+        """Forget the calls if they were made among other ranks, or with other plans."""
+        if any(a is not b for a, b in zip(self._here, self._place(), strict=True)):
+            self.forget()
+            self._seen.clear()
+            self._here = self._place()
+
+    def _place(self) -> tuple[object, object, object]:
+        rank = self._rank
+        return rank.roster, rank.costs.edges, rank.world
+
+    def forget(self) -> None:
+        """Keep no call, and no memory for them."""
+        self.recall()
+        if self._library is not None:
+            self._library.clear()
+        kept, self._kept = self._kept, []
+        arenas, self._arenas = self._arenas, []
+        for arena in arenas:
+            self._rank.arenas.outputs.release(arena)
+        for each in kept:
+            self._rank.let_go(each.source)
+
+    def forget_arena(self, number: int) -> None:
+        """Keep no call that reads an input arena which the trainer drops."""
+        if any(each.call.arena == number for each in self._kept):
+            self.forget()
+
+    # --- the library serves
+
+    def serve(self) -> bool:
+        """Let the library answer what comes next, if it may; then `stopped` and `recall` follow."""
+        rank = self._rank
+        if not self._kept or self._library is None or not _is_at_rest(rank):
+            return False
+        self._follow()
+        limit: int | None = NO_LIMIT if rank.size < _CHOOSES_AMONG else rank.costs.due
+        if not (self._kept and self._session.is_quiet) or limit is None:
+            return False
+        outputs = rank.arenas.outputs
+        may_lend = outputs.may_lend(self._arenas)
+        if not may_lend and outputs.may_lend(self._arenas[:1]) and self._lends:
+            return False  # Python lends the last ones
+        try:
+            self._library.serve(
+                rank.ledger.started + 1,
+                limit=limit,
+                kept=[r.arena.number for r in rank.results.values() if r.arena is not None],
+                lent=[arena.number for arena in self._arenas if arena.number in outputs],
+                may_lend=may_lend,
+            )
+        except LaneBroken:
+            self.forget()
+            return False
+        self._served = True
+        return True
+
+    async def stopped(self) -> None:
+        """Wait until the library serves no longer; what it has not answered comes next.
+
+        Raises:
+            trio.BrokenResourceError: the trainer does not take its replies.
+        """
+        library = self._library
+        assert library is not None  # noqa: S101 - it serves
+        try:
+            await library.stopped()
+        finally:
+            self.recall()
+        if library.trainer_is_stuck:
+            raise trio.BrokenResourceError("the program does not read its replies")
+        self._session.put_back(library.take_unread())
+
+    def vouch(self) -> None:
+        """V8: note that this machine has not slept until now."""
+        self._trusted_until_us = int(1e6 * (read_clocks().elapsed_s + TRUST_S))
+        if self._library is not None:
+            self._library.vouch(self._trusted_until_us)
+
+    @property
+    def _lends(self) -> bool:
+        return any(kept.call.borrows for kept in self._kept)
+
+    # --- what it has done
+
+    def recall(self) -> None:
+        """Make the library answer none from now on, and catch up."""
+        if self._library is not None:
+            self._library.recall()
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Note in the rank which ops have ended since the last time, and which one has begun."""
+        library, rank = self._library, self._rank
+        if library is None:
+            return
+        ended = library.take_ended()
+        if ended:
+            self._note(ended)
+        if self._served and not library.serves:
+            self._served = False
+            self._note_loans(library.lent)
+        begun = library.begun
+        if begun is not None and begun.number != self._noted_begun:
+            self._noted_begun = OpNumber(begun.number)
+            rank.start(self._noted_begun, self._kept[begun.call].call.call)
+            rank.busy_since = trio.current_time()
+
+    def _note_loans(self, lent: Collection[int]) -> None:
+        """Note which arenas the trainer has kept and dropped while the library served."""
+        outputs = self._rank.arenas.outputs
+        for arena in self._arenas:
+            if arena.number in lent and arena.number not in outputs:
+                outputs.lend(arena)
+            elif arena.number not in lent and arena.number in outputs:
+                outputs.drop(arena.number)
+
+    def _note(self, ended: Sequence[EndedOp]) -> None:
+        rank, outputs = self._rank, self._rank.arenas.outputs
+        shift = trio.current_time() - read_clocks().awake_s
+        for op in ended:
+            began, end = op.began_s + shift, op.ended_s + shift
+            rank.own_time.note(began, calls=True)
+            rank.own_time.note(end, calls=False)
+            request = replace(self._kept[op.call].call, op=OpNumber(op.number))
+            self._ended_ops.append((rank, request, began, end, op.receiving_s, False))
+            rank.idle_since = end
+        results = [self._result_of(op) for op in ended]
+        arenas = [result.arena for result in results if result.arena is not None]
+        for arena in arenas[-2:]:  # the trainer may still read these
+            outputs.next_turn()
+            outputs.deliver(arena)
+        last, result = OpNumber(ended[-1].number), results[-1]
+        if result.arena is not None:
+            outputs.hold(result.arena)
+        call = self._kept[ended[-1].call].call.call
+        for earlier in rank.complete_barriers(last, call, result):
+            rank.let_go(earlier)
+
+    def _result_of(self, op: EndedOp | BegunOp) -> KeptResult:
+        nbytes = self._kept[op.call].nbytes
+        return KeptResult(arena=self._arenas[op.result] if nbytes else None, nbytes=nbytes)
+
+    def take_begun(self, op: OpNumber) -> KeptThreads | None:
+        """Return what goes on with an op that the library has begun; None if there is none.
+
+        The next output arena that is acquired is the one of its result.
+        """
+        begun = None if self._library is None else self._library.begun
+        if self._library is None or begun is None:
+            return None
+        self._library.begun = None
+        if begun.number != op:
+            begun.threads.abandon()
+            return None
+        arena = self._result_of(begun).arena
+        if arena is not None:
+            self._rank.arenas.outputs.reserve(arena)
+        return begun.threads
+
+    def abandon(self) -> None:
+        """Stop the op that has begun and whose request has not been read, if there is one."""
+        if self._library is not None and self._library.begun is not None:
+            begun, self._library.begun = self._library.begun, None
+            begun.threads.abandon()
+
+
+def _may_repeat(rank: LocalRank, request: StartOp) -> bool:
+    """Return whether a call is one that the library may answer, among these ranks."""
+    kind = KINDS[request.call.kind]
+    return (
+        rank.is_apart
+        and kind.barrier
+        and kind.row is None
+        and request.call.kind != "reduce"
+        and not (request.call.compression or request.follows)
+        and request.timeout_s >= LEAST_TIMEOUT_S
+    )
+
+
+def _is_at_rest(rank: LocalRank) -> bool:
+    """Return whether nothing but the next call is to be decided, and its ranks are as before."""
+    return (
+        rank.running is None
+        and rank.ledger.ended == rank.ledger.started
+        and len(rank.ledger.ops) <= MAX_UNSTABLE_OPS
+        and rank.retained_bytes <= MAX_UNSTABLE_BYTES
+        and rank.world == rank.roster.ids
+        and rank.may_run
+        and not rank.is_short_of_ranks(0)
+        and not (rank.fences or rank.losses or rank.leaving)
+        and (rank.superseded, rank.late_failure, rank.view_request) == (None, None, None)
+    )
+
+
+def _request(call: StartOp, op: int) -> StartOp:
+    return replace(call, op=OpNumber(op), offset=op * call.offset)
+
+
+def _reply(number: int, nbytes: int, *, lent: bool = False) -> OpDone:
+    """Return the reply to an op whose arena has the same number; -1 if there is no result."""
+    return OpDone(OpNumber(number), number if nbytes else -1, lent=lent)
+
+
+def _cut(one: SessionMessage, other: SessionMessage) -> Message:
+    return around_numbers(encode(one), encode(other))
