@@ -34,6 +34,9 @@ from pmesh.core.wire.trainer import World
 from pmesh.errors import RankLost, UnsupportedArray, UsageError
 from pmesh.ids import OpNumber, Rank, TrainerId
 
+LENT_FROM_BYTES = 64 * 1024
+"""To copy less takes less time than the agent needs to lend it, and to hear that it was dropped."""
+
 
 def fill(bucket: Bucket, leaves: Sequence[Leaf], region: Values, weight: float | None) -> None:
     """Copy the bucket's arrays into a region of an arena, one after another.
@@ -50,10 +53,14 @@ def fill(bucket: Bucket, leaves: Sequence[Leaf], region: Values, weight: float |
 
 
 def may_be_lent(bucket: Bucket, leaves: Sequence[Leaf]) -> bool:
-    """Return True if the bucket's arrays can and may be views of a read-only region."""
-    dtype = WIRE_DTYPES[bucket.wire]
-    own = (leaves[index] for index in bucket.leaves)
-    return all(leaf.takes_read_only and leaf.may_keep(dtype) for leaf in own)
+    """Return True if the bucket's arrays can and should be views of a read-only region."""
+    own = [leaves[index] for index in bucket.leaves]
+    return bucket.nbytes >= LENT_FROM_BYTES and _may_be_views(bucket.wire, own)
+
+
+def _may_be_views(wire: str, leaves: Sequence[Leaf]) -> bool:
+    dtype = WIRE_DTYPES[wire]
+    return all(leaf.takes_read_only and leaf.may_keep(dtype) for leaf in leaves)
 
 
 def read(
@@ -297,7 +304,7 @@ def run_single(session: TrainerSession, wanted: Collective, leaf: Leaf) -> tuple
         values.size,
         timeout_s=wanted.timeout_s,
         region=region,
-        borrows=wanted.borrows and leaf.takes_read_only and leaf.may_keep(WIRE_DTYPES[wire]),
+        borrows=wanted.borrows and nbytes >= LENT_FROM_BYTES and _may_be_views(wire, [leaf]),
     )
     result = None
     if done.values.size or not values.size:  # else only the root of a reduce has the result

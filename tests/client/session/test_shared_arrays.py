@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import pmesh
+from pmesh.client.collective.bucketed import LENT_FROM_BYTES
 from pmesh.client.elastic import place
 from pmesh.testing import SimulatedMesh
 from tests.worlds.every_array import make
@@ -262,12 +263,22 @@ def test_where_the_agent_lends_no_more_it_is_a_copy(agent: WatchedAgent, mesh: p
 
 
 def test_a_tree_stays_too(agent: WatchedAgent, mesh: pmesh.Mesh) -> None:
-    tree: Any = {"a": np.ones((2, 3), np.float32), "b": [np.zeros(4, np.float32)], "c": np.ones(2)}
+    a, b, c = np.ones((2, COUNT), np.float32), np.zeros(4, np.float32), np.ones(COUNT)
+    tree: Any = {"a": a, "b": [b], "c": c}
     result = mesh.all_reduce(tree, copy=False)
     assert len(lent(agent)) == 2  # for each dtype
     assert not result["a"].flags.writeable
     assert np.array_equal(result["a"], tree["a"])
     assert np.array_equal(result["b"][0], tree["b"][0])
+
+
+@pytest.mark.parametrize("count", [1, LENT_FROM_BYTES // 4 - 1])
+def test_what_is_small_is_copied(agent: WatchedAgent, mesh: pmesh.Mesh, count: int) -> None:
+    for x in (np.ones(count, np.float32), {"a": np.ones(count, np.float32)}):
+        result: Any = mesh.all_reduce(x, copy=False)
+        array = result["a"] if isinstance(result, dict) else result
+        array += 1
+    assert lent(agent) == set()
 
 
 @pytest.mark.parametrize(
@@ -277,7 +288,7 @@ def test_a_tree_stays_too(agent: WatchedAgent, mesh: pmesh.Mesh) -> None:
 def test_what_can_not_stay_is_copied(
     agent: WatchedAgent, mesh: pmesh.Mesh, library: str, dtype: str
 ) -> None:
-    x = make(library, dtype, [1, 2, 3])
+    x = make(library, dtype, [1.0] * COUNT)
     result = mesh.all_reduce(x, copy=False)
     assert type(result) is type(x)
     result[0] = 5
@@ -331,9 +342,9 @@ def test_an_agent_that_has_stopped_is_told_by_default(tmp_path: Path) -> None:
 
 def test_simulated_ranks_have_them_too() -> None:
     def rank(mesh: pmesh.Mesh) -> bool:
-        x = mesh.empty(5)
+        x = mesh.empty(COUNT)
         x[:] = mesh.rank
         total = mesh.all_reduce(x, copy=False)
-        return total.tolist() == [1] * 5 and not total.flags.writeable
+        return bool((total == 1).all()) and not total.flags.writeable
 
     assert SimulatedMesh(2).run(rank) == [True, True]
