@@ -72,10 +72,10 @@ static uint32_t put_number(uint8_t *to, uint64_t number) {
     return 1 + (1U << size);
 }
 
-// Write a whole message with its length in front into MESSAGE_BYTES, with two numbers at most;
-// return how many bytes that takes, or 0 if there is no room.
+// Write a whole message with its length in front into MESSAGE_BYTES; return how many bytes that
+// takes, or 0 if there is no room.
 static uint32_t put_message(uint8_t *to, const struct pmesh_message *message,
-                            const uint64_t numbers[PMESH_PARTS - 1]) {
+                            const uint64_t numbers[PMESH_MOST_PARTS - 1]) {
     uint32_t end = PREFIX_BYTES;
     for (uint32_t i = 0; i < message->count; i++) {
         if ((uint64_t)end + message->nbytes[i] + NUMBER_BYTES > MESSAGE_BYTES) {
@@ -131,8 +131,8 @@ static enum matches eat_number(struct cursor *cursor, uint64_t *number) {
 
 // Compare what has come with a message; read its numbers.
 static enum matches compare(const struct pmesh_persistent *calls,
-                            const struct pmesh_message *message, uint64_t numbers[PMESH_PARTS - 1],
-                            uint32_t *nbytes) {
+                            const struct pmesh_message *message,
+                            uint64_t numbers[PMESH_MOST_PARTS - 1], uint32_t *nbytes) {
     struct cursor cursor = {calls->unread, calls->unread + calls->unread_bytes};
     if (calls->unread_bytes < PREFIX_BYTES) {
         return IS_PART;
@@ -154,12 +154,12 @@ static enum matches compare(const struct pmesh_persistent *calls,
 
 // Whether the numbers of a request are what they may be.
 static bool is_next(const struct pmesh_persistent *calls, const struct pmesh_call *call,
-                    const uint64_t numbers[PMESH_PARTS - 1]) {
+                    const uint64_t numbers[PMESH_MOST_PARTS - 1]) {
     if (numbers[0] != calls->next) {
         return false;
     }
     const uint64_t nbytes = call->op->region_bytes[PMESH_SOURCE], offset = numbers[1];
-    return call->request.count < PMESH_PARTS ||
+    return !call->says_place ||
            (nbytes <= call->arena_bytes && offset <= call->arena_bytes - nbytes &&
             offset % call->itemsize == 0);
 }
@@ -170,11 +170,12 @@ static enum matches match(struct pmesh_persistent *calls, uint32_t *nbytes) {
     enum matches best = calls->unread_bytes ? IS_OTHER : IS_PART;
     for (uint32_t i = 0; calls->next < calls->limit && i < calls->call_count; i++) {
         const struct pmesh_call *call = &calls->calls[i];
-        uint64_t numbers[PMESH_PARTS - 1] = {0};
+        uint64_t numbers[PMESH_MOST_PARTS - 1] = {0};
         const enum matches found = compare(calls, &call->request, numbers, nbytes);
         if (found == IS_WHOLE && is_next(calls, call, numbers)) {
             calls->call = i;
-            if (call->request.count == PMESH_PARTS) {
+            calls->step = call->says_step ? numbers[call->request.count - 2] : 0;
+            if (call->says_place) {
                 call->op->regions[PMESH_SOURCE] = call->arena + numbers[1];
             }
             return IS_WHOLE;
@@ -193,7 +194,7 @@ static void take(struct pmesh_persistent *calls, uint32_t nbytes) {
 // Take the news that arenas are lent no longer off what has come. Returns whether more of one may
 // still be on its way.
 static bool take_drops(struct pmesh_persistent *calls) {
-    uint64_t numbers[PMESH_PARTS - 1];
+    uint64_t numbers[PMESH_MOST_PARTS - 1];
     uint32_t nbytes;
     enum matches found;
     while ((found = compare(calls, &calls->drop, numbers, &nbytes)) == IS_WHOLE) {
@@ -277,7 +278,7 @@ static int32_t run(struct pmesh_server *server, struct pmesh_op *op, double unti
 static bool send_message(const struct pmesh_persistent *calls, const struct pmesh_message *message,
                          uint64_t number) {
     uint8_t bytes[MESSAGE_BYTES];
-    const uint64_t numbers[] = {number, calls->slots[calls->slot].number};
+    const uint64_t numbers[PMESH_MOST_PARTS - 1] = {number, calls->slots[calls->slot].number};
     const uint32_t nbytes = put_message(bytes, message, numbers);
     ssize_t sent = -1;
     do {
@@ -340,6 +341,7 @@ static bool answer(struct pmesh_server *server, uint32_t request_bytes) {
     struct pmesh_ended_op ended = {.began_s = seconds(AWAKE),
                                    .receiving_s = -receiving_s(op),
                                    .number = calls->next,
+                                   .step = calls->step,
                                    .call = calls->call,
                                    .slot = calls->slot};
     calls->state = run(server, op, ended.began_s + 1e-3 * MOST_WAIT_MS);
@@ -527,7 +529,7 @@ const uint32_t *pmesh_persistent_layout(void) {
         PMESH_MOST_SLOTS,
         PMESH_OWN_SLOTS,
         PMESH_LOGGED_OPS,
-        PMESH_PARTS,
+        PMESH_MOST_PARTS,
     };
     return layout;
 }

@@ -11,22 +11,23 @@ enum {
                          // trainer reads, and of the next one
     PMESH_LOGGED_OPS = 1024,
     PMESH_UNREAD_BYTES = 4096,
-    PMESH_PARTS = 3,
+    PMESH_PARTS = 3, // of a message with two numbers
+    PMESH_MOST_PARTS = 4,
 };
 
 // A message of a session, cut where its numbers stand: it has one number less than parts.
 struct pmesh_message {
-    const uint8_t *parts[PMESH_PARTS];
-    uint32_t nbytes[PMESH_PARTS];
-    uint32_t count; // 2 or 3
+    const uint8_t *parts[PMESH_MOST_PARTS];
+    uint32_t nbytes[PMESH_MOST_PARTS];
+    uint32_t count;
 };
 
 // One call, and its op, of which the number, `completed`, the source and the result change each
 // time. Python owns all that it points to, and changes none of it while a thread serves.
 struct pmesh_call {
     struct pmesh_op *op;
-    // What the trainer sends for op N: N, and if there are three parts, where its values begin in
-    // the arena.
+    // What the trainer sends for op N: N, perhaps where its values begin in the arena, and perhaps
+    // its step, of which Python only wants to know.
     struct pmesh_message request;
     // What it gets: N, and if there are three parts, the number of the result's arena.
     struct pmesh_message reply;
@@ -35,6 +36,7 @@ struct pmesh_call {
     struct pmesh_message lending;
     uint8_t *arena;
     uint64_t arena_bytes, itemsize;
+    uint32_t says_place, says_step;
 };
 
 // An arena for results, of any of the calls.
@@ -49,7 +51,7 @@ struct pmesh_slot {
 struct pmesh_ended_op {
     double began_s, ended_s; // of a clock that stops while the machine sleeps
     double receiving_s;      // for how long its lanes have waited in the middle of records
-    uint64_t number;
+    uint64_t number, step;
     uint32_t call, slot;
 };
 
@@ -78,6 +80,7 @@ struct pmesh_persistent {
     int32_t session;       // the trainer's connection, whose reads do not block
     int32_t why, state;    // `enum pmesh_why`; `enum pmesh_state` of a begun op
     uint32_t call, slot;   // of an op that has begun
+    uint64_t step;         // that its request says
     uint32_t unread_bytes; // what has come and is Python's to read
     uint8_t unread[PMESH_UNREAD_BYTES];
 };

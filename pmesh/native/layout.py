@@ -248,7 +248,7 @@ MOST_CALLS: Final = 8
 MOST_SLOTS: Final = 5
 OWN_SLOTS: Final = 3
 LOGGED_OPS: Final = 1024
-MESSAGE_PARTS: Final = 3
+MESSAGE_PARTS: Final = 4
 _UNREAD_BYTES: Final = 4096
 
 
@@ -282,6 +282,8 @@ class CallStruct(ctypes.Structure):
         ("arena", ctypes.c_void_p),
         ("arena_bytes", ctypes.c_uint64),
         ("itemsize", ctypes.c_uint64),
+        ("says_place", ctypes.c_uint32),
+        ("says_step", ctypes.c_uint32),
     )
 
 
@@ -308,6 +310,7 @@ class EndedOpStruct(ctypes.Structure):
         ("ended_s", ctypes.c_double),
         ("receiving_s", ctypes.c_double),
         ("number", ctypes.c_uint64),
+        ("step", ctypes.c_uint64),
         ("call", ctypes.c_uint32),
         ("slot", ctypes.c_uint32),
     )
@@ -315,6 +318,7 @@ class EndedOpStruct(ctypes.Structure):
     ended_s: float
     receiving_s: float
     number: int
+    step: int
     call: int
     slot: int
 
@@ -341,6 +345,7 @@ class PersistentStruct(ctypes.Structure):
         ("state", ctypes.c_int32),
         ("call", ctypes.c_uint32),
         ("slot", ctypes.c_uint32),
+        ("step", ctypes.c_uint64),
         ("unread_bytes", ctypes.c_uint32),
         ("unread", ctypes.c_uint8 * _UNREAD_BYTES),
     )

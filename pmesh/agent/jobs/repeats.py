@@ -58,7 +58,7 @@ class _Kept(NamedTuple):
     """One call, and the memory that is held for it."""
 
     call: StartOp
-    """The request of op 0; its offset is 0, or 1 for any other."""
+    """The request of op 0, with an offset and a step of 1 where they are not 0."""
     source: KeptResult
     nbytes: int
     """Of the result."""
@@ -102,7 +102,7 @@ class RepeatedCalls:
         self._follow()
         if not _may_repeat(self._rank, request):
             return
-        call = replace(request, op=OpNumber(0), offset=min(request.offset, 1))
+        call = _request(request, 0)
         if call not in self._seen:
             self._seen[call] = None
             if len(self._seen) > _MOST_SEEN:
@@ -143,6 +143,8 @@ class RepeatedCalls:
                 dtype=dtype,
                 reduction=reduction,
                 request=_cut(*(_request(call, n) for n in (1, 2))),
+                says_place=bool(call.offset),
+                says_step=bool(call.step),
                 reply=_cut(*(_reply(n, nbytes) for n in (1, 2))),
                 lending=_cut(*(_reply(n, nbytes, lent=True) for n in (1, 2)))
                 if call.borrows and nbytes
@@ -320,7 +322,7 @@ class RepeatedCalls:
             rank.own_time.note(end, calls=False)
             request = replace(self._kept[op.call].call, op=OpNumber(op.number))
             self._ended_ops.append((rank, request, began, end, op.receiving_s, False))
-            rank.idle_since = end
+            rank.idle_since, rank.step = end, op.step or rank.step
         results = [self._result_of(op) for op in ended]
         arenas = [result.arena for result in results if result.arena is not None]
         for arena in arenas[-2:]:  # the trainer may still read these
@@ -389,8 +391,10 @@ def _is_at_rest(rank: LocalRank) -> bool:
     )
 
 
-def _request(call: StartOp, op: int) -> StartOp:
-    return replace(call, op=OpNumber(op), offset=op * call.offset)
+def _request(call: StartOp, number: int) -> StartOp:
+    """Return a call's request of that op, with this number for all that may differ, or 1 for 0."""
+    offset, step = ((number or 1) * bool(each) for each in (call.offset, call.step))
+    return replace(call, op=OpNumber(number), offset=offset, step=step)
 
 
 def _reply(number: int, nbytes: int, *, lent: bool = False) -> OpDone:

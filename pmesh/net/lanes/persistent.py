@@ -69,7 +69,11 @@ class PersistentCall(NamedTuple):
     """As in `begin`."""
     reduction: str
     request: Message
-    """What the trainer sends, around the number of the op and perhaps the place of the values."""
+    """What the trainer sends, around the number of the op, and perhaps two more."""
+    says_place: bool
+    """Whether the request says where in the arena its values begin."""
+    says_step: bool
+    """Whether it says the trainer's step, as its last number."""
     reply: Message
     """What it gets, around the number of the op and, if there is a result, of its arena."""
     lending: Message
@@ -80,6 +84,8 @@ class EndedOp(NamedTuple):
     """An op that the library has run and answered."""
 
     number: int
+    step: int
+    """What its request has said; 0 for nothing."""
     call: int
     """The place of its call, in the order of `add`."""
     result: int
@@ -160,6 +166,7 @@ class PersistentCalls:
         struct.reply, struct.lending = _laid_out(call.reply), _laid_out(call.lending)
         struct.arena, struct.arena_bytes = address_of(call.arena), len(call.arena)
         struct.itemsize = call.itemsize
+        struct.says_place, struct.says_step = call.says_place, call.says_step
         self._calls.append((call, op))
         self._state.call_count = len(self._calls)
         self._lanes += [lane for lane in call.lanes if lane not in self._lanes]
@@ -258,7 +265,7 @@ class PersistentCalls:
         """Return the ops that have ended since the last time."""
         count = self._library.pmesh_take_ended(ctypes.byref(self._state), self._log)
         return [
-            EndedOp(e.number, e.call, e.slot, e.began_s, e.ended_s, e.receiving_s)
+            EndedOp(e.number, e.step, e.call, e.slot, e.began_s, e.ended_s, e.receiving_s)
             for e in self._log[:count]
         ]
 
