@@ -5,7 +5,7 @@
 #include "pmesh.h"
 
 enum {
-    PMESH_MOST_CALLS = 8,
+    PMESH_MOST_CALLS = 32,
     PMESH_MOST_SLOTS = 5,
     PMESH_OWN_SLOTS = 3, // that are not lent: of a result that others may ask for, of one that the
                          // trainer reads, and of the next one

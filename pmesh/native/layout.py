@@ -244,7 +244,7 @@ class OpStruct(ctypes.Structure):
     detail: int
 
 
-MOST_CALLS: Final = 8
+MOST_CALLS: Final = 32
 MOST_SLOTS: Final = 5
 OWN_SLOTS: Final = 3
 LOGGED_OPS: Final = 1024

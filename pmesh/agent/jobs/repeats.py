@@ -12,7 +12,7 @@ turns of the event loop, or Python runs it.
 
 import ctypes
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import trio
@@ -30,7 +30,7 @@ from pmesh.core.wire.session import DropArena, SessionMessage, encode
 from pmesh.core.wire.trainer import OpDone, StartOp
 from pmesh.errors import LaneBroken, UsageError
 from pmesh.ids import OpNumber
-from pmesh.native.layout import MOST_SLOTS, OWN_SLOTS
+from pmesh.native.layout import MOST_CALLS, MOST_SLOTS, OWN_SLOTS
 from pmesh.net.lanes.native import KeptThreads, library_for
 from pmesh.net.lanes.persistent import (
     NO_LIMIT,
@@ -49,12 +49,14 @@ LEAST_TIMEOUT_S = 1.0  # the library holds an op for a tenth of this before Pyth
 TRUST_S = 1.0  # V8
 MOST_TRAINERS = 16  # each has a thread
 _MOST_SEEN = 64
+_IN_USE_OPS = 1000  # a call that was not repeated for so many makes room for others
 _CHOOSES_AMONG = 3  # ranks: for two, all strategies are alike
 
 _serving: set["RepeatedCalls"] = set()
 
 
-class _Kept(NamedTuple):
+@dataclass(slots=True)
+class _Kept:
     """One call, and the memory that is held for it."""
 
     call: StartOp
@@ -62,6 +64,8 @@ class _Kept(NamedTuple):
     source: KeptResult
     nbytes: int
     """Of the result."""
+    used: int
+    """The op in which it was called last."""
 
 
 class RepeatedCalls:
@@ -121,16 +125,20 @@ class RepeatedCalls:
         if lanes is None or plan.works:
             return
         library = library_for(plan, lanes, dtype, reduction)
-        if library is None or not self._has_thread(library):
+        if library is None or not self._has_thread(library) or self._free_place() is None:
             return
         itemsize = WIRE_DTYPES[call.wire_dtype].itemsize
         nbytes, gives = shape.extent.gets * itemsize, shape.extent.gives * itemsize
         if not await self._make_room(nbytes, lends=call.borrows):
             return
         source = hold(rank, request.arena, gives, request.offset) if gives else NOTHING
-        assert self._library is not None  # noqa: S101 - it has a thread
-        self._kept.append(_Kept(call, source, nbytes))
-        self._library.add(
+        place = self._free_place()
+        assert self._library is not None and place is not None  # noqa: S101, PT018 - as above
+        for replaced in self._kept[place : place + 1]:
+            rank.let_go(replaced.source)
+        self._kept[place : place + 1] = [_Kept(call, source, nbytes, request.op)]
+        self._library.put(
+            place,
             PersistentCall(
                 plan,
                 lanes,
@@ -152,6 +160,14 @@ class RepeatedCalls:
             ),
             self._arenas[0].memory if nbytes else NOTHING.memory,
         )
+
+    def _free_place(self) -> int | None:
+        """Return where there is room for a call; None if all calls that are kept are in use."""
+        if len(self._kept) < MOST_CALLS:
+            return len(self._kept)
+        place = min(range(MOST_CALLS), key=lambda place: self._kept[place].used)
+        is_old = self._kept[place].used < self._rank.ledger.started - _IN_USE_OPS
+        return place if is_old else None
 
     async def _make_room(self, nbytes: int, *, lends: bool) -> bool:
         """Have arenas of this size, known to the trainer; return False if there is no room."""
@@ -180,10 +196,8 @@ class RepeatedCalls:
         return True
 
     def _has_thread(self, library: ctypes.CDLL) -> bool:
-        """Return whether there is a thread, with room for another call."""
+        """Return whether there is a thread."""
         if self._library is not None:
-            if self._library.is_full:
-                self.forget()
             return True
         if len(_serving) >= MOST_TRAINERS:
             return False
@@ -321,6 +335,7 @@ class RepeatedCalls:
             rank.own_time.note(began, calls=True)
             rank.own_time.note(end, calls=False)
             request = replace(self._kept[op.call].call, op=OpNumber(op.number))
+            self._kept[op.call].used = op.number
             self._ended_ops.append((rank, request, began, end, op.receiving_s, False))
             rank.idle_since, rank.step = end, op.step or rank.step
         results = [self._result_of(op) for op in ended]

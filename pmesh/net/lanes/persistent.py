@@ -18,7 +18,6 @@ from pmesh.core.ops.plan import RankPlan
 from pmesh.core.wire.records import RecordHeader
 from pmesh.native.layout import (
     LOGGED_OPS,
-    MOST_CALLS,
     EndedOpStruct,
     MessageStruct,
     PersistentStruct,
@@ -87,7 +86,7 @@ class EndedOp(NamedTuple):
     step: int
     """What its request has said; 0 for nothing."""
     call: int
-    """The place of its call, in the order of `add`."""
+    """The place of its call."""
     result: int
     """The place of the arena with its result, if it has any."""
     began_s: float
@@ -151,23 +150,24 @@ class PersistentCalls:
 
     # --- while no thread serves
 
-    @property
-    def is_full(self) -> bool:
-        """Whether it has as many calls as it can have."""
-        return len(self._calls) == MOST_CALLS
+    def put(self, place: int, call: PersistentCall, first: memoryview) -> None:
+        """Add a call, or put it in the place of another one.
 
-    def add(self, call: PersistentCall, first: memoryview) -> None:
-        """Add a call; `first` is the memory of any of the results, with room for its own."""
+        Args:
+            place: at most the number of calls, and below MOST_CALLS.
+            call: the call.
+            first: the memory of any of the results, with room for its own.
+        """
         regions = call.source, first[: call.nbytes], call.scratch
         values = values_of(call.dtype, call.reduction)
         op = PreparedOp(call.plan, call.lanes, call.header, regions, values=values)
-        struct = self._state.calls[len(self._calls)]
+        struct = self._state.calls[place]
         struct.op, struct.request = op.address, _laid_out(call.request)
         struct.reply, struct.lending = _laid_out(call.reply), _laid_out(call.lending)
         struct.arena, struct.arena_bytes = address_of(call.arena), len(call.arena)
         struct.itemsize = call.itemsize
         struct.says_place, struct.says_step = call.says_place, call.says_step
-        self._calls.append((call, op))
+        self._calls[place : place + 1] = [(call, op)]
         self._state.call_count = len(self._calls)
         self._lanes += [lane for lane in call.lanes if lane not in self._lanes]
 
