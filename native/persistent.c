@@ -269,7 +269,9 @@ static int32_t run(struct pmesh_server *server, struct pmesh_op *op, double unti
             state = pmesh_advance(runner);
         }
         if (state != PMESH_OVER) {
-            state = pmesh_wait(runner, LOOK_MS);
+            const int32_t after = pmesh_wait(runner, LOOK_MS);
+            // It also says PMESH_AWAITS if a socket is still full.
+            state = state == PMESH_BUSY && after == PMESH_AWAITS ? PMESH_BUSY : after;
         }
     }
     return state;
