@@ -1,6 +1,7 @@
 """The native library's own tests in C (native/tests/), under the sanitizers of the compiler."""
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -23,6 +24,7 @@ COMPUTING = ("combine.c", "fits.c", "reduce.c", "coding.c", "kernels.c")
 SOURCES = {
     "ranks": ("tests/ranks.c", *LANES, *COMPUTING),  # it includes executor.c
     "faults": ("tests/faults.c", *LANES, *COMPUTING),  # likewise
+    "persistent": ("tests/persistent.c", "executor.c", *LANES, *COMPUTING),  # persistent.c
     "works": ("tests/works.c", "executor.c", *LANES, *COMPUTING),
     "combine": ("tests/combine.c", "combine.c", "reduce.c"),
     "fuzz_records": ("tests/fuzz_records.c", "tests/fuzz_driver.c", *LANES[1:]),  # lane.c
@@ -102,6 +104,14 @@ def test_lies_of_peers_plans_that_do_not_fit_and_a_full_system_are_noticed(
     sanitizers: str, programs: SanitizedPrograms
 ) -> None:
     programs.run("faults", sanitizers)
+
+
+@pytest.mark.parametrize(("sanitizers", "seeds"), [(MEMORY, 40), (THREADS, 20)])
+def test_calls_that_trainers_repeat_end_once_each_while_servers_are_recalled_at_any_moment(
+    sanitizers: str, seeds: int, programs: SanitizedPrograms, *, is_quick: bool
+) -> None:
+    said = programs.run("persistent", sanitizers, 1, 4 if is_quick else seeds)
+    assert 0 not in map(int, re.findall(r"\d+", said))  # ops answered, begun, lent, and stopped
 
 
 @pytest.mark.parametrize("sanitizers", [MEMORY, THREADS])
