@@ -2,6 +2,7 @@
 
 import ctypes
 import re
+from enum import IntEnum
 from pathlib import Path
 
 import pytest
@@ -35,12 +36,40 @@ def test_the_structs_have_the_same_sizes_and_offsets() -> None:
     assert library.pmesh_layout()[: len(sizes)] == sizes
 
 
-@pytest.mark.parametrize("name", ["state", "status"])
-def test_the_enums_have_the_same_names_in_the_same_order(name: str) -> None:
-    found = re.search(rf"enum pmesh_{name} \{{(.*?)\}}", HEADER.read_text(), re.DOTALL)
+def test_the_calls_that_a_trainer_repeats_have_the_same_layout_and_constants() -> None:
+    library = native.library()
+    assert library is not None
+    numbers = [
+        ctypes.sizeof(layout.MessageStruct),
+        ctypes.sizeof(layout.CallStruct),
+        ctypes.sizeof(layout.SlotStruct),
+        ctypes.sizeof(layout.EndedOpStruct),
+        ctypes.sizeof(layout.PersistentStruct),
+        *(getattr(layout.PersistentStruct, name).offset for name in ("runner", "log", "unread")),
+        layout.MOST_CALLS,
+        layout.MOST_SLOTS,
+        layout.OWN_SLOTS,
+        layout.LOGGED_OPS,
+        layout.MESSAGE_PARTS,
+    ]
+    assert library.pmesh_persistent_layout()[: len(numbers)] == numbers
+
+
+@pytest.mark.parametrize(
+    ("header", "name", "enum"),
+    [
+        ("pmesh.h", "state", layout.RunState),
+        ("pmesh.h", "status", layout.RunStatus),
+        ("persistent.h", "why", layout.WhyStopped),
+    ],
+)
+def test_the_enums_have_the_same_names_in_the_same_order(
+    header: str, name: str, enum: type[IntEnum]
+) -> None:
+    text = HEADER.with_name(header).read_text()
+    found = re.search(rf"enum pmesh_{name} \{{(.*?)\}}", text, re.DOTALL)
     assert found is not None
     names = re.findall(r"PMESH_(\w+),", found[1])
-    enum = getattr(layout, f"Run{name.capitalize()}")
     assert [member.name for member in enum] == names
     assert [member.value for member in enum] == list(range(len(names)))
 
