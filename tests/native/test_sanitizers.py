@@ -35,6 +35,13 @@ SOURCES = {
         "lane.c",
         "windows.c",
     ),  # subflows.c
+    "fuzz_persistent": (  # persistent.c
+        "tests/fuzz_persistent.c",
+        "tests/fuzz_driver.c",
+        "executor.c",
+        *LANES,
+        *COMPUTING,
+    ),
 }
 FLAGS = ("-std=c11", "-O1", "-g", "-pthread", "-ffp-contract=off", "-fno-sanitize-recover=all")
 ENVIRONMENT = {
@@ -129,8 +136,8 @@ def test_ranks_of_one_machine_have_the_values_of_a_plain_loop_or_were_stopped(
     assert said.endswith(" stopped\n")
 
 
-@pytest.mark.parametrize("target", ["records", "plans", "subflows"])
-def test_no_bytes_of_a_peer_and_no_plan_make_the_library_leave_its_memory(
+@pytest.mark.parametrize("target", ["records", "plans", "subflows", "persistent"])
+def test_no_bytes_of_a_peer_or_a_trainer_and_no_plan_make_the_library_leave_its_memory(
     target: str, programs: SanitizedPrograms, *, is_quick: bool
 ) -> None:
     runs = 100_000 if is_quick else 400_000

@@ -1,0 +1,265 @@
+// Fuzzes what answers a trainer: it sends any bytes, which arrive in any pieces, and takes its
+// replies or not. Whatever comes, an op reads its values from within the arena, writes its result
+// where none is needed any more, and what is no request is left as it came. No thread serves here,
+// so that a run is short.
+#include "toy.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <stdio.h>
+#include <sys/socket.h>
+#include <time.h>
+
+enum {
+    CALLS = 4,
+    WORDS = 75, // of the arena: not a round number
+    VALUES = 10,
+    ITEM_BYTES = 4,
+    LONG_BYTES = 4200, // more than a server keeps
+    NEARLY_FULL = 1020,
+    MOST_CAME = 1 << 20,
+};
+
+// --- a trainer that sends the fuzzer's bytes, and a clock on which each look takes a second
+
+static struct {
+    const uint8_t *bytes;
+    uint64_t left;
+    _Atomic bool *recalled;
+    uint8_t *came;
+    uint64_t came_bytes;
+    time_t now_s;
+} trainer;
+
+static uint8_t next_byte(void) {
+    if (!trainer.left) {
+        return 0;
+    }
+    trainer.left--;
+    return *trainer.bytes++;
+}
+
+// A recall, nothing yet, a piece, a long row of the same, or the end.
+static ssize_t fuzzed_recv(uint8_t *to, size_t nbytes) {
+    const uint8_t piece = next_byte();
+    if (!nbytes || !trainer.left) {
+        return 0;
+    }
+    if (piece < 2) {
+        *trainer.recalled |= !piece;
+        errno = EAGAIN;
+        return -1;
+    }
+    size_t count = piece > 200 ? 80U * (piece - 200U) : piece;
+    count = count < nbytes ? count : nbytes;
+    for (size_t i = 0; i < count; i++) {
+        to[i] = piece > 200 ? 'z' : next_byte();
+    }
+    assert(trainer.came_bytes + count <= MOST_CAME);
+    memcpy(trainer.came + trainer.came_bytes, to, count);
+    trainer.came_bytes += count;
+    return (ssize_t)count;
+}
+
+static ssize_t fuzzed_send(const uint8_t *from, size_t nbytes);
+
+static int fuzzed_poll(struct pollfd *polled, nfds_t count) {
+    for (nfds_t i = 0; i < count; i++) {
+        polled[i].revents = POLLIN;
+    }
+    return (int)count;
+}
+
+static int fuzzed_clock(struct timespec *time) {
+    *time = (struct timespec){.tv_sec = ++trainer.now_s};
+    return 0;
+}
+
+#define recv(fd, to, nbytes, flags) fuzzed_recv(to, nbytes)
+#define send(fd, from, nbytes, flags) fuzzed_send(from, nbytes)
+#define poll(polled, count, timeout) fuzzed_poll(polled, count)
+#define clock_gettime(clock, time) ((void)(clock), fuzzed_clock(time))
+#include "../persistent.c"
+#undef recv
+#undef send
+#undef poll
+#undef clock_gettime
+
+// --- four calls: a copy, an op without values, one that waits for another rank, and a long request
+
+static struct {
+    struct pmesh_persistent calls;
+    struct pmesh_op ops[CALLS];
+    struct pmesh_plan plans[CALLS];
+    uint64_t used_by[PMESH_MOST_SLOTS]; // the last op that wrote there
+    struct pmesh_lane lane;             // on which nothing ever comes
+    uint8_t *arena, *long_request, *slots[PMESH_MOST_SLOTS];
+    struct pmesh_runner *runner;
+} rank;
+
+static struct pmesh_message laid_out(const char *first, const char *second, const char *third) {
+    const char *const parts[] = {first, second, third};
+    struct pmesh_message message = {.count = third ? 3 : 2};
+    for (uint32_t i = 0; i < message.count; i++) {
+        message.parts[i] = (const uint8_t *)parts[i];
+        message.nbytes[i] = (uint32_t)strlen(parts[i]);
+    }
+    return message;
+}
+
+// Each word of the arena says where it lies.
+static void check_result(const uint8_t *result) {
+    const uint64_t first = pmesh_get(result, ITEM_BYTES);
+    for (uint64_t i = 0; i < VALUES; i++) {
+        assert(pmesh_get(result + i * ITEM_BYTES, ITEM_BYTES) == first + i && first + i < WORDS);
+    }
+}
+
+// A reply is whole, and says that the next op has ended. The trainer may not take it.
+static ssize_t fuzzed_send(const uint8_t *from, size_t nbytes) {
+    const struct pmesh_persistent *calls = &rank.calls;
+    const struct pmesh_ended_op *op = &calls->log[(calls->ended - 1) % PMESH_LOGGED_OPS];
+    const uint8_t piece = next_byte();
+    assert(nbytes > 9 && pmesh_get(from, 4) == nbytes - 4 && !memcmp(from + 4, "done ", 5));
+    assert(op->number + 1 == calls->next && op->number < calls->limit && op->call < 2);
+    if (op->call == 0) {
+        const struct pmesh_slot *slot = &calls->slots[op->slot];
+        uint32_t own = 0;
+        check_result(slot->memory);
+        assert(!rank.used_by[op->slot] || rank.used_by[op->slot] + 2 <= op->number);
+        assert(slot->free_at == op->number + 2 && slot->lent == calls->may_lend);
+        rank.used_by[op->slot] = op->number;
+        for (uint32_t i = 0; i < PMESH_MOST_SLOTS; i++) {
+            own += !calls->slots[i].lent;
+        }
+        assert(!calls->may_lend || own >= PMESH_OWN_SLOTS);
+    }
+    errno = EAGAIN;
+    return piece == 1 ? -1 : piece == 2 ? (ssize_t)nbytes - 1 : (ssize_t)nbytes;
+}
+
+static void set_up(uint8_t numbers, uint8_t flags) {
+    static const uint64_t FIRST[] = {1, 120, 250, 65530, 4294967290, INT64_MAX - 9};
+    static const struct pmesh_copy COPY = {.nbytes = VALUES * ITEM_BYTES};
+    static const struct pmesh_record RECORD = {.region = PMESH_RESULT};
+    static const struct pmesh_track TRACK = {.end = 1};
+    static struct pmesh_lane *const LANES[] = {&rank.lane};
+    struct pmesh_persistent *calls = &rank.calls;
+    memset(calls, 0, sizeof *calls);
+    memset(rank.used_by, 0, sizeof rank.used_by);
+    for (uint32_t i = 0; i < CALLS; i++) {
+        rank.plans[i] = (struct pmesh_plan){.size = 2};
+        rank.ops[i] = (struct pmesh_op){.plan = &rank.plans[i], .lanes = LANES, .dtype = -1};
+        calls->calls[i] = (struct pmesh_call){.op = &rank.ops[i],
+                                              .arena = rank.arena,
+                                              .arena_bytes = WORDS * ITEM_BYTES,
+                                              .itemsize = ITEM_BYTES};
+    }
+    rank.plans[0].copies = &COPY;
+    rank.plans[0].copy_count = 1;
+    rank.ops[0].region_bytes[PMESH_SOURCE] = COPY.nbytes;
+    rank.ops[0].region_bytes[PMESH_RESULT] = COPY.nbytes;
+    rank.plans[2].records = &RECORD;
+    rank.plans[2].tracks = &TRACK;
+    rank.plans[2].record_count = rank.plans[2].receiving = 1;
+    calls->calls[0].request = laid_out("copy", "from", "");
+    calls->calls[0].reply = laid_out("done ", "in", ".");
+    calls->calls[0].lending = laid_out("done ", "in", "lent");
+    calls->calls[1].request = laid_out("copy", ".", NULL);
+    calls->calls[2].request = laid_out("wait", "from", "!");
+    calls->calls[3].request = laid_out((const char *)rank.long_request, "", NULL);
+    for (uint32_t i = 1; i < CALLS; i++) {
+        calls->calls[i].reply = laid_out("done ", "", NULL);
+    }
+    calls->drop = laid_out("drop", "", NULL);
+    calls->next = FIRST[numbers % 6];
+    calls->limit = flags & 1 ? calls->next + 3 : INT64_MAX;
+    calls->trusted_until_us = flags & 2 ? 6U * 1000 * 1000 : UINT64_MAX;
+    calls->may_lend = flags & 4 ? 1 : 0;
+    calls->ended = flags & 8 ? NEARLY_FULL : 0;
+    calls->call_count = CALLS;
+    calls->slot_count = PMESH_MOST_SLOTS;
+    calls->runner = rank.runner;
+    for (uint32_t i = 0; i < PMESH_MOST_SLOTS; i++) {
+        calls->slots[i] = (struct pmesh_slot){.memory = rank.slots[i], .number = 126 + i};
+    }
+}
+
+// What stays from one run to the next.
+static void set_up_once(void) {
+    static const uint8_t KEY[PMESH_KEY_BYTES];
+    int ends[2];
+    if (rank.runner) {
+        return;
+    }
+    const int failed = socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends);
+    assert(!failed);
+    rank.lane = new_lane(ends[0], KEY);
+    rank.runner = pmesh_runner_new();
+    trainer.came = exactly(MOST_CAME);
+    rank.long_request = exactly(LONG_BYTES + 1);
+    memset(rank.long_request, 'z', LONG_BYTES);
+    rank.long_request[LONG_BYTES] = 0;
+    rank.arena = exactly(WORDS * ITEM_BYTES);
+    for (uint64_t i = 0; i < WORDS; i++) {
+        pmesh_put(rank.arena + i * ITEM_BYTES, i, ITEM_BYTES);
+    }
+    for (uint32_t i = 0; i < PMESH_MOST_SLOTS; i++) {
+        rank.slots[i] = exactly(VALUES * ITEM_BYTES);
+    }
+}
+
+// Do what Python does once a server serves no longer.
+static void go_on(struct pmesh_persistent *calls) {
+    static struct pmesh_ended_op ended[PMESH_LOGGED_OPS];
+    const uint8_t choice = next_byte();
+    if (calls->why == PMESH_BEGUN) {
+        const int32_t state = calls->state;
+        assert(calls->call < CALLS && calls->next < calls->limit);
+        assert(state == PMESH_OVER || (state == PMESH_AWAITS && calls->call == 2));
+        pmesh_stop(calls->runner);
+        const int32_t status = pmesh_end(calls->runner);
+        assert(status == (state == PMESH_OVER ? PMESH_DONE : PMESH_STOPPED));
+        calls->slots[calls->slot].free_at = calls->next + 2;
+    }
+    if (calls->why == PMESH_BEGUN || choice & 1) {
+        calls->next++;
+    }
+    if (choice & 2) {
+        pmesh_take_ended(calls, ended);
+    }
+    if (choice & 4) { // it has been awake
+        calls->trusted_until_us = UINT64_MAX;
+    }
+    if (choice & 8) {
+        calls->slots[choice % PMESH_MOST_SLOTS].lent = !calls->may_lend;
+    }
+    calls->unread_bytes = 0;
+}
+
+// The first two bytes say with which numbers it begins, and what keeps it from serving.
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t nbytes) {
+    struct pmesh_persistent *calls = &rank.calls;
+    struct pmesh_server server = {.calls = calls, .wake = {-1, -1}};
+    trainer.bytes = data;
+    trainer.left = nbytes;
+    trainer.recalled = &server.recalled;
+    trainer.came_bytes = 0;
+    trainer.now_s = 0;
+    set_up_once();
+    const uint8_t numbers = next_byte();
+    set_up(numbers, next_byte());
+    while (trainer.left) {
+        server.recalled = false;
+        serve(&server);
+        assert(calls->unread_bytes <= trainer.came_bytes);
+        assert(!memcmp(calls->unread, trainer.came + trainer.came_bytes - calls->unread_bytes,
+                       calls->unread_bytes));
+        assert(calls->why != PMESH_RECALLED || server.recalled);
+        if (calls->why == PMESH_UNANSWERED) {
+            break;
+        }
+        go_on(calls);
+    }
+    return 0;
+}
