@@ -235,6 +235,7 @@ static void go_on(struct pmesh_persistent *calls) {
         calls->slots[choice % PMESH_MOST_SLOTS].lent = !calls->may_lend;
     }
     calls->unread_bytes = 0;
+    trainer.came_bytes = 0;
 }
 
 // The first two bytes say with which numbers it begins, and what keeps it from serving.
