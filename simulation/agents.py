@@ -354,9 +354,23 @@ class SimulatedAgent:
 
     # --- what a job needs
 
+    def later(self, delay_s: float, callback: Callable[[], None]) -> None:
+        """Call back in `delay_s` seconds, or when this machine is awake again."""
+        self._timeline.after(delay_s, self._call_back, callback)
+
+    def _call_back(self, callback: Callable[[], None]) -> None:
+        if self._running and self.asleep:
+            self.later(HEARTBEAT_S, callback)
+        elif self._running:
+            callback()
+
+    def forget_facts(self) -> None:
+        """What is reported is no longer what it was."""
+        self._facts = None
+
     def facts_changed(self) -> None:
         """What is reported, or wanted, is no longer what it was: it is sent at once."""
-        self._facts = None
+        self.forget_facts()
         if not self._showing:
             self._showing = True
             self._timeline.after(0.0, self._show_later)

@@ -15,6 +15,7 @@ from simulation.drawing import (
     draw_conditions,
     draw_edges,
     draw_habits,
+    draw_repeats,
     draw_size,
     draw_slow_conditions,
     remeasure,
@@ -113,6 +114,7 @@ class Cluster:
         """Called for each agent that starts."""
         self._trace = trace
         drawn = draw_habits(self.random, self.size, until_s=self.schedule.calm_from_s, slow=slow)
+        drawn = draw_repeats(Random(seed), drawn)  # noqa: S311 - the seed replays the history
         self._habits = [(habits,)] * self.size if habits else drawn
         self.edges = draw_edges(self.random, self.size)
         """By host: what it measures of the way to each other host; agents read it at each tick."""

@@ -1,5 +1,6 @@
 """What a seed draws for a history: the network, the jobs and how their trainers behave."""
 
+from dataclasses import replace
 from random import Random
 
 from pmesh.core.topology.graph import UNKNOWN
@@ -8,7 +9,7 @@ from pmesh.core.wire.views import MeasuredEdge
 from pmesh.ids import JobName
 from simulation.network import Conditions
 from simulation.ops import OP_TIMEOUT_S
-from simulation.trainers import Habits, chance
+from simulation.trainers import REPEATED_KINDS, Habits, chance
 
 SLOW_OP_TIMEOUT_S = 30.0
 """On a slow network a ring of four and two view changes take that long."""
@@ -67,6 +68,20 @@ def draw_habits(
             )
             habits[host].append(habit)
     return [tuple(theirs) for theirs in habits]
+
+
+def draw_repeats(random: Random, habits: list[tuple[Habits, ...]]) -> list[tuple[Habits, ...]]:
+    """In half of the jobs the trainers call the same again and again, and most agents mind it."""
+    repeating = {job for job in ("digits", "words") if chance(random, 0.5)}
+    return [
+        tuple(
+            replace(each, kinds=REPEATED_KINDS, repeats=chance(random, 0.8))
+            if each.job in repeating
+            else each
+            for each in theirs
+        )
+        for theirs in habits
+    ]
 
 
 def draw_terms(random: Random, trainers: int) -> Terms:

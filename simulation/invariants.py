@@ -162,8 +162,8 @@ class Invariants:
 
     def called(self, rank: SimulatedRank, op: OpNumber) -> None:
         """O6 and O5: a newcomer begins with the sync; rank i is the same trainer for all."""
-        call = rank.ledger.ops[op].call
         if rank.trainer.enters and not rank.ends and not _fails(rank, op):
+            call = rank.ledger.ops[op].call
             if (op, call.kind) != (rank.trainer.enters, "sync"):
                 raise Violation(f"O6: {rank.id} enters at {rank.trainer.enters} with {op} {call}")
             return
@@ -221,7 +221,7 @@ class Invariants:
             return  # V9: another history of the job goes on
         outcomes = {outcome.op: outcome for outcome in after.outcomes}
         self._note_failures(after)
-        for op, report in rank.ledger.ops.items():
+        for op, report in rank.true_ledger.ops.items():
             if not (report.completed and report.holds):
                 continue  # it can't serve what it lacks: then the op may fail, also here
             if rank.id not in after.ids and not self._is_lacked(op, after):

@@ -15,6 +15,7 @@ from pmesh.ids import JobName, Member, OpNumber
 from simulation import ops
 from simulation.lane_messages import LaneMessage, age
 from simulation.ranks import SimulatedOp, SimulatedRank
+from simulation.repeats import RepeatedCalls
 
 if TYPE_CHECKING:
     from simulation.agents import SimulatedAgent
@@ -26,6 +27,8 @@ class SimulatedWaiting(jobs.WaitingTrainer[SimulatedRank]):
 
     value: Callable[[OpNumber], int]
     joined: Callable[[SimulatedRank], None]
+    repeats: bool
+    """Whether its rank may run by itself what its trainer calls again."""
 
 
 class LocalJobs(JobsState[SimulatedWaiting, SimulatedRank]):
@@ -39,7 +42,9 @@ class LocalJobs(JobsState[SimulatedWaiting, SimulatedRank]):
     def _new_rank(
         self, roster: Roster, trainer: Trainer, waiter: SimulatedWaiting
     ) -> SimulatedRank:
-        return SimulatedRank(self._host, self, roster, trainer, waiter.value)
+        rank = SimulatedRank(self._host, self, roster, trainer, waiter.value)
+        rank.repeats = RepeatedCalls(rank) if waiter.repeats else None
+        return rank
 
     # --- trainers come and go
 
@@ -50,10 +55,17 @@ class LocalJobs(JobsState[SimulatedWaiting, SimulatedRank]):
         terms: Terms,
         value: Callable[[OpNumber], int],
         joined: Callable[[SimulatedRank], None],
+        *,
+        repeats: bool = False,
     ) -> SimulatedWaiting:
         """A trainer waits for its job to begin, or to enter it."""
         waiter = SimulatedWaiting(
-            job=job, wait_for=wait_for, terms=terms, value=value, joined=joined
+            job=job,
+            wait_for=wait_for,
+            terms=terms,
+            value=value,
+            joined=joined,
+            repeats=repeats,
         )
         self.add(waiter)
         self._host.facts_changed()
@@ -103,6 +115,8 @@ class LocalJobs(JobsState[SimulatedWaiting, SimulatedRank]):
         """At every tick: check what no message reports."""
         for rank in self.ranks:
             rank.patience_s = self._host.lane_patience_s(rank)
+            if rank.repeats is not None:
+                rank.repeats.vouch()
         passed = self.pass_time(self._host.state, self._host.now)
         if passed.ended:
             self._host.facts_changed()

@@ -37,15 +37,42 @@ def call_op(rank: SimulatedRank, call: Call, timeout_s: float = OP_TIMEOUT_S) ->
     if rank.late_failure is not None:
         _reply(rank, attempts.report_late(rank))
         return
-    number = OpNumber(rank.ledger.started + 1)
-    root, receivers = attempts.roles_in(rank, call)
-    rank.op = SimulatedOp(
-        number=number, call=call, timeout_s=timeout_s, root=root, receivers=receivers
-    )
+    if rank.repeats is not None and rank.repeats.begin(call, timeout_s):
+        return
+    rank.recall()
+    rank.op = make_op(rank, call, timeout_s)
     attempts.start(rank, rank.op, rank.host.now)
-    rank.host.op_called(rank, number)
+    rank.host.op_called(rank, rank.op.number)
     rank.host.facts_changed()
     begin_attempt(rank)
+
+
+def make_op(rank: SimulatedRank, call: Call, timeout_s: float) -> SimulatedOp:
+    """The next op, which all ranks of the roster take part in."""
+    root, receivers = attempts.roles_in(rank, call)
+    return SimulatedOp(
+        number=rank.next_op,
+        call=call,
+        timeout_s=timeout_s,
+        root=root,
+        receivers=receivers,
+        contributors=rank.roster.ids,
+    )
+
+
+def take_over(rank: SimulatedRank, op: SimulatedOp) -> None:
+    """Go on with an op that the rank has begun by itself, and which a view may have settled."""
+    if rank.late_failure is not None:
+        _reply(rank, attempts.report_late(rank))
+        return
+    rank.op = op
+    attempts.start(rank, op, rank.host.now)
+    rank.host.facts_changed()
+    if rank.superseded is None and op.staged == rank.roster.number:
+        op.phase = "ring"
+        _run_ring(rank, op)
+    else:
+        begin_attempt(rank)
 
 
 def begin_attempt(rank: SimulatedRank) -> None:
@@ -83,6 +110,8 @@ def abandon(rank: SimulatedRank) -> None:
     """The trainer is gone in the middle of its call."""
     rank.op = None
     rank.replied = None
+    if rank.repeats is not None:
+        rank.repeats.abandon()
 
 
 def unhindered(rank: SimulatedRank) -> None:
@@ -113,6 +142,9 @@ def pass_time(rank: SimulatedRank) -> None:
 
 def lane_broke(rank: SimulatedRank, peer: Member) -> None:
     """A connection with another agent is lost, and with it what was under way on a lane."""
+    if rank.repeats is not None and rank.repeats.serves:
+        rank.recall()
+        rank.repeats.go_on()
     op = rank.op
     if op is None or op.phase not in ("ring", "fetching") or rank.rank is None:
         return
@@ -135,6 +167,8 @@ def receive(rank: SimulatedRank, message: LaneMessage) -> None:
     rank.tokens.setdefault(message.op, {})[message.origin] = message
     if op is not None and op.phase == "ring" and op.number == message.op:
         _take(rank, op, message)
+    elif rank.repeats is not None:
+        rank.repeats.token_came()
 
 
 def serve(rank: SimulatedRank, ask: AskResult) -> Retained | None:
@@ -165,13 +199,24 @@ def _will_hold(rank: SimulatedRank, op: SimulatedOp) -> bool:
 
 
 def _run_ring(rank: SimulatedRank, op: SimulatedOp) -> None:
-    op.staged = rank.roster.number
+    put_in(rank, op)
+    # All are handed on before any can end the op: the others need them too.
+    hand_on_all(rank, op)
+    _look_whether_all_came(rank, op)
+
+
+def put_in(rank: SimulatedRank, op: SimulatedOp) -> None:
+    """Begin an attempt, if it has not begun, with this rank's own token."""
+    if op.staged != rank.roster.number:
+        op.staged, op.sent = rank.roster.number, set()
     if op.root in (None, rank.id):
         rank.tokens.setdefault(op.number, {})[rank.id] = _token(rank, op)
-    # All are handed on before any can end the op: the others need them too.
+
+
+def hand_on_all(rank: SimulatedRank, op: SimulatedOp) -> None:
+    """Hand on what has come, each token once."""
     for token in list(rank.tokens.get(op.number, {}).values()):
         _hand_on(rank, op, token)
-    _look_whether_all_came(rank, op)
 
 
 def _token(rank: SimulatedRank, op: SimulatedOp) -> Token:
@@ -199,6 +244,9 @@ def _hand_on(rank: SimulatedRank, op: SimulatedOp, token: Token) -> None:
     if token.call != op.call:  # O8: the first to see it asks for a verdict
         _differ(rank, op)
         return
+    if token.origin in op.sent:
+        return
+    op.sent.add(token.origin)
     following = rank.neighbours()[1]
     if following.id != token.origin:
         rank.moved += 1
@@ -217,17 +265,23 @@ def _hand_on(rank: SimulatedRank, op: SimulatedOp, token: Token) -> None:
 
 
 def _look_whether_all_came(rank: SimulatedRank, op: SimulatedOp) -> None:
+    result = result_of(rank, op)
+    if op.phase == "ring" and result is not None:
+        _ready(rank, op, result)
+
+
+def result_of(rank: SimulatedRank, op: SimulatedOp) -> OpResult | None:
+    """What the tokens make once all have come; None until then."""
     tokens = rank.tokens.get(op.number, {})
     number, ids = rank.roster.number, rank.roster.ids
-    if op.phase != "ring":
-        return
     if op.root is not None:
-        if op.root in tokens:
-            _ready(rank, op, OpResult(ANY_ATTEMPT, ids, (tokens[op.root].value,)))
-    elif len(tokens) == rank.size:
-        if set(tokens) != set(ids):
-            raise Violation(f"I3: op {op.number} at {rank.id} mixes {set(tokens)} into {ids}")
-        _ready(rank, op, OpResult(number, ids, tuple(tokens[id_].value for id_ in ids)))
+        value = tokens.get(op.root)
+        return None if value is None else OpResult(ANY_ATTEMPT, ids, (value.value,))
+    if len(tokens) < rank.size:
+        return None
+    if set(tokens) != set(ids):
+        raise Violation(f"I3: op {op.number} at {rank.id} mixes {set(tokens)} into {ids}")
+    return OpResult(number, ids, tuple(tokens[id_].value for id_ in ids))
 
 
 def _fetch(rank: SimulatedRank, op: SimulatedOp, outcome: OpOutcome) -> None:
@@ -284,28 +338,37 @@ def _deliver(rank: SimulatedRank, op: SimulatedOp, result: OpResult) -> None:
     kept = result if op.holds else None
     rank.complete(op.number, kept, op.contributors, holds=op.holds)
     rank.see(op.contributors)
-    _end(rank, op, result)
+    end(rank, op, result)
     rank.pass_barrier(op.number, op.call.kind)
-    _reply(rank, None)
+    if rank.repeats is not None:
+        rank.repeats.learn(op.call)
+    rank.host.facts_changed()
+    reply(rank, None)
 
 
 def _fail(rank: SimulatedRank, op: SimulatedOp, failure: OpOutcome) -> None:
     rank.op = None
     failed = attempts.end_failed(rank, op, failure)
     if failed.consumed and failure.verdict is not None:
-        _end(rank, op, failure.verdict)
+        end(rank, op, failure.verdict)
     else:
         rank.host.superseded(rank)
     _reply(rank, failed)
 
 
-def _end(rank: SimulatedRank, op: SimulatedOp, outcome: OpResult | Verdict) -> None:
+def end(rank: SimulatedRank, op: SimulatedOp, outcome: OpResult | Verdict) -> None:
+    """Note for the invariants how the op ends for its trainer."""
     rank.ends[op.number] = End(op.call, outcome, rank.world, op.staged)
     rank.host.op_ended(rank, op.number)
 
 
-def _reply(rank: SimulatedRank, failed: Failed | None) -> None:
+def _reply(rank: SimulatedRank, failed: Failed) -> None:
     rank.host.facts_changed()
+    reply(rank, failed)
+
+
+def reply(rank: SimulatedRank, failed: Failed | None) -> None:
+    """Answer the trainer's call."""
     replied, rank.replied = rank.replied, None
     if replied is not None:
         replied(None if failed is None else failed.verdict)

@@ -1,12 +1,13 @@
 """One rank that lives on a simulated agent: its op, what its lanes brought, how its ops ended."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from pmesh.core.jobs.attempt import OpState
 from pmesh.core.jobs.rank import RankState
 from pmesh.core.values import Roster, Trainer, Verdict
+from pmesh.core.views.op_log import Ledger, pass_barriers
 from pmesh.core.wire.calls import Call
 from pmesh.ids import OpNumber, TrainerId
 from simulation.lane_messages import OpResult, Token
@@ -14,6 +15,7 @@ from simulation.lane_messages import OpResult, Token
 if TYPE_CHECKING:
     from simulation.agents import SimulatedAgent
     from simulation.local_jobs import LocalJobs
+    from simulation.repeats import RepeatedCalls
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,8 @@ class SimulatedOp(OpState):
     result: OpResult | None = None
     staged: int = -1
     """The number of the roster of the last attempt: what it rounds away is kept meanwhile."""
+    sent: set[TrainerId] = field(default_factory=set[TrainerId])
+    """Whose tokens the last attempt has handed on."""
     asked: int = 0
     """How many holders have been asked for its result."""
     asked_at: float = 0.0
@@ -65,6 +69,32 @@ class SimulatedRank(RankState[OpResult | None]):
         self.tokens: dict[OpNumber, dict[TrainerId, Token]] = {}
         self.ends: dict[OpNumber, End] = {}
         """How each op ended here, for ever: what the invariants are checked on."""
+        self.repeats: RepeatedCalls | None = None
+        """What it runs without being asked, if it does."""
+
+    @property
+    def true_ledger(self) -> Ledger:
+        """The ledger as it will be once the rank has caught up."""
+        ended = {} if self.repeats is None else self.repeats.ended
+        if not ended:
+            return self.ledger
+        last = max(ended)
+        return pass_barriers(self.ledger, last, ended[last][0], self.roster.ids)
+
+    @property
+    def next_op(self) -> OpNumber:
+        """The number of the op that its trainer calls next."""
+        return OpNumber(self.true_ledger.started + 1)
+
+    def catch_up(self) -> None:
+        """Note what the rank has run by itself."""
+        if self.repeats is not None:
+            self.repeats.catch_up()
+
+    def recall(self) -> None:
+        """Also run nothing by itself from now on."""
+        if self.repeats is not None:
+            self.repeats.recall()
 
     def follow(self, roster: Roster) -> bool:
         """Under another number the attempt is over; what had returned may fail late (I5)."""

@@ -24,6 +24,15 @@ POLL_S = 0.1
 STRAGGLER_AFTER_S = 3.0
 """How long the others bear a trainer whose process is stopped."""
 
+USUAL_KINDS = (
+    *("sync", "all_reduce", "broadcast", "barrier"),
+    *("sync", "collect", "broadcast", "all_gather"),
+)
+REPEATED_KINDS = (
+    *("sync", "all_reduce", "all_reduce", "all_gather"),
+    *("broadcast", "all_reduce", "all_reduce", "barrier"),
+)
+
 PATIENCE = 1.5
 """How many times as long as an op a trainer waits for its job to begin, and thinks at the most."""
 
@@ -47,6 +56,10 @@ class Habits:
     """From then on they make no mistakes and no pauses, and do not leave."""
     ops: int = 1000
     """After this many ops a trainer leaves, and comes back."""
+    kinds: tuple[str, ...] = USUAL_KINDS
+    """What it calls, over and over."""
+    repeats: bool = False
+    """Whether its agent lets a thread answer what it calls again."""
     op_timeout_s: float = OP_TIMEOUT_S
 
 
@@ -142,7 +155,8 @@ class SimulatedTrainer:
             return
         habits = self.habits
         self._waiter = self._jobs.enlist(
-            habits.job, habits.wait_for, habits.terms, self._value, self._joined
+            *(habits.job, habits.wait_for, habits.terms, self._value, self._joined),
+            repeats=habits.repeats,
         )
         self._timeline.after(PATIENCE * habits.op_timeout_s, self._give_up, self._waiter)
 
@@ -199,9 +213,8 @@ class SimulatedTrainer:
         rank = self.rank
         assert rank is not None  # noqa: S101 - it enters otherwise
         self._calls += 1
-        number = OpNumber(rank.ledger.started + 1)
         mistaken = not self._enters and self._misbehaves(self.habits.mistakes)
-        call = call_of(number, len(rank.world), mistaken=mistaken)
+        call = call_of(self.habits.kinds, rank.next_op, len(rank.world), mistaken=mistaken)
         rank.replied = self._replied
         ops.call_op(rank, call, self.habits.op_timeout_s)
 
@@ -216,15 +229,9 @@ class SimulatedTrainer:
         return chance(self._random, share) and self._timeline.now < self.habits.until_s
 
 
-KINDS = (
-    *("sync", "all_reduce", "broadcast", "barrier"),
-    *("sync", "collect", "broadcast", "all_gather"),
-)
-
-
-def call_of(op: OpNumber, size: int, *, mistaken: bool) -> Call:
+def call_of(kinds: tuple[str, ...], op: OpNumber, size: int, *, mistaken: bool) -> Call:
     """Which op the script calls under this number, the same at all ranks unless it is mistaken."""
-    kind = KINDS[op % len(KINDS)]
+    kind = kinds[op % len(kinds)]
     shape = (8 + mistaken,)
     if kind == "broadcast":
         receivers = ((7 * op + 1) % size,) * (op % 8 == 6)  # noqa: PLR2004 - each second one
