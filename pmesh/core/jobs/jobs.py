@@ -4,7 +4,7 @@ This is plain state. Two drivers extend it, `pmesh.agent.jobs.driver` and `simul
 its methods return what the driver has to do.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -179,7 +179,7 @@ class JobsState(Generic[AnyWaiting, AnyRank]):
         """Return what the local jobs want and have; the caller adds what links have measured."""
         view_requests = (rank.view_request for rank in self.ranks if rank.view_request is not None)
         return Facts(
-            reports=tuple(self._reports()),
+            reports=self._report,
             waiting=self._waiting(state, now),
             view_requests=_first((*view_requests, *self._absent)),
             progress=tuple(rank.progress() for rank in self.ranks),
@@ -196,7 +196,7 @@ class JobsState(Generic[AnyWaiting, AnyRank]):
             Candidate(c.job, c.slot, c.wait_for, c.terms, c.place) for c in waiters[:MAX_WAITING]
         )
 
-    def _reports(self) -> Iterator[JobReport]:
+    def _report(self) -> tuple[JobReport, ...]:
         merged: dict[tuple[object, ...], JobReport] = {}
         for rank in self.ranks:
             report = rank.report()
@@ -205,7 +205,7 @@ class JobsState(Generic[AnyWaiting, AnyRank]):
                 ranks = merged[key].ranks + report.ranks
                 report = msgspec.structs.replace(report, ranks=ranks)
             merged[key] = report
-        yield from merged.values()
+        return tuple(merged.values())
 
     def fence(self, jobs: tuple[JobName, ...]) -> None:
         """Deliver nothing more of these jobs until the next install (V3)."""

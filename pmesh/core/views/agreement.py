@@ -267,8 +267,9 @@ def _flush(
 ) -> MemberStep:
     """V1: promise the epoch. V3: deliver nothing of the jobs concerned from now on."""
     same_base = message.base.epoch == state.view.epoch
-    jobs = tuple(r.job for r in facts.reports if r.job in message.jobs or not same_base)
-    reports = tuple(_fenced(report) if report.job in jobs else report for report in facts.reports)
+    reports = facts.reports()
+    jobs = tuple(r.job for r in reports if r.job in message.jobs or not same_base)
+    reports = tuple(_fenced(report) if report.job in jobs else report for report in reports)
     answer = Flushed(
         epoch=message.epoch,
         said=state.said,

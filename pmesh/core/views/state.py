@@ -1,6 +1,6 @@
 """What one member knows: its own state in the agreement, and what its peers reported."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -87,7 +87,8 @@ least a round trip, and PATIENCE_S is soon over."""
 class Facts:
     """What the local agent knows at this instant, passed in because the core performs no I/O."""
 
-    reports: tuple[JobReport, ...] = ()
+    reports: Callable[[], tuple[JobReport, ...]] = lambda: ()
+    """Returns what a flush answers; only a flush asks, as the ranks are recalled for it."""
     waiting: tuple[Candidate, ...] = ()
     view_requests: tuple[ViewRequest, ...] = ()
     progress: tuple[RankProgress, ...] = ()

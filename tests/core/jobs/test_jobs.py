@@ -173,7 +173,7 @@ def test_a_trainer_that_gave_up_while_its_job_began_is_lost() -> None:
 def test_ranks_of_one_job_are_reported_together() -> None:
     here, state = begun(roster(2), count=2)
     known = here.known(state, 0.0)
-    (report,) = known.reports
+    (report,) = known.reports()
     assert [rank.trainer for rank in report.ranks] == [ME, OTHER]
     assert len(known.progress) == 2
     assert here.neighbour(here.ranks[0], OTHER) is here.ranks[1]

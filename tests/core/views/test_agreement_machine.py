@@ -7,6 +7,7 @@ failure too. In the end the network heals, and all must come together in one vie
 
 import itertools
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import pytest
@@ -151,11 +152,10 @@ class ThreeAgents(RuleBasedStateMachine):
     def an_op_times_out(self, node: NodeId) -> None:
         member = self.now_running[node]
         for roster in self.circle.view_of(member).rosters[:1]:
+            report = make_report(roster, {t.id: [running(0)] for t in roster.trainers_at(member)})
             self.circle.facts[member] = Facts(
                 view_requests=(make_view_request(roster, make_verdict(), op=0),),
-                reports=(
-                    make_report(roster, {t.id: [running(0)] for t in roster.trainers_at(member)}),
-                ),
+                reports=partial(tuple, [report]),
             )
 
     @invariant()
@@ -261,7 +261,7 @@ class TestTogether:
         for member in circle.states:
             (trainer,) = roster.trainers_at(member)
             report = make_report(roster, {trainer.id: [running(0)]}, fenced=False)
-            circle.facts[member] = Facts(reports=(report,))
+            circle.facts[member] = Facts(reports=partial(tuple, [report]))
         circle.facts[BERT] = replace(
             circle.facts[BERT],
             view_requests=(make_view_request(roster, make_verdict("OpTimedOut", 2), op=0),),

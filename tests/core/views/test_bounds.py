@@ -185,7 +185,7 @@ def new_mesh(base: View = BASE, *, idle: bool = False) -> HonestMembers:
     others = {ANNA: (BERT, CARA), BERT: (ANNA, CARA)}
     return HonestMembers(
         {m: all_hearing_each_other(m, base, *others[m]) for m in HONEST},
-        {m: Facts(reports=reports[m]) for m in HONEST},
+        {m: Facts(reports=partial(reports.__getitem__, m)) for m in HONEST},
     )
 
 
@@ -425,7 +425,8 @@ def test_a_view_names_no_more_losses_than_a_job_may_have_ranks() -> None:
 def test_an_op_with_the_highest_number_ends_its_job_and_no_other() -> None:
     """The next op, which the loss fails, has a number that no message may name."""
     mesh = new_mesh()
-    mesh.facts = dict.fromkeys(HONEST, Facts(reports=(make_report(OURS, {0: []}, fenced=False),)))
+    report = make_report(OURS, {0: []}, fenced=False)
+    mesh.facts = dict.fromkeys(HONEST, Facts(reports=lambda: (report,)))
     gone = make_view_request(OURS, make_verdict("RankLost", 2))
     mesh.tell(ANNA, CARA, make_heartbeat(BASE, *HONEST, view_requests=[gone]))
     last = completed(LARGEST, 0)

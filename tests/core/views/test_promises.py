@@ -72,7 +72,9 @@ class TestAProposalIsAnswered:
         digits, faces = make_roster(ANNA, BERT), make_roster(BERT, job=FACES)
         reports = [make_report(r, {0: [running(3)]}, fenced=False) for r in (digits, faces)]
         proposal = make_proposal(ANNA, 6, TRIO, ANNA, BERT, jobs=[DIGITS])
-        fence, answer = told(BERTS, ANNA, proposal, facts=Facts(reports=tuple(reports))).actions
+        fence, answer = told(
+            BERTS, ANNA, proposal, facts=Facts(reports=lambda: tuple(reports))
+        ).actions
         assert fence == FenceJobs((DIGITS,))
         assert isinstance(answer, SendOnLink)
         assert isinstance(answer.message, Flushed)
@@ -87,7 +89,7 @@ class TestAProposalIsAnswered:
             replace(elsewhere, promised=make_epoch(4)),
             ANNA,
             make_proposal(ANNA, 6, base, *TRIO.members),
-            facts=Facts(reports=(report,)),
+            facts=Facts(reports=lambda: (report,)),
         )
         assert step.actions[0] == FenceJobs((DIGITS,))
 
