@@ -20,7 +20,7 @@ from pmesh.core.jobs.attempt import (
 from pmesh.core.values import OpOutcome, Verdict
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.lanes import AskResult
-from pmesh.ids import Member, OpNumber
+from pmesh.ids import Member
 from simulation.invariants import Violation
 from simulation.lane_messages import LaneMessage, OpResult, Retained, Token
 from simulation.ranks import End, SimulatedOp, SimulatedRank
@@ -341,7 +341,7 @@ def _deliver(rank: SimulatedRank, op: SimulatedOp, result: OpResult) -> None:
     end(rank, op, result)
     rank.pass_barrier(op.number, op.call.kind)
     if rank.repeats is not None:
-        rank.repeats.learn(op.call)
+        rank.repeats.serve()
     rank.host.facts_changed()
     reply(rank, None)
 

@@ -1,10 +1,12 @@
 """Ops that a simulated rank runs by itself, as `pmesh.agent.jobs.repeats` lets the library do.
 
 The library is a thread beside its agent. So the rank does not know how far the thread has come
-until it asks (`catch_up`), and the thread may do one thing more while it is being stopped (`recall`).
+until it asks (`catch_up`), and the thread may still end an op while it is being stopped (`recall`).
+
+The real one takes only calls that its agent has run before, among the same ranks. Here it takes any
+op on which no view has decided.
 """
 
-from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -27,9 +29,6 @@ HELD = 0.1
 TRUST_S = 1.0
 """V8: for how long after the agent has looked whether the machine slept an op may end."""
 
-LEARNED = 2
-"""So often the agent itself runs a call, among the same ranks, before the thread does."""
-
 
 class RepeatedCalls:
     """The calls of one rank that are answered without its agent."""
@@ -43,29 +42,21 @@ class RepeatedCalls:
         self._op: SimulatedOp | None = None
         """What the thread has begun and not ended."""
         self._trusted_until_s = 0.0
-        self._roster = rank.roster
-        self._runs = Counter[Call]()
 
-    def learn(self, call: Call) -> None:
-        """The agent has run a call to its end."""
-        if self._roster is not self._rank.roster:
-            self._roster, self._runs = self._rank.roster, Counter()
-        self._runs[call] += 1
-        self._serve()
+    def serve(self) -> None:
+        """Let the thread answer what its trainer calls next, if it may."""
+        self.serves = _is_at_rest(self._rank)
 
     def vouch(self) -> None:
         """V8: the machine has not slept until now."""
         self._trusted_until_s = self._rank.host.now + TRUST_S
-
-    def _serve(self) -> None:
-        self.serves = self._roster is self._rank.roster and _is_at_rest(self._rank)
 
     # --- the thread
 
     def begin(self, call: Call, timeout_s: float) -> bool:
         """Begin the trainer's next op; return False if that is left to the agent."""
         rank = self._rank
-        if not self.serves or self._runs[call] < LEARNED or not _may_repeat(call):
+        if not (self.serves and _may_repeat(rank, call)):
             return False
         self._op = ops.make_op(rank, call, timeout_s)
         rank.host.op_called(rank, self._op.number)
@@ -127,7 +118,7 @@ class RepeatedCalls:
         if op is not None:
             ops.take_over(self._rank, op)
         elif not self.serves:
-            self._serve()
+            self.serve()
 
     def abandon(self) -> None:
         """The trainer is gone."""
@@ -135,8 +126,10 @@ class RepeatedCalls:
         self._op = None
 
 
-def _may_repeat(call: Call) -> bool:
-    return KINDS[call.kind].barrier and KINDS[call.kind].row is None
+def _may_repeat(rank: "SimulatedRank", call: Call) -> bool:
+    kind, op = KINDS[call.kind], rank.next_op
+    is_open = rank.failure_of(op) is None and rank.result_elsewhere(op) is None
+    return kind.barrier and kind.row is None and is_open
 
 
 def _is_at_rest(rank: "SimulatedRank") -> bool:
