@@ -11,7 +11,7 @@
 #include <time.h>
 
 enum {
-    CALLS = 4,
+    CALLS = 5,
     WORDS = 75, // of the arena: not a round number
     VALUES = 10,
     ITEM_BYTES = 4,
@@ -85,7 +85,8 @@ static int fuzzed_clock(struct timespec *time) {
 #undef poll
 #undef clock_gettime
 
-// --- four calls: a copy, an op without values, one that waits for another rank, and a long request
+// --- five calls: a copy, an op without values, one that waits for another rank, a long request,
+// and one that says its step
 
 static struct {
     struct pmesh_persistent calls;
@@ -168,6 +169,11 @@ static void set_up(uint8_t numbers, uint8_t flags) {
     calls->calls[1].request = laid_out("copy", ".", NULL);
     calls->calls[2].request = laid_out("wait", "from", "!");
     calls->calls[3].request = laid_out((const char *)rank.long_request, "", NULL);
+    calls->calls[4].request = laid_out("step", "of", "");
+    calls->calls[4].says_step = true;
+    for (uint32_t i = 0; i < CALLS; i++) {
+        calls->calls[i].says_place = calls->calls[i].request.count == PMESH_PARTS && i != 4;
+    }
     for (uint32_t i = 1; i < CALLS; i++) {
         calls->calls[i].reply = laid_out("done ", "", NULL);
     }

@@ -120,8 +120,8 @@ struct world {
 };
 
 static const char *const REQUESTS[CALLS][PMESH_PARTS] = {
-    {"op ", " meets", NULL},     {"op ", " sums from ", ""},      {"op ", " sums from ", " on"},
-    {"op ", " sums from ", "."}, {"op ", " sums the same", NULL},
+    {"op ", " meets in step ", ""}, {"op ", " sums from ", ""},      {"op ", " sums from ", " on"},
+    {"op ", " sums from ", "."},    {"op ", " sums the same", NULL},
 };
 static const char *const DONE[] = {"done ", " in ", ""}, *const LENT[] = {"done ", " in ", " lent"};
 static const char *const MET[] = {"done ", ".", NULL}, *const DROP[] = {"drop ", "", NULL};
@@ -281,7 +281,9 @@ static void add_call(struct rank *rank, uint32_t i) {
                                 .reply = laid_out(nbytes ? DONE : MET),
                                 .arena = rank->arena,
                                 .arena_bytes = ARENA_BYTES,
-                                .itemsize = 4};
+                                .itemsize = 4,
+                                .says_step = i == 0};
+    call->says_place = call->request.count == PMESH_PARTS && i > 0;
     if (i == 2 || i == 3) {
         call->lending = laid_out(LENT);
     }
@@ -424,6 +426,10 @@ static void say_next(struct rank *rank, const char *const parts[], uint64_t numb
     rank->said += say(rank->stream + rank->said, parts, number, other);
 }
 
+static uint64_t step_of(uint64_t op) {
+    return mixed(op) >> (op % 64);
+}
+
 // Of the last two ops, each may have its values in one half of the arena.
 static void request(struct rank *rank, uint64_t op) {
     const struct world *world = rank->world;
@@ -437,7 +443,7 @@ static void request(struct rank *rank, uint64_t op) {
         const uint32_t value = value_of(world, op, rank->index, i);
         memcpy(rank->arena + at + 4 * i, &value, 4);
     }
-    say_next(rank, REQUESTS[call], op, at);
+    say_next(rank, REQUESTS[call], op, call ? at : step_of(op));
 }
 
 static void read_all(int fd, uint8_t *to, uint64_t nbytes) {
@@ -570,6 +576,7 @@ static void take_log(struct rank *rank) {
 static void follow_op(struct rank *rank, uint64_t op, const struct pmesh_ended_op *ended) {
     const struct pmesh_call *call = &rank->calls->calls[ended->call];
     assert(ended->number == op && ended->call == call_of(rank->world, op));
+    assert(ended->step == (ended->call ? 0 : step_of(op)));
     assert(op < rank->calls->limit && ended->slot < PMESH_MOST_SLOTS);
     assert(ended->began_s <= ended->ended_s && ended->receiving_s >= 0);
     note_end(rank, op, ended->slot, rank->slots[ended->slot]);
@@ -709,7 +716,7 @@ static int32_t begin_here(struct rank *rank, uint64_t op, uint32_t slot) {
     const struct world *world = rank->world;
     const uint32_t call = call_of(world, op);
     struct pmesh_op *begun = &rank->ops[call];
-    if (rank->calls->calls[call].request.count == PMESH_PARTS) {
+    if (rank->calls->calls[call].says_place) {
         const uint8_t *number = rank->unread + 4 + strlen("op ");
         const uint8_t *at = number + (number[0] < 128 ? 1 : 1 + (1 << (number[0] - 0xcc)));
         begun->regions[PMESH_SOURCE] = rank->arena + number_in(at + strlen(" sums from "));
