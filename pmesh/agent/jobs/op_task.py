@@ -41,6 +41,7 @@ from pmesh.core.ops.reductions import WIRE_DTYPES
 from pmesh.core.ops.together import Together
 from pmesh.core.topology.ranks import edges_among
 from pmesh.core.values import OpOutcome, Verdict
+from pmesh.core.wire.calls import Call
 from pmesh.core.wire.records import RecordHeader
 from pmesh.core.wire.trainer import OpDone, OpFailed, StartOp
 from pmesh.errors import LaneBroken, ProtocolError, UsageError
@@ -556,11 +557,14 @@ def _float32s(memory: memoryview) -> Float32s:
 
 def _leaves_the_choice(rank: LocalRank, op: Op) -> bool:
     """Return whether the ranks must measure their edges; for two, all strategies are alike."""
-    chosen = op.request.call.strategy
-    asks = op.call.kind in {"all_reduce", "barrier"} and chosen in {"", "hierarchical", "chain"}
     places = len(rank.machines) or rank.size
     may = places > 2 and op.codec is None  # noqa: PLR2004 - as it says
-    return may and asks and rank.costs.is_due(op.number)
+    return may and asks_for_costs(op.call) and rank.costs.is_due(op.number)
+
+
+def asks_for_costs(call: Call) -> bool:
+    """Return whether the ranks of a call measure their edges if that is due."""
+    return call.kind in {"all_reduce", "barrier"} and call.strategy in {"", "hierarchical", "chain"}
 
 
 def _source_of(op: Op) -> memoryview:

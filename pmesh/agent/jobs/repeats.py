@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from pmesh.agent.grants import Grants
 from pmesh.agent.jobs.driver import EndedOp as NotedOp
+from pmesh.agent.jobs.op_task import asks_for_costs
 from pmesh.agent.jobs.ranks import KeptResult, LocalRank
 from pmesh.agent.jobs.regions import NOTHING, hold
 from pmesh.core.jobs.attempt import MAX_UNSTABLE_BYTES, MAX_UNSTABLE_OPS
@@ -246,7 +247,9 @@ class RepeatedCalls:
         if not self._kept or self._library is None or not _is_at_rest(rank):
             return False
         self._follow()
-        limit: int | None = NO_LIMIT if rank.size < _CHOOSES_AMONG else rank.costs.due
+        chooses = rank.size >= _CHOOSES_AMONG
+        chooses = chooses and any(asks_for_costs(kept.call.call) for kept in self._kept)
+        limit: int | None = rank.costs.due if chooses else NO_LIMIT
         if not (self._kept and self._session.is_quiet) or limit is None:
             return False
         outputs = rank.arenas.outputs
