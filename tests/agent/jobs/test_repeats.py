@@ -1,0 +1,354 @@
+"""Calls that trainers repeat: the native library answers them, and no result tells."""
+
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+
+import numpy as np
+import pytest
+import trio
+from trio.testing import MockClock, wait_all_tasks_blocked
+
+from pmesh.agent.jobs import repeats, session
+from pmesh.agent.jobs.ranks import LocalRank
+from pmesh.core.ops.reductions import Values
+from pmesh.core.values import Terms
+from pmesh.core.wire.calls import Call
+from pmesh.core.wire.trainer import OpDone, StartOp
+from pmesh.ids import OpNumber
+from pmesh.native.layout import MOST_CALLS
+from tests.worlds.faults import Faults, Real
+from tests.worlds.system import without_library
+from tests.worlds.trainer import ANY, TrainerClient, together
+from tests.worlds.village import Village, village
+from tests.worlds.village_ops import RAISE, ones, reduce_all, run, send_garbage
+
+COUNT = 30
+Which = tuple[str, str, str]
+AnyCall = Callable[[TrainerClient], Awaitable[object]]
+SUM = Call("all_reduce", "float32", (COUNT,), "sum")
+DTYPES = ("float32", "float64", "int8", "uint64", "complex64")
+REDUCING = ("all_reduce", "reduce_scatter")
+KINDS = [
+    *[("all_gather", "sum", dtype) for dtype in DTYPES],
+    *[(kind, "sum", dtype) for kind in REDUCING for dtype in DTYPES],
+    *[(kind, name, "float32") for kind in REDUCING for name in ("mean", "max", "min", "prod")],
+]
+PARTS = {2: (10, 20), 3: (5, 10, 15)}
+
+
+@pytest.fixture
+def in_python(faults: Faults) -> list[int]:
+    """The numbers of the ops that an agent's Python runs; the library answers the others."""
+    ops = list[int]()
+
+    async def note(real: Real, rank: LocalRank, request: StartOp, *others: object) -> object:
+        ops.append(request.op)
+        return await real(rank, request, *others)
+
+    faults.watch(session, "run_op", note)
+    return ops
+
+
+@asynccontextmanager
+async def repeating(
+    clock: MockClock,
+    in_python: list[int],
+    count: int,
+    make: AnyCall | None = None,
+    *,
+    terms: Terms = ANY,
+) -> AsyncGenerator[tuple[Village, list[TrainerClient]]]:
+    """So many machines with a rank each, whose next call of the same kind the library answers.
+
+    No time passes for agents then: heartbeats, which recall the library, would come at once.
+    """
+    async with village(clock, count) as here:
+        trainers = await here.job(*here.machines, terms=terms)
+        await repeat(clock, trainers, make or reduces)
+        in_python.clear()
+        yield here, trainers
+
+
+async def repeat(clock: MockClock, trainers: list[TrainerClient], make: AnyCall) -> None:
+    """Make a call until the library may answer the next one; no time passes from then on."""
+    for _ in range(2):
+        await everywhere(trainers, make)
+        await trio.sleep(1.0)  # the agents have looked at their clocks (V8)
+    clock.autojump_threshold = math.inf
+    await wait_all_tasks_blocked(0.005)
+    await everywhere(trainers, make)  # heartbeats have recalled the library
+
+
+@contextmanager
+def time_passes(clock: MockClock) -> Iterator[None]:
+    """Meanwhile the agents do what they do by themselves."""
+    clock.autojump_threshold = 0
+    try:
+        yield
+    finally:
+        clock.autojump_threshold = math.inf
+
+
+async def reduces(trainer: TrainerClient) -> Values:
+    return await trainer.reduce(ones(COUNT))
+
+
+async def everywhere(trainers: list[TrainerClient], make: AnyCall) -> list[object]:
+    return await together(*[partial(make, t) for t in trainers])
+
+
+# --- which calls
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+async def test_a_call_that_is_repeated_needs_no_interpreter(
+    clock: MockClock, in_python: list[int], ranks: int
+) -> None:
+    async with repeating(clock, in_python, ranks) as (_, trainers):
+        for value in range(5):
+            for result in await reduce_all(trainers, value * ones(COUNT)):
+                assert result.tolist() == [ranks * value] * COUNT
+        assert in_python == []
+
+
+def numbers(rank: int, count: int, dtype: str) -> Values:
+    return (np.arange(count) % 5 + rank + 1).astype(dtype)
+
+
+def called(trainer: TrainerClient, which: Which) -> Awaitable[Values]:
+    """One op of a kind, with other values at each rank."""
+    kind, reduction, dtype = which
+    ranks, rank = len(trainer.names), trainer.rank
+    parts = PARTS[ranks]
+    match kind:
+        case "all_gather":
+            call = Call(kind, dtype, ())
+            return run(trainer, call, numbers(rank, parts[rank], dtype), parts)
+        case "reduce_scatter":
+            call = Call(kind, dtype, (COUNT,), reduction)
+            return run(trainer, call, numbers(rank, COUNT, dtype), parts)
+        case _:
+            call = Call(kind, dtype, (COUNT,), reduction)
+            return run(trainer, call, numbers(rank, COUNT, dtype))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("which", KINDS, ids="-".join)
+async def test_it_gives_what_the_interpreter_gives(
+    clock: MockClock, in_python: list[int], which: Which, ranks: int
+) -> None:
+    wanted: dict[int, Values] = {}
+
+    async def note(trainer: TrainerClient) -> None:
+        wanted[trainer.id] = await called(trainer, which)
+
+    async def compare(trainer: TrainerClient) -> None:
+        found = await called(trainer, which)
+        assert found.tobytes() == wanted[trainer.id].tobytes()
+
+    async with repeating(clock, in_python, ranks, note) as (_, trainers):
+        for _ in range(4):
+            await everywhere(trainers, compare)
+        assert in_python == []
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+async def test_barriers_are_repeated(clock: MockClock, in_python: list[int], ranks: int) -> None:
+    async with repeating(clock, in_python, ranks, TrainerClient.barrier) as (_, trainers):
+        for _ in range(4):
+            await everywhere(trainers, TrainerClient.barrier)
+        assert in_python == []
+
+
+async def test_values_may_lie_elsewhere_each_time(clock: MockClock, in_python: list[int]) -> None:
+    async def reduces_at(trainer: TrainerClient, offset: int = 4) -> Values:
+        values = numbers(trainer.rank + offset, COUNT, "float32")
+        result = await trainer.run(SUM, values, offset=offset)
+        assert result is not None
+        assert np.array_equal(
+            result, numbers(offset, COUNT, "float32") + numbers(1 + offset, COUNT, "float32")
+        )
+        return result
+
+    async with repeating(clock, in_python, 2, reduces_at) as (_, trainers):
+        for offset in (8, 256, 4, 65_536 - 4 * COUNT):
+            await everywhere(trainers, partial(reduces_at, offset=offset))
+        assert in_python == []
+
+
+@pytest.mark.parametrize("offset", [2, 65_536 - 4 * COUNT + 4, 2**40])
+async def test_values_that_can_not_lie_there_end_the_session(
+    clock: MockClock, in_python: list[int], offset: int
+) -> None:
+    async def reduces_at(trainer: TrainerClient) -> None:
+        await trainer.run(SUM, ones(COUNT), offset=8)
+
+    async with repeating(clock, in_python, 2, reduces_at, terms=RAISE) as (_, (a, b)):
+        with time_passes(clock):
+            arena = await b.input_arena(4 * COUNT)
+            op = OpNumber(b.next_op)
+            request = StartOp(op, SUM, "float32", COUNT, arena, 1800.0, offset=offset)
+            await send_garbage(request, b, other=a)
+
+
+@pytest.mark.parametrize("behind", [-1, 1, 2**40])
+async def test_an_op_with_another_number_ends_the_session(
+    clock: MockClock, in_python: list[int], behind: int
+) -> None:
+    async with repeating(clock, in_python, 2, terms=RAISE) as (_, (a, b)):
+        await reduce_all([a, b], ones(COUNT))
+        with time_passes(clock):
+            arena = await b.input_arena(4 * COUNT)
+            op = OpNumber(b.next_op + behind)
+            await send_garbage(StartOp(op, SUM, "float32", COUNT, arena, 1800.0), b, other=a)
+
+
+# --- what is never repeated
+
+
+async def broadcasts(trainer: TrainerClient) -> None:
+    await trainer.broadcast(ones(COUNT))
+
+
+async def gathers(trainer: TrainerClient) -> None:
+    await run(trainer, Call("gather", "float32", (), root=0), ones(10), (10, 10))
+
+
+async def reduces_to_one(trainer: TrainerClient) -> None:
+    await run(trainer, Call("reduce", "float32", (COUNT,), "sum", root=0), ones(COUNT))
+
+
+async def syncs(trainer: TrainerClient) -> None:
+    await trainer.sync(1)
+
+
+async def multiplies_complex(trainer: TrainerClient) -> None:
+    await trainer.reduce(np.ones(9, np.complex64), "prod")
+
+
+async def is_in_a_hurry(trainer: TrainerClient) -> None:
+    await trainer.reduce(ones(COUNT), timeout_s=repeats.LEAST_TIMEOUT_S / 2)
+
+
+async def reduces_compressed(trainer: TrainerClient) -> None:
+    call = Call("all_reduce", "float32", (COUNT,), "sum", compression="int8")
+    await trainer.run(call, ones(COUNT))
+
+
+async def follows(trainer: TrainerClient) -> None:
+    arena = await trainer.input_arena(4 * COUNT)
+    op = OpNumber(trainer.next_op)
+    request = StartOp(op, SUM, "float32", COUNT, arena, 1800.0, follows=True)
+    reply = await trainer.ask(request)
+    assert isinstance(reply, OpDone)
+    trainer.has_ended(reply, op)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        broadcasts,
+        gathers,
+        reduces_to_one,
+        syncs,
+        multiplies_complex,
+        is_in_a_hurry,
+        reduces_compressed,
+        follows,
+    ],
+)
+async def test_other_calls_are_never_repeated(
+    clock: MockClock, in_python: list[int], make: AnyCall
+) -> None:
+    async with repeating(clock, in_python, 2, make) as (_, trainers):
+        for _ in range(4):
+            await everywhere(trainers, make)
+        assert len(in_python) == 8
+
+
+@pytest.mark.parametrize("machines", [(0, 0), (0, 1, 0, 1), (0,)])
+async def test_ranks_that_share_an_agent_repeat_nothing(
+    clock: MockClock, in_python: list[int], machines: tuple[int, ...]
+) -> None:
+    async with village(clock, 2) as here:
+        trainers = await here.job(*[here.machines[place] for place in machines])
+        await repeat(clock, trainers, reduces)
+        in_python.clear()
+        for _ in range(4):
+            await reduce_all(trainers, ones(COUNT))
+        assert len(in_python) == 4 * len(trainers)
+
+
+async def test_without_the_library_nothing_is_repeated(
+    clock: MockClock, in_python: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with without_library(monkeypatch):
+        async with repeating(clock, in_python, 2) as (_, trainers):
+            for _ in range(4):
+                assert [r[0] for r in await reduce_all(trainers, ones(COUNT))] == [2.0] * 2
+            assert len(in_python) == 8
+
+
+# --- several calls
+
+
+@pytest.mark.parametrize("kinds", [2, MOST_CALLS])
+async def test_several_calls_are_repeated_in_any_order(
+    clock: MockClock, in_python: list[int], kinds: int
+) -> None:
+    async def reduces_each(trainer: TrainerClient) -> None:
+        for count in range(1, kinds + 1):
+            assert (await trainer.reduce(ones(100 * count))).tolist() == [2.0] * 100 * count
+
+    async with repeating(clock, in_python, 2, reduces_each) as (_, trainers):
+        await everywhere(trainers, reduces_each)
+        for count in (kinds, 1, kinds, 2, 2):
+            results = await reduce_all(trainers, count * ones(100 * count))
+            assert [r.tolist() for r in results] == [[2.0 * count] * 100 * count] * 2
+        assert in_python == []
+
+
+async def test_of_more_calls_than_it_can_have_the_next_ones_are_learnt_anew(
+    clock: MockClock, in_python: list[int]
+) -> None:
+    async def reduces_each(trainer: TrainerClient) -> None:
+        for count in range(1, MOST_CALLS + 2):
+            assert (await trainer.reduce(ones(100 * count))).tolist() == [2.0] * 100 * count
+
+    async with repeating(clock, in_python, 2, reduces_each) as (_, trainers):
+        await everywhere(trainers, reduces_each)
+        last = ones(100 * (MOST_CALLS + 1))
+        for _ in range(2):
+            await reduce_all(trainers, last)
+        in_python.clear()
+        await reduce_all(trainers, last)
+        assert in_python == []
+
+
+async def test_of_many_different_calls_the_oldest_are_forgotten(
+    clock: MockClock, in_python: list[int], faults: Faults
+) -> None:
+    faults.limit(repeats, "_MOST_SEEN", 3)
+    async with repeating(clock, in_python, 2) as (_, trainers):
+        for count in (1, 2, 3, 4, 1, 1):
+            await reduce_all(trainers, ones(count))
+        assert len(in_python) == 12
+        await reduce_all(trainers, ones(1))
+        assert len(in_python) == 12
+
+
+async def test_a_larger_result_takes_larger_memory(clock: MockClock, in_python: list[int]) -> None:
+    async with repeating(clock, in_python, 2) as (_, trainers):
+        large = np.arange(100_000, dtype=np.float32)
+        for _ in range(3):  # the calls before are learnt anew
+            await reduce_all(trainers, large)
+            await reduce_all(trainers, ones(COUNT))
+        in_python.clear()
+        for _ in range(4):
+            assert [r.tolist() for r in await reduce_all(trainers, ones(COUNT))] == [
+                [2.0] * COUNT
+            ] * 2
+            assert np.array_equal((await reduce_all(trainers, large))[1], 2 * large)
+        assert in_python == []
