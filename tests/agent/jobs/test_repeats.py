@@ -1,33 +1,35 @@
 """Calls that trainers repeat: the native library answers them, and no result tells."""
 
-import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable
 from functools import partial
 
 import numpy as np
 import pytest
-import trio
-from trio.testing import MockClock, wait_all_tasks_blocked
+from trio.testing import MockClock
 
-from pmesh.agent.jobs import repeats, session
-from pmesh.agent.jobs.ranks import LocalRank
+from pmesh.agent.jobs import repeats
 from pmesh.core.ops.reductions import Values
-from pmesh.core.values import Terms
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.trainer import OpDone, StartOp
 from pmesh.ids import OpNumber
 from pmesh.native.layout import MOST_CALLS
-from tests.worlds.faults import Faults, Real
+from tests.agent.jobs.repeating import (
+    COUNT,
+    SUM,
+    AnyCall,
+    everywhere,
+    reduces,
+    repeat,
+    repeating,
+    time_passes,
+)
+from tests.worlds.faults import Faults
 from tests.worlds.system import without_library
-from tests.worlds.trainer import ANY, TrainerClient, together
-from tests.worlds.village import Village, village
+from tests.worlds.trainer import TrainerClient
+from tests.worlds.village import village
 from tests.worlds.village_ops import RAISE, ones, reduce_all, run, send_garbage
 
-COUNT = 30
 Which = tuple[str, str, str]
-AnyCall = Callable[[TrainerClient], Awaitable[object]]
-SUM = Call("all_reduce", "float32", (COUNT,), "sum")
 DTYPES = ("float32", "float64", "int8", "uint64", "complex64")
 REDUCING = ("all_reduce", "reduce_scatter")
 KINDS = [
@@ -36,67 +38,6 @@ KINDS = [
     *[(kind, name, "float32") for kind in REDUCING for name in ("mean", "max", "min", "prod")],
 ]
 PARTS = {2: (10, 20), 3: (5, 10, 15)}
-
-
-@pytest.fixture
-def in_python(faults: Faults) -> list[int]:
-    """The numbers of the ops that an agent's Python runs; the library answers the others."""
-    ops = list[int]()
-
-    async def note(real: Real, rank: LocalRank, request: StartOp, *others: object) -> object:
-        ops.append(request.op)
-        return await real(rank, request, *others)
-
-    faults.watch(session, "run_op", note)
-    return ops
-
-
-@asynccontextmanager
-async def repeating(
-    clock: MockClock,
-    in_python: list[int],
-    count: int,
-    make: AnyCall | None = None,
-    *,
-    terms: Terms = ANY,
-) -> AsyncGenerator[tuple[Village, list[TrainerClient]]]:
-    """So many machines with a rank each, whose next call of the same kind the library answers.
-
-    No time passes for agents then: heartbeats, which recall the library, would come at once.
-    """
-    async with village(clock, count) as here:
-        trainers = await here.job(*here.machines, terms=terms)
-        await repeat(clock, trainers, make or reduces)
-        in_python.clear()
-        yield here, trainers
-
-
-async def repeat(clock: MockClock, trainers: list[TrainerClient], make: AnyCall) -> None:
-    """Make a call until the library may answer the next one; no time passes from then on."""
-    for _ in range(2):
-        await everywhere(trainers, make)
-        await trio.sleep(1.0)  # the agents have looked at their clocks (V8)
-    clock.autojump_threshold = math.inf
-    await wait_all_tasks_blocked(0.005)
-    await everywhere(trainers, make)  # heartbeats have recalled the library
-
-
-@contextmanager
-def time_passes(clock: MockClock) -> Iterator[None]:
-    """Meanwhile the agents do what they do by themselves."""
-    clock.autojump_threshold = 0
-    try:
-        yield
-    finally:
-        clock.autojump_threshold = math.inf
-
-
-async def reduces(trainer: TrainerClient) -> Values:
-    return await trainer.reduce(ones(COUNT))
-
-
-async def everywhere(trainers: list[TrainerClient], make: AnyCall) -> list[object]:
-    return await together(*[partial(make, t) for t in trainers])
 
 
 # --- which calls

@@ -1,0 +1,21 @@
+"""What tests of calls that are repeated need."""
+
+import pytest
+
+from pmesh.agent.jobs import session
+from pmesh.agent.jobs.ranks import LocalRank
+from pmesh.core.wire.trainer import StartOp
+from tests.worlds.faults import Faults, Real
+
+
+@pytest.fixture
+def in_python(faults: Faults) -> list[int]:
+    """The numbers of the ops that an agent's Python runs; the library answers the others."""
+    ops = list[int]()
+
+    async def note(real: Real, rank: LocalRank, request: StartOp, *others: object) -> object:
+        ops.append(request.op)
+        return await real(rank, request, *others)
+
+    faults.watch(session, "run_op", note)
+    return ops

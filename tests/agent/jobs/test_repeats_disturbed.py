@@ -1,0 +1,285 @@
+"""What happens while the native library answers calls has the same end as without it."""
+
+from collections import Counter
+
+import pytest
+import trio
+from trio.testing import MockClock, wait_all_tasks_blocked
+
+from pmesh.agent.jobs import repeats
+from pmesh.core.values import Terms
+from pmesh.errors import LaneBroken
+from pmesh.net.sessions.arena_pools import OutputArenas
+from tests.agent.jobs.repeating import COUNT, everywhere, reduces, repeat, repeating, time_passes
+from tests.worlds.faults import Faults, Real
+from tests.worlds.system import without_library
+from tests.worlds.trainer import ANY, TrainerClient, together, until
+from tests.worlds.village import village
+from tests.worlds.village_ops import (
+    RAISE,
+    enter,
+    machine_of,
+    ones,
+    ranks_of,
+    reduce_all,
+    syncing_job,
+    verdicts_of_all,
+)
+
+
+async def is_repeated(
+    clock: MockClock, in_python: list[int], trainers: list[TrainerClient]
+) -> None:
+    """The library answers again, with the right results."""
+    await repeat(clock, trainers, reduces)
+    in_python.clear()
+    for value in range(3):
+        for result in await reduce_all(trainers, value * ones(COUNT)):
+            assert result.tolist() == [value * len(trainers)] * COUNT
+    assert in_python == []
+
+
+# --- ranks that are late
+
+
+async def test_a_rank_that_comes_late_is_waited_for(clock: MockClock, in_python: list[int]) -> None:
+    async with repeating(clock, in_python, 2) as (_, (a, b)):
+
+        async def late() -> float:
+            await wait_all_tasks_blocked(0.005)
+            with time_passes(clock):
+                await trio.sleep(2)  # heartbeats recall the library
+            return float((await b.reduce(ones(COUNT)))[0])
+
+        async def early() -> float:
+            return float((await a.reduce(ones(COUNT)))[0])
+
+        op = a.next_op
+        assert await together(early, late) == [2.0] * 2
+        assert set(in_python) == {op}
+        assert a.next_op == b.next_op == op + 1
+        await is_repeated(clock, in_python, [a, b])
+
+
+@pytest.mark.parametrize("terms", [RAISE, ANY], ids=["raise", "continue"])
+async def test_a_loss_in_the_middle_of_an_op(
+    clock: MockClock, in_python: list[int], terms: Terms
+) -> None:
+    async with repeating(clock, in_python, 3, terms=terms) as (here, trainers):
+        a, b, c = trainers
+
+        async def lose_one() -> None:
+            await wait_all_tasks_blocked(0.005)
+            with time_passes(clock):
+                await c.die()
+                await until(lambda: all(rank.size == 2 for rank in ranks_of(here)))
+            clock.autojump_threshold = 0
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lose_one)
+            if terms == RAISE:
+                verdicts = await verdicts_of_all(*[(t, t.reduce(ones(COUNT))) for t in (a, b)])
+                assert verdicts[0] == verdicts[1]
+                assert (verdicts[0].error, verdicts[0].trainers) == ("RankLost", (2,))
+            else:
+                results = await reduce_all([a, b], ones(COUNT))
+                assert [r.tolist() for r in results] == [[2.0] * COUNT] * 2
+        assert a.world.trainers == b.world.trainers == (0, 1)
+        await is_repeated(clock, in_python, [a, b])
+
+
+async def test_a_loss_between_ops(clock: MockClock, in_python: list[int]) -> None:
+    async with repeating(clock, in_python, 3) as (here, trainers):
+        await reduce_all(trainers, ones(COUNT))
+        with time_passes(clock):
+            await trainers[2].die()
+            await until(lambda: all(rank.size == 2 for rank in ranks_of(here)))
+            assert [r[0] for r in await reduce_all(trainers[:2], ones(COUNT))] == [2.0] * 2
+        assert trainers[0].world.trainers == (0, 1)
+        await is_repeated(clock, in_python, trainers[:2])
+
+
+async def test_a_machine_is_lost_while_the_others_wait_for_it(
+    clock: MockClock, in_python: list[int]
+) -> None:
+    async with repeating(clock, in_python, 2) as (here, (a, b)):
+
+        async def lose_one() -> None:
+            await wait_all_tasks_blocked(0.005)
+            clock.autojump_threshold = 0
+            await machine_of(here, b).kill()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lose_one)
+            assert (await a.reduce(ones(COUNT))).tolist() == [1.0] * COUNT
+        assert a.world.trainers == (0,)
+        assert (await a.reduce(ones(COUNT))).tolist() == [1.0] * COUNT
+
+
+async def test_who_leaves_is_not_missed(clock: MockClock, in_python: list[int]) -> None:
+    async with repeating(clock, in_python, 3) as (here, trainers):
+        await reduce_all(trainers, ones(COUNT))
+        with time_passes(clock):
+            await trainers[1].leave()
+            await until(lambda: all(rank.size == 2 for rank in ranks_of(here)))
+        await is_repeated(clock, in_python, [trainers[0], trainers[2]])
+
+
+async def test_a_newcomer_takes_part(clock: MockClock, in_python: list[int]) -> None:
+    async with village(clock, 3) as here:
+        inside = await syncing_job(here, *here.machines[:2])
+        await is_repeated(clock, in_python, inside)
+        clock.autojump_threshold = 0
+        newcomer = await here.trainer(here.machines[2])
+        await newcomer.join("digits", 2)
+        assert sorted((await enter(here, [newcomer], inside))[0]) == [0, 1, 100]
+        await is_repeated(clock, in_python, [*inside, newcomer])
+
+
+# --- ranks that call something else
+
+
+async def differing(
+    trainers: list[TrainerClient], sizes: tuple[int, ...]
+) -> "set[tuple[str, str]]":
+    calls = [(t, t.reduce(ones(size))) for t, size in zip(trainers, sizes, strict=True)]
+    verdicts = await verdicts_of_all(*calls)
+    return {(v.error, v.message) for v in verdicts}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+async def test_ranks_that_call_different_things_all_get_the_error_that_python_makes(
+    clock: MockClock, in_python: list[int], monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    found = set[tuple[str, str]]()
+    sizes = (COUNT, 5, COUNT)[:ranks]
+    async with repeating(clock, in_python, ranks) as (_, trainers):
+        with time_passes(clock):
+            found |= await differing(trainers, sizes)
+        await is_repeated(clock, in_python, trainers)
+    with without_library(monkeypatch):
+        async with repeating(clock, in_python, ranks) as (_, trainers):
+            with time_passes(clock):
+                found |= await differing(trainers, sizes)
+    assert len(found) == 1
+    assert next(iter(found))[0] == "OpMismatch"
+
+
+@pytest.mark.parametrize("other", [0, 1])
+async def test_two_calls_that_are_both_repeated_may_differ(
+    clock: MockClock, in_python: list[int], other: int
+) -> None:
+    async def reduces_both(trainer: TrainerClient) -> None:
+        for count in (COUNT, 5):
+            await trainer.reduce(ones(count))
+
+    async with repeating(clock, in_python, 2, reduces_both) as (_, trainers):
+        await everywhere(trainers, reduces_both)
+        assert in_python == []
+        with time_passes(clock):
+            (found,) = await differing(trainers, (COUNT, 5) if other else (5, COUNT))
+        assert found[0] == "OpMismatch"
+        assert [r[0] for r in await reduce_all(trainers, ones(5))] == [2.0] * 2
+        await is_repeated(clock, in_python, trainers)
+
+
+# --- what the trainer does
+
+
+async def test_a_trainer_may_drop_the_arena_of_its_values(
+    clock: MockClock, in_python: list[int]
+) -> None:
+    async with repeating(clock, in_python, 2) as (_, trainers):
+        for trainer in trainers:
+            await trainer.drop_input()
+        await is_repeated(clock, in_python, trainers)
+
+
+async def test_a_trainer_that_dies_while_its_calls_are_answered_leaves_nothing(
+    clock: MockClock, in_python: list[int]
+) -> None:
+    async with repeating(clock, in_python, 2) as (here, trainers):
+        await reduce_all(trainers, ones(COUNT))
+        with time_passes(clock):
+            for trainer in trainers:
+                await trainer.die()
+            await until(lambda: not ranks_of(here))
+            others = await here.job(*here.machines)
+        await is_repeated(clock, in_python, others)
+
+
+async def test_two_who_leave_at_once_leave_nothing(clock: MockClock, in_python: list[int]) -> None:
+    async with repeating(clock, in_python, 2) as (here, trainers):
+        await reduce_all(trainers, ones(COUNT))
+        with time_passes(clock):
+            await everywhere(trainers, TrainerClient.leave)
+            await until(lambda: not ranks_of(here))
+            others = await here.job(*here.machines)
+        await is_repeated(clock, in_python, others)
+
+
+# --- what the machine lacks
+
+
+async def test_an_agent_that_may_have_slept_answers_nothing_by_itself(
+    clock: MockClock, in_python: list[int], faults: Faults
+) -> None:
+    """V8."""
+    faults.limit(repeats, "TRUST_S", 0.0)
+    async with repeating(clock, in_python, 2) as (_, trainers):
+        for _ in range(3):
+            assert [r[0] for r in await reduce_all(trainers, ones(COUNT))] == [2.0] * 2
+        assert len(in_python) == 6
+
+
+@pytest.mark.parametrize("room_for", [0, 2])
+async def test_without_room_for_more_results_python_goes_on(
+    clock: MockClock, in_python: list[int], faults: Faults, room_for: int
+) -> None:
+    tries = Counter[OutputArenas]()
+
+    async def acquire(real: Real, outputs: OutputArenas, nbytes: int, *, follows: bool) -> object:
+        if follows:
+            tries[outputs] += 1
+            if tries[outputs] > room_for:
+                raise OSError(12, "Cannot allocate memory")
+        return await real(outputs, nbytes, follows=follows)
+
+    faults.around(OutputArenas, "acquire", acquire)
+    async with repeating(clock, in_python, 2) as (_, trainers):
+        for _ in range(3):
+            assert [r[0] for r in await reduce_all(trainers, ones(COUNT))] == [2.0] * 2
+        assert len(in_python) == 6
+        assert list(tries.values()) == [room_for + 1] * 2  # each agent tries once
+
+
+@pytest.mark.parametrize("error", [OSError("no thread"), LaneBroken("no pipe")], ids=repr)
+async def test_without_room_for_a_thread_python_goes_on(
+    clock: MockClock, in_python: list[int], faults: Faults, error: Exception
+) -> None:
+    faults.fail(repeats, "PersistentCalls", error)
+    async with repeating(clock, in_python, 2) as (_, trainers):
+        for _ in range(3):
+            assert [r[0] for r in await reduce_all(trainers, ones(COUNT))] == [2.0] * 2
+        assert len(in_python) == 6
+
+
+async def test_of_many_trainers_some_are_answered_by_python(
+    clock: MockClock, in_python: list[int], faults: Faults
+) -> None:
+    faults.limit(repeats, "MOST_TRAINERS", 1)
+    async with repeating(clock, in_python, 2) as (_, trainers):
+        for _ in range(3):
+            assert [r[0] for r in await reduce_all(trainers, ones(COUNT))] == [2.0] * 2
+        assert len(in_python) == 3
+
+
+async def test_a_lane_that_is_closed_is_replaced(clock: MockClock, in_python: list[int]) -> None:
+    async with repeating(clock, in_python, 2) as (here, trainers):
+        await reduce_all(trainers, ones(COUNT))
+        before = {lane for machine in here.machines for lane in machine.lanes()}
+        here.machines[1].lanes()[0].close()
+        with time_passes(clock):
+            assert [r[0] for r in await reduce_all(trainers, ones(COUNT))] == [2.0] * 2
+        assert not before & {lane for machine in here.machines for lane in machine.lanes()}
+        await is_repeated(clock, in_python, trainers)
