@@ -375,6 +375,8 @@ class Jobs(JobsState[WaitingRank, LocalRank]):
         Some hundred at once, with all of this in the processor's caches: right after each op it
         took several times as long.
         """
+        for rank in self.ranks:
+            rank.catch_up()
         for rank, what, began, end, received_s, failed in self.ended_ops:
             peer = tag = -1
             if isinstance(what, EndedMessage):
