@@ -154,6 +154,7 @@ class _TrainerSession:
         self._has_left = False
         self._may_repeat: StartOp | None = None
         """The last op, if the library may answer more like it."""
+        self._learnt: StartOp | None = None
         self._repeats: RepeatedCalls | None = None
 
     async def join(self) -> bool:
@@ -437,12 +438,13 @@ class _TrainerSession:
             ended_ops = self._jobs.ended_ops
             self._repeats = RepeatedCalls(rank, self._session, self._grants, ended_ops)
             rank.repeats = self._repeats
-        await self._repeats.learn(request)
+        if request is not self._learnt:  # only once: its input arena may be dropped by now
+            self._learnt = request
+            await self._repeats.learn(request)
         if self._repeats.serve():
             await self._repeats.stopped()
 
     def _drop(self, arena: int) -> None:
-        self._may_repeat = None  # it may be the arena of that op
         if self._repeats is not None:
             self._repeats.forget_arena(arena)
         self._arenas.drop(arena)
