@@ -45,7 +45,7 @@ async def repeat(clock: MockClock, trainers: list[TrainerClient], make: AnyCall)
     clock.autojump_threshold = 0
     for _ in range(2):
         await everywhere(trainers, make)
-        await trio.sleep(1.0)  # the agents have looked at their clocks (V8)
+        await trio.sleep(0.5)  # the agents have looked at their clocks (V8)
     clock.autojump_threshold = math.inf
     await wait_all_tasks_blocked(0.005)
     await everywhere(trainers, make)  # heartbeats have recalled the library
