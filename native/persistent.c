@@ -30,7 +30,6 @@ enum {
     PREFIX_BYTES = 4,
     NUMBER_BYTES = 9,
     LOOK_MS = 1, // while ranks are late, between two looks at whether it is recalled
-    MOST_WAIT_MS = 100,
     MESSAGE_BYTES = PMESH_UNREAD_BYTES,
 };
 
@@ -346,7 +345,7 @@ static bool answer(struct pmesh_server *server, uint32_t request_bytes) {
                                    .step = calls->step,
                                    .call = calls->call,
                                    .slot = calls->slot};
-    calls->state = run(server, op, ended.began_s + 1e-3 * MOST_WAIT_MS);
+    calls->state = run(server, op, ended.began_s + calls->most_wait_s);
     if (calls->state != PMESH_OVER || pmesh_end(calls->runner) != PMESH_DONE ||
         !is_trusted(calls)) {
         calls->why = PMESH_BEGUN;

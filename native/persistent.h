@@ -71,6 +71,7 @@ struct pmesh_persistent {
     struct pmesh_message drop;   // what says that an arena is lent no longer: its number
     struct pmesh_runner *runner; // of all these ops
     uint64_t next, limit;        // the number of the next op; the first that is not served
+    double most_wait_s;          // for other ranks; then Python goes on
     // V8: no op ends after this, on a clock that runs while the machine sleeps.
     _Atomic uint64_t trusted_until_us;
     _Atomic uint64_t ended, noted; // ops, and of these the ones that Python has read

@@ -333,6 +333,7 @@ class PersistentStruct(ctypes.Structure):
         ("runner", ctypes.c_void_p),
         ("next", ctypes.c_uint64),
         ("limit", ctypes.c_uint64),
+        ("most_wait_s", ctypes.c_double),
         ("trusted_until_us", ctypes.c_uint64),
         ("ended", ctypes.c_uint64),
         ("noted", ctypes.c_uint64),

@@ -28,6 +28,7 @@ from pmesh.net.lanes.lane import Lane
 from pmesh.net.lanes.native import KeptThreads, PreparedOp, values_of
 from pmesh.net.sessions.arenas import Arena
 
+MOST_WAIT_S = 0.1  # for the other ranks of an op; then Python goes on with it
 NO_LIMIT: Final = 2**63 - 1
 NOTHING: Final = memoryview(bytearray())
 
@@ -124,7 +125,10 @@ class PersistentCalls:
         self._library = library
         self._threads = KeptThreads(library)
         self._state = PersistentStruct(
-            session=session, runner=self._threads.address, drop=_laid_out(drop)
+            session=session,
+            runner=self._threads.address,
+            drop=_laid_out(drop),
+            most_wait_s=MOST_WAIT_S,
         )
         self._server = ctypes.c_void_p(library.pmesh_server_new(ctypes.byref(self._state)))
         if not self._server:
