@@ -1,5 +1,6 @@
 """Calls that a trainer repeats, answered by a thread of the native library."""
 
+import ctypes
 import gc
 import itertools
 import socket
@@ -13,7 +14,18 @@ from pmesh import native
 from pmesh.core.wire.framing import frame
 from pmesh.core.wire.session import DropArena, encode
 from pmesh.errors import LaneBroken
-from pmesh.native.layout import MOST_CALLS, MOST_SLOTS, OWN_SLOTS
+from pmesh.native.layout import (
+    LOGGED_OPS,
+    MESSAGE_PARTS,
+    MOST_CALLS,
+    MOST_SLOTS,
+    OWN_SLOTS,
+    CallStruct,
+    EndedOpStruct,
+    MessageStruct,
+    PersistentStruct,
+    SlotStruct,
+)
 from pmesh.net.lanes import persistent
 from pmesh.net.lanes.lane import CallsDiffer
 from pmesh.net.lanes.persistent import (
@@ -480,4 +492,17 @@ async def test_when_it_is_closed_no_thread_and_no_pipe_is_left() -> None:
     before = psutil.Process().num_threads(), psutil.Process().num_fds()
     with two_ranks():
         assert psutil.Process().num_threads() == before[0] + 2
+    gc.collect()  # views of the memory
     assert (psutil.Process().num_threads(), psutil.Process().num_fds()) == before
+
+
+def test_the_structs_are_those_of_the_library() -> None:
+    library = native.library()
+    assert library is not None
+    kinds = [MessageStruct, CallStruct, SlotStruct, EndedOpStruct, PersistentStruct]
+    known = [
+        *map(ctypes.sizeof, kinds),
+        *[getattr(PersistentStruct, name).offset for name in ("runner", "log", "unread")],
+        *(MOST_CALLS, MOST_SLOTS, OWN_SLOTS, LOGGED_OPS, MESSAGE_PARTS),
+    ]
+    assert library.pmesh_persistent_layout()[: len(known)] == known
