@@ -1,14 +1,22 @@
 """What happens while the native library answers calls has the same end as without it."""
 
+import itertools
 from collections import Counter
+from contextlib import suppress
+from functools import partial
 
 import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from pmesh.agent.jobs import repeats
+from pmesh.core.ops.reductions import Values
 from pmesh.core.values import Terms
+from pmesh.core.wire.calls import Call
+from pmesh.core.wire.session import ArenaGranted, WantArena
+from pmesh.core.wire.trainer import StartOp
 from pmesh.errors import LaneBroken
+from pmesh.ids import OpNumber
 from pmesh.net.sessions.arena_pools import OutputArenas
 from tests.agent.jobs.repeating import COUNT, everywhere, reduces, repeat, repeating, time_passes
 from tests.worlds.faults import Faults, Real
@@ -25,6 +33,8 @@ from tests.worlds.village_ops import (
     syncing_job,
     verdicts_of_all,
 )
+
+BARRIER = Call("barrier", "float32", (0,))
 
 
 async def is_repeated(
@@ -58,6 +68,63 @@ async def test_a_rank_that_comes_late_is_waited_for(clock: MockClock, in_python:
         assert await together(early, late) == [2.0] * 2
         assert set(in_python) == {op}
         assert a.next_op == b.next_op == op + 1
+        await is_repeated(clock, in_python, [a, b])
+
+
+async def test_a_barrier_that_a_rank_comes_late_to_goes_on(
+    clock: MockClock, in_python: list[int]
+) -> None:
+    async with repeating(clock, in_python, 2, TrainerClient.barrier) as (_, (a, b)):
+
+        async def late() -> None:
+            await wait_all_tasks_blocked(0.005)
+            with time_passes(clock):
+                await trio.sleep(2)
+            await b.barrier()
+
+        op = a.next_op
+        await together(a.barrier, late)
+        assert set(in_python) == {op}
+        assert a.next_op == b.next_op == op + 1
+
+
+async def test_a_rank_that_is_late_keeps_nobody_from_hearing_of_it(
+    clock: MockClock, in_python: list[int]
+) -> None:
+    """I6: who waits in an op that the library has begun is told for whom."""
+    async with repeating(clock, in_python, 2) as (_, (a, b)):
+
+        async def late() -> Values:
+            await wait_all_tasks_blocked(0.005)
+            with time_passes(clock):
+                await trio.sleep(12)
+            return await b.reduce(ones(COUNT))
+
+        await together(partial(a.reduce, ones(COUNT)), late)
+        (wait,) = a.waits
+        assert 9.0 <= wait.waited_s <= 12.0
+        assert f"rank {b.rank}" in wait.on[0]
+
+
+async def test_a_timeout_holds_for_an_op_that_the_library_has_begun(
+    clock: MockClock, in_python: list[int]
+) -> None:
+    async def reduces_within(trainer: TrainerClient) -> Values:
+        return await trainer.reduce(ones(COUNT), timeout_s=3.0)
+
+    async with repeating(clock, in_python, 2, reduces_within) as (_, (a, b)):
+
+        async def lets_time_pass() -> None:
+            await wait_all_tasks_blocked(0.005)
+            clock.autojump_threshold = 0
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lets_time_pass)
+            began = clock.current_time()
+            verdict = await a.verdict_of(reduces_within(a))
+            assert 2.5 <= clock.current_time() - began <= 4.0
+        assert (verdict.error, verdict.trainers) == ("OpTimedOut", (b.id,))
+        assert await b.verdict_of(reduces_within(b)) == verdict
         await is_repeated(clock, in_python, [a, b])
 
 
@@ -218,6 +285,25 @@ async def test_two_who_leave_at_once_leave_nothing(clock: MockClock, in_python: 
         await is_repeated(clock, in_python, others)
 
 
+async def test_a_trainer_that_does_not_read_its_replies_is_lost_and_the_others_go_on(
+    clock: MockClock, in_python: list[int]
+) -> None:
+    async with repeating(clock, in_python, 2, TrainerClient.barrier) as (_, (a, b)):
+
+        async def goes_on() -> None:
+            while b.world.trainers != (b.id,):
+                await b.barrier()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(goes_on)
+            with suppress(trio.BrokenResourceError):
+                for op in itertools.count(a.next_op):
+                    request = StartOp(OpNumber(op), BARRIER, "float32", 0, -1, 1800.0)
+                    await a.send(request)
+            clock.autojump_threshold = 0
+        assert in_python == [b.next_op - 1]
+
+
 # --- what the machine lacks
 
 
@@ -282,4 +368,20 @@ async def test_a_lane_that_is_closed_is_replaced(clock: MockClock, in_python: li
         with time_passes(clock):
             assert [r[0] for r in await reduce_all(trainers, ones(COUNT))] == [2.0] * 2
         assert not before & {lane for machine in here.machines for lane in machine.lanes()}
+        await is_repeated(clock, in_python, trainers)
+
+
+async def test_a_lane_that_is_closed_while_python_serves_is_replaced(
+    clock: MockClock, in_python: list[int]
+) -> None:
+    async with repeating(clock, in_python, 2) as (here, trainers):
+        for rank in ranks_of(here):
+            rank.recall()
+        await wait_all_tasks_blocked(0.005)
+        here.machines[0].lanes()[0].close()
+        for trainer in trainers:
+            reply = await trainer.ask(WantArena(9))  # then the library would serve again
+            assert isinstance(reply, ArenaGranted)
+        with time_passes(clock):
+            assert [r[0] for r in await reduce_all(trainers, ones(COUNT))] == [2.0] * 2
         await is_repeated(clock, in_python, trainers)
