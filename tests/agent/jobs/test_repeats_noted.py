@@ -196,6 +196,25 @@ async def test_what_is_lent_when_the_library_is_recalled_stays_lent(
         await everywhere(trainers, borrows)
 
 
+async def test_what_is_dropped_while_the_library_answers_is_free_for_python_too(
+    clock: MockClock, in_python: list[int]
+) -> None:
+    async with repeating(clock, in_python, 2, borrows) as (here, trainers):
+        for _ in range(10):
+            for _ in range(2):
+                for rank in ranks_of(here):
+                    rank.recall()
+                await everywhere(trainers, borrows)
+                await wait_all_tasks_blocked(0.005)  # the library serves again
+                await everywhere(trainers, borrows)
+            assert [len(set(t.lent)) for t in trainers] == [len(t.lent) for t in trainers]
+            for trainer in trainers:
+                trainer.lent.reverse()  # what the library has lent first
+            await everywhere(trainers, drops_all)
+            await wait_all_tasks_blocked(0.005)
+        assert len(in_python) == 40
+
+
 async def test_an_arena_that_is_dropped_twice_ends_the_session(
     clock: MockClock, in_python: list[int]
 ) -> None:
