@@ -152,9 +152,10 @@ class _TrainerSession:
         self._failed = False
         """Whether the last op has failed."""
         self._has_left = False
-        self._may_repeat: StartOp | None = None
-        """The last op, if the library may answer more like it."""
-        self._learnt: StartOp | None = None
+        self._may_repeat = False
+        """Whether the library may answer what comes next."""
+        self._learns: StartOp | None = None
+        """The last op, until `_repeats` has noted it: later its memory may be gone."""
         self._repeats: RepeatedCalls | None = None
 
     async def join(self) -> bool:
@@ -320,8 +321,8 @@ class _TrainerSession:
         """Serve one request after the other; end the session's other tasks when it leaves."""
         while not self._has_left:
             self._serves = False
-            if self._may_repeat is not None:
-                await self._let_library_serve(self._may_repeat)
+            if self._may_repeat:
+                await self._let_library_serve()
             request = await self._session.receive(TRAINER_REQUESTS)
             self._serves = True
             match request:
@@ -413,7 +414,8 @@ class _TrainerSession:
             await self._grants.report_gone()
             await self._grants.grant_output(arena)
         self._failed = not isinstance(reply, OpDone)
-        self._may_repeat = request if rank.is_apart and not self._failed else None
+        self._may_repeat = rank.is_apart and not self._failed
+        self._learns = request if self._may_repeat else None
         syncs = request.call.kind == "sync" or bool(self._syncs)
         if isinstance(reply, OpDone) and syncs != self._syncs:
             self._syncs = syncs
@@ -424,12 +426,8 @@ class _TrainerSession:
         received_s = rank.lanes.receiving_s - received_s if is_timed else 0.0
         self._jobs.ended_ops.append((rank, request, began, ended, received_s, self._failed))
 
-    async def _let_library_serve(self, request: StartOp) -> None:
-        """Let the library answer what comes next, until something comes that it can't answer.
-
-        Args:
-            request: the last op, which has succeeded.
-        """
+    async def _let_library_serve(self) -> None:
+        """Let the library answer what comes next, until something comes that it can't answer."""
         rank = self._rank
         if rank is None:
             return
@@ -438,8 +436,8 @@ class _TrainerSession:
             ended_ops = self._jobs.ended_ops
             self._repeats = RepeatedCalls(rank, self._session, self._grants, ended_ops)
             rank.repeats = self._repeats
-        if request is not self._learnt:  # only once: its input arena may be dropped by now
-            self._learnt = request
+        request, self._learns = self._learns, None
+        if request is not None:
             await self._repeats.learn(request)
         if self._repeats.serve():
             await self._repeats.stopped()
