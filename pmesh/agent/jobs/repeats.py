@@ -326,7 +326,7 @@ class RepeatedCalls:
         outputs = self._rank.arenas.outputs
         for arena in self._arenas:
             if arena.number in lent and arena.number not in outputs:
-                outputs.lend(arena)
+                outputs.note_lent(arena)
             elif arena.number not in lent and arena.number in outputs:
                 outputs.drop(arena.number)
 

@@ -467,9 +467,13 @@ class OutputArenas(_Held):
         """Let the trainer hold it too, unless too little would remain for ops."""
         if not self.may_lend([arena]):
             return False
+        self.note_lent(arena)
+        return True
+
+    def note_lent(self, arena: Arena) -> None:
+        """Note that the trainer holds it, as it was told already."""
         self.give(arena)
         self._lent.add(arena.number)
-        return True
 
     def give(self, arena: Arena) -> None:
         """Let the trainer hold it too, in any case."""

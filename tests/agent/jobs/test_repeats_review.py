@@ -1,9 +1,19 @@
 """What else goes on while the native library answers calls does no harm to them."""
 
-from trio.testing import MockClock
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
-from pmesh.core.wire.session import WantArena
-from tests.agent.jobs.repeating import COUNT, repeating
+import numpy as np
+from trio.testing import MockClock, wait_all_tasks_blocked
+
+from pmesh.agent import limits
+from pmesh.core.ops.reductions import Values
+from pmesh.core.wire.calls import Call
+from pmesh.core.wire.session import DropArena, WantArena
+from pmesh.net.sessions.arena_pools import ArenaBudget, ArenaShare
+from tests.agent.jobs.repeating import COUNT, SUM, everywhere, repeating
+from tests.worlds.faults import Faults, Real
+from tests.worlds.trainer import TrainerClient
 from tests.worlds.village_ops import ones, reduce_all
 
 
@@ -17,3 +27,68 @@ async def test_a_call_is_learnt_as_itself_though_others_have_come_since(
         for _ in range(3):
             results = await reduce_all(trainers, ones(7))
             assert [r.tolist() for r in results] == [[2.0] * 7] * 2
+
+
+def all_budgets(faults: Faults) -> set[ArenaBudget]:
+    """The budgets of all agents, once a trainer has come."""
+    budgets = set[ArenaBudget]()
+
+    def share(real: Real, budget: ArenaBudget, pid: int) -> object:
+        budgets.add(budget)
+        return real(budget, pid)
+
+    faults.around(limits, "ArenaShare", share)
+    return budgets
+
+
+@contextmanager
+def used_up(budgets: set[ArenaBudget]) -> Iterator[None]:
+    """Meanwhile other programs have nearly all that is left."""
+    with ExitStack() as taken:
+        for budget in budgets:
+            for pid in range(1, 40):
+                share = ArenaShare(budget, -pid)
+                nbytes = share.allowed_bytes
+                share.take(nbytes)
+                taken.callback(share.give_back, nbytes)
+        yield
+
+
+async def borrows(trainer: TrainerClient) -> Values:
+    """A result that stays."""
+    result = await trainer.run(SUM, ones(COUNT), borrows=True)
+    assert result is not None
+    return result
+
+
+async def keeps_many(trainer: TrainerClient) -> None:
+    for count in range(1, 7):
+        call = Call("all_reduce", "float32", (count,), "sum")
+        await trainer.run(call, ones(count), borrows=True)
+
+
+async def drops(trainer: TrainerClient) -> None:
+    """Drop what stays, and let the agent read that before the next call comes."""
+    for number in trainer.lent:
+        await trainer.send(DropArena(number))
+    trainer.lent.clear()
+    await wait_all_tasks_blocked(0.005)
+
+
+async def test_what_the_library_has_lent_is_lent_though_others_have_taken_the_memory_since(
+    clock: MockClock, in_python: list[int], faults: Faults
+) -> None:
+    budgets = all_budgets(faults)
+    async with repeating(clock, in_python, 2, borrows) as (_, trainers):
+        await everywhere(trainers, keeps_many)
+        await everywhere(trainers, borrows)
+        in_python.clear()
+        with used_up(budgets):
+            await everywhere(trainers, borrows)
+            assert in_python == []
+            await everywhere(trainers, drops)
+        for _ in range(4):
+            await everywhere(trainers, borrows)
+            for trainer in trainers:
+                kept = trainer.maps[trainer.lent[0]]
+                assert np.frombuffer(kept, np.float32, COUNT).tolist() == [2.0] * COUNT
