@@ -91,6 +91,8 @@ class RepeatedCalls:
         """Whether it is not noted yet what the library has done since it began to serve."""
         self._noted_begun = OpNumber(-1)
         self._trusted_until_us = 0
+        for arenas in (rank.arenas.inputs, rank.arenas.outputs):
+            arenas.on_shortage(self._give_way)
 
     def close(self) -> None:
         """End the thread, before the session's memory goes."""
@@ -233,6 +235,11 @@ class RepeatedCalls:
             self._rank.arenas.outputs.release(arena)
         for each in kept:
             self._rank.let_go(each.source)
+
+    async def _give_way(self) -> None:
+        """Keep no memory that other ops need now."""
+        self.forget()
+        await self._rank.arenas.outputs.rest()
 
     def forget_arena(self, number: int) -> None:
         """Keep no call that reads an input arena which the trainer drops."""

@@ -7,7 +7,7 @@ arena is made.
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Hashable, Iterator
 from typing import Generic, TypeVar, TypeVarTuple, Unpack
 
 import trio
@@ -164,6 +164,8 @@ class _Pool:
         """What it was given between the last two, and may still read."""
         self._adopted = False
         """Whether there are aliases for which idle arenas have not been closed yet."""
+        self.on_shortage: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
+        """Gives up what is held for later ops."""
         share.pools.add(self)
 
     @property
@@ -244,6 +246,7 @@ class _Pool:
             for other in list(self._share.pools):
                 await other.close_idle()
         if self._count >= self._most or not self._share.has_room(size):
+            await self.on_shortage()
             await self.close_free()
         if self._count >= self._most:
             raise UsageError(f"this trainer has {self._most} {self._kind} arenas: drop some arrays")
@@ -290,6 +293,10 @@ class _Held:
         self._pool = pool
         self._trainers: dict[int, Arena] = {}
         self._ops: dict[Arena, int] = {}
+
+    def on_shortage(self, give_up: Callable[[], Awaitable[None]]) -> None:
+        """Let this be called before an arena is refused: it may release others."""
+        self._pool.on_shortage = give_up
 
     def __contains__(self, number: int) -> bool:
         return number in self._trainers

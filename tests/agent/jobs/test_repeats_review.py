@@ -1,9 +1,12 @@
 """What else goes on while the native library answers calls does no harm to them."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import numpy as np
+import psutil
+import pytest
+import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from pmesh.agent import limits
@@ -11,8 +14,15 @@ from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.session import DropArena, WantArena
 from pmesh.net.sessions.arena_pools import ArenaBudget, ArenaShare
-from tests.agent.jobs.repeating import COUNT, SUM, everywhere, repeating
+from tests.agent.jobs.repeating import (
+    COUNT,
+    SUM,
+    everywhere,
+    repeating,
+    time_passes,
+)
 from tests.worlds.faults import Faults, Real
+from tests.worlds.system import without_library
 from tests.worlds.trainer import TrainerClient
 from tests.worlds.village_ops import ones, reduce_all
 
@@ -92,3 +102,31 @@ async def test_what_the_library_has_lent_is_lent_though_others_have_taken_the_me
             for trainer in trainers:
                 kept = trainer.maps[trainer.lent[0]]
                 assert np.frombuffer(kept, np.float32, COUNT).tolist() == [2.0] * COUNT
+
+
+@pytest.mark.parametrize("answers", ["library", "Python"])
+async def test_memory_for_calls_that_were_repeated_is_there_for_others(
+    clock: MockClock,
+    in_python: list[int],
+    faults: Faults,
+    monkeypatch: pytest.MonkeyPatch,
+    answers: str,
+) -> None:
+    memory = psutil.virtual_memory()._replace(total=48 * 2**20)  # 12 MiB for one program
+    faults.instead(psutil, "virtual_memory", lambda: memory)
+    with nullcontext() if answers == "library" else without_library(monkeypatch):
+        small, large = (np.ones(count * 2**17, np.float32) for count in (2, 7))
+        async with repeating(clock, in_python, 2, lambda trainer: trainer.reduce(small)) as (
+            _,
+            trainers,
+        ):
+            for _ in range(3):
+                await reduce_all(trainers, small)
+            assert (answers == "library") == (in_python == [])
+            for trainer in trainers:
+                trainer.lose_input()  # it keeps those values, too
+            with time_passes(clock):
+                await trio.sleep(1.0)  # until the results of these are stable
+                for less in range(3):  # which are no repetitions
+                    results = await reduce_all(trainers, large[less:])
+                    assert [r[0] for r in results] == [2.0] * 2
