@@ -95,12 +95,13 @@ class RepeatedCalls:
             arenas.on_shortage(self._give_way)
 
     def close(self) -> None:
-        """End the thread, before the session's memory goes."""
+        """End the thread, and hold no memory any more."""
         self.recall()
         library, self._library = self._library, None
         if library is not None:
             library.close()
         _serving.discard(self)
+        self.forget()
 
     # --- calls that are repeated
 

@@ -18,13 +18,16 @@ from tests.agent.jobs.repeating import (
     COUNT,
     SUM,
     everywhere,
+    reduces,
+    repeat,
     repeating,
     time_passes,
 )
 from tests.worlds.faults import Faults, Real
 from tests.worlds.system import without_library
-from tests.worlds.trainer import TrainerClient
-from tests.worlds.village_ops import ones, reduce_all
+from tests.worlds.trainer import TrainerClient, until
+from tests.worlds.village import village
+from tests.worlds.village_ops import enter, machine_of, ones, ranks_of, reduce_all, syncing_job
 
 
 async def test_a_call_is_learnt_as_itself_though_others_have_come_since(
@@ -130,3 +133,25 @@ async def test_memory_for_calls_that_were_repeated_is_there_for_others(
                 for less in range(3):  # which are no repetitions
                     results = await reduce_all(trainers, large[less:])
                     assert [r[0] for r in results] == [2.0] * 2
+
+
+async def test_who_comes_back_holds_no_more_memory_than_before(
+    clock: MockClock, in_python: list[int]
+) -> None:
+    async with village(clock, 2) as here:
+        a, b = await syncing_job(here, *here.machines)
+        held = list[int]()
+        for _ in range(4):
+            await repeat(clock, [a, b], reduces)
+            in_python.clear()
+            await reduce_all([a, b], ones(COUNT))
+            assert in_python == []
+            clock.autojump_threshold = 0
+            rank = max(ranks_of(here), key=lambda rank: rank.id)
+            jobs = machine_of(here, b).agent.jobs
+            jobs.depart(rank, "is lost: its trainer has been stopped for 60 s")
+            await until(lambda rank=rank: rank.superseded is not None)
+            await b.verdict_of(b.barrier())
+            await enter(here, [b], [a])
+            held.append(rank.arenas.inputs.nbytes + rank.arenas.outputs.nbytes)
+        assert held[-1] == held[1], held
