@@ -214,13 +214,13 @@ class Lane:
             if state.paced_bytes:
                 self._add_pace(self.hosts, Throughput(state.paced_bytes, state.paced_s))
                 state.paced_bytes, state.paced_s = 0, 0.0
-        self._stop_thread = None  # `end_loan`, a frame less
+        self._stop_thread = None  # `pass_on`, a frame less
         if self._closed.is_set():
             self.close()
 
-    def end_loan(self) -> None:
-        """Note that no thread uses the lane now; the library still has its state."""
-        self._stop_thread = None
+    def pass_on(self, stop: Callable[[], None] | None) -> None:
+        """Note that the library goes on with the lane, in threads that `stop` ends, or in none."""
+        self._stop_thread = stop
         if self._closed.is_set():
             self.close()
 

@@ -21,6 +21,7 @@ from pmesh.native.layout import (
     EndedOpStruct,
     MessageStruct,
     PersistentStruct,
+    RunState,
     WhyStopped,
     address_of,
 )
@@ -252,16 +253,17 @@ class PersistentCalls:
             return
         self._library.pmesh_recall(self._server)
         self.serves = False
-        state, under_way = self._state, tuple[Lane, ...]()
+        state, under_way, stop = self._state, tuple[Lane, ...](), None
         if state.why == WhyStopped.BEGUN:
             op = self._calls[state.call][1]
             under_way = tuple(op.lanes)
             self._threads.take_over(op, state.state)
+            stop = self._threads.stop if state.state == RunState.RUNS else None
             self.begun = BegunOp(state.next, state.call, state.slot, self._threads)
             state.slots[state.slot].free_at = state.next + 2
         for lane in self._lanes:
             if lane in under_way:
-                lane.end_loan()
+                lane.pass_on(stop)
             else:
                 lane.take_back()
 

@@ -1,7 +1,9 @@
 """What else goes on while the native library answers calls does no harm to them."""
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 
 import numpy as np
 import psutil
@@ -10,9 +12,11 @@ import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from pmesh.agent import limits
+from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.session import DropArena, WantArena
+from pmesh.net.lanes import native
 from pmesh.net.sessions.arena_pools import ArenaBudget, ArenaShare
 from tests.agent.jobs.repeating import (
     COUNT,
@@ -25,7 +29,7 @@ from tests.agent.jobs.repeating import (
 )
 from tests.worlds.faults import Faults, Real
 from tests.worlds.system import without_library
-from tests.worlds.trainer import TrainerClient, until
+from tests.worlds.trainer import TrainerClient, together, until
 from tests.worlds.village import village
 from tests.worlds.village_ops import enter, machine_of, ones, ranks_of, reduce_all, syncing_job
 
@@ -135,6 +139,10 @@ async def test_memory_for_calls_that_were_repeated_is_there_for_others(
                     assert [r[0] for r in results] == [2.0] * 2
 
 
+def is_expelled(rank: LocalRank) -> bool:
+    return rank.superseded is not None
+
+
 async def test_who_comes_back_holds_no_more_memory_than_before(
     clock: MockClock, in_python: list[int]
 ) -> None:
@@ -150,8 +158,37 @@ async def test_who_comes_back_holds_no_more_memory_than_before(
             rank = max(ranks_of(here), key=lambda rank: rank.id)
             jobs = machine_of(here, b).agent.jobs
             jobs.depart(rank, "is lost: its trainer has been stopped for 60 s")
-            await until(lambda rank=rank: rank.superseded is not None)
+            await until(partial(is_expelled, rank))
             await b.verdict_of(b.barrier())
             await enter(here, [b], [a])
             held.append(rank.arenas.inputs.nbytes + rank.arenas.outputs.nbytes)
         assert held[-1] == held[1], held
+
+
+async def test_a_lane_that_is_closed_keeps_its_descriptor_while_threads_use_it(
+    clock: MockClock, in_python: list[int], faults: Faults
+) -> None:
+    faults.limit(native, "TWO_THREADS_FROM_BYTES", 1)
+
+    async def reduces_many(trainer: TrainerClient) -> float:
+        return float((await trainer.reduce(ones(1234)))[0])  # a plan that no other test has
+
+    async with repeating(clock, in_python, 2, reduces_many) as (here, (a, b)):
+        rank = next(rank for rank in ranks_of(here) if rank.id == a.id)
+
+        async def lose_lanes() -> float:
+            await wait_all_tasks_blocked(0.02)
+            assert rank.running is None  # the library runs it, in two threads
+            lanes = rank.lanes.all_open()
+            descriptors = [lane.state.fd for lane in lanes]
+            for lane in lanes:
+                lane.close()
+            assert rank.repeats is not None
+            rank.recall()
+            assert rank.running is not None
+            for descriptor in descriptors:
+                os.fstat(descriptor)  # nobody else can have it
+            clock.autojump_threshold = 0
+            return await reduces_many(b)
+
+        assert await together(partial(reduces_many, a), lose_lanes) == [2.0] * 2
