@@ -109,7 +109,7 @@ static enum matches eat(struct cursor *cursor, const uint8_t *bytes, uint32_t nb
     return IS_WHOLE;
 }
 
-// Read a number as `put_number` writes it; nothing is done with it before it is checked.
+// Read a number as `put_number` writes it, of 63 bits at most.
 static enum matches eat_number(struct cursor *cursor, uint64_t *number) {
     const size_t there = (size_t)(cursor->end - cursor->at);
     if (!there) {
@@ -124,6 +124,9 @@ static enum matches eat_number(struct cursor *cursor, uint64_t *number) {
         return IS_PART;
     }
     *number = nbytes ? pmesh_get(cursor->at + 1, nbytes) : first;
+    if (*number > INT64_MAX) { // Python refuses it, and so do other machines
+        return IS_OTHER;
+    }
     uint8_t shortest[NUMBER_BYTES];
     return eat(cursor, shortest, put_number(shortest, *number));
 }

@@ -16,6 +16,8 @@ from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.session import DropArena, WantArena
+from pmesh.core.wire.trainer import StartOp
+from pmesh.ids import OpNumber
 from pmesh.net.lanes import native
 from pmesh.net.sessions.arena_pools import ArenaBudget, ArenaShare
 from tests.agent.jobs.repeating import (
@@ -31,7 +33,15 @@ from tests.worlds.faults import Faults, Real
 from tests.worlds.system import without_library
 from tests.worlds.trainer import TrainerClient, together, until
 from tests.worlds.village import village
-from tests.worlds.village_ops import enter, machine_of, ones, ranks_of, reduce_all, syncing_job
+from tests.worlds.village_ops import (
+    RAISE,
+    enter,
+    machine_of,
+    ones,
+    ranks_of,
+    reduce_all,
+    syncing_job,
+)
 
 
 async def test_a_call_is_learnt_as_itself_though_others_have_come_since(
@@ -192,3 +202,30 @@ async def test_a_lane_that_is_closed_keeps_its_descriptor_while_threads_use_it(
             return await reduces_many(b)
 
         assert await together(partial(reduces_many, a), lose_lanes) == [2.0] * 2
+
+
+@pytest.mark.parametrize("step", [2**63, 2**64 - 1])
+async def test_a_step_that_no_client_says_ends_the_session(
+    clock: MockClock, in_python: list[int], step: int
+) -> None:
+    """The other machines would refuse a heartbeat that says it, and so this machine."""
+
+    async def reduces_in_step(trainer: TrainerClient) -> None:
+        await trainer.run(SUM, ones(COUNT), step=1)
+
+    async with repeating(clock, in_python, 2, reduces_in_step, terms=RAISE) as (_, (a, b)):
+        await everywhere([a, b], reduces_in_step)
+        assert in_python == []
+        arena = await b.input_arena(4 * COUNT)
+        request = StartOp(OpNumber(b.next_op), SUM, "float32", COUNT, arena, 1800.0, step=step)
+
+        async def lies() -> None:
+            await b.send(request)
+            with pytest.raises(trio.EndOfChannel):
+                await b.receive()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lies)
+            with time_passes(clock):
+                verdict = await a.verdict_of(reduces_in_step(a))
+        assert "its trainer sent garbage" in verdict.message
