@@ -249,7 +249,7 @@ MOST_SLOTS: Final = 5
 OWN_SLOTS: Final = 3
 LOGGED_OPS: Final = 1024
 MESSAGE_PARTS: Final = 4
-_UNREAD_BYTES: Final = 4096
+UNREAD_BYTES: Final = 4096
 
 
 class WhyStopped(IntEnum):
@@ -348,7 +348,7 @@ class PersistentStruct(ctypes.Structure):
         ("slot", ctypes.c_uint32),
         ("step", ctypes.c_uint64),
         ("unread_bytes", ctypes.c_uint32),
-        ("unread", ctypes.c_uint8 * _UNREAD_BYTES),
+        ("unread", ctypes.c_uint8 * UNREAD_BYTES),
     )
     calls: ctypes.Array[CallStruct]
     slots: ctypes.Array[SlotStruct]

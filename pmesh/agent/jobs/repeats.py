@@ -249,8 +249,11 @@ class RepeatedCalls:
 
     # --- the library serves
 
-    def serve(self) -> bool:
-        """Let the library answer what comes next, if it may; then `stopped` and `recall` follow."""
+    def serve(self, *, most_unread: int = 0) -> bool:
+        """Let the library answer what comes next, if it may; then `stopped` and `recall` follow.
+
+        So many bytes may be in the session already.
+        """
         rank = self._rank
         if not self._kept or self._library is None or not _is_at_rest(rank):
             return False
@@ -258,12 +261,14 @@ class RepeatedCalls:
         chooses = rank.size >= _CHOOSES_AMONG
         chooses = chooses and any(asks_for_costs(kept.call.call) for kept in self._kept)
         limit: int | None = rank.costs.due if chooses else NO_LIMIT
-        if not (self._kept and self._session.is_quiet) or limit is None:
+        has_turn = not self._session.is_sending and self._session.unread_bytes <= most_unread
+        if not (self._kept and has_turn) or limit is None:
             return False
         outputs = rank.arenas.outputs
         may_lend = outputs.may_lend(self._arenas)
         if not may_lend and outputs.may_lend(self._arenas[:1]) and self._lends:
             return False  # Python lends the last ones
+        unread = self._session.take_unread()
         try:
             self._library.serve(
                 rank.ledger.started + 1,
@@ -271,8 +276,10 @@ class RepeatedCalls:
                 kept=[r.arena.number for r in rank.results.values() if r.arena is not None],
                 lent=[arena.number for arena in self._arenas if arena.number in outputs],
                 may_lend=may_lend,
+                unread=unread,
             )
         except LaneBroken:
+            self._session.put_back(unread)
             self.forget()
             return False
         self._served = True

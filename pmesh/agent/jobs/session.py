@@ -39,6 +39,7 @@ from pmesh.core.wire.trainer import (
 from pmesh.core.wire.views import Candidate
 from pmesh.errors import ProtocolError
 from pmesh.ids import JobName, OpNumber, TrainerId
+from pmesh.native.layout import UNREAD_BYTES
 from pmesh.net.sessions.arena_pools import IDLE_S, ArenaShare, SessionArenas
 from pmesh.net.sessions.processes import TrainerProcess
 from pmesh.net.sessions.sessions import ENDS_OF_A_SESSION, Session, refuse, report_errors
@@ -154,6 +155,8 @@ class _TrainerSession:
         self._has_left = False
         self._may_repeat = False
         """Whether the library may answer what comes next."""
+        self._most_unread = 0
+        """How much may have come already then: a trainer drops a result with its next call."""
         self._learns: StartOp | None = None
         """The last op, until `_repeats` has noted it: later its memory may be gone."""
         self._repeats: RepeatedCalls | None = None
@@ -325,6 +328,7 @@ class _TrainerSession:
                 await self._let_library_serve()
             request = await self._session.receive(TRAINER_REQUESTS)
             self._serves = True
+            self._most_unread = UNREAD_BYTES if isinstance(request, DropArena) else 0
             match request:
                 case StartOp(follows=True) if self._failed:
                     pass
@@ -439,7 +443,7 @@ class _TrainerSession:
         request, self._learns = self._learns, None
         if request is not None:
             await self._repeats.learn(request)
-        if self._repeats.serve():
+        if self._repeats.serve(most_unread=self._most_unread):
             await self._repeats.stopped()
 
     def _drop(self, arena: int) -> None:

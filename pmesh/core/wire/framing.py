@@ -66,6 +66,11 @@ class FrameReader:
         """The number of bytes received and not yet taken."""
         return len(self._buffer)
 
+    def take_data(self) -> bytes:
+        """Take out all that was received and not yet taken."""
+        data, self._buffer = bytes(self._buffer), bytearray()
+        return data
+
 
 MAX_CLIENT_HELLO_BYTES: Final = 16 * 1024
 """Ours has 225 bytes, 1.8 KiB with a post-quantum key share. OpenSSL accepts a claim of up to

@@ -196,6 +196,7 @@ class PersistentCalls:
         kept: Collection[int] = (),
         lent: Collection[int] = (),
         may_lend: bool = False,
+        unread: bytes = b"",
     ) -> None:
         """Let the thread serve ops from this number on, below the limit; `recall` must follow.
 
@@ -205,6 +206,7 @@ class PersistentCalls:
             kept: the arenas, by number, with results that others may ask for until this op ends.
             lent: those that the trainer holds.
             may_lend: whether it may be lent more, as long as OWN_SLOTS remain.
+            unread: what the trainer has sent already, at most UNREAD_BYTES.
 
         Raises:
             LaneBroken: one of the lanes is closed. Then nobody serves.
@@ -219,6 +221,8 @@ class PersistentCalls:
                 slot.free_at = max(slot.free_at, number + 1)
             slot.lent = slot.number in lent
         self._state.next, self._state.limit, self._state.may_lend = number, limit, may_lend
+        self._state.unread_bytes = len(unread)
+        ctypes.memmove(self._state.unread, unread, len(unread))
         self.serves = True
         self._library.pmesh_serve(self._server)
 

@@ -124,9 +124,18 @@ class Session:
         return self._stream.socket.fileno()
 
     @property
-    def is_quiet(self) -> bool:
-        """Whether nothing is half sent or half received."""
-        return not (self._reader.buffered or self._sending.locked())
+    def is_sending(self) -> bool:
+        """Whether something is half sent."""
+        return self._sending.locked()
+
+    @property
+    def unread_bytes(self) -> int:
+        """How much has been received and not been returned."""
+        return self._reader.buffered
+
+    def take_unread(self) -> bytes:
+        """Return that much, for who goes on in its place."""
+        return self._reader.take_data()
 
     def put_back(self, data: bytes) -> None:
         """Take what somebody else has received: `receive` continues with it."""

@@ -15,8 +15,9 @@ from pmesh.agent import limits
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.calls import Call
-from pmesh.core.wire.session import DropArena, WantArena
-from pmesh.core.wire.trainer import StartOp
+from pmesh.core.wire.framing import frame
+from pmesh.core.wire.session import DropArena, WantArena, encode
+from pmesh.core.wire.trainer import OpDone, StartOp
 from pmesh.ids import OpNumber
 from pmesh.net.lanes import native
 from pmesh.net.sessions.arena_pools import ArenaBudget, ArenaShare
@@ -229,3 +230,29 @@ async def test_a_step_that_no_client_says_ends_the_session(
             with time_passes(clock):
                 verdict = await a.verdict_of(reduces_in_step(a))
         assert "its trainer sent garbage" in verdict.message
+
+
+async def keeps_the_last(trainer: TrainerClient) -> None:
+    """As a client does: what it keeps no longer is dropped in one packet with the next call."""
+    arena = await trainer.input_arena(4 * COUNT)
+    trainer.maps[arena][: 4 * COUNT] = ones(COUNT).tobytes()
+    drops = b"".join(frame(encode(DropArena(number))) for number in trainer.lent)
+    trainer.lent.clear()
+    op = OpNumber(trainer.next_op)
+    request = StartOp(op, SUM, "float32", COUNT, arena, 1800.0, borrows=True)
+    await trainer.stream.send_all(drops + frame(encode(request)))
+    reply = await trainer.receive()
+    assert isinstance(reply, OpDone)
+    trainer.has_ended(reply, op)
+    trainer.lent.append(reply.arena)
+
+
+async def test_a_trainer_that_drops_a_result_with_its_next_call_is_answered_by_the_library(
+    clock: MockClock, in_python: list[int]
+) -> None:
+    async with repeating(clock, in_python, 2, keeps_the_last) as (_, trainers):
+        await everywhere(trainers, keeps_the_last)
+        in_python.clear()
+        for _ in range(4):
+            await everywhere(trainers, keeps_the_last)
+        assert in_python == []
