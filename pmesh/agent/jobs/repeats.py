@@ -187,13 +187,13 @@ class RepeatedCalls:
         try:
             while len(arenas) < count:
                 arenas.append(await outputs.acquire(nbytes, follows=True))
-        except (UsageError, OSError):
+            for arena in arenas:
+                await self._grants.grant_output(arena)
+        except (UsageError, OSError, trio.BrokenResourceError):  # the last: it leaves, or is gone
             self._no_room_for = nbytes
             for arena in arenas:
                 outputs.release(arena)
             return False
-        for arena in arenas:
-            await self._grants.grant_output(arena)
         self._arenas = arenas
         if self._library is not None:
             self._library.write_into(arenas)

@@ -37,6 +37,7 @@ from tests.worlds.village import village
 from tests.worlds.village_ops import (
     RAISE,
     enter,
+    kinds_of_events,
     machine_of,
     ones,
     ranks_of,
@@ -256,3 +257,17 @@ async def test_a_trainer_that_drops_a_result_with_its_next_call_is_answered_by_t
         for _ in range(4):
             await everywhere(trainers, keeps_the_last)
         assert in_python == []
+
+
+async def test_who_leaves_right_after_a_call_was_learnt_is_not_lost(clock: MockClock) -> None:
+    async def ends(trainer: TrainerClient) -> None:
+        for _ in range(2):
+            await reduces(trainer)
+        await trainer.leave()
+
+    async with village(clock, 2) as here:
+        trainers = await here.job(*here.machines, terms=RAISE)
+        await everywhere(trainers, ends)
+        await until(lambda: not ranks_of(here))
+        for machine in here.machines:
+            assert "loss noticed" not in kinds_of_events(machine)
