@@ -155,6 +155,10 @@ class PersistentCalls:
 
     # --- while no thread serves
 
+    def __len__(self) -> int:
+        """Return how many calls it has."""
+        return len(self._calls)
+
     def put(self, place: int, call: PersistentCall, first: memoryview) -> None:
         """Add a call, or put it in the place of another one.
 

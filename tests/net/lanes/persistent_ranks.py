@@ -76,7 +76,8 @@ class Rank:
     ) -> None:
         """One call more; if it `moves`, each request says where its values begin."""
         plan = plan_of(self.rank, count)
-        self.calls.add(
+        self.calls.put(
+            len(self.calls),
             PersistentCall(
                 plan,
                 self.lanes_of(plan),
@@ -91,6 +92,8 @@ class Rank:
                 request=around_numbers(
                     *(encode(asked(n, count=count, offset=n * moves)) for n in (1, 2))
                 ),
+                says_place=moves,
+                says_step=False,
                 reply=answer(count),
                 lending=answer(count, lent=True) if lends else (),
             ),
