@@ -199,7 +199,7 @@ class Jobs(JobsState[WaitingRank, LocalRank]):
     def poll(self) -> None:
         """Check, with each heartbeat, what no message reports."""
         for rank in self.ranks:
-            rank.catch_up()
+            rank.recall()  # to know, too, how fast its lanes are, and what its trainer keeps
             rank.lanes.note_traffic()
             self._note_bandwidths(rank)
             attempt = attempt_of(rank.roster, OpNumber(rank.ledger.started))
