@@ -27,7 +27,7 @@ static struct {
     uint64_t left;
     _Atomic bool *recalled;
     uint8_t *came;
-    uint64_t came_bytes;
+    uint64_t came_bytes, followed; // that were handled
     time_t now_s;
 } trainer;
 
@@ -116,6 +116,23 @@ static void check_result(const uint8_t *result) {
     }
 }
 
+// What a server takes off what has come is whole messages; return the number in the last one.
+static uint64_t follow(void) {
+    const uint64_t end = trainer.came_bytes - rank.calls.unread_bytes;
+    const uint8_t *message = NULL;
+    while (trainer.followed < end) {
+        message = trainer.came + trainer.followed;
+        trainer.followed += 4 + pmesh_get(message, 4);
+        assert(trainer.followed <= end);
+    }
+    assert(message);
+    uint8_t shortest[NUMBER_BYTES];
+    const uint8_t *at = message + 4 + strlen("copy");
+    const uint64_t number = at[0] < 128 ? at[0] : pmesh_get(at + 1, 1 << (at[0] - 0xcc));
+    assert(!memcmp(at, shortest, put_number(shortest, number)));
+    return number;
+}
+
 // A reply is whole, and says that the next op has ended. The trainer may not take it.
 static ssize_t fuzzed_send(const uint8_t *from, size_t nbytes) {
     const struct pmesh_persistent *calls = &rank.calls;
@@ -123,6 +140,9 @@ static ssize_t fuzzed_send(const uint8_t *from, size_t nbytes) {
     const uint8_t piece = next_byte();
     assert(nbytes > 9 && pmesh_get(from, 4) == nbytes - 4 && !memcmp(from + 4, "done ", 5));
     assert(op->number + 1 == calls->next && op->number < calls->limit && op->call < 2);
+    assert(op->number == follow());
+    // V8: it was trusted at the look before the last.
+    assert(1e6 * (op->ended_s - 1) <= (double)calls->trusted_until_us);
     if (op->call == 0) {
         const struct pmesh_slot *slot = &calls->slots[op->slot];
         uint32_t own = 0;
@@ -241,7 +261,7 @@ static void go_on(struct pmesh_persistent *calls) {
         calls->slots[choice % PMESH_MOST_SLOTS].lent = !calls->may_lend;
     }
     calls->unread_bytes = 0;
-    trainer.came_bytes = 0;
+    trainer.came_bytes = trainer.followed = 0;
 }
 
 // The first two bytes say with which numbers it begins, and what keeps it from serving.
@@ -251,7 +271,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t nbytes) {
     trainer.bytes = data;
     trainer.left = nbytes;
     trainer.recalled = &server.recalled;
-    trainer.came_bytes = 0;
+    trainer.came_bytes = trainer.followed = 0;
     trainer.now_s = 0;
     set_up_once();
     const uint8_t numbers = next_byte();

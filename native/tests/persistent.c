@@ -647,7 +647,7 @@ static bool serve_for_a_while(struct rank *rank) {
     }
     pmesh_recall(rank->server);
     take_log(rank);
-    assert(is_trusted_at_all || !rank->logged);
+    assert(is_trusted_at_all || (!rank->logged && calls->why != PMESH_BEGUN));
     follow(rank);
     assert(calls->why != PMESH_UNANSWERED && !(is_ready && calls->why == PMESH_RECALLED));
     assert(calls->why != PMESH_BEGUN || calls->next < calls->limit);
