@@ -940,6 +940,46 @@ static void a_server_with_a_full_log_leaves_the_next_op(void) {
     free_world(world);
 }
 
+// Each byte is read before the next one is sent.
+static void send_slowly(struct rank *rank) {
+    struct pollfd stopped = {.fd = pmesh_server_fd(rank->server), .events = POLLIN};
+    while (rank->sent < rank->said) {
+        send_all(rank->trainer, rank->stream + rank->sent++, 1);
+        while (read_bytes[rank->session] < rank->sent) {
+            assert(poll(&stopped, 1, 0) == 0);
+            sched_yield();
+        }
+    }
+}
+
+static void messages_may_arrive_byte_by_byte(void) {
+    struct world *world = new_world(1, 1);
+    struct rank *rank = &world->ranks[0];
+    struct pmesh_persistent *calls = rank->calls;
+    calls->may_lend = 1;
+    calls->next = 70000;
+    while (call_of(world, calls->next) != 2) {
+        calls->next++;
+    }
+    rank->done = calls->next - 1;
+    request(rank, calls->next);
+    pmesh_serve(rank->server);
+    send_slowly(rank);
+    read_reply(rank);
+    for (uint64_t slot = 0; slot < PMESH_MOST_SLOTS; slot++) {
+        if (rank->keeps[slot]) {
+            say_next(rank, DROP, FIRST_SLOT + slot, 0);
+        }
+    }
+    send_slowly(rank);
+    pmesh_recall(rank->server);
+    assert(calls->why == PMESH_RECALLED && calls->ended == 1 && !calls->unread_bytes);
+    for (uint64_t slot = 0; slot < PMESH_MOST_SLOTS; slot++) {
+        assert(!calls->slots[slot].lent);
+    }
+    free_world(world);
+}
+
 static void an_op_whose_reply_the_trainer_does_not_take_has_ended(void) {
     struct world *world = new_world(1, 1);
     struct rank *rank = &world->ranks[0];
@@ -1025,6 +1065,7 @@ int main(int count, char **arguments) {
     const uint64_t seeds = count > 2 ? strtoull(arguments[2], NULL, 10) : 20;
     uint64_t sums[4] = {0};
     a_server_with_a_full_log_leaves_the_next_op();
+    messages_may_arrive_byte_by_byte();
     an_op_whose_reply_the_trainer_does_not_take_has_ended();
     a_recall_does_not_wait_for_a_rank_that_is_late();
     an_op_that_does_not_end_soon_is_left_as_it_is();
