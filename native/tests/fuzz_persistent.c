@@ -17,7 +17,8 @@ enum {
     ITEM_BYTES = 4,
     LONG_BYTES = 4200, // more than a server keeps
     NEARLY_FULL = 1020,
-    MOST_CAME = 1 << 20,
+    FIRST_SLOT = 126, // numbers of arenas: of one byte, and of two
+    MOST_CAME = 1 << 16,
 };
 
 // --- a trainer that sends the fuzzer's bytes, and a clock on which each look takes a second
@@ -93,7 +94,8 @@ static struct {
     struct pmesh_op ops[CALLS];
     struct pmesh_plan plans[CALLS];
     uint64_t used_by[PMESH_MOST_SLOTS]; // the last op that wrote there
-    struct pmesh_lane lane;             // on which nothing ever comes
+    bool is_lent[PMESH_MOST_SLOTS];
+    struct pmesh_lane lane; // on which nothing ever comes
     uint8_t *arena, *long_request, *slots[PMESH_MOST_SLOTS];
     struct pmesh_runner *runner;
 } rank;
@@ -116,20 +118,24 @@ static void check_result(const uint8_t *result) {
     }
 }
 
-// What a server takes off what has come is whole messages; return the number in the last one.
+// A server takes whole messages off what has come: the request of an op, and drops of arenas that
+// are lent. Return the number in the last one.
 static uint64_t follow(void) {
     const uint64_t end = trainer.came_bytes - rank.calls.unread_bytes;
-    const uint8_t *message = NULL;
+    uint64_t number = 0;
     while (trainer.followed < end) {
-        message = trainer.came + trainer.followed;
+        const uint8_t *message = trainer.came + trainer.followed;
+        const uint8_t *at = message + 4 + strlen("copy");
+        uint8_t shortest[NUMBER_BYTES];
+        number = at[0] < 128 ? at[0] : pmesh_get(at + 1, 1 << (at[0] - 0xcc));
+        assert(!memcmp(at, shortest, put_number(shortest, number)));
+        if (message[4] == 'd') {
+            assert(number - FIRST_SLOT < PMESH_MOST_SLOTS && rank.is_lent[number - FIRST_SLOT]);
+            rank.is_lent[number - FIRST_SLOT] = false;
+        }
         trainer.followed += 4 + pmesh_get(message, 4);
-        assert(trainer.followed <= end);
     }
-    assert(message);
-    uint8_t shortest[NUMBER_BYTES];
-    const uint8_t *at = message + 4 + strlen("copy");
-    const uint64_t number = at[0] < 128 ? at[0] : pmesh_get(at + 1, 1 << (at[0] - 0xcc));
-    assert(!memcmp(at, shortest, put_number(shortest, number)));
+    assert(trainer.followed == end);
     return number;
 }
 
@@ -149,6 +155,8 @@ static ssize_t fuzzed_send(const uint8_t *from, size_t nbytes) {
         check_result(slot->memory);
         assert(!rank.used_by[op->slot] || rank.used_by[op->slot] + 2 <= op->number);
         assert(slot->free_at == op->number + 2 && slot->lent == calls->may_lend);
+        assert(!rank.is_lent[op->slot]);
+        rank.is_lent[op->slot] = slot->lent;
         rank.used_by[op->slot] = op->number;
         for (uint32_t i = 0; i < PMESH_MOST_SLOTS; i++) {
             own += !calls->slots[i].lent;
@@ -168,6 +176,7 @@ static void set_up(uint8_t numbers, uint8_t flags) {
     struct pmesh_persistent *calls = &rank.calls;
     memset(calls, 0, sizeof *calls);
     memset(rank.used_by, 0, sizeof rank.used_by);
+    memset(rank.is_lent, 0, sizeof rank.is_lent);
     for (uint32_t i = 0; i < CALLS; i++) {
         rank.plans[i] = (struct pmesh_plan){.size = 2};
         rank.ops[i] = (struct pmesh_op){.plan = &rank.plans[i], .lanes = LANES, .dtype = -1};
@@ -207,7 +216,7 @@ static void set_up(uint8_t numbers, uint8_t flags) {
     calls->slot_count = PMESH_MOST_SLOTS;
     calls->runner = rank.runner;
     for (uint32_t i = 0; i < PMESH_MOST_SLOTS; i++) {
-        calls->slots[i] = (struct pmesh_slot){.memory = rank.slots[i], .number = 126 + i};
+        calls->slots[i] = (struct pmesh_slot){.memory = rank.slots[i], .number = FIRST_SLOT + i};
     }
 }
 
@@ -258,7 +267,9 @@ static void go_on(struct pmesh_persistent *calls) {
         calls->trusted_until_us = UINT64_MAX;
     }
     if (choice & 8) {
-        calls->slots[choice % PMESH_MOST_SLOTS].lent = !calls->may_lend;
+        const uint32_t i = choice % PMESH_MOST_SLOTS;
+        calls->slots[i].lent = !calls->may_lend;
+        rank.is_lent[i] = !calls->may_lend;
     }
     calls->unread_bytes = 0;
     trainer.came_bytes = trainer.followed = 0;
@@ -283,6 +294,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t nbytes) {
         assert(!memcmp(calls->unread, trainer.came + trainer.came_bytes - calls->unread_bytes,
                        calls->unread_bytes));
         assert(calls->why != PMESH_RECALLED || server.recalled);
+        follow();
+        for (uint32_t i = 0; i < PMESH_MOST_SLOTS; i++) {
+            assert(rank.is_lent[i] == calls->slots[i].lent);
+        }
         if (calls->why == PMESH_UNANSWERED) {
             break;
         }
