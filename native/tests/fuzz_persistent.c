@@ -209,7 +209,7 @@ static void set_up(uint8_t numbers, uint8_t flags) {
     calls->drop = laid_out("drop", "", NULL);
     calls->next = FIRST[numbers % 6];
     calls->limit = flags & 1 ? calls->next + 3 : INT64_MAX;
-    calls->trusted_until_us = flags & 2 ? 6U * 1000 * 1000 : UINT64_MAX;
+    calls->trusted_until_us = flags & 2 ? flags / 16 * 1000U * 1000 : UINT64_MAX;
     calls->may_lend = flags & 4 ? 1 : 0;
     calls->ended = flags & 8 ? NEARLY_FULL : 0;
     calls->call_count = CALLS;
