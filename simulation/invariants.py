@@ -182,6 +182,8 @@ class Invariants:
         if isinstance(end.outcome, OpResult):
             if not rank.may_run:
                 raise Violation(f"V10: {rank.id} completes op {op} without a quorum")
+            if rank.fences:
+                raise Violation(f"V3, V8: {rank.id} completes op {op} behind a fence")
             self.goes_on(rank)
             _check_residual(rank, end, end.outcome)
         self._check_sleep(rank, op)

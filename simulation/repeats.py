@@ -38,6 +38,7 @@ class RepeatedCalls:
         """What has ended and is not noted in the rank."""
         self.serves = False
         """Whether the thread may begin and end ops."""
+        self.read_after_s = READ_AFTER_S
         self._rank = rank
         self._op: SimulatedOp | None = None
         """What the thread has begun and not ended."""
@@ -69,7 +70,7 @@ class RepeatedCalls:
     def token_came(self) -> None:
         """A lane has brought something."""
         if self.serves and self._op is not None:
-            self._rank.host.later(READ_AFTER_S, self._read)
+            self._rank.host.later(self.read_after_s, self._read)
 
     def _read(self) -> None:
         rank, op = self._rank, self._op

@@ -286,6 +286,11 @@ MUTATIONS = {
     "unfenced_settled": Mutation(
         "V3: what is not fenced everywhere waits", (_report_on, _take_for_fenced)
     ),
+    "report_running": Mutation(
+        "V3: a rank that is reported runs nothing by itself",
+        (without.report, without.report_running),
+        owner=RankState,
+    ),
     "lanes_of_anyone": Mutation(
         "V4: a lane is taken from its sender's own agent only", (ops._is_of_our_ring, _yes)
     ),
@@ -335,6 +340,11 @@ MUTATIONS = {
         (SimulatedAgent._doubt, without.none),
         owner=SimulatedAgent,
     ),
+    "fence_running": Mutation(
+        "V8: a rank behind a fence runs nothing by itself",
+        (without.fence, without.fence_running),
+        owner=RankState,
+    ),
     "trust_old_promises": Mutation(
         "V8: a view that was promised before the sleep is as old",
         (StallGuard.install, _keep_doubts),
@@ -371,6 +381,11 @@ MUTATIONS = {
     ),
     "no_retention": Mutation(
         "O2: results are kept until stable", (without.stabilize, without.stable_at_once)
+    ),
+    "last_barrier_stable": Mutation(
+        "O2: the last barrier that has ended here may not have ended elsewhere",
+        (without.complete_barriers, without.last_barrier_stable),
+        owner=RankState,
     ),
     "no_lost_holders": Mutation(
         "O2: a lost trainer's agent still holds its results",

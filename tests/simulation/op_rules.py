@@ -2,7 +2,8 @@
 # ruff: noqa: SLF001 - a rule mostly is a private function
 # ruff: noqa: ANN401, ARG001 - a replacement takes what the original takes, whatever it needs
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import msgspec
@@ -14,6 +15,7 @@ from pmesh.core.values import OpOutcome, Roster
 from pmesh.core.views import leader, op_log, outcomes
 from pmesh.core.views.op_log import Ledger
 from pmesh.core.views.state import MemberState, MemberStep
+from pmesh.core.wire.views import JobReport
 from pmesh.ids import Member, OpNumber
 from simulation import ops
 from simulation.ranks import SimulatedRank
@@ -69,6 +71,34 @@ def forget_outcomes(before: Roster, *rest: Any) -> Any:
 
 
 resolve_ops = outcomes.resolve_ops
+
+
+report = RankState.report
+fence = RankState.fence
+complete_barriers = RankState.complete_barriers
+
+
+@contextmanager
+def _running_on(rank: RankState[Any]) -> Iterator[None]:
+    """Let it run ops by itself although it is recalled."""
+    rank.recall = rank.catch_up  # type: ignore[method-assign]
+    yield
+    del rank.recall
+
+
+def report_running(rank: RankState[Any]) -> JobReport:
+    with _running_on(rank):
+        return report(rank)
+
+
+def fence_running(rank: RankState[Any], why: Any) -> None:
+    with _running_on(rank):
+        fence(rank, why)
+
+
+def last_barrier_stable(rank: RankState[Any], *arguments: Any) -> tuple[Any, ...]:
+    released = complete_barriers(rank, *arguments)
+    return released + rank.stabilize(rank.ledger.ended)
 
 
 def name_survivors(after: Roster, op: Any, reports: Any, stuck: Any) -> Any:

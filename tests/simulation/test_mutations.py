@@ -6,7 +6,7 @@ import pytest
 
 from simulation.invariants import Violation
 from simulation.seeds import judge_many
-from tests.simulation import histories, link_histories
+from tests.simulation import histories, link_histories, repeat_histories
 from tests.simulation.mutations import MUTATIONS
 
 # A rare one takes many histories.
@@ -43,6 +43,9 @@ AIMED = {
     "own_view_base": histories.a_half_sent_commit_is_what_the_next_leader_builds_on,
     "never_superseded": histories.who_slept_through_several_views_does_not_go_on_alone,
     "believe_anyone": histories.who_has_gone_on_alone_parts_nobody_else,
+    "report_running": repeat_histories.what_ends_while_its_rank_is_recalled_is_in_the_report,
+    "fence_running": repeat_histories.who_has_slept_ends_nothing_by_itself,
+    "last_barrier_stable": repeat_histories.what_ends_while_its_rank_is_recalled_is_in_the_report,
     "drop_early": histories.what_comes_before_its_view_is_not_lost,
     "impatient": link_histories.agreements_end_where_messages_take_seconds,
     "forget_links": (link_histories.agreements_end_where_messages_outlast_a_silence),
