@@ -43,6 +43,27 @@ def failed(op: OpNumber, verdict: Verdict = FAILED) -> OpOutcome:
     return OpOutcome(op, (ME, OTHER), verdict=verdict)
 
 
+class RunsByItself(RankState[str]):
+    """A rank that runs barriers without being asked, until it is recalled."""
+
+    serves = True
+    _ended: OpNumber | None = None
+
+    def end_ops(self, last: OpNumber) -> None:
+        """Ops up to the last one begin and end, and nobody is told."""
+        assert self.serves
+        self._ended = last
+
+    def catch_up(self) -> None:
+        if self._ended is not None:
+            last, self._ended = self._ended, None
+            self.complete_barriers(last, BARRIER, RESULT)
+
+    def recall(self) -> None:
+        super().recall()
+        self.serves = False
+
+
 def rank_of(*outcomes: OpOutcome, enters: OpNumber = ZERO) -> RankState[str]:
     me = trainer(ME, enters)
     return RankState(roster(2, *outcomes, trainers=[me, trainer(OTHER)]), me)

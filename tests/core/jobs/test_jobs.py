@@ -34,6 +34,7 @@ from tests.worlds.ranks import (
     THIRD,
     ZERO,
     A,
+    RunsByItself,
     rank_of,
     roster,
     trainer,
@@ -42,6 +43,7 @@ from tests.worlds.ranks import (
 Waiter = WaitingTrainer[RankState[str]]
 GATHER = Call("gather", "float32", (), root=1)
 Here = JobsState[Waiter, RankState[str]]
+SelfRunning = WaitingTrainer[RunsByItself]
 THERE = Trainer(OTHER, BERT, Slot(0), unsigned("b"))
 APART = roster(2, trainers=[trainer(ME), THERE])
 """One of its ranks is here, the other at Bert's."""
@@ -271,6 +273,37 @@ def test_a_heartbeat_tells_what_is_stable_and_whose_process_is_stopped() -> None
     assert (heard.stops, heard.differs) == ((mark,), False)
     assert rank.ledger.stable == 0
     assert not here.hear(state, BERT, beat).stops  # it is known
+
+
+def begun_by_itself() -> tuple[JobsState[SelfRunning, RunsByItself], MemberState, RunsByItself]:
+    """The job has begun with one trainer here, whose rank runs ops by itself."""
+    here = JobsState[SelfRunning, RunsByItself](A, lambda first, at, _: RunsByItself(first, at))
+    here.add(WaitingTrainer(job=DIGITS, wait_for=2, terms=Terms()))
+    view = view_of(APART)
+    state = make_state(A, view, told_by_bert(view))
+    ((_, rank),) = here.follow(state, view, 0.0).begun
+    return here, state, rank
+
+
+def test_a_heartbeat_says_how_far_a_rank_has_come_that_runs_ops_by_itself() -> None:
+    here, state, rank = begun_by_itself()
+    rank.end_ops(ONE)
+    known = here.known(state, 0.0)
+    assert [mark.completed for mark in known.progress] == [ONE]
+    assert rank.serves
+    (report,) = known.reports()  # which only a flush asks for
+    assert [op.op for op in report.ranks[0].ops] == [ONE]
+    assert not rank.serves
+
+
+def test_what_a_rank_has_run_by_itself_is_stable_once_the_others_have_ended_it() -> None:
+    here, state, rank = begun_by_itself()
+    rank.end_ops(ONE)
+    mark = RankProgress(DIGITS, 2, OTHER, ONE, ONE)
+    here.hear(state, BERT, told_by_bert(view_of(APART), mark).heartbeat)
+    assert rank.ledger.stable == ONE
+    assert not rank.results
+    assert rank.serves
 
 
 def test_what_a_mark_says_of_another_run_or_view_is_not_about_ours() -> None:

@@ -1,12 +1,16 @@
 """One rank's ledger, late failures, world and results, while views steer it."""
 
+from collections.abc import Callable
+
 import msgspec
+import pytest
 
 from pmesh.core.jobs.rank import RankState
 from pmesh.core.values import OpOutcome, Primary, Terms, Trainer, Verdict
 from pmesh.core.wire.calls import Call
+from pmesh.core.wire.records import fingerprint
 from pmesh.core.wire.views import KnownPrimary
-from pmesh.ids import Epoch, Incarnation, Member, NodeId, TrainerId
+from pmesh.ids import Epoch, Incarnation, Member, NodeId, OpNumber, TrainerId
 from tests.worlds.builders import make_member, unsigned
 from tests.worlds.ranks import (
     BARRIER,
@@ -18,6 +22,7 @@ from tests.worlds.ranks import (
     THIRD,
     ZERO,
     A,
+    RunsByItself,
     failed,
     rank_of,
     roster,
@@ -235,3 +240,84 @@ def test_the_ring_has_neighbours_on_both_sides() -> None:
     rank = rank_of()
     rank.follow(roster(3, trainers=[trainer(ME), trainer(OTHER), trainer(THIRD)]))
     assert [neighbour.id for neighbour in rank.neighbours()] == [THIRD, OTHER]
+
+
+# --- a rank that runs ops by itself
+
+
+def running_by_itself(*outcomes: OpOutcome) -> RunsByItself:
+    return RunsByItself(roster(2, *outcomes), trainer(ME))
+
+
+def test_of_the_barriers_that_a_rank_has_run_by_itself_only_the_last_is_kept() -> None:
+    rank = running_by_itself(OpOutcome(ZERO, (ME, OTHER), holders=(OTHER,)))
+    rank.start(ZERO, BARRIER)
+    rank.complete(ZERO, "an earlier result", (ME, OTHER))
+    last = OpNumber(3)
+    assert rank.complete_barriers(last, BARRIER, RESULT) == ("an earlier result",)
+    assert rank.results == {last: RESULT}
+    assert rank.fingerprint == fingerprint(BARRIER)
+    assert rank.result_elsewhere(ZERO) is None
+    (report,) = rank.report().ranks
+    assert report.stable == last - 1
+    (op,) = report.ops
+    assert (op.op, op.completed, op.contributors) == (last, True, (ME, OTHER))
+
+
+def test_the_last_barrier_is_stable_once_the_others_have_ended_it_too() -> None:
+    rank = running_by_itself()
+    rank.complete_barriers(ONE, BARRIER, RESULT)
+    assert rank.stabilize(ZERO) == ()
+    assert rank.stabilize(ONE) == (RESULT,)
+
+
+def test_how_far_a_rank_has_come_is_asked_while_it_runs_ops_by_itself() -> None:
+    rank = running_by_itself()
+    rank.end_ops(ONE)
+    mark = rank.progress()
+    assert (mark.started, mark.completed) == (ONE, ONE)
+    assert rank.serves
+
+
+@pytest.mark.parametrize(
+    "decide",
+    [
+        RankState.report,
+        lambda rank: rank.fence("view change"),
+        lambda rank: rank.fence("own stall"),
+        lambda rank: rank.follow(roster(3)),
+        lambda rank: rank.follow(rank.roster),
+        lambda rank: rank.request_view(FAILED, ONE),
+        lambda rank: rank.end(FAILED),
+    ],
+    ids=["report", "fence", "doubt", "follow", "follow the same", "request", "end"],
+)
+def test_a_rank_runs_nothing_by_itself_once_something_is_decided(
+    decide: Callable[[RankState[str]], object],
+) -> None:
+    rank = running_by_itself()
+    rank.end_ops(ONE)
+    decide(rank)
+    assert rank.ledger.ended == ONE
+    assert not rank.serves
+
+
+def test_what_a_rank_has_run_by_itself_is_in_its_report() -> None:
+    rank = running_by_itself()
+    rank.end_ops(ONE)
+    (report,) = rank.report().ranks
+    assert [(op.op, op.completed) for op in report.ops] == [(ONE, True)]
+
+
+def test_what_a_rank_has_run_by_itself_may_fail_late() -> None:
+    """I5: the view names an op of which the agent did not know."""
+    rank = running_by_itself()
+    rank.end_ops(ONE)
+    rank.follow(roster(3, failed(ONE)))
+    assert rank.late_failure == failed(ONE)
+
+
+def test_the_results_of_ops_that_a_rank_has_run_by_itself_are_released_at_its_end() -> None:
+    rank = running_by_itself()
+    rank.end_ops(ONE)
+    assert rank.end(FAILED) == (RESULT,)

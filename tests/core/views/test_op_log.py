@@ -9,6 +9,7 @@ from pmesh.core.views.op_log import (
     apply_failures,
     complete,
     fail,
+    pass_barriers,
     report,
     stabilize,
     start,
@@ -71,6 +72,20 @@ def test_stable_ops_are_forgotten_and_still_count() -> None:
 def test_with_all_ops_stable_the_marks_stand_where_they_stood() -> None:
     ledger = stabilize(ledger_of(completed(0), completed(1)), 1)
     assert (ledger.started, ledger.ended, ledger.stable) == (1, 1, 1)
+
+
+def test_of_several_barriers_that_have_ended_all_but_the_last_are_stable() -> None:
+    ledger = pass_barriers(
+        ledger_of(completed(3), completed(4), stable=2), op(7), make_call(), ids_of(0, 1, 2)
+    )
+    assert ledger == ledger_of(completed(7), stable=6)
+    assert (ledger.started, ledger.ended) == (7, 7)
+
+
+@pytest.mark.parametrize("number", [3, 4])
+def test_no_barrier_ends_twice(number: int) -> None:
+    with pytest.raises(ValueError, match=f"op {number} after op 4"):
+        pass_barriers(ledger_of(completed(4), stable=3), op(number), make_call(), ids_of(0, 1, 2))
 
 
 def test_a_mark_from_others_never_passes_what_has_ended_here() -> None:
