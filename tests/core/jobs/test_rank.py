@@ -253,10 +253,10 @@ def test_of_the_barriers_that_a_rank_has_run_by_itself_only_the_last_is_kept() -
     rank = running_by_itself(OpOutcome(ZERO, (ME, OTHER), holders=(OTHER,)))
     rank.start(ZERO, BARRIER)
     rank.complete(ZERO, "an earlier result", (ME, OTHER))
-    last = OpNumber(3)
-    assert rank.complete_barriers(last, BARRIER, RESULT) == ("an earlier result",)
+    last, call = OpNumber(3), Call("all_reduce", "float32", (8,), "sum")
+    assert rank.complete_barriers(last, call, RESULT) == ("an earlier result",)
     assert rank.results == {last: RESULT}
-    assert rank.fingerprint == fingerprint(BARRIER)
+    assert rank.fingerprint == fingerprint(call)
     assert rank.result_elsewhere(ZERO) is None
     (report,) = rank.report().ranks
     assert report.stable == last - 1
