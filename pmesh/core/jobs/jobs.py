@@ -299,7 +299,6 @@ class JobsState(Generic[AnyWaiting, AnyRank]):
     def stabilize(self) -> None:
         """O2: release the results that no rank will ask for any more."""
         for rank in self.ranks:
-            rank.catch_up()
             rank.stabilize(self.progress.stable(rank.roster))
 
     def pass_time(self, state: MemberState, now: float) -> Passed[AnyRank]:
