@@ -50,7 +50,7 @@ LEAST_TIMEOUT_S = 1.0  # the library holds an op for a tenth of this before Pyth
 TRUST_S = 1.0  # V8
 MOST_TRAINERS = 16  # each has a thread
 _MOST_SEEN = 64
-_IN_USE_OPS = 1000  # a call that was not repeated for so many makes room for others
+IN_USE_OPS = 1000  # a call that was not repeated for so many makes room for others
 _CHOOSES_AMONG = 3  # ranks: for two, all strategies are alike
 
 _serving: set["RepeatedCalls"] = set()
@@ -170,7 +170,7 @@ class RepeatedCalls:
         if len(self._kept) < MOST_CALLS:
             return len(self._kept)
         place = min(range(MOST_CALLS), key=lambda place: self._kept[place].used)
-        is_old = self._kept[place].used < self._rank.ledger.started - _IN_USE_OPS
+        is_old = self._kept[place].used < self._rank.ledger.started - IN_USE_OPS
         return place if is_old else None
 
     async def _make_room(self, nbytes: int, *, lends: bool) -> bool:

@@ -255,21 +255,48 @@ async def test_several_calls_are_repeated_in_any_order(
         assert in_python == []
 
 
-async def test_of_more_calls_than_it_can_have_the_next_ones_are_learnt_anew(
+async def reduces_each(trainer: TrainerClient) -> None:
+    """Two calls more than the library can have."""
+    for count in range(MOST_CALLS + 2, 0, -1):
+        assert (await trainer.reduce(ones(100 * count))).tolist() == [2.0] * 100 * count
+
+
+async def test_more_calls_than_it_can_have_do_not_push_each_other_out(
     clock: MockClock, in_python: list[int]
 ) -> None:
-    async def reduces_each(trainer: TrainerClient) -> None:
-        for count in range(1, MOST_CALLS + 2):
-            assert (await trainer.reduce(ones(100 * count))).tolist() == [2.0] * 100 * count
-
     async with repeating(clock, in_python, 2, reduces_each) as (_, trainers):
-        await everywhere(trainers, reduces_each)
-        last = ones(100 * (MOST_CALLS + 1))
-        for _ in range(2):
-            await reduce_all(trainers, last)
+        for _ in range(3):
+            await everywhere(trainers, reduces_each)
+            assert len(in_python) == 2 * 2
+            in_python.clear()
+
+
+async def test_calls_that_are_made_no_more_make_room(
+    clock: MockClock, in_python: list[int], faults: Faults
+) -> None:
+    faults.limit(repeats, "IN_USE_OPS", 10)
+    async with repeating(clock, in_python, 2, reduces_each) as (_, trainers):
+        for _ in range(3):
+            await reduce_all(trainers, ones(100))
         in_python.clear()
-        await reduce_all(trainers, last)
+        for _ in range(20):
+            await reduce_all(trainers, ones(100))
         assert in_python == []
+
+
+async def test_a_step_is_known_though_the_library_answers(
+    clock: MockClock, in_python: list[int]
+) -> None:
+    async def steps(trainer: TrainerClient) -> None:
+        step = 1 + trainer.next_op
+        assert await trainer.run(SUM, ones(COUNT), step=step) is not None
+
+    async with repeating(clock, in_python, 2, steps) as (here, trainers):
+        for _ in range(200):
+            await everywhere(trainers, steps)
+        assert in_python == []
+        marks = [m.agent.jobs.facts().progress[0] for m in here.machines]
+        assert [mark.step for mark in marks] == [trainers[0].next_op] * 2
 
 
 async def test_of_many_different_calls_the_oldest_are_forgotten(

@@ -1,7 +1,7 @@
 """What happens while the native library answers calls has the same end as without it."""
 
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import suppress
 from functools import partial
 
@@ -18,6 +18,7 @@ from pmesh.core.wire.trainer import StartOp
 from pmesh.errors import LaneBroken
 from pmesh.ids import OpNumber
 from pmesh.net.sessions.arena_pools import OutputArenas
+from pmesh.net.sessions.processes import ProcessExits
 from tests.agent.jobs.repeating import COUNT, everywhere, reduces, repeat, repeating, time_passes
 from tests.worlds.faults import Faults, Real
 from tests.worlds.system import without_library
@@ -385,3 +386,25 @@ async def test_a_lane_that_is_closed_while_python_serves_is_replaced(
         with time_passes(clock):
             assert [r[0] for r in await reduce_all(trainers, ones(COUNT))] == [2.0] * 2
         await is_repeated(clock, in_python, trainers)
+
+
+async def test_a_trainer_whose_process_ends_while_the_library_waits_for_others_is_lost_at_once(
+    clock: MockClock, in_python: list[int], faults: Faults
+) -> None:
+    """It is a child that holds the connection open."""
+    ends = defaultdict[ProcessExits, trio.Event](trio.Event)
+
+    async def is_cut_off() -> None:
+        with pytest.raises(trio.EndOfChannel):
+            await reduces(trainers[0])
+
+    faults.instead(ProcessExits, "wait", lambda exits, _: ends[exits].wait())
+    async with repeating(clock, in_python, 2) as (here, trainers):
+        jobs = machine_of(here, trainers[0]).agent.jobs
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(is_cut_off)
+            await wait_all_tasks_blocked(0.005)
+            ends[jobs.exits].set()
+            for _ in range(20):
+                await wait_all_tasks_blocked(0.005)
+            assert all(rank.leaving for rank in jobs.ranks)  # perhaps a view has removed it already
