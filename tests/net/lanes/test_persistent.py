@@ -243,9 +243,9 @@ async def test_a_trainer_that_does_not_read_is_stuck() -> None:
 
 async def begins(rank: Rank, number: int) -> None:
     """Let the other rank be late; the thread has begun the op, and is recalled."""
+    sent = rank.lanes.bytes_sent(rank.rank)
     rank.fill(1)
     rank.ask(request(number))
-    sent = rank.lanes.bytes_sent(rank.rank)
     while rank.lanes.bytes_sent(rank.rank) == sent:
         await trio.lowlevel.checkpoint()
     rank.calls.recall()
