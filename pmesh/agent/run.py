@@ -482,7 +482,6 @@ class Agent:
         while self._lags[0][0] < now - LAG_WINDOW_S:
             self._lags.popleft()
         self.membership.judge(stall)
-        self.jobs.vouch()
 
     async def _poll_jobs(self) -> None:
         while True:

@@ -260,7 +260,7 @@ class Jobs(JobsState[WaitingRank, LocalRank]):
             self.meetings.forget(rank.roster.job, below=rank.roster.number + 1)
 
     def vouch(self) -> None:
-        """V8: note that this machine has not slept until now."""
+        """V8: let the library answer calls for another second."""
         for rank in self.ranks:
             if rank.repeats is not None:
                 rank.repeats.vouch()

@@ -196,7 +196,7 @@ class RepeatedCalls:
             return False
         self._arenas = arenas
         if self._library is not None:
-            self._library.write_into(arenas)
+            self._library.write_into({arena.number: arena.memory for arena in arenas})
         return True
 
     def _has_thread(self, library: ctypes.CDLL) -> bool:
@@ -302,7 +302,7 @@ class RepeatedCalls:
         self._session.put_back(library.take_unread())
 
     def vouch(self) -> None:
-        """V8: note that this machine has not slept until now."""
+        """V8: let the library answer for another second, on a clock that sleep does not stop."""
         self._trusted_until_us = int(1e6 * (read_clocks().elapsed_s + TRUST_S))
         if self._library is not None:
             self._library.vouch(self._trusted_until_us)

@@ -82,6 +82,10 @@ class Follower(Protocol):
         """Deliver again: our view is still that of all members (V8)."""
         ...
 
+    def vouch(self) -> None:
+        """Note that this agent has looked for a stall of its own, and judged it (V8)."""
+        ...
+
     def install(self, view: View) -> None: ...
 
     def lost(self, member: Member) -> None:
@@ -397,6 +401,7 @@ class Membership:
         if stall.total_s >= DOUBT_S:
             self._doubt(agreement.wake(self.state, now_us=_microseconds(now)))
             self.beat()  # the answers confirm our view
+        self._follower.vouch()
         for node, contact in list(self._contacts.items()):
             forgiven = health.forgive_stall(contact.health, stalled_s=stall.total_s, now=now)
             vouched = is_vouched_for(self.state, node, silent)

@@ -9,7 +9,7 @@ soon. Python then goes on exactly there.
 """
 
 import ctypes
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
 import trio
@@ -27,7 +27,6 @@ from pmesh.native.layout import (
 )
 from pmesh.net.lanes.lane import Lane
 from pmesh.net.lanes.native import KeptThreads, PreparedOp, values_of
-from pmesh.net.sessions.arenas import Arena
 
 MOST_WAIT_S = 0.1  # for the other ranks of an op; then Python goes on with it
 NO_LIMIT: Final = 2**63 - 1
@@ -180,10 +179,10 @@ class PersistentCalls:
         self._state.call_count = len(self._calls)
         self._lanes += [lane for lane in call.lanes if lane not in self._lanes]
 
-    def write_into(self, arenas: Sequence[Arena]) -> None:
-        """Let the results lie in these arenas, at most MOST_SLOTS, in turn."""
-        for slot, arena in zip(self._state.slots, arenas, strict=False):
-            slot.memory, slot.number, slot.free_at = address_of(arena.memory), arena.number, 0
+    def write_into(self, arenas: Mapping[int, memoryview]) -> None:
+        """Let the results lie in the memory of these arenas, at most MOST_SLOTS, in turn."""
+        for slot, (number, memory) in zip(self._state.slots, arenas.items(), strict=False):
+            slot.memory, slot.number, slot.free_at = address_of(memory), number, 0
         self._state.slot_count = len(arenas)
 
     def clear(self) -> None:

@@ -68,6 +68,8 @@ class RecordingFollower:
     def doubt(self) -> None:
         self.told.append("doubt")
 
+    def vouch(self) -> None: ...
+
     def trust(self) -> None:
         self.told.append("trust")
 

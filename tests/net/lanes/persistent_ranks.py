@@ -138,7 +138,7 @@ class Rank:
         self.source.close()
         self.source = create_arena("input", 0, 4 * count)
         self.calls.clear()
-        self.calls.write_into(self.results)
+        self.calls.write_into({arena.number: arena.memory for arena in self.results})
         self.add(count)
 
     async def goes_on(
@@ -184,7 +184,7 @@ def two_ranks(
             for rank in ranks:
                 nbytes = 4 * max(*counts, 1, COUNT)
                 rank.results += [create_arena("output", 10 + n, nbytes) for n in range(slots)]
-                rank.calls.write_into(rank.results)
+                rank.calls.write_into({arena.number: arena.memory for arena in rank.results})
                 for count in counts or (COUNT,):
                     rank.add(count, lends=lends, moves=moves)
             yield ranks
