@@ -513,6 +513,9 @@ class _TrainerSession:
         if self._serves:  # a reply may still name the memory of its result
             return
         if self._request.group_of is not None and rank.is_stable and idle_s >= IDLE_S:
+            rank.recall()
+            if not rank.is_stable:  # the library had just begun an op
+                return
             if self._repeats is not None:
                 self._repeats.forget()
             self._jobs.rest(rank)

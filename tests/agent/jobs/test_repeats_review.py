@@ -1,5 +1,6 @@
 """What else goes on while the native library answers calls does no harm to them."""
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -17,10 +18,10 @@ from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.framing import frame
 from pmesh.core.wire.session import DropArena, WantArena, encode
-from pmesh.core.wire.trainer import OpDone, StartOp
-from pmesh.ids import OpNumber
+from pmesh.core.wire.trainer import GroupOf, OpDone, StartOp
+from pmesh.ids import JobName, OpNumber
 from pmesh.net.lanes import native
-from pmesh.net.sessions.arena_pools import ArenaBudget, ArenaShare
+from pmesh.net.sessions.arena_pools import IDLE_S, ArenaBudget, ArenaShare
 from tests.agent.jobs.repeating import (
     COUNT,
     SUM,
@@ -33,7 +34,7 @@ from tests.agent.jobs.repeating import (
 from tests.worlds.faults import Faults, Real
 from tests.worlds.system import without_library
 from tests.worlds.trainer import TrainerClient, together, until
-from tests.worlds.village import village
+from tests.worlds.village import Village, village
 from tests.worlds.village_ops import (
     RAISE,
     enter,
@@ -271,3 +272,45 @@ async def test_who_leaves_right_after_a_call_was_learnt_is_not_lost(clock: MockC
         await until(lambda: not ranks_of(here))
         for machine in here.machines:
             assert "loss noticed" not in kinds_of_events(machine)
+
+
+async def group_of(here: Village, trainers: list[TrainerClient]) -> list[TrainerClient]:
+    """A group of all these trainers, in the order of its ranks."""
+    ids = tuple(trainer.id for trainer in trainers)
+    made = [await here.trainer(machine_of(here, trainer)) for trainer in trainers]
+
+    async def join(group: TrainerClient, trainer: TrainerClient) -> None:
+        of = GroupOf(JobName("digits"), ids, trainer.id)
+        await group.join("digits/1", len(made), group_of=of)
+
+    await together(*[partial(join, *pair) for pair in zip(made, trainers, strict=True)])
+    return sorted(made, key=lambda trainer: trainer.rank)
+
+
+async def test_a_group_does_not_rest_in_an_op_that_the_library_has_begun(
+    clock: MockClock, in_python: list[int]
+) -> None:
+    async with village(clock, 2) as here:
+        a, b = await group_of(here, await here.job(*here.machines))
+        await repeat(clock, [a, b], reduces)
+        rank = next(r for r in ranks_of(here) if r.roster.job == "digits/1" and r.id == a.id)
+        clock.autojump_threshold = 0
+        await until(lambda: rank.is_stable)
+        in_python.clear()
+        await trio.sleep(IDLE_S - 1.0)
+        clock.autojump_threshold = math.inf
+
+        async def late() -> float:
+            for _ in range(6):
+                await wait_all_tasks_blocked(0.005)
+                clock.jump(0.4)
+            await wait_all_tasks_blocked(0.005)
+            assert len(rank.lanes.all_open()) == 2
+            await b.drop_input()  # its own session rests
+            return float((await reduces(b))[0])
+
+        async def early() -> float:
+            return float((await reduces(a))[0])
+
+        assert await together(early, late) == [2.0] * 2
+        assert set(in_python) <= {a.next_op - 1}
