@@ -35,7 +35,7 @@ RANDOM = {
     "enter_at_any_op": 1,
     "enter_without_sync": 1,
     "nobody_let_in": 5,
-    "no_announcement": 11,
+    "no_announcement": 27,
 }
 """With a seed that noticed; any change of the code may ask for another, and then all are tried."""
 
