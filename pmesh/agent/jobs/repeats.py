@@ -1,6 +1,7 @@
 """The calls of a trainer that the library answers by itself (`pmesh.net.lanes.persistent`).
 
-Python runs a call twice before the library may. It must be an op among several machines with a rank
+Python runs a call twice under a roster before the library may: by then what a view has decided of
+ops (O2, O3) is behind. It must be an op among several machines with a rank
 each, and a barrier: so it proves that all ranks have ended the op before, and three arenas in turn
 are enough for the results of all calls (O2), with two more if the trainer keeps results.
 
