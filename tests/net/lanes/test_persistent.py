@@ -66,6 +66,8 @@ async def test_requests_are_answered_until_the_thread_is_recalled() -> None:
         for rank in ranks:
             rank.calls.recall()
             assert not rank.calls.serves
+            peer = 1 - rank.rank
+            assert rank.lanes.receiving[peer, rank.rank].peer_completed == 11  # O2
             ended = rank.calls.take_ended()
             assert [op.number for op in ended] == list(range(3, 13))
             assert all(op.call == 0 and 0 < op.began_s <= op.ended_s for op in ended)
@@ -103,6 +105,7 @@ async def test_values_that_lie_nowhere_are_left_to_python(offset: int) -> None:
         rank.calls.serve(0)
         rank.ask(request(0, offset=offset))
         assert await rank.left() == request(0, offset=offset)
+        assert rank.calls.begun is None
 
 
 async def test_several_calls_are_told_apart() -> None:
@@ -457,6 +460,15 @@ async def test_what_is_dropped_is_lent_again() -> None:
             rank.ask(frame(encode(DropArena(13))), frame(encode(DropArena(13))))
             assert await rank.left() == frame(encode(DropArena(13)))
             assert rank.calls.lent == []
+
+
+async def test_what_the_trainer_holds_is_not_written() -> None:
+    with two_ranks() as ranks, trio.fail_after(30):
+        for rank in ranks:
+            rank.calls.serve(0, lent=[10, 11])
+        assert [reply.arena for reply in await answered(ranks, 0)] == [12, 12]
+        ranks[0].ask(request(1))
+        assert await ranks[0].left() == request(1)
 
 
 async def test_without_memory_for_a_result_python_answers() -> None:
