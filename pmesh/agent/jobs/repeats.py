@@ -188,6 +188,7 @@ class RepeatedCalls:
         try:
             while len(arenas) < count:
                 arenas.append(await outputs.acquire(nbytes, follows=True))
+            await self._grants.report_gone()
             for arena in arenas:
                 await self._grants.grant_output(arena)
         except (UsageError, OSError, trio.BrokenResourceError):  # the last: it leaves, or is gone
@@ -220,6 +221,7 @@ class RepeatedCalls:
         if any(a is not b for a, b in zip(self._here, self._place(), strict=True)):
             self.forget()
             self._seen.clear()
+            self._no_room_for = NO_LIMIT
             self._here = self._place()
 
     def _place(self) -> tuple[object, object, object]:
