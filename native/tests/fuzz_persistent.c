@@ -29,6 +29,7 @@ static struct {
     _Atomic bool *recalled;
     uint8_t *came;
     uint64_t came_bytes, followed; // that were handled
+    bool is_stuck;
     time_t now_s;
 } trainer;
 
@@ -164,6 +165,7 @@ static ssize_t fuzzed_send(const uint8_t *from, size_t nbytes) {
         assert(!calls->may_lend || own >= PMESH_OWN_SLOTS);
     }
     errno = EAGAIN;
+    trainer.is_stuck = piece == 1 || piece == 2;
     return piece == 1 ? -1 : piece == 2 ? (ssize_t)nbytes - 1 : (ssize_t)nbytes;
 }
 
@@ -284,6 +286,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t nbytes) {
     trainer.recalled = &server.recalled;
     trainer.came_bytes = trainer.followed = 0;
     trainer.now_s = 0;
+    trainer.is_stuck = false;
     set_up_once();
     const uint8_t numbers = next_byte();
     set_up(numbers, next_byte());
@@ -294,6 +297,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t nbytes) {
         assert(!memcmp(calls->unread, trainer.came + trainer.came_bytes - calls->unread_bytes,
                        calls->unread_bytes));
         assert(calls->why != PMESH_RECALLED || server.recalled);
+        assert((calls->why == PMESH_UNANSWERED) == trainer.is_stuck);
         follow();
         for (uint32_t i = 0; i < PMESH_MOST_SLOTS; i++) {
             assert(rank.is_lent[i] == calls->slots[i].lent);

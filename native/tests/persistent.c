@@ -896,6 +896,9 @@ static void ranks_answer_their_trainers(uint64_t seed, uint64_t sums[4]) {
     for (uint32_t r = 0; r < world->size; r++) {
         const struct rank *rank = &world->ranks[r];
         assert(rank->followed + rank->calls->unread_bytes + rank->unread_bytes == rank->said);
+        for (uint32_t p = 0; p < world->size - 1; p++) { // O2
+            assert(rank->lanes[p]->peer_completed < (int64_t)world->last);
+        }
     }
     sums[0] += world->served;
     sums[1] += world->begun;
