@@ -1057,6 +1057,17 @@ static void an_op_that_does_not_end_soon_is_left_as_it_is(void) {
     }
 }
 
+static void an_op_that_fails_is_left_and_not_answered(void) {
+    struct world *world = new_world(1, 2);
+    struct rank *rank = &world->ranks[0];
+    shutdown(world->ranks[1].out[0].fd, SHUT_WR);
+    ask(rank, 1);
+    serve_until_it_stops(rank, PMESH_BEGUN);
+    assert(rank->calls->state == PMESH_OVER && rank->calls->ended == 0);
+    assert(pmesh_end(rank->calls->runner) == PMESH_ENDED);
+    free_world(world);
+}
+
 static void a_server_that_finds_no_room_is_none(void) {
     struct pmesh_persistent *calls = calloc(1, sizeof *calls);
     assert(calls);
@@ -1087,6 +1098,7 @@ int main(int count, char **arguments) {
     an_op_whose_reply_the_trainer_does_not_take_has_ended();
     a_recall_does_not_wait_for_a_rank_that_is_late();
     an_op_that_does_not_end_soon_is_left_as_it_is();
+    an_op_that_fails_is_left_and_not_answered();
     a_server_that_finds_no_room_is_none();
     for (uint64_t seed = first; seed < first + seeds; seed++) {
         fprintf(stderr, "seed %llu\n", (unsigned long long)seed); // the last one if it fails
