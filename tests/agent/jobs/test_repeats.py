@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from trio.testing import MockClock
+from trio.testing import MockClock, wait_all_tasks_blocked
 
 from pmesh.agent.jobs import repeats
 from pmesh.core.ops.reductions import Values
@@ -148,6 +148,19 @@ async def test_an_op_with_another_number_ends_the_session(
             arena = await b.input_arena(4 * COUNT)
             op = OpNumber(b.next_op + behind)
             await send_garbage(StartOp(op, SUM, "float32", COUNT, arena, 1800.0), b, other=a)
+
+
+async def test_a_call_of_values_that_were_dropped_ends_the_session(
+    clock: MockClock, in_python: list[int]
+) -> None:
+    async with repeating(clock, in_python, 2, terms=RAISE) as (_, (a, b)):
+        await reduce_all([a, b], ones(COUNT))
+        arena = await b.input_arena(4 * COUNT)
+        await b.drop_input()
+        await wait_all_tasks_blocked(0.005)  # the library might serve again
+        with time_passes(clock):
+            request = StartOp(OpNumber(b.next_op), SUM, "float32", COUNT, arena, 1800.0)
+            await send_garbage(request, b, other=a)
 
 
 # --- what is never repeated
