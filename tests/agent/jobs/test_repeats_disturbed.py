@@ -59,14 +59,14 @@ async def test_a_rank_that_comes_late_is_waited_for(clock: MockClock, in_python:
         async def late() -> float:
             await wait_all_tasks_blocked(0.005)
             with time_passes(clock):
-                await trio.sleep(2)  # heartbeats recall the library
-            return float((await b.reduce(ones(COUNT)))[0])
+                await trio.sleep(2)  # the agents recall the library
+            return float((await b.reduce(7 * ones(COUNT)))[0])
 
         async def early() -> float:
-            return float((await a.reduce(ones(COUNT)))[0])
+            return float((await a.reduce(7 * ones(COUNT)))[0])
 
         op = a.next_op
-        assert await together(early, late) == [2.0] * 2
+        assert await together(early, late) == [14.0] * 2
         assert set(in_python) == {op}
         assert a.next_op == b.next_op == op + 1
         await is_repeated(clock, in_python, [a, b])
