@@ -148,10 +148,9 @@ static enum matches compare(const struct pmesh_persistent *calls,
         }
     }
     *nbytes = (uint32_t)(cursor.at - calls->unread);
-    if (found == IS_WHOLE && pmesh_get(calls->unread, PREFIX_BYTES) != *nbytes - PREFIX_BYTES) {
-        return IS_OTHER;
-    }
-    return found;
+    const uint64_t says = PREFIX_BYTES + pmesh_get(calls->unread, PREFIX_BYTES);
+    const bool is_over = found == IS_WHOLE ? says != *nbytes : says <= calls->unread_bytes;
+    return is_over ? IS_OTHER : found;
 }
 
 // Whether the numbers of a request are what they may be.
@@ -218,11 +217,11 @@ static bool take_drops(struct pmesh_persistent *calls) {
 
 // Find memory for the result of the next op, that which was used last if several are free; return
 // whether there is any.
-static bool find_slot(struct pmesh_persistent *calls) {
+static bool find_slot(struct pmesh_persistent *calls, uint64_t nbytes) {
     bool found = false;
     for (uint32_t i = 0; i < calls->slot_count; i++) {
         const struct pmesh_slot *slot = &calls->slots[i];
-        if (slot->lent || slot->free_at > calls->next ||
+        if (slot->lent || slot->free_at > calls->next || slot->nbytes < nbytes ||
             (found && slot->free_at <= calls->slots[calls->slot].free_at)) {
             continue;
         }
@@ -306,7 +305,8 @@ static bool may_begin(struct pmesh_persistent *calls, const struct pmesh_call *c
         own += !calls->slots[i].lent;
     }
     return call->reply.count < PMESH_PARTS ||
-           (own > (lends(calls, call) ? PMESH_OWN_SLOTS : 0) && find_slot(calls));
+           (own > (lends(calls, call) ? PMESH_OWN_SLOTS : 0) &&
+            find_slot(calls, call->op->region_bytes[PMESH_RESULT]));
 }
 
 // Note that the op has ended, and answer.

@@ -42,6 +42,7 @@ struct pmesh_call {
 // An arena for results, of any of the calls.
 struct pmesh_slot {
     uint8_t *memory;
+    uint64_t nbytes;
     uint64_t number;  // in the session's messages
     uint64_t free_at; // the first op that may write to it: O2, and the trainer has read it
     uint64_t lent;

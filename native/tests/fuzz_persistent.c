@@ -218,7 +218,8 @@ static void set_up(uint8_t numbers, uint8_t flags) {
     calls->slot_count = PMESH_MOST_SLOTS;
     calls->runner = rank.runner;
     for (uint32_t i = 0; i < PMESH_MOST_SLOTS; i++) {
-        calls->slots[i] = (struct pmesh_slot){.memory = rank.slots[i], .number = FIRST_SLOT + i};
+        calls->slots[i] = (struct pmesh_slot){
+            .memory = rank.slots[i], .nbytes = VALUES * ITEM_BYTES, .number = FIRST_SLOT + i};
     }
 }
 

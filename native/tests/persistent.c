@@ -341,8 +341,9 @@ static void new_rank(struct world *world, uint32_t r) {
     rank->calls->limit = rank->calls->trusted_until_us = UINT64_MAX;
     for (uint32_t i = 0; i < PMESH_MOST_SLOTS; i++) {
         rank->slots[i] = exactly(MOST_PIECES * PIECE_BYTES);
-        rank->calls->slots[i] =
-            (struct pmesh_slot){.memory = rank->slots[i], .number = FIRST_SLOT + i};
+        rank->calls->slots[i] = (struct pmesh_slot){.memory = rank->slots[i],
+                                                    .nbytes = MOST_PIECES * PIECE_BYTES,
+                                                    .number = FIRST_SLOT + i};
     }
     for (uint32_t i = 0; i < CALLS; i++) {
         add_call(rank, i);

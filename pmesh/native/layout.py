@@ -292,11 +292,13 @@ class SlotStruct(ctypes.Structure):
 
     _fields_ = (
         ("memory", ctypes.c_void_p),
+        ("nbytes", ctypes.c_uint64),
         ("number", ctypes.c_uint64),
         ("free_at", ctypes.c_uint64),
         ("lent", ctypes.c_uint64),
     )
     memory: int
+    nbytes: int
     number: int
     free_at: int
     lent: int

@@ -182,7 +182,8 @@ class PersistentCalls:
     def write_into(self, arenas: Mapping[int, memoryview]) -> None:
         """Let the results lie in the memory of these arenas, at most MOST_SLOTS, in turn."""
         for slot, (number, memory) in zip(self._state.slots, arenas.items(), strict=False):
-            slot.memory, slot.number, slot.free_at = address_of(memory), number, 0
+            slot.memory, slot.nbytes = address_of(memory), len(memory)
+            slot.number, slot.free_at = number, 0
         self._state.slot_count = len(arenas)
 
     def clear(self) -> None:
