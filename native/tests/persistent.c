@@ -72,6 +72,7 @@ enum {
     STREAM_BYTES = 16384,      // more than a trainer says in a seed
     HANGS_MS = 60 * 1000,
     HANGS_S = 120, // of a seed; the program then ends by SIGALRM
+    MOST_WAIT_MS = 100,
     LATE_MS = MOST_WAIT_MS + 20,
 };
 
@@ -339,6 +340,7 @@ static void new_rank(struct world *world, uint32_t r) {
     rank->calls->call_count = CALLS;
     rank->calls->slot_count = PMESH_MOST_SLOTS;
     rank->calls->limit = rank->calls->trusted_until_us = UINT64_MAX;
+    rank->calls->most_wait_s = 1e-3 * MOST_WAIT_MS;
     for (uint32_t i = 0; i < PMESH_MOST_SLOTS; i++) {
         rank->slots[i] = exactly(MOST_PIECES * PIECE_BYTES);
         rank->calls->slots[i] = (struct pmesh_slot){.memory = rank->slots[i],
