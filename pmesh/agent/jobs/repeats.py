@@ -269,7 +269,8 @@ class RepeatedCalls:
             return False
         outputs = rank.arenas.outputs
         may_lend = outputs.may_lend(self._arenas)
-        if not may_lend and outputs.may_lend(self._arenas[:1]) and self._lends:
+        own = [arena for arena in self._arenas if arena.number not in outputs]
+        if not may_lend and outputs.may_lend(own[:1]) and self._lends:
             return False  # Python lends the last ones
         unread = self._session.take_unread()
         try:

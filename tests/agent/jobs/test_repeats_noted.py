@@ -159,6 +159,10 @@ async def test_results_that_a_trainer_keeps_stay_as_they_are(
             assert [kept(trainer, n)[0] for n in trainer.lent[:2]] == [0.0, 2.0]
             values = [kept(trainer, n)[0] for n in trainer.lent]
             assert values == sorted(values)
+        in_python.clear()
+        for value in range(30, 40):  # it is lent no more, so the library can go on
+            await everywhere(trainers, partial(borrows, value=value))
+        assert in_python == []
 
 
 async def test_results_that_are_dropped_are_lent_again_and_again(
