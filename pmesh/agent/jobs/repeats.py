@@ -90,6 +90,8 @@ class RepeatedCalls:
         self._here = self._place()
         self._served = False
         """Whether it is not noted yet what the library has done since it began to serve."""
+        self._is_awaited = False
+        """Whether a task waits until the library serves no longer."""
         self._noted_begun = OpNumber(-1)
         self._trusted_until_us = 0
         for arenas in (rank.arenas.inputs, rank.arenas.outputs):
@@ -103,6 +105,12 @@ class RepeatedCalls:
             library.close()
         _serving.discard(self)
         self.forget()
+
+    def rest(self) -> bool:
+        """As `close`, until the next call is learnt; return False if the session still needs it."""
+        if not self._is_awaited:
+            self.close()
+        return not self._is_awaited
 
     # --- calls that are repeated
 
@@ -297,9 +305,11 @@ class RepeatedCalls:
         """
         library = self._library
         assert library is not None  # noqa: S101 - it serves
+        self._is_awaited = True
         try:
             await library.stopped()
         finally:
+            self._is_awaited = False
             self.recall()
         if library.trainer_is_stuck:
             raise trio.BrokenResourceError("the program does not read its replies")

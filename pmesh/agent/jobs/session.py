@@ -516,8 +516,8 @@ class _TrainerSession:
             rank.recall()
             if not rank.is_stable:  # the library had just begun an op
                 return
-            if self._repeats is not None:
-                self._repeats.forget()
+            if self._repeats is not None and not self._repeats.rest():
+                return
             self._jobs.rest(rank)
             await self._arenas.inputs.rest()
             if not self._serves:  # a request may have come while a thread closed large arenas

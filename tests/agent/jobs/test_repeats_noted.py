@@ -254,8 +254,10 @@ async def test_a_group_whose_calls_are_repeated_rests_and_wakes(
             for _ in range(3):
                 await reduce_all(group, ones(COUNT))
             assert in_python == []
+            threads = psutil.Process().num_threads()
             with time_passes(clock):
                 await trio.sleep(IDLE_S + 2.0)
+            assert psutil.Process().num_threads() == threads - 2
             assert not any(rank.lanes.all_open() for rank in ranks)
             assert not any(r.arenas.inputs.nbytes + r.arenas.outputs.nbytes for r in ranks)
             for trainer in group:
