@@ -63,10 +63,12 @@ def resolve_ops(
     ]
     settled = {outcome.op for outcome in outcomes}
     for number in sorted((known.ops.keys() | stuck.keys()) - settled):
-        reports = known.ops.get(number, {})
+        reports = _that_matter(known.ops.get(number, {}), before)
         verdict = stuck.get(number)
+        if not reports and verdict is None:
+            continue
         outcome: OpOutcome | None
-        is_past = _is_past(number, before, known)
+        is_past = _is_past(number, before, reports, known)
         if not is_past and _is_torn(before, after, number, reports):
             verdict = verdict or _roster_changed(after, number)
             outcome = OpOutcome(number, _who_was_in(after, number), verdict=verdict)
@@ -77,6 +79,21 @@ def resolve_ops(
         if outcome is not None:
             outcomes.append(outcome)
     return tuple(outcomes)
+
+
+def _that_matter(
+    reports: Mapping[TrainerId, OpReport], before: Roster
+) -> Mapping[TrainerId, OpReport]:
+    """Leave out what trainers that are lost already had only begun.
+
+    They will not run it again, and the ranks that are left may be past it, with newcomers that had
+    no part in it.
+    """
+    return {
+        trainer: report
+        for trainer, report in reports.items()
+        if trainer in before.ids or report.completed or report.verdict is not None
+    }
 
 
 def outcome_of(roster: Roster, op: OpNumber) -> OpOutcome | None:
@@ -159,9 +176,11 @@ def _stable_marks(op: OpNumber, roster: Roster, known: Knowledge) -> Iterator[bo
     return (known.marks.get(t.id, NONE_YET) >= op for t in roster.trainers if t.enters <= op)
 
 
-def _is_past(op: OpNumber, roster: Roster, known: Knowledge) -> bool:
+def _is_past(
+    op: OpNumber, roster: Roster, reports: Mapping[TrainerId, OpReport], known: Knowledge
+) -> bool:
     """O2: True if the op is stable for some rank: it has ended even where no report names it."""
-    completed = (report.completed for report in known.ops.get(op, {}).values())
+    completed = (report.completed for report in reports.values())
     return any(_stable_marks(op, roster, known)) and all(completed)
 
 

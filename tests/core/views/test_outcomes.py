@@ -13,7 +13,7 @@ from pmesh.core.views.op_log import Ledger, complete, fail, report, start
 from pmesh.core.views.outcomes import gather, outcome_of
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.records import fingerprint
-from pmesh.core.wire.views import JobReport, OpReport, ViewRequest
+from pmesh.core.wire.views import JobReport, OpReport, RankReport, ViewRequest
 from pmesh.ids import Member, OpNumber, TrainerId
 from tests.core.views.settling import NEXT, TIMED_OUT, TRIO, running_everywhere, settle_trio
 from tests.worlds.builders import (
@@ -344,6 +344,25 @@ def test_it_has_ended_also_where_it_is_stable_and_not_reported_any_more() -> Non
         }
     )
     assert outcome_of(after, OpNumber(4)) == make_outcome(4, 0, 1, 2, holders=[1])
+
+
+def test_what_a_lost_trainer_had_begun_is_over_where_all_others_are_past_it() -> None:
+    """O2: Anna's agent keeps its results yet. Cara has entered since, and Bert is lost."""
+    cara = make_trainer(2, CARA, enters=6)
+    roster = msgspec.structs.replace(
+        TRIO, trainers=(*TRIO.trainers[:2], cara), next_id=TrainerId(10)
+    )
+    of_anna = make_report(roster, {0: [running(8)]}, stable=7)
+    lost = RankReport(TrainerId(9), 3, (running(4),))
+    after = settle_trio(
+        {
+            ANNA: msgspec.structs.replace(of_anna, ranks=(*of_anna.ranks, lost)),
+            CARA: make_report(roster, {2: [running(8)]}, stable=7),
+        },
+        roster=roster,
+    )
+    assert after.ids == (0, 2)
+    assert after.outcomes == ()
 
 
 OP = OpNumber(4)
