@@ -5,10 +5,10 @@
 // done by the caller, without a thread. A thread that can do nothing waits in `poll`, for its
 // sockets and for a pipe by which the other thread, or `pmesh_stop`, wakes it.
 #include "combine.h"
+#include "pipes.h"
 #include "subflows.h"
 
 #include <errno.h>
-#include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
 #include <stdlib.h>
@@ -52,10 +52,7 @@ struct pmesh_runner {
 // --- what one side does
 
 static void wake(const struct side *side) {
-    const uint8_t byte = 0;
-    if (write(side->wake[1], &byte, 1) < 0) {
-        // The pipe is full, so the side is awake or about to be.
-    }
+    pmesh_signal(side->wake);
 }
 
 static void stop(struct pmesh_runner *runner) {
@@ -313,9 +310,7 @@ static void sleep_until_woken(struct pmesh_runner *runner, struct side *side, ui
     }
     atomic_store(&side->sleeping, false);
     if (side->polled[0].revents) {
-        uint8_t drained[64];
-        while (read(side->wake[0], drained, sizeof drained) == sizeof drained) {
-        }
+        pmesh_drain(side->wake);
     }
 }
 
@@ -369,26 +364,6 @@ static bool needs_thread(struct side *side) {
 
 // --- what Python calls
 
-static bool open_pipe(int ends[2]) {
-    if (pipe(ends)) {
-        ends[0] = ends[1] = -1;
-        return false;
-    }
-    for (int i = 0; i < 2; i++) {
-        fcntl(ends[i], F_SETFD, FD_CLOEXEC);
-        fcntl(ends[i], F_SETFL, O_NONBLOCK);
-    }
-    return true;
-}
-
-static void close_pipe(const int ends[2]) {
-    for (int i = 0; i < 2; i++) {
-        if (ends[i] >= 0) {
-            close(ends[i]);
-        }
-    }
-}
-
 struct pmesh_runner *pmesh_runner_new(void) {
     struct pmesh_runner *runner = calloc(1, sizeof *runner);
     if (!runner) {
@@ -396,10 +371,10 @@ struct pmesh_runner *pmesh_runner_new(void) {
     }
     pthread_mutex_init(&runner->lock, NULL);
     pthread_cond_init(&runner->changed, NULL);
-    bool is_open = open_pipe(runner->ended);
+    bool is_open = pmesh_open_pipe(runner->ended);
     for (int i = 0; i < SIDES; i++) {
         runner->sides[i].runner = runner;
-        is_open &= open_pipe(runner->sides[i].wake);
+        is_open &= pmesh_open_pipe(runner->sides[i].wake);
     }
     if (!is_open) {
         pmesh_runner_free(runner);
@@ -417,10 +392,10 @@ void pmesh_runner_free(struct pmesh_runner *runner) {
         if (runner->sides[i].has_thread) {
             pthread_join(runner->sides[i].thread, NULL);
         }
-        close_pipe(runner->sides[i].wake);
+        pmesh_close_pipe(runner->sides[i].wake);
         free(runner->sides[i].polled);
     }
-    close_pipe(runner->ended);
+    pmesh_close_pipe(runner->ended);
     pthread_cond_destroy(&runner->changed);
     pthread_mutex_destroy(&runner->lock);
     free(runner->done);

@@ -4,10 +4,10 @@
 // has begun and does not end soon: because a rank is late or calls something else, or a lane
 // breaks.
 #include "persistent.h"
+#include "pipes.h"
 #include "records.h"
 
 #include <errno.h>
-#include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
 #include <stdlib.h>
@@ -403,19 +403,6 @@ static void serve(struct pmesh_server *server) {
     }
 }
 
-static void signal_to(const int pipe_ends[2]) {
-    const uint8_t byte = 0;
-    if (write(pipe_ends[1], &byte, 1) < 0) {
-        // It is full, so the other end has something to read.
-    }
-}
-
-static void drain(const int pipe_ends[2]) {
-    uint8_t drained[64];
-    while (read(pipe_ends[0], drained, sizeof drained) == sizeof drained) {
-    }
-}
-
 static void *work(void *argument) {
     struct pmesh_server *server = argument;
     pthread_mutex_lock(&server->lock);
@@ -428,7 +415,7 @@ static void *work(void *argument) {
         serve(server);
         pthread_mutex_lock(&server->lock);
         server->serves = false;
-        signal_to(server->stopped);
+        pmesh_signal(server->stopped);
         pthread_cond_broadcast(&server->changed);
     }
     pthread_mutex_unlock(&server->lock);
@@ -437,23 +424,9 @@ static void *work(void *argument) {
 
 // --- what Python calls
 
-static bool open_pipe(int ends[2]) {
-    if (pipe(ends)) {
-        ends[0] = ends[1] = -1;
-        return false;
-    }
-    for (int i = 0; i < 2; i++) {
-        fcntl(ends[i], F_SETFD, FD_CLOEXEC);
-        fcntl(ends[i], F_SETFL, O_NONBLOCK);
-    }
-    return true;
-}
-
 static void release(struct pmesh_server *server) {
-    for (int i = 0; i < 2; i++) {
-        close(server->wake[i]);
-        close(server->stopped[i]);
-    }
+    pmesh_close_pipe(server->wake);
+    pmesh_close_pipe(server->stopped);
     pthread_cond_destroy(&server->changed);
     pthread_mutex_destroy(&server->lock);
     free(server);
@@ -467,8 +440,8 @@ struct pmesh_server *pmesh_server_new(struct pmesh_persistent *calls) {
     server->calls = calls;
     pthread_mutex_init(&server->lock, NULL);
     pthread_cond_init(&server->changed, NULL);
-    bool works = open_pipe(server->wake);
-    works &= open_pipe(server->stopped);
+    bool works = pmesh_open_pipe(server->wake);
+    works &= pmesh_open_pipe(server->stopped);
     if (!works || pthread_create(&server->thread, NULL, work, server)) {
         release(server);
         return NULL;
@@ -491,8 +464,8 @@ int pmesh_server_fd(const struct pmesh_server *server) {
 }
 
 void pmesh_serve(struct pmesh_server *server) {
-    drain(server->wake);
-    drain(server->stopped);
+    pmesh_drain(server->wake);
+    pmesh_drain(server->stopped);
     pthread_mutex_lock(&server->lock);
     server->serves = true;
     pthread_cond_broadcast(&server->changed);
@@ -501,7 +474,7 @@ void pmesh_serve(struct pmesh_server *server) {
 
 void pmesh_recall(struct pmesh_server *server) {
     server->recalled = true;
-    signal_to(server->wake);
+    pmesh_signal(server->wake);
     pthread_mutex_lock(&server->lock);
     while (server->serves) {
         pthread_cond_wait(&server->changed, &server->lock);
