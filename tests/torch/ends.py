@@ -59,7 +59,9 @@ def of_a_message() -> None:
 def callbacks_end_before_the_group(rank: int) -> None:
     """What is called back in a thread is over once the group is destroyed."""
     dist.init_process_group("pmesh")
-    may_go_on = threading.Event()
+    group: Any = dist.group.WORLD
+    has_callback, may_go_on = threading.Event(), threading.Event()
+    group._line.submit(has_callback.wait)  # so no op has ended before its callback is known
     works = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(2)]
     called = Future[None]()
 
@@ -70,8 +72,8 @@ def callbacks_end_before_the_group(rank: int) -> None:
             torch.ones(300, 300) @ torch.ones(300, 300)
 
     works[1].get_future().then(call_back)
+    has_callback.set()
     called.result()
-    group: Any = dist.group.WORLD
     leave = group._end
 
     def leave_and_let_go_on() -> None:
