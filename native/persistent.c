@@ -40,6 +40,7 @@ struct pmesh_server {
     pthread_cond_t changed;
     bool serves, closing;
     _Atomic bool recalled;
+    _Atomic(struct pmesh_meeting *) at; // where it may wait
     int wake[2], stopped[2]; // pipes
 };
 
@@ -50,7 +51,8 @@ static double seconds(clockid_t clock) {
 }
 
 // V8: whether the event loop has looked recently for whether this machine has slept.
-static bool is_trusted(struct pmesh_persistent *calls) {
+static bool is_trusted(void *of) {
+    struct pmesh_persistent *calls = of;
     return seconds(ELAPSED) * 1e6 <= (double)atomic_load(&calls->trusted_until_us);
 }
 
@@ -258,6 +260,24 @@ static int32_t run_in_threads(struct pmesh_server *server, double until_s) {
     return PMESH_RUNS;
 }
 
+// Do an op with the other ranks of this agent; return whether it has ended for all of them.
+static bool do_together(struct pmesh_server *server, const struct pmesh_call *call) {
+    const struct pmesh_op *op = call->op;
+    const struct pmesh_part part = {.rank = call->rank,
+                                    .number = op->number,
+                                    .source = op->regions[PMESH_SOURCE],
+                                    .result = op->regions[PMESH_RESULT],
+                                    .source_bytes = op->region_bytes[PMESH_SOURCE],
+                                    .result_bytes = op->region_bytes[PMESH_RESULT],
+                                    .recalled = &server->recalled,
+                                    .may_end = is_trusted,
+                                    .of = server->calls};
+    server->at = call->meeting; // before it looks whether it is recalled
+    const bool done = pmesh_meet(call->meeting, &part);
+    server->at = NULL;
+    return done;
+}
+
 // Run an op until it has ended, or something else is to be done; return its `enum pmesh_state`.
 static int32_t run(struct pmesh_server *server, struct pmesh_op *op, double until_s) {
     struct pmesh_runner *runner = server->calls->runner;
@@ -328,6 +348,17 @@ static bool end(struct pmesh_persistent *calls, struct pmesh_ended_op ended) {
     return send_message(calls, is_lent ? &call->lending : &call->reply, ended.number);
 }
 
+// Run an op over its lanes; return whether it has ended well.
+static bool run_well(struct pmesh_server *server, struct pmesh_op *op, double began_s) {
+    struct pmesh_persistent *calls = server->calls;
+    calls->state = run(server, op, began_s + calls->most_wait_s);
+    if (calls->state == PMESH_OVER && pmesh_end(calls->runner) == PMESH_DONE && is_trusted(calls)) {
+        return true;
+    }
+    calls->why = PMESH_BEGUN;
+    return false;
+}
+
 // Run the op of the request that has come, and answer; return false if Python goes on.
 static bool answer(struct pmesh_server *server, uint32_t request_bytes) {
     struct pmesh_persistent *calls = server->calls;
@@ -348,10 +379,7 @@ static bool answer(struct pmesh_server *server, uint32_t request_bytes) {
                                    .step = calls->step,
                                    .call = calls->call,
                                    .slot = calls->slot};
-    calls->state = run(server, op, ended.began_s + calls->most_wait_s);
-    if (calls->state != PMESH_OVER || pmesh_end(calls->runner) != PMESH_DONE ||
-        !is_trusted(calls)) {
-        calls->why = PMESH_BEGUN;
+    if (call->meeting ? !do_together(server, call) : !run_well(server, op, ended.began_s)) {
         return false;
     }
     ended.receiving_s += receiving_s(op);
@@ -475,6 +503,10 @@ void pmesh_serve(struct pmesh_server *server) {
 void pmesh_recall(struct pmesh_server *server) {
     server->recalled = true;
     pmesh_signal(server->wake);
+    struct pmesh_meeting *at = server->at;
+    if (at) {
+        pmesh_meeting_wake(at);
+    }
     pthread_mutex_lock(&server->lock);
     while (server->serves) {
         pthread_cond_wait(&server->changed, &server->lock);

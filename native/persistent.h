@@ -2,6 +2,7 @@
 #ifndef PMESH_PERSISTENT_H
 #define PMESH_PERSISTENT_H
 
+#include "meeting.h"
 #include "pmesh.h"
 
 enum {
@@ -26,6 +27,8 @@ struct pmesh_message {
 // time. Python owns all that it points to, and changes none of it while a thread serves.
 struct pmesh_call {
     struct pmesh_op *op;
+    // Where all ranks meet if they are at this agent, and as which of them; or NULL.
+    struct pmesh_meeting *meeting;
     // What the trainer sends for op N: N, perhaps where its values begin in the arena, and perhaps
     // its step, of which Python only wants to know.
     struct pmesh_message request;
@@ -36,7 +39,7 @@ struct pmesh_call {
     struct pmesh_message lending;
     uint8_t *arena;
     uint64_t arena_bytes, itemsize;
-    uint32_t says_place, says_step;
+    uint32_t says_place, says_step, rank;
 };
 
 // An arena for results, of any of the calls.

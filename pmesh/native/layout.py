@@ -276,6 +276,7 @@ class CallStruct(ctypes.Structure):
 
     _fields_ = (
         ("op", ctypes.c_void_p),
+        ("meeting", ctypes.c_void_p),
         ("request", MessageStruct),
         ("reply", MessageStruct),
         ("lending", MessageStruct),
@@ -284,6 +285,7 @@ class CallStruct(ctypes.Structure):
         ("itemsize", ctypes.c_uint64),
         ("says_place", ctypes.c_uint32),
         ("says_step", ctypes.c_uint32),
+        ("rank", ctypes.c_uint32),
     )
 
 

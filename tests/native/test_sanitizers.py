@@ -20,11 +20,17 @@ TESTS = build.SOURCES / "tests"
 MEMORY: Final = "address,undefined"
 THREADS: Final = "thread"
 LANES = ("lane.c", "subflows.c", "windows.c")
+ANSWERING = ("executor.c", "meeting.c")
 COMPUTING = ("combine.c", "fits.c", "reduce.c", "coding.c", "kernels.c")
 SOURCES = {
     "ranks": ("tests/ranks.c", *LANES, *COMPUTING),  # it includes executor.c
     "faults": ("tests/faults.c", *LANES, *COMPUTING),  # likewise
-    "persistent": ("tests/persistent.c", "executor.c", *LANES, *COMPUTING),  # persistent.c
+    "persistent": (  # persistent.c
+        "tests/persistent.c",
+        *ANSWERING,
+        *LANES,
+        *COMPUTING,
+    ),
     "works": ("tests/works.c", "executor.c", *LANES, *COMPUTING),
     "combine": ("tests/combine.c", "combine.c", "reduce.c"),
     "fuzz_records": ("tests/fuzz_records.c", "tests/fuzz_driver.c", *LANES[1:]),  # lane.c
@@ -38,7 +44,7 @@ SOURCES = {
     "fuzz_persistent": (  # persistent.c
         "tests/fuzz_persistent.c",
         "tests/fuzz_driver.c",
-        "executor.c",
+        *ANSWERING,
         *LANES,
         *COMPUTING,
     ),

@@ -46,7 +46,7 @@ class System:
     leave: Callable[[], object] = lambda: None
     cpu_s: Callable[[], float] = time.process_time
     """What this rank has used so far, in all its processes."""
-    empty: Callable[[tuple[int, int]], Values] | None = None
+    empty: Callable[[int], Values] | None = None
     """Arrays, one behind the other, that need not be copied to be reduced, where there are such."""
     all_reduce_shared: Callable[[Values], Values] | None = None
     """The sum of such an array."""
@@ -162,9 +162,13 @@ def carry_out(system: System, size: int, order: Order) -> RankAnswer:
     cpu_s = 0.0
     wrong = 0
     group = order.together or max(1, GROUP_BYTES // mine.nbytes)
+    shared = (
+        system.empty(order.count) if order.what == "all_reduce_shared" and system.empty else mine
+    )
+    shared[:] = mine
     while len(seconds) < order.times:
         times = min(group, order.times - len(seconds))
-        made = _make_calls(system, order, mine, right, times)
+        made = _make_calls(system, order, shared, right, times)
         seconds += made.seconds
         cpu_s += made.cpu_s
         wrong += made.wrong
@@ -177,12 +181,18 @@ def _make_calls(
     call, inputs = _prepare(system, order, mine, times)
     results: list[Any] = []
     seconds: list[float] = []
+    is_lent = order.what == "all_reduce_shared" and times > 1
+    kept = np.ones((times if is_lent else 0, order.count), np.float32)
     system.barrier()  # the check before took each rank another time
     cpu_s = system.cpu_s()
     for x in inputs:
         began = time.perf_counter()
-        results.append(call(x))
+        result = call(x)
         seconds.append(time.perf_counter() - began)
+        if is_lent:  # a training, too, does not keep what it has read
+            kept[len(results)] = result
+            result = kept[len(results)]
+        results.append(result)
     cpu_s = system.cpu_s() - cpu_s
     wrong = sum(not _is(result, right) for result in results)
     return RankAnswer(seconds=tuple(seconds), cpu_s=cpu_s, wrong=wrong)
@@ -191,13 +201,11 @@ def _make_calls(
 def _prepare(
     system: System, order: Order, mine: Values, times: int
 ) -> tuple[Callable[[Any], Any], list[Any]]:
-    """What is called, and with what, each time with new arrays: gloo writes into them."""
+    """What is called, and with what: new arrays if it writes into them, as gloo does."""
     if order.what == "all_reduce":
         return system.all_reduce, [system.own(mine) for _ in range(times)]
-    if order.what == "all_reduce_shared" and system.empty and system.all_reduce_shared:
-        inputs = system.empty((times, order.count))
-        inputs[:] = mine
-        return system.all_reduce_shared, list(inputs)
+    if order.what == "all_reduce_shared" and system.all_reduce_shared:
+        return system.all_reduce_shared, [mine] * times
     if order.what != "average_gradients" or system.average is None:
         raise ValueError(f"this system has no {order.what}")
     cuts = [order.count * i // order.arrays for i in range(1, order.arrays)]

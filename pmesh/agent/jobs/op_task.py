@@ -33,6 +33,7 @@ from pmesh.core.jobs.attempt import (
     Run,
     WaitForNews,
 )
+from pmesh.core.jobs.progress import of_job
 from pmesh.core.ops.kinds import KINDS, Setting
 from pmesh.core.ops.machines import BY_MACHINES, for_ranks, place_of, plan_block, plan_fold
 from pmesh.core.ops.moving import plan_broadcast
@@ -110,6 +111,7 @@ def _ends_at_once(rank: LocalRank, op: Op, jobs: Jobs) -> bool:
     if op.codec is not None or not isinstance(_next_step(rank, op, jobs), Run):
         return False
     if is_in_memory(rank, op, jobs):
+        _recall_others(rank, jobs)
         op.begun = _meet(rank, op, jobs)
         ended = op.begun is not None and op.begun.ends_at_once()
     else:
@@ -460,11 +462,19 @@ def _fold_of(op: Op, mine: tuple[int, ...]) -> Together | None:
 async def _run_in_memory(rank: LocalRank, op: Op, jobs: Jobs) -> None:
     """Run the op among ranks that are all at this agent."""
     await trio.lowlevel.checkpoint_if_cancelled()
+    _recall_others(rank, jobs)
     part = _part_of(rank, op, range(rank.size))
     other = await jobs.meetings.take_part(
         attempt_of(rank.roster, op.number), rank.rank or 0, rank.size, part
     )
     await _take_result(rank, op, other)
+
+
+def _recall_others(rank: LocalRank, jobs: Jobs) -> None:
+    """Have the other ranks of this agent make the call in Python, too, so that all meet there."""
+    for other in of_job(jobs.ranks, rank.roster):
+        if other is not rank:
+            other.recall()
 
 
 def _meet(rank: LocalRank, op: Op, jobs: Jobs) -> Taking | None:

@@ -120,6 +120,11 @@ class LocalRank(RankState[KeptResult]):
         return self.ledger.stable >= self.ledger.started
 
     @property
+    def has_all_here(self) -> bool:
+        """Whether all of several ranks are at this agent."""
+        return self.size > 1 and self.only_member is not None
+
+    @property
     def retained_bytes(self) -> int:
         """The bytes of the results that are not yet stable."""
         count = 0

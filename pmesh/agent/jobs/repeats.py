@@ -19,13 +19,17 @@ import numpy as np
 import trio
 from msgspec.structs import replace
 
+from pmesh import native
 from pmesh.agent.grants import Grants
-from pmesh.agent.jobs.driver import EndedOp as NotedOp
+from pmesh.agent.jobs.driver import Jobs
 from pmesh.agent.jobs.op_task import asks_for_costs
 from pmesh.agent.jobs.ranks import KeptResult, LocalRank
 from pmesh.agent.jobs.regions import NOTHING, hold
+from pmesh.agent.jobs.requests import Shape
 from pmesh.core.jobs.attempt import MAX_UNSTABLE_BYTES, MAX_UNSTABLE_OPS
+from pmesh.core.jobs.progress import of_job
 from pmesh.core.ops.kinds import KINDS
+from pmesh.core.ops.plan import PlanMaker, RankPlan
 from pmesh.core.ops.reductions import WIRE_DTYPES
 from pmesh.core.wire.records import RecordHeader
 from pmesh.core.wire.session import DropArena, SessionMessage, encode
@@ -33,11 +37,13 @@ from pmesh.core.wire.trainer import OpDone, StartOp
 from pmesh.errors import LaneBroken, UsageError
 from pmesh.ids import OpNumber
 from pmesh.native.layout import MOST_CALLS, MOST_SLOTS, OWN_SLOTS
+from pmesh.net.lanes.lane import Lane
 from pmesh.net.lanes.native import KeptThreads, library_for
 from pmesh.net.lanes.persistent import (
     NO_LIMIT,
     BegunOp,
     EndedOp,
+    Meeting,
     Message,
     PersistentCall,
     PersistentCalls,
@@ -50,9 +56,14 @@ from pmesh.net.sessions.sessions import Session
 LEAST_TIMEOUT_S = 1.0  # the library holds an op for a tenth of this before Python goes on with it
 TRUST_S = 1.0  # V8
 MOST_TRAINERS = 16  # each has a thread
+MOST_BYTES_HERE = 2**22
+"""Of the values or the result of a rank that meets others here: a larger result is written once for
+all, by Python (`pmesh.agent.jobs.together`)."""
 _MOST_SEEN = 64
 IN_USE_OPS = 1000  # a call that was not repeated for so many makes room for others
 _CHOOSES_AMONG = 3  # ranks: for two, all strategies are alike
+
+_NO_PLAN = PlanMaker(size=1).plan()
 
 _serving: set["RepeatedCalls"] = set()
 
@@ -70,17 +81,27 @@ class _Kept:
     """The op in which it was called last."""
 
 
+@dataclass(slots=True)
+class _Way:
+    """How the ranks of a call exchange values: over lanes, or where all of them meet."""
+
+    library: ctypes.CDLL
+    plan: RankPlan = _NO_PLAN
+    lanes: Sequence[Lane] = ()
+    dtype: str = ""
+    """Of what the plan reduces."""
+    meeting: Meeting | None = None
+
+
 class RepeatedCalls:
     """Those of one rank."""
 
-    def __init__(
-        self, rank: LocalRank, session: Session, grants: Grants, ended_ops: list[NotedOp]
-    ) -> None:
-        """Begin without a call; the ops that end are added to `ended_ops`."""
+    def __init__(self, rank: LocalRank, session: Session, grants: Grants, jobs: Jobs) -> None:
+        """Begin without a call; the ops that end are added to those of the jobs."""
         self._rank = rank
         self._session = session
         self._grants = grants
-        self._ended_ops = ended_ops
+        self._jobs = jobs
         self._library: PersistentCalls | None = None
         self._kept: list[_Kept] = []
         self._arenas: list[Arena] = []
@@ -129,21 +150,17 @@ class RepeatedCalls:
 
     async def _keep(self, call: StartOp, request: StartOp) -> None:
         rank, shape = self._rank, self._rank.shapes.of(self._rank, request)
-        plan = shape.plan
-        if plan is None or shape.planned_for != self._here[:2]:
-            return
-        lanes = rank.lanes.if_open(plan.receives, plan.sends)
-        dtype = call.wire_dtype if shape.kind.reduces else ""
-        reduction = call.call.reduction or "sum"
-        if lanes is None or plan.works:
-            return
-        library = library_for(plan, lanes, dtype, reduction)
-        if library is None or not self._has_thread(library) or self._free_place() is None:
-            return
         itemsize = WIRE_DTYPES[call.wire_dtype].itemsize
         nbytes, gives = shape.extent.gets * itemsize, shape.extent.gives * itemsize
+        way = self._way_over_lanes(call, shape) if rank.is_apart else self._way_here(nbytes, gives)
+        if way is None or not self._has_thread(way.library) or self._free_place() is None:
+            return
         if not await self._make_room(nbytes, lends=call.borrows):
             return
+        if rank.has_all_here:
+            way.meeting = self._jobs.meetings.repeated.meeting(rank, call)
+            if way.meeting is None:
+                return
         source = hold(rank, request.arena, gives, request.offset) if gives else NOTHING
         place = self._free_place()
         assert self._library is not None and place is not None  # noqa: S101, PT018 - as above
@@ -153,16 +170,16 @@ class RepeatedCalls:
         self._library.put(
             place,
             PersistentCall(
-                plan,
-                lanes,
+                way.plan,
+                way.lanes,
                 RecordHeader(0, rank.roster.number, 0, 0, rank.fingerprint, -1),
                 source=source.memory,
                 arena=NOTHING.memory if source.arena is None else source.arena.memory,
                 itemsize=itemsize,
                 nbytes=nbytes,
-                scratch=np.empty(plan.scratch_bytes, np.uint8).data,
-                dtype=dtype,
-                reduction=reduction,
+                scratch=np.empty(way.plan.scratch_bytes, np.uint8).data,
+                dtype=way.dtype,
+                reduction=call.call.reduction or "sum",
                 request=_cut(*(_request(call, n) for n in (1, 2))),
                 says_place=bool(call.offset),
                 says_step=bool(call.step),
@@ -170,9 +187,27 @@ class RepeatedCalls:
                 lending=_cut(*(_reply(n, nbytes, lent=True) for n in (1, 2)))
                 if call.borrows and nbytes
                 else (),
+                meeting=way.meeting,
+                rank=rank.rank or 0,
             ),
             self._arenas[0].memory if nbytes else NOTHING.memory,
         )
+
+    def _way_over_lanes(self, call: StartOp, shape: Shape) -> _Way | None:
+        plan = shape.plan
+        if plan is None or shape.planned_for != self._here[:2]:
+            return None
+        lanes = self._rank.lanes.if_open(plan.receives, plan.sends)
+        if lanes is None or plan.works:
+            return None
+        dtype = call.wire_dtype if shape.kind.reduces else ""
+        library = library_for(plan, lanes, dtype, call.call.reduction or "sum")
+        return None if library is None else _Way(library, plan, lanes, dtype)
+
+    @staticmethod
+    def _way_here(*nbytes: int) -> _Way | None:
+        library = native.library()
+        return None if library is None or max(nbytes) > MOST_BYTES_HERE else _Way(library)
 
     def _free_place(self) -> int | None:
         """Return where there is room for a call; None if all calls that are kept are in use."""
@@ -269,7 +304,9 @@ class RepeatedCalls:
         if not self._kept or self._library is None or not _is_at_rest(rank):
             return False
         self._follow()
-        chooses = rank.size >= _CHOOSES_AMONG
+        if rank.has_all_here and self._is_awaited_in_python():
+            return False
+        chooses = rank.is_apart and rank.size >= _CHOOSES_AMONG
         chooses = chooses and any(asks_for_costs(kept.call.call) for kept in self._kept)
         limit: int | None = rank.costs.due if chooses else NO_LIMIT
         has_turn = not self._session.is_sending and self._session.unread_bytes <= most_unread
@@ -296,6 +333,12 @@ class RepeatedCalls:
             return False
         self._served = True
         return True
+
+    def _is_awaited_in_python(self) -> bool:
+        """Return whether another rank of this agent has begun the next op."""
+        rank = self._rank
+        running = (other.running for other in of_job(self._jobs.ranks, rank.roster))
+        return any(op is not None and op > rank.ledger.started for op in running)
 
     async def stopped(self) -> None:
         """Wait until the library serves no longer; what it has not answered comes next.
@@ -368,7 +411,7 @@ class RepeatedCalls:
             rank.own_time.note(end, calls=False)
             request = replace(self._kept[op.call].call, op=OpNumber(op.number))
             self._kept[op.call].used = op.number
-            self._ended_ops.append((rank, request, began, end, op.receiving_s, False))
+            self._jobs.ended_ops.append((rank, request, began, end, op.receiving_s, False))
             rank.idle_since, rank.step = end, op.step or rank.step
         results = [self._result_of(op) for op in ended]
         arenas = [result.arena for result in results if result.arena is not None]
@@ -414,7 +457,7 @@ def _may_repeat(rank: LocalRank, request: StartOp) -> bool:
     """Return whether a call is one that the library may answer, among these ranks."""
     kind = KINDS[request.call.kind]
     return (
-        rank.is_apart
+        (rank.is_apart or rank.has_all_here)
         and kind.barrier
         and kind.row is None
         and request.call.kind != "reduce"

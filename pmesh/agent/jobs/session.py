@@ -418,7 +418,7 @@ class _TrainerSession:
             await self._grants.report_gone()
             await self._grants.grant_output(arena)
         self._failed = not isinstance(reply, OpDone)
-        self._may_repeat = rank.is_apart and not self._failed
+        self._may_repeat = (rank.is_apart or rank.has_all_here) and not self._failed
         self._learns = request if self._may_repeat else None
         syncs = request.call.kind == "sync" or bool(self._syncs)
         if isinstance(reply, OpDone) and syncs != self._syncs:
@@ -437,8 +437,7 @@ class _TrainerSession:
             return
         if self._repeats is None or rank.repeats is None:
             self._end_repeats()  # those of the rank before
-            ended_ops = self._jobs.ended_ops
-            self._repeats = RepeatedCalls(rank, self._session, self._grants, ended_ops)
+            self._repeats = RepeatedCalls(rank, self._session, self._grants, self._jobs)
             rank.repeats = self._repeats
         request, self._learns = self._learns, None
         if request is not None:

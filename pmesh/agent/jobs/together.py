@@ -25,6 +25,7 @@ from typing import Final, NamedTuple
 import trio
 
 from pmesh.agent.jobs.ranks import KeptResult
+from pmesh.agent.jobs.repeated_together import RepeatedTogether
 from pmesh.core.ops.together import SAME_FOR_ALL, Fold, Together, ValuesAt, plan_together
 from pmesh.core.values import Roster
 from pmesh.core.wire.trainer import StartOp
@@ -266,6 +267,7 @@ class Meetings:
 
     def __init__(self) -> None:
         self._open: dict[Attempt, _Meeting] = {}
+        self.repeated = RepeatedTogether()
 
     def taken(self, attempt: Attempt) -> int:
         """Return how far an op has come: a number that grows while it moves."""
@@ -279,6 +281,7 @@ class Meetings:
         self._open = {
             at: meeting for at, meeting in self._open.items() if at[0] != job or at[2] >= below
         }
+        self.repeated.forget(job, below=below)
 
     def meet(self, attempt: Attempt, rank: int, size: int, part: RankPart) -> "Taking | None":
         """Take part in an op that is no broadcast, without waiting.

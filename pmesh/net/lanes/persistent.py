@@ -10,7 +10,7 @@ soon. Python then goes on exactly there.
 
 import ctypes
 from collections.abc import Collection, Mapping, Sequence
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import trio
 
@@ -78,6 +78,19 @@ class PersistentCall(NamedTuple):
     """What it gets, around the number of the op and, if there is a result, of its arena."""
     lending: Message
     """The same if the trainer keeps the result until it drops the arena; empty if it may not."""
+    meeting: "Meeting | None" = None
+    """Where all ranks meet, if they are at this agent; then there are no lanes."""
+    rank: int = 0
+    """As which one it comes there."""
+
+
+class Meeting(Protocol):
+    """Where ranks of one agent meet (`pmesh.net.sessions.combining`)."""
+
+    @property
+    def address(self) -> int:
+        """Where the library finds it, as long as this lives."""
+        ...
 
 
 class EndedOp(NamedTuple):
@@ -175,6 +188,8 @@ class PersistentCalls:
         struct.arena, struct.arena_bytes = address_of(call.arena), len(call.arena)
         struct.itemsize = call.itemsize
         struct.says_place, struct.says_step = call.says_place, call.says_step
+        struct.meeting = 0 if call.meeting is None else call.meeting.address
+        struct.rank = call.rank
         self._calls[place : place + 1] = [(call, op)]
         self._state.call_count = len(self._calls)
         self._lanes += [lane for lane in call.lanes if lane not in self._lanes]

@@ -7,6 +7,7 @@ has begun. The native library does them (native/combine.c), or numpy where it is
 import ctypes
 import os
 import threading
+import weakref
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
@@ -100,13 +101,19 @@ def slices_of(
     Raises:
         ValueError: the plan does not fit this memory.
     """
+    library = library_for(plan, dtype, reduction)
+    if library is None:
+        return InNumpy(plan, sources, results, dtype=dtype, reduction=reduction)
+    return InLibrary(library, plan, sources, results, dtype=dtype, reduction=reduction)
+
+
+def library_for(plan: Together, dtype: str, reduction: str) -> ctypes.CDLL | None:
+    """Return the library if it can carry out the plan."""
     library = native.library()
     if plan.reduces and library is not None:
         itemsize = library.pmesh_itemsize(_DTYPES[dtype], _REDUCTIONS[reduction])
         library = library if itemsize else None
-    if library is None:
-        return InNumpy(plan, sources, results, dtype=dtype, reduction=reduction)
-    return InLibrary(library, plan, sources, results, dtype=dtype, reduction=reduction)
+    return library
 
 
 _DTYPES: Final = {name: number for number, name in enumerate(WIRE_DTYPES)}
@@ -132,20 +139,9 @@ class InLibrary:
         self._kept = regions = (*sources, *results)
         self._memory = array("Q", [*map(address_of, regions), *map(len, regions)])
         (at, _), size = self._memory.buffer_info(), plan.size
-        self._state = Combining(
-            folds=flat.at_folds,
-            places=flat.at_places,
-            sources=at,
-            results=at + 8 * size,
-            source_bytes=at + 16 * size,
-            result_bytes=at + 24 * size,
-            fold_count=len(flat.folds),
-            place_count=len(flat.places),
-            ranks=size,
-            dtype=_DTYPES[dtype] if plan.reduces else -1,
-            reduction=_REDUCTIONS[reduction] if plan.reduces else -1,
-            makes_nan_equal=plan.makes_nan_equal,
-        )
+        self._state = state = _combining(flat, plan, dtype, reduction)
+        state.sources, state.results = at, at + 8 * size
+        state.source_bytes, state.result_bytes = at + 16 * size, at + 24 * size
         self._op = ctypes.byref(self._state)
         self._folded = memoryview(b"")
         if not library.pmesh_combining_fits(self._op):
@@ -173,6 +169,38 @@ class InLibrary:
 
     def stop(self) -> None:
         self._library.pmesh_combining_stop(self._op)
+
+
+class Meeting:
+    """Where the calls of all ranks meet that the library answers (native/meeting.c)."""
+
+    def __init__(self, library: ctypes.CDLL, plan: Together, *, dtype: str, reduction: str) -> None:
+        """Lay out what is done whenever all ranks are there.
+
+        Raises:
+            OSError: the system has no memory.
+        """
+        self._flat = _laid_out(plan)
+        op = _combining(self._flat, plan, dtype, reduction)
+        self.address: int = library.pmesh_meeting_new(ctypes.byref(op)) or 0
+        """Where the library finds it, as long as this object lives."""
+        if not self.address:
+            raise OSError("the system has no memory for the meeting of ranks")
+        weakref.finalize(self, library.pmesh_meeting_free, self.address).atexit = False
+
+
+def _combining(flat: "_Flat", plan: Together, dtype: str, reduction: str) -> Combining:
+    """Return an op whose memory is not known yet."""
+    return Combining(
+        folds=flat.at_folds,
+        places=flat.at_places,
+        fold_count=len(flat.folds),
+        place_count=len(flat.places),
+        ranks=plan.size,
+        dtype=_DTYPES[dtype] if plan.reduces else -1,
+        reduction=_REDUCTIONS[reduction] if plan.reduces else -1,
+        makes_nan_equal=plan.makes_nan_equal,
+    )
 
 
 class InNumpy:

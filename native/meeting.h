@@ -1,0 +1,34 @@
+// Ops of ranks that are all at one agent, and whose calls the library answers: persistent.c.
+#ifndef PMESH_MEETING_H
+#define PMESH_MEETING_H
+
+#include "combine.h"
+
+// What a rank brings to an op, for as long as `pmesh_meet` runs.
+struct pmesh_part {
+    uint32_t rank;
+    uint64_t number; // of the op
+    const uint8_t *source;
+    uint8_t *result;
+    uint64_t source_bytes, result_bytes;
+    const _Atomic bool *recalled; // whether to wait for the others no longer
+    // Whether the op may end now. Every rank's agent is the same, so anyone may say it for all.
+    bool (*may_end)(void *);
+    void *of;
+};
+
+// Where the threads of all ranks meet, each for its own rank, whenever these make one call.
+struct pmesh_meeting;
+
+// NULL if there is no memory. The op says how many ranks there are and what is done; its memory is
+// that of the parts. What it points to stays until the meeting is freed.
+PMESH_API struct pmesh_meeting *pmesh_meeting_new(const struct pmesh_combining *op);
+// No thread is there any more.
+PMESH_API void pmesh_meeting_free(struct pmesh_meeting *meeting);
+// Wait until all ranks have come, and do the op with them. Returns whether it has been done: the
+// same for all of them. If not, it counts for none, and whoever was recalled has left.
+bool pmesh_meet(struct pmesh_meeting *meeting, const struct pmesh_part *part);
+// Let those look that wait for others: one of them is recalled.
+void pmesh_meeting_wake(struct pmesh_meeting *meeting);
+
+#endif

@@ -1,0 +1,81 @@
+"""Calls that all ranks of one agent repeat, so that the threads of the library may meet in them.
+
+A rank says which call it repeats; once all have said so, the library knows what is done, and each
+rank gets the place where they meet. A rank that still makes the call in Python recalls the others.
+"""
+
+from typing import TypeAlias
+from weakref import WeakValueDictionary
+
+from pmesh.agent.jobs.ranks import LocalRank
+from pmesh.core.ops.together import plan_together
+from pmesh.core.values import Roster
+from pmesh.core.wire.calls import Call
+from pmesh.core.wire.trainer import StartOp
+from pmesh.ids import Epoch, JobName
+from pmesh.net.sessions.combining import Meeting, library_for
+
+_MOST_WAITING = 256
+"""Calls that some ranks repeat and others do not, of all jobs."""
+
+_Where: TypeAlias = tuple[JobName, Epoch, int, Call, str, tuple[int, ...]]
+
+
+class RepeatedTogether:
+    """The calls of all jobs."""
+
+    def __init__(self) -> None:
+        self._meetings: WeakValueDictionary[_Where, Meeting] = WeakValueDictionary()
+        self._waiting: dict[_Where, dict[int, StartOp]] = {}  # the oldest first
+
+    def meeting(self, rank: LocalRank, request: StartOp) -> Meeting | None:
+        """Return where all ranks meet in a call; None as long as some do not repeat it.
+
+        A meeting is the same for all ranks while one of them has it. Those that it does not fit,
+        since a trainer has lied of its sizes, do not meet, but go through Python.
+        """
+        place = rank.rank
+        if place is None:
+            return None
+        where = _where(rank.roster, request)
+        found = self._meetings.get(where)
+        if found is not None:
+            return found
+        requests = self._waiting.setdefault(where, {})
+        requests[place] = request
+        if len(requests) < rank.size:
+            if len(self._waiting) > _MOST_WAITING:
+                del self._waiting[next(iter(self._waiting))]
+            return None
+        del self._waiting[where]
+        made = _make([requests[place] for place in range(rank.size)])
+        if made is not None:
+            self._meetings[where] = made
+        return made
+
+    def forget(self, job: JobName, *, below: int) -> None:
+        """Drop what ranks have said under earlier rosters."""
+        self._waiting = {
+            at: said for at, said in self._waiting.items() if at[0] != job or at[2] >= below
+        }
+
+
+def _where(roster: Roster, request: StartOp) -> _Where:
+    here = roster.job, roster.born, roster.number
+    return *here, request.call, request.wire_dtype, request.parts
+
+
+def _make(requests: list[StartOp]) -> Meeting | None:
+    first = requests[0]
+    try:
+        plan = plan_together(requests, root=0)
+    except ValueError:  # a trainer has lied: Python says so
+        return None
+    dtype, reduction = first.wire_dtype, first.call.reduction or "sum"
+    library = library_for(plan, dtype, reduction)
+    if library is None:
+        return None
+    try:
+        return Meeting(library, plan, dtype=dtype, reduction=reduction)
+    except OSError:
+        return None
