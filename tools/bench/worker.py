@@ -162,13 +162,13 @@ def carry_out(system: System, size: int, order: Order) -> RankAnswer:
     cpu_s = 0.0
     wrong = 0
     group = order.together or max(1, GROUP_BYTES // mine.nbytes)
-    shared = (
-        system.empty(order.count) if order.what == "all_reduce_shared" and system.empty else mine
-    )
-    shared[:] = mine
+    if order.what == "all_reduce_shared" and system.empty is not None:
+        own = system.empty(order.count)
+        own[:] = mine
+        mine = own
     while len(seconds) < order.times:
         times = min(group, order.times - len(seconds))
-        made = _make_calls(system, order, shared, right, times)
+        made = _make_calls(system, order, mine, right, times)
         seconds += made.seconds
         cpu_s += made.cpu_s
         wrong += made.wrong
