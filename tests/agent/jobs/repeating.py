@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 
+import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
@@ -18,23 +19,33 @@ from tests.worlds.village_ops import ones
 COUNT = 30
 SUM = Call("all_reduce", "float32", (COUNT,), "sum")
 AnyCall = Callable[[TrainerClient], Awaitable[object]]
+APART = pytest.mark.parametrize("in_python", ["apart"], indirect=True)
+"""For tests of what is only there among machines."""
+
+
+class OpsInPython(list[int]):
+    """The numbers of the ops that an agent's Python runs."""
+
+    together = False
+    """Whether all ranks of `repeating` are at one agent."""
 
 
 @asynccontextmanager
 async def repeating(
     clock: MockClock,
-    in_python: list[int],
+    in_python: OpsInPython,
     count: int,
     make: AnyCall | None = None,
     *,
     terms: Terms = ANY,
 ) -> AsyncGenerator[tuple[Village, list[TrainerClient]]]:
-    """So many machines with a rank each, whose next call of the same kind the library answers.
+    """So many ranks, each at its machine or all at one: their next call needs no interpreter.
 
     No time passes for agents then: heartbeats, which recall the library, would come at once.
     """
-    async with village(clock, count) as here:
-        trainers = await here.job(*here.machines, terms=terms)
+    async with village(clock, 1 if in_python.together else count) as here:
+        machines = here.machines * count if in_python.together else here.machines
+        trainers = await here.job(*machines, terms=terms)
         await repeat(clock, trainers, make or reduces)
         in_python.clear()
         yield here, trainers

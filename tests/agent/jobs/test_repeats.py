@@ -17,6 +17,7 @@ from tests.agent.jobs.repeating import (
     COUNT,
     SUM,
     AnyCall,
+    OpsInPython,
     everywhere,
     reduces,
     repeat,
@@ -40,7 +41,7 @@ PARTS = {2: (10, 20), 3: (5, 10, 15)}
 
 @pytest.mark.parametrize("ranks", [2, 3])
 async def test_a_call_that_is_repeated_needs_no_interpreter(
-    clock: MockClock, in_python: list[int], ranks: int
+    clock: MockClock, in_python: OpsInPython, ranks: int
 ) -> None:
     async with repeating(clock, in_python, ranks) as (_, trainers):
         for value in range(5):
@@ -82,7 +83,7 @@ def called(trainer: TrainerClient, which: Which) -> Awaitable[Values]:
     ],
 )
 async def test_it_gives_what_the_interpreter_gives(
-    clock: MockClock, in_python: list[int], kind: str, each: list[tuple[str, str]], ranks: int
+    clock: MockClock, in_python: OpsInPython, kind: str, each: list[tuple[str, str]], ranks: int
 ) -> None:
     wanted: dict[tuple[int, str, str], bytes] = {}
 
@@ -100,14 +101,14 @@ async def test_it_gives_what_the_interpreter_gives(
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-async def test_barriers_are_repeated(clock: MockClock, in_python: list[int], ranks: int) -> None:
+async def test_barriers_are_repeated(clock: MockClock, in_python: OpsInPython, ranks: int) -> None:
     async with repeating(clock, in_python, ranks, TrainerClient.barrier) as (_, trainers):
         for _ in range(4):
             await everywhere(trainers, TrainerClient.barrier)
         assert in_python == []
 
 
-async def test_values_may_lie_elsewhere_each_time(clock: MockClock, in_python: list[int]) -> None:
+async def test_values_may_lie_elsewhere_each_time(clock: MockClock, in_python: OpsInPython) -> None:
     async def reduces_at(trainer: TrainerClient, offset: int = 4) -> Values:
         values = numbers(trainer.rank + offset, COUNT, "float32")
         result = await trainer.run(SUM, values, offset=offset)
@@ -125,7 +126,7 @@ async def test_values_may_lie_elsewhere_each_time(clock: MockClock, in_python: l
 
 @pytest.mark.parametrize("offset", [2, 65_536 - 4 * COUNT + 4, 2**40])
 async def test_values_that_can_not_lie_there_end_the_session(
-    clock: MockClock, in_python: list[int], offset: int
+    clock: MockClock, in_python: OpsInPython, offset: int
 ) -> None:
     async def reduces_at(trainer: TrainerClient) -> None:
         await trainer.run(SUM, ones(COUNT), offset=8)
@@ -140,7 +141,7 @@ async def test_values_that_can_not_lie_there_end_the_session(
 
 @pytest.mark.parametrize("behind", [-1, 1, 2**40])
 async def test_an_op_with_another_number_ends_the_session(
-    clock: MockClock, in_python: list[int], behind: int
+    clock: MockClock, in_python: OpsInPython, behind: int
 ) -> None:
     async with repeating(clock, in_python, 2, terms=RAISE) as (_, (a, b)):
         await reduce_all([a, b], ones(COUNT))
@@ -151,7 +152,7 @@ async def test_an_op_with_another_number_ends_the_session(
 
 
 async def test_a_call_of_values_that_were_dropped_ends_the_session(
-    clock: MockClock, in_python: list[int]
+    clock: MockClock, in_python: OpsInPython
 ) -> None:
     async with repeating(clock, in_python, 2, terms=RAISE) as (_, (a, b)):
         await reduce_all([a, b], ones(COUNT))
@@ -218,7 +219,7 @@ async def follows(trainer: TrainerClient) -> None:
     ],
 )
 async def test_other_calls_are_never_repeated(
-    clock: MockClock, in_python: list[int], make: AnyCall
+    clock: MockClock, in_python: OpsInPython, make: AnyCall
 ) -> None:
     async with repeating(clock, in_python, 2, make) as (_, trainers):
         for _ in range(4):
@@ -226,9 +227,9 @@ async def test_other_calls_are_never_repeated(
         assert len(in_python) == 8
 
 
-@pytest.mark.parametrize("machines", [(0, 0), (0, 1, 0, 1), (0,)])
-async def test_ranks_that_share_an_agent_repeat_nothing(
-    clock: MockClock, in_python: list[int], machines: tuple[int, ...]
+@pytest.mark.parametrize("machines", [(0, 1, 0, 1), (0,)])
+async def test_ranks_of_which_some_share_an_agent_repeat_nothing(
+    clock: MockClock, in_python: OpsInPython, machines: tuple[int, ...]
 ) -> None:
     async with village(clock, 2) as here:
         trainers = await here.job(*[here.machines[place] for place in machines])
@@ -240,7 +241,7 @@ async def test_ranks_that_share_an_agent_repeat_nothing(
 
 
 async def test_without_the_library_nothing_is_repeated(
-    clock: MockClock, in_python: list[int], monkeypatch: pytest.MonkeyPatch
+    clock: MockClock, in_python: OpsInPython, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with without_library(monkeypatch):
         async with repeating(clock, in_python, 2) as (_, trainers):
@@ -254,7 +255,7 @@ async def test_without_the_library_nothing_is_repeated(
 
 @pytest.mark.parametrize("kinds", [2, MOST_CALLS])
 async def test_several_calls_are_repeated_in_any_order(
-    clock: MockClock, in_python: list[int], kinds: int
+    clock: MockClock, in_python: OpsInPython, kinds: int
 ) -> None:
     async def reduces_each(trainer: TrainerClient) -> None:
         for count in range(1, kinds + 1):
@@ -275,17 +276,18 @@ async def reduces_each(trainer: TrainerClient) -> None:
 
 
 async def test_more_calls_than_it_can_have_do_not_push_each_other_out(
-    clock: MockClock, in_python: list[int]
+    clock: MockClock, in_python: OpsInPython
 ) -> None:
     async with repeating(clock, in_python, 2, reduces_each) as (_, trainers):
         for _ in range(3):
             await everywhere(trainers, reduces_each)
-            assert len(in_python) == 2 * 2
+            # At one agent, one call may be kept by some ranks, and another by others.
+            assert len(in_python) <= 2 * (4 if in_python.together else 2)
             in_python.clear()
 
 
 async def test_calls_that_are_made_no_more_make_room(
-    clock: MockClock, in_python: list[int], faults: Faults
+    clock: MockClock, in_python: OpsInPython, faults: Faults
 ) -> None:
     faults.limit(repeats, "IN_USE_OPS", 10)
     async with repeating(clock, in_python, 2, reduces_each) as (_, trainers):
@@ -298,7 +300,7 @@ async def test_calls_that_are_made_no_more_make_room(
 
 
 async def test_a_step_is_known_though_the_library_answers(
-    clock: MockClock, in_python: list[int]
+    clock: MockClock, in_python: OpsInPython
 ) -> None:
     async def steps(trainer: TrainerClient) -> None:
         step = 1 + trainer.next_op
@@ -308,12 +310,12 @@ async def test_a_step_is_known_though_the_library_answers(
         for _ in range(200):
             await everywhere(trainers, steps)
         assert in_python == []
-        marks = [m.agent.jobs.facts().progress[0] for m in here.machines]
+        marks = [mark for m in here.machines for mark in m.agent.jobs.facts().progress]
         assert [mark.step for mark in marks] == [trainers[0].next_op] * 2
 
 
 async def test_of_many_different_calls_the_oldest_are_forgotten(
-    clock: MockClock, in_python: list[int], faults: Faults
+    clock: MockClock, in_python: OpsInPython, faults: Faults
 ) -> None:
     faults.limit(repeats, "_MOST_SEEN", 3)
     async with repeating(clock, in_python, 2) as (_, trainers):
@@ -321,10 +323,14 @@ async def test_of_many_different_calls_the_oldest_are_forgotten(
             await reduce_all(trainers, ones(count))
         assert len(in_python) == 12
         await reduce_all(trainers, ones(1))
-        assert len(in_python) == 12
+        in_python.clear()
+        await reduce_all(trainers, ones(1))
+        assert in_python == []
 
 
-async def test_a_larger_result_takes_larger_memory(clock: MockClock, in_python: list[int]) -> None:
+async def test_a_larger_result_takes_larger_memory(
+    clock: MockClock, in_python: OpsInPython
+) -> None:
     async with repeating(clock, in_python, 2) as (_, trainers):
         large = np.arange(100_000, dtype=np.float32)
         for _ in range(3):  # the calls before are learnt anew

@@ -17,7 +17,16 @@ from pmesh.core.wire.trainer import GroupOf
 from pmesh.ids import JobName
 from pmesh.native.layout import LOGGED_OPS
 from pmesh.net.sessions.arena_pools import IDLE_S, MAX_LENT
-from tests.agent.jobs.repeating import COUNT, everywhere, reduces, repeat, repeating, time_passes
+from tests.agent.jobs.repeating import (
+    APART,
+    COUNT,
+    OpsInPython,
+    everywhere,
+    reduces,
+    repeat,
+    repeating,
+    time_passes,
+)
 from tests.worlds.trainer import TrainerClient, together, until
 from tests.worlds.village import Machine, village
 from tests.worlds.village_ops import machine_of, ones, ranks_of, reduce_all, snapshot_of
@@ -25,37 +34,39 @@ from tests.worlds.village_ops import machine_of, ones, ranks_of, reduce_all, sna
 LARGE = Call("all_reduce", "float32", (20_000,), "sum")
 
 
-def ops_in_trace(machine: Machine) -> list[int]:
-    (times,) = machine.agent.jobs.times
-    return [op.op for _, op in times.after(0, since_us=-(2**62))]
+def ops_in_trace(machine: Machine) -> list[list[int]]:
+    """Of each rank."""
+    ranks = machine.agent.jobs.times
+    return [[op.op for _, op in times.after(0, since_us=-(2**62))] for times in ranks]
 
 
 # --- what is noted
 
 
 async def test_every_op_is_in_the_trace_and_in_the_durations(
-    clock: MockClock, in_python: list[int]
+    clock: MockClock, in_python: OpsInPython
 ) -> None:
     async with repeating(clock, in_python, 2) as (here, trainers):
         for _ in range(20):
             await reduce_all(trainers, ones(COUNT))
         for machine in here.machines:
-            assert ops_in_trace(machine) == list(range(23))
+            ranks = len(ranks_of(here)) // len(here.machines)
+            assert ops_in_trace(machine) == [list(range(23))] * ranks
             (durations,) = snapshot_of(machine).op_durations
             assert durations.kind == "all_reduce"
-            assert sum(durations.counts) == 23
+            assert sum(durations.counts) == 23 * ranks
             assert durations.total_s >= 0
         assert in_python == []
 
 
 async def test_an_op_takes_as_long_in_the_trace_as_it_took(
-    clock: MockClock, in_python: list[int]
+    clock: MockClock, in_python: OpsInPython
 ) -> None:
     async with repeating(clock, in_python, 2) as (here, trainers):
         began = trio.current_time()
         await reduce_all(trainers, ones(COUNT))
         for machine in here.machines:
-            (times,) = machine.agent.jobs.times
+            *_, times = machine.agent.jobs.times
             *_, (_, op) = times.after(0, since_us=-(2**62))
             assert (op.op, op.kind, op.nbytes, op.completed) == (3, "all_reduce", 4 * COUNT, True)
             assert 0 < op.took_us < 1e6
@@ -63,7 +74,7 @@ async def test_an_op_takes_as_long_in_the_trace_as_it_took(
 
 
 async def test_heartbeats_tell_how_far_a_rank_has_come_and_what_is_stable(
-    clock: MockClock, in_python: list[int]
+    clock: MockClock, in_python: OpsInPython
 ) -> None:
     async with repeating(clock, in_python, 2) as (here, trainers):
         for _ in range(20):
@@ -77,7 +88,7 @@ async def test_heartbeats_tell_how_far_a_rank_has_come_and_what_is_stable(
 
 
 async def test_only_what_others_may_ask_for_is_retained(
-    clock: MockClock, in_python: list[int]
+    clock: MockClock, in_python: OpsInPython
 ) -> None:
     async with repeating(clock, in_python, 2) as (here, trainers):
         before = [rank.arenas.outputs.nbytes for rank in ranks_of(here)]
@@ -95,7 +106,7 @@ async def test_only_what_others_may_ask_for_is_retained(
 
 
 async def test_more_ops_than_can_be_logged_are_all_noted(
-    clock: MockClock, in_python: list[int]
+    clock: MockClock, in_python: OpsInPython
 ) -> None:
     async with repeating(clock, in_python, 2, TrainerClient.barrier) as (here, trainers):
 
@@ -106,11 +117,13 @@ async def test_more_ops_than_can_be_logged_are_all_noted(
         await everywhere(trainers, calls_many)
         assert set(in_python) == {LOGGED_OPS + 3}
         for machine in here.machines:
-            assert ops_in_trace(machine) == list(range(LOGGED_OPS + 13))
+            for ops in ops_in_trace(machine):
+                assert ops == list(range(LOGGED_OPS + 13))
 
 
+@APART
 async def test_with_three_ranks_costs_are_made_when_they_are_due(
-    clock: MockClock, in_python: list[int]
+    clock: MockClock, in_python: OpsInPython
 ) -> None:
     async with repeating(clock, in_python, 3) as (here, trainers):
         tables = list[object]()
@@ -144,7 +157,7 @@ async def drops_all(trainer: TrainerClient) -> None:
 
 
 async def test_results_that_a_trainer_keeps_stay_as_they_are(
-    clock: MockClock, in_python: list[int]
+    clock: MockClock, in_python: OpsInPython
 ) -> None:
     async with repeating(clock, in_python, 2, borrows) as (_, trainers):
         await everywhere(trainers, drops_all)
@@ -166,7 +179,7 @@ async def test_results_that_a_trainer_keeps_stay_as_they_are(
 
 
 async def test_results_that_are_dropped_are_lent_again_and_again(
-    clock: MockClock, in_python: list[int]
+    clock: MockClock, in_python: OpsInPython
 ) -> None:
     async with repeating(clock, in_python, 2, borrows) as (_, trainers):
         await everywhere(trainers, drops_all)
@@ -184,7 +197,7 @@ async def test_results_that_are_dropped_are_lent_again_and_again(
 
 
 async def test_what_is_lent_when_the_library_is_recalled_stays_lent(
-    clock: MockClock, in_python: list[int]
+    clock: MockClock, in_python: OpsInPython
 ) -> None:
     async with repeating(clock, in_python, 2, borrows) as (here, trainers):
         await everywhere(trainers, drops_all)
@@ -201,7 +214,7 @@ async def test_what_is_lent_when_the_library_is_recalled_stays_lent(
 
 
 async def test_what_is_dropped_while_the_library_answers_is_free_for_python_too(
-    clock: MockClock, in_python: list[int]
+    clock: MockClock, in_python: OpsInPython
 ) -> None:
     async with repeating(clock, in_python, 2, borrows) as (here, trainers):
         for _ in range(10):
@@ -220,7 +233,7 @@ async def test_what_is_dropped_while_the_library_answers_is_free_for_python_too(
 
 
 async def test_an_arena_that_is_dropped_twice_ends_the_session(
-    clock: MockClock, in_python: list[int]
+    clock: MockClock, in_python: OpsInPython
 ) -> None:
     async with repeating(clock, in_python, 2, borrows) as (_, trainers):
         await everywhere(trainers, drops_all)
@@ -236,7 +249,7 @@ async def test_an_arena_that_is_dropped_twice_ends_the_session(
 
 
 async def test_a_group_whose_calls_are_repeated_rests_and_wakes(
-    clock: MockClock, in_python: list[int]
+    clock: MockClock, in_python: OpsInPython
 ) -> None:
     async with village(clock, 2) as here:
         trainers = await here.job(*here.machines)

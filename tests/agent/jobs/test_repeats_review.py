@@ -23,8 +23,10 @@ from pmesh.ids import JobName, OpNumber
 from pmesh.net.lanes import native
 from pmesh.net.sessions.arena_pools import IDLE_S, ArenaBudget, ArenaShare
 from tests.agent.jobs.repeating import (
+    APART,
     COUNT,
     SUM,
+    OpsInPython,
     everywhere,
     reduces,
     repeat,
@@ -48,7 +50,7 @@ from tests.worlds.village_ops import (
 
 
 async def test_a_call_is_learnt_as_itself_though_others_have_come_since(
-    clock: MockClock, in_python: list[int]
+    clock: MockClock, in_python: OpsInPython
 ) -> None:
     async with repeating(clock, in_python, 2) as (_, trainers):
         await reduce_all(trainers, ones(7))  # for the first time
@@ -106,7 +108,7 @@ async def drops(trainer: TrainerClient) -> None:
 
 
 async def test_what_the_library_has_lent_is_lent_though_others_have_taken_the_memory_since(
-    clock: MockClock, in_python: list[int], faults: Faults
+    clock: MockClock, in_python: OpsInPython, faults: Faults
 ) -> None:
     budgets = all_budgets(faults)
     async with repeating(clock, in_python, 2, borrows) as (_, trainers):
@@ -124,10 +126,11 @@ async def test_what_the_library_has_lent_is_lent_though_others_have_taken_the_me
                 assert np.frombuffer(kept, np.float32, COUNT).tolist() == [2.0] * COUNT
 
 
+@APART
 @pytest.mark.parametrize("answers", ["library", "Python"])
 async def test_memory_for_calls_that_were_repeated_is_there_for_others(
     clock: MockClock,
-    in_python: list[int],
+    in_python: OpsInPython,
     faults: Faults,
     monkeypatch: pytest.MonkeyPatch,
     answers: str,
@@ -157,7 +160,7 @@ def is_expelled(rank: LocalRank) -> bool:
 
 
 async def test_who_comes_back_holds_no_more_memory_than_before(
-    clock: MockClock, in_python: list[int]
+    clock: MockClock, in_python: OpsInPython
 ) -> None:
     async with village(clock, 2) as here:
         a, b = await syncing_job(here, *here.machines)
@@ -178,8 +181,9 @@ async def test_who_comes_back_holds_no_more_memory_than_before(
         assert held[-1] == held[1], held
 
 
+@APART
 async def test_a_lane_that_is_closed_keeps_its_descriptor_while_threads_use_it(
-    clock: MockClock, in_python: list[int], faults: Faults
+    clock: MockClock, in_python: OpsInPython, faults: Faults
 ) -> None:
     faults.limit(native, "TWO_THREADS_FROM_BYTES", 1)
 
@@ -209,7 +213,7 @@ async def test_a_lane_that_is_closed_keeps_its_descriptor_while_threads_use_it(
 
 @pytest.mark.parametrize("step", [2**63, 2**64 - 1])
 async def test_a_step_that_no_client_says_ends_the_session(
-    clock: MockClock, in_python: list[int], step: int
+    clock: MockClock, in_python: OpsInPython, step: int
 ) -> None:
     """The other machines would refuse a heartbeat that says it, and so this machine."""
 
@@ -250,7 +254,7 @@ async def keeps_the_last(trainer: TrainerClient) -> None:
 
 
 async def test_a_trainer_that_drops_a_result_with_its_next_call_is_answered_by_the_library(
-    clock: MockClock, in_python: list[int]
+    clock: MockClock, in_python: OpsInPython
 ) -> None:
     async with repeating(clock, in_python, 2, keeps_the_last) as (_, trainers):
         await everywhere(trainers, keeps_the_last)
@@ -288,7 +292,7 @@ async def group_of(here: Village, trainers: list[TrainerClient]) -> list[Trainer
 
 
 async def test_a_group_does_not_rest_in_an_op_that_the_library_has_begun(
-    clock: MockClock, in_python: list[int]
+    clock: MockClock, in_python: OpsInPython
 ) -> None:
     async with village(clock, 2) as here:
         a, b = await group_of(here, await here.job(*here.machines))
