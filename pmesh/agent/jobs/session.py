@@ -153,6 +153,8 @@ class _TrainerSession:
         self._failed = False
         """Whether the last op has failed."""
         self._has_left = False
+        self._awaits_op: trio.Event | None = None
+        """Set when an op begins, once the trainer's process has ended: nobody takes its result."""
         self._may_repeat = False
         """Whether the library may answer what comes next."""
         self._most_unread = 0
@@ -402,6 +404,8 @@ class _TrainerSession:
         began = rank.busy_since = trio.current_time()
         is_timed = request.count >= TIMED_VALUES  # smaller ops receive for no time that matters
         received_s = rank.lanes.receiving_s if is_timed else 0.0
+        if self._awaits_op is not None:
+            self._awaits_op.set()
         rank.own_time.note(began, calls=True)
         if request.step:
             rank.step, rank.share_percent = request.step, request.share_percent
@@ -477,7 +481,9 @@ class _TrainerSession:
             if self._rank is not None:
                 self._rank.recall()  # the library may run an op of it
             if self._rank is None or self._rank.busy_since is None:
-                await trio.sleep(WATCH_S)  # its last requests are read first: it may have left
+                self._awaits_op = trio.Event()
+                with trio.move_on_after(WATCH_S):  # its last requests are read first: it may leave
+                    await self._awaits_op.wait()
             scope.cancel()
 
     async def _watch(self, scope: trio.CancelScope) -> None:
