@@ -25,6 +25,7 @@ from tools.chaos.episodes import (
     Kill,
     run_faults,
     run_ranks,
+    run_together,
 )
 from tools.chaos.goodput import GOODPUT, run_goodput
 from tools.chaos.steady import (
@@ -130,6 +131,8 @@ CAMPAIGNS = (
     Campaign("kill-ranks",
              "kills of any kind among agents that have 1, 2 and 3 trainers, in ops of any size",
              run_ranks, *KILLED, 300, 2),
+    Campaign("kill-together", "SIGKILL of one or two of four trainers that one agent has",
+             run_together, *KILLED, 100, 1),
     Campaign("restarts", "a node killed and restarted 20 times in one training run", run_restarts,
              "equal weights, loss within 2 %, nothing leaked",
              fact_within("difference of the losses, %", 2.0), 20, one_size=True),

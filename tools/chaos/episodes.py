@@ -110,9 +110,10 @@ class KillRanks(Fault):
     """SIGKILL of one trainer or two, of an agent below its trainers, or of a whole node."""
 
     patience_s: float = 15.0
+    whom: tuple[str, ...] = ("trainer", "trainer", "trainer", "two", "agent", "node")
 
     def strike(self, cluster: LabCluster, random: Random) -> Struck:
-        match random.choice(("trainer", "trainer", "trainer", "two", "agent", "node")):
+        match random.choice(self.whom):
             case "trainer":
                 node = random.choice(cluster.nodes)
                 trainer = random.choice(node.trainers)
@@ -196,6 +197,13 @@ def run_ranks(run: CampaignRun) -> Tally:
         with LabCluster(placement, options, logs=run.logs) as cluster:
             run_episodes(cluster, KillRanks(), count, random, tally)
     return tally
+
+
+def run_together(run: CampaignRun) -> Tally:
+    """Kills of trainers of which one agent has all."""
+    fault = KillRanks(whom=("trainer", "trainer", "two"))
+    with LabCluster((4,), run.options(4), logs=run.logs) as cluster:
+        return run_episodes(cluster, fault, run.episodes, run.random())
 
 
 def run_episodes(
