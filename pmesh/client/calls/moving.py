@@ -389,7 +389,7 @@ class Objects(Caller):
             at = rank_of(table.done.world, trainer)
             size = _size_of(table.heads[at], at)
             if is_root:
-                session.input_values("uint8", size, room_bytes=0)[:] = data
+                session.input_values("uint8", size, room_bytes=0, retained=True)[:] = data
             place = session.world.trainers.index(trainer)
             call = Call("broadcast", "uint8", (size,), root=place)
             done = session.run_op(call, "uint8", size, timeout_s=timeout_s)

@@ -290,7 +290,9 @@ def run_single(session: TrainerSession, wanted: Collective, leaf: Leaf) -> tuple
     region = None if broadcasts else session.region_of(values, wire)
     if region is None and (not broadcasts or root == session.world.rank):
         room_bytes = nbytes + _WEIGHT_BYTES
-        leaf.fill(session.input_values(wire, values.size, room_bytes=room_bytes))
+        leaf.fill(
+            session.input_values(wire, values.size, room_bytes=room_bytes, retained=broadcasts)
+        )
     done = session.run_op(
         Call(
             wanted.kind,
@@ -384,7 +386,12 @@ class _Overlap:
         if bucket is not self._laid_out:
             self._evaluate(bucket)
             count = self.count(bucket)
-            region = self._session.input_values(bucket.wire, count, room_bytes=self._room_bytes)
+            region = self._session.input_values(
+                bucket.wire,
+                count,
+                room_bytes=self._room_bytes,
+                retained=self._wanted.kind == "broadcast",
+            )
             fill(bucket, self._leaves, region, self._wanted.weight)
 
     def meanwhile(self, following: Bucket | None) -> None:

@@ -344,8 +344,7 @@ class _Transfer:
         session = self._session
         rank, count = rank_of(root, self._living), -(-size // _WIRE_BYTES)
         if rank == session.world.rank:
-            # A fresh region for each chunk: others may still fetch what a root has sent (O2).
-            region = session.input_values("int32", count, room_bytes=0)
+            region = session.input_values("int32", count, room_bytes=0, retained=True)
             self._packed.copy_to(region.view(np.uint8)[:size], start)
         receivers = self._plan.receivers_among(self._living)
         tree = f"sync {start}"

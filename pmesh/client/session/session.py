@@ -121,7 +121,8 @@ class TrainerSession:
         self._own = 0.0, time.monotonic()
         """How long it has computed until when; replaced at once, as any thread reads it."""
         self._input: Mapped | None = None
-        self._input_retained = False
+        self._sent: Mapped | None = None
+        """The input of the last broadcast of which this rank was the root."""
         self._ahead: Mapped | None = None
         self._ahead_is_filled = False
         self._outputs: dict[int, Mapped] = {}
@@ -170,30 +171,47 @@ class TrainerSession:
         """The place of each rank in the ring."""
         return tuple(self.world.trainers.index(trainer) for trainer in self.ranks.trainers)
 
-    def input_values(self, dtype: str, count: int, *, room_bytes: int) -> Values:
-        """Return shared memory for an op's values.
-
-        It is reused, also across ops, but not after a broadcast's root has sent from it: that input
-        is the retained result, which others may still fetch (O2). Then it is left to the agent,
-        which knows when no rank will fetch it any more, and uses it for a later request.
+    def input_values(
+        self, dtype: str, count: int, *, room_bytes: int, retained: bool = False
+    ) -> Values:
+        """Return shared memory for an op's values, which is reused, also across ops.
 
         Args:
             dtype: one of WIRE_DTYPES.
             count: the number of values.
             room_bytes: the most that later ops of the same call need, to request memory only once.
+            retained: whether a broadcast's root sends from it: others may fetch it later (O2), and
+                only the agent knows when no rank will do so any more.
         """
+        if self._sent is not None:
+            self._drop(self._sent)
+            self._sent = None
         if count == 0:
             return np.empty(0, WIRE_DTYPES[dtype])
         nbytes = count * WIRE_DTYPES[dtype].itemsize
-        if self._input is not None and (self._input_retained or self._input.nbytes < nbytes):
-            number, self._input = self._input.number, None
-            self._drop_arena(number)
-        if self._input is None:
-            self._input = self._want_arena(max(nbytes, room_bytes))
-            self._input_retained = False
-            with self._end_on_error():  # the agent may have granted too little
-                return values_in(self._input, dtype, count)
-        return values_in(self._input, dtype, count)
+        if retained:
+            region = self._sent = self._want_arena_at_any_cost(nbytes)
+        elif self._input is not None and self._input.nbytes >= nbytes:
+            return values_in(self._input, dtype, count)
+        else:
+            self._drop(self._input)
+            region = self._input = self._want_arena(max(nbytes, room_bytes))
+        with self._end_on_error():  # the agent may have granted too little
+            return values_in(region, dtype, count)
+
+    def _want_arena_at_any_cost(self, nbytes: int) -> Mapped:
+        try:
+            return self._want_arena(nbytes)
+        except UsageError:
+            if self._input is None:
+                raise
+            self._drop(self._input)
+            self._input = None
+            return self._want_arena(nbytes)
+
+    def _drop(self, arena: Mapped | None) -> None:
+        if arena is not None:
+            self._drop_arena(arena.number)
 
     def empty(self, dtype: str, count: int) -> Values:
         """Return flat values for the user to fill, in an arena that is dropped with the last view.
@@ -213,12 +231,9 @@ class TrainerSession:
 
     def prepare_ahead(self, nbytes: int) -> None:
         """Ask for the memory of `values_ahead`, before an op runs."""
-        if nbytes and self._input_retained and self._input is not None:
-            number, self._input = self._input.number, None  # else it becomes `_ahead` after the op
-            self._drop_arena(number)
         if self._ahead is not None and self._ahead.nbytes < nbytes:
-            number, self._ahead = self._ahead.number, None
-            self._drop_arena(number)
+            self._drop(self._ahead)
+            self._ahead = None
         if self._ahead is None and nbytes:
             self._ahead = self._want_arena(nbytes)
 
@@ -309,12 +324,11 @@ class TrainerSession:
             share_percent=self.share_percent,
         )
         before = extent_of(request, rank=world.rank, size=len(world.trainers))
-        source = self._input if before.gives else None
+        source = (self._sent if is_root else self._input) if before.gives else None
         if region is None and source is not None:
             region = InputRegion(source.number, 0)
         if region is not None:
             request = msgspec.structs.replace(request, arena=region.arena, offset=region.offset)
-        self._input_retained = self._input_retained or is_root
         self._ahead_is_filled = False
         self.calls.ops += 1
         if self.ended is not None:
@@ -446,10 +460,14 @@ class TrainerSession:
 
     def _move_input(self, number: int) -> int:
         """Move the op's values to another arena; return its number."""
-        old, self._input = self._input, None
-        if old is None or old.number != number:
+        if self._sent is not None and self._sent.number == number:
+            old, self._sent = self._sent, None
+            new = self._sent = self._want_arena(old.nbytes)
+        elif self._input is not None and self._input.number == number:
+            old, self._input = self._input, None
+            new = self._input = self._want_arena(old.nbytes)
+        else:
             raise ProtocolError(f"arena {number} is no input of the agent's to take back")
-        self._input = new = self._want_arena(old.nbytes)
         np.frombuffer(new.memory, np.uint8, old.nbytes)[:] = np.frombuffer(old.memory, np.uint8)
         return new.number
 
@@ -480,7 +498,7 @@ class TrainerSession:
         """End at once; without `leave`, the others see a crash."""
         self.ended = self.ended or reason
         self._connection.close()
-        self._input = self._ahead = None
+        self._input = self._sent = self._ahead = None
         self._begun.clear()
         self._outputs.clear()
         self._residuals.clear()

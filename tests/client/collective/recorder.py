@@ -25,8 +25,10 @@ class OpRecorder:
         self._ahead: Values | None = None
         self._next_op = 0
 
-    def input_values(self, dtype: str, count: int, *, room_bytes: int) -> Values:
-        del room_bytes
+    def input_values(
+        self, dtype: str, count: int, *, room_bytes: int, retained: bool = False
+    ) -> Values:
+        del room_bytes, retained
         self.events.append("lay out")
         self._input = np.empty(count, WIRE_DTYPES[dtype])
         return self._input

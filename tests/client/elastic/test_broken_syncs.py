@@ -30,8 +30,10 @@ class SessionWithLoss:
         self._region: Values = np.empty(0)
         self._lost_in = lost_in
 
-    def input_values(self, dtype: str, count: int, *, room_bytes: int) -> Values:
-        del room_bytes
+    def input_values(
+        self, dtype: str, count: int, *, room_bytes: int, retained: bool = False
+    ) -> Values:
+        del room_bytes, retained
         self._region = np.zeros(count, WIRE_DTYPES[dtype])
         return self._region
 

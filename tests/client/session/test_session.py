@@ -14,7 +14,14 @@ from pmesh.client.session import connection
 from pmesh.core.values import Verdict
 from pmesh.core.wire.control import StatusReply
 from pmesh.core.wire.framing import frame
-from pmesh.core.wire.session import ArenaGone, ArenaGranted, Refused, SessionMessage, encode
+from pmesh.core.wire.session import (
+    ArenaGone,
+    ArenaGranted,
+    DropArena,
+    Refused,
+    SessionMessage,
+    encode,
+)
 from pmesh.core.wire.trainer import Joined, Leave, OpFailed, StartOp, StillWaiting
 from pmesh.ids import OpNumber
 from simulation.wire import AnyRequest
@@ -250,6 +257,57 @@ def test_a_refused_arena_raises_and_the_rank_stays_in_step(scripted: ScriptedAge
         mesh.all_reduce(ONE)
     mesh.barrier()
     mesh.close()
+
+
+def sums(scripted: ScriptedAgent) -> Step:
+    """A step that answers an op with its number, in an arena of its own."""
+
+    def step(trainer: TrainerSocket, request: AnyRequest | None) -> None:
+        assert isinstance(request, StartOp)
+        result = scripted.grant(trainer, "output", 8)
+        result.memory[:8] = np.float64(request.op).tobytes()
+        trainer.send(op_done(request.op, result.number))
+
+    return step
+
+
+def noting(seen: list[AnyRequest | None], step: Step) -> Step:
+    """The same step, which notes what it answers."""
+
+    def note(trainer: TrainerSocket, request: AnyRequest | None) -> None:
+        seen.append(request)
+        step(trainer, request)
+
+    return note
+
+
+def test_a_broadcast_leaves_the_memory_of_other_calls_as_it_is(scripted: ScriptedAgent) -> None:
+    """A call repeats without the interpreter only if its values lie in the same arena again."""
+    granted, seen = scripted.grants("input", 8), list[AnyRequest | None]()
+    steps = [granted, sums(scripted), granted, replies(op_done(1)), replies(), sums(scripted)]
+    scripted.steps += [noting(seen, step) for step in steps]
+    mesh = pmesh.connect("job", home=scripted.home)
+    mesh.all_reduce(ONE)
+    mesh.broadcast(ONE, root=0)
+    mesh.all_reduce(ONE)
+    mesh.close()
+    reduced, sent, again = (each.arena for each in seen if isinstance(each, StartOp))
+    assert reduced == again != sent
+    assert DropArena(sent) in seen
+
+
+def test_a_broadcast_without_room_beside_other_calls_takes_theirs(scripted: ScriptedAgent) -> None:
+    refused = replies(Refused(Verdict("UsageError", "no shared memory for 8 bytes more")))
+    granted, seen = scripted.grants("input", 8), list[AnyRequest | None]()
+    steps = [granted, sums(scripted), refused, replies(), granted, replies(op_done(1))]
+    scripted.steps += [noting(seen, step) for step in steps]
+    mesh = pmesh.connect("job", home=scripted.home)
+    mesh.all_reduce(ONE)
+    assert mesh.broadcast(ONE, root=0) == ONE
+    mesh.close()
+    reduced, sent = (each.arena for each in seen if isinstance(each, StartOp))
+    assert reduced != sent
+    assert DropArena(reduced) in seen
 
 
 def test_an_interrupt_in_mid_op_ends_the_mesh_because_the_reply_would_be_taken_for_another(
