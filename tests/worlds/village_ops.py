@@ -100,6 +100,7 @@ async def _reach_nobody(_: object) -> NoReturn:
 def use_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also between ranks of a job that are all at one agent, which combine in its memory."""
     monkeypatch.setattr(op_task, "is_in_memory", lambda *_: False)
+    monkeypatch.setattr(LocalRank, "has_all_here", False)  # nor in the library
 
 
 def hold_all_reduces(

@@ -111,7 +111,8 @@ def _ends_at_once(rank: LocalRank, op: Op, jobs: Jobs) -> bool:
     if op.codec is not None or not isinstance(_next_step(rank, op, jobs), Run):
         return False
     if is_in_memory(rank, op, jobs):
-        _recall_others(rank, jobs)
+        if rank.repeats is not None:  # else no rank here repeats anything
+            _recall_others(rank, jobs)
         op.begun = _meet(rank, op, jobs)
         ended = op.begun is not None and op.begun.ends_at_once()
     else:

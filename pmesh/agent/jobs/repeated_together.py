@@ -7,13 +7,14 @@ rank gets the place where they meet. A rank that still makes the call in Python 
 from typing import TypeAlias
 from weakref import WeakValueDictionary
 
+from pmesh import native
 from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.core.ops.together import plan_together
 from pmesh.core.values import Roster
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.trainer import StartOp
 from pmesh.ids import Epoch, JobName
-from pmesh.net.sessions.combining import Meeting, library_for
+from pmesh.net.sessions.combining import Meeting, adds
 
 _MOST_WAITING = 256
 """Calls that some ranks repeat and others do not, of all jobs."""
@@ -72,8 +73,8 @@ def _make(requests: list[StartOp]) -> Meeting | None:
     except ValueError:  # a trainer has lied: Python says so
         return None
     dtype, reduction = first.wire_dtype, first.call.reduction or "sum"
-    library = library_for(plan, dtype, reduction)
-    if library is None:
+    library = native.library()
+    if library is None or (plan.reduces and not adds(library, dtype, reduction)):
         return None
     try:
         return Meeting(library, plan, dtype=dtype, reduction=reduction)

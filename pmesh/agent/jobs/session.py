@@ -46,6 +46,7 @@ from pmesh.net.sessions.sessions import ENDS_OF_A_SESSION, Session, refuse, repo
 
 TIMED_VALUES = 16 * 1024  # to ask the lanes of smaller ops how long they received costs 1 % of one
 POLL_S = 0.02  # while a trainer waits for its job
+LOOK_S = 0.002  # when its process has ended: nobody waits for the op that it may have called
 WATCH_S = 0.5  # while it has one: a check costs 0.3 ms, and the process's end needs no check
 SAY_OF_JOB_EVERY_S = 1.0  # a person waits, and starts the others meanwhile
 MOST_UNLINKED = 3
@@ -153,8 +154,6 @@ class _TrainerSession:
         self._failed = False
         """Whether the last op has failed."""
         self._has_left = False
-        self._awaits_op: trio.Event | None = None
-        """Set when an op begins, once the trainer's process has ended: nobody takes its result."""
         self._may_repeat = False
         """Whether the library may answer what comes next."""
         self._most_unread = 0
@@ -404,8 +403,6 @@ class _TrainerSession:
         began = rank.busy_since = trio.current_time()
         is_timed = request.count >= TIMED_VALUES  # smaller ops receive for no time that matters
         received_s = rank.lanes.receiving_s if is_timed else 0.0
-        if self._awaits_op is not None:
-            self._awaits_op.set()
         rank.own_time.note(began, calls=True)
         if request.step:
             rank.step, rank.share_percent = request.step, request.share_percent
@@ -481,10 +478,14 @@ class _TrainerSession:
             if self._rank is not None:
                 self._rank.recall()  # the library may run an op of it
             if self._rank is None or self._rank.busy_since is None:
-                self._awaits_op = trio.Event()
-                with trio.move_on_after(WATCH_S):  # its last requests are read first: it may leave
-                    await self._awaits_op.wait()
+                await self._read_last_requests()
             scope.cancel()
+
+    async def _read_last_requests(self) -> None:
+        """Let a process that has ended leave as it has asked; return if it has called an op."""
+        with trio.move_on_after(WATCH_S):
+            while self._rank is None or self._rank.busy_since is None:  # noqa: ASYNC110 - it is rare
+                await trio.sleep(LOOK_S)
 
     async def _watch(self, scope: trio.CancelScope) -> None:
         process = TrainerProcess(self._session.pid)

@@ -101,19 +101,16 @@ def slices_of(
     Raises:
         ValueError: the plan does not fit this memory.
     """
-    library = library_for(plan, dtype, reduction)
-    if library is None:
+    library = native.library()
+    if library is None or (plan.reduces and not adds(library, dtype, reduction)):
         return InNumpy(plan, sources, results, dtype=dtype, reduction=reduction)
     return InLibrary(library, plan, sources, results, dtype=dtype, reduction=reduction)
 
 
-def library_for(plan: Together, dtype: str, reduction: str) -> ctypes.CDLL | None:
-    """Return the library if it can carry out the plan."""
-    library = native.library()
-    if plan.reduces and library is not None:
-        itemsize = library.pmesh_itemsize(_DTYPES[dtype], _REDUCTIONS[reduction])
-        library = library if itemsize else None
-    return library
+@lru_cache(maxsize=128)
+def adds(library: ctypes.CDLL, dtype: str, reduction: str) -> bool:
+    """Return whether the library can reduce such values."""
+    return bool(library.pmesh_itemsize(_DTYPES[dtype], _REDUCTIONS[reduction]))
 
 
 _DTYPES: Final = {name: number for number, name in enumerate(WIRE_DTYPES)}

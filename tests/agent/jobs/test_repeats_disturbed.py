@@ -10,7 +10,7 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from pmesh.agent.jobs import repeats
+from pmesh.agent.jobs import repeats, session
 from pmesh.core.ops.reductions import Values
 from pmesh.core.values import Terms
 from pmesh.core.wire.calls import Call
@@ -429,5 +429,7 @@ async def test_a_trainer_whose_process_ends_while_the_library_waits_for_others_i
             ends[jobs.exits].set()
             for _ in range(20):
                 await wait_all_tasks_blocked(0.005)
+            with time_passes(clock):
+                await trio.sleep(2 * session.LOOK_S)
             left = [rank for rank in jobs.ranks if rank.id == trainers[0].id]
             assert all(rank.leaving for rank in left)  # perhaps a view has removed it already
