@@ -47,7 +47,8 @@ struct pmesh_meeting *pmesh_meeting_new(const struct pmesh_combining *op) {
     own->result_bytes = bytes_of(meeting) + op->ranks;
     for (uint32_t i = 0; i < op->fold_count; i++) {
         const struct pmesh_fold *fold = &op->folds[i];
-        const uint32_t places = fold->take_end - fold->take_begin + fold->give_end - fold->give_begin;
+        const uint32_t places =
+            fold->take_end - fold->take_begin + fold->give_end - fold->give_begin;
         meeting->moving_bytes += fold->nbytes * places;
     }
     pthread_mutex_init(&meeting->lock, NULL);

@@ -41,7 +41,7 @@ struct pmesh_server {
     bool serves, closing;
     _Atomic bool recalled;
     _Atomic(struct pmesh_meeting *) at; // where it may wait
-    int wake[2], stopped[2]; // pipes
+    int wake[2], stopped[2];            // pipes
 };
 
 static double seconds(clockid_t clock) {
