@@ -33,6 +33,7 @@ SOURCES = {
     ),
     "works": ("tests/works.c", "executor.c", *LANES, *COMPUTING),
     "combine": ("tests/combine.c", "combine.c", "reduce.c"),
+    "meeting": ("tests/meeting.c", "combine.c", "reduce.c"),  # it includes meeting.c
     "fuzz_records": ("tests/fuzz_records.c", "tests/fuzz_driver.c", *LANES[1:]),  # lane.c
     "fuzz_plans": ("tests/fuzz_plans.c", "tests/fuzz_driver.c", *COMPUTING),  # executor.c
     "fuzz_subflows": (
@@ -140,6 +141,14 @@ def test_ranks_of_one_machine_have_the_values_of_a_plain_loop_or_were_stopped(
 ) -> None:
     said = programs.run("combine", sanitizers, 1, 60)
     assert said.endswith(" stopped\n")
+
+
+@pytest.mark.parametrize("sanitizers", [MEMORY, THREADS])
+def test_threads_that_meet_and_are_recalled_at_any_moment_do_each_op_for_all_or_for_none(
+    sanitizers: str, programs: SanitizedPrograms, *, is_quick: bool
+) -> None:
+    said = programs.run("meeting", sanitizers, 1, 15 if is_quick else 30)
+    assert 0 not in map(int, re.findall(r"\d+", said))  # tries in vain, ops of several threads
 
 
 @pytest.mark.parametrize("target", ["records", "plans", "subflows", "persistent"])
