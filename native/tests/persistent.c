@@ -2,7 +2,8 @@
 // a thread that does what Python does: it lets the server serve, recalls it at any moment, and goes
 // on with whatever the server leaves. The trainers know all values, and look at each result for as
 // long as they may. Now and then a rank stops its op: then all of them do, those that lack the last
-// result take it from one that has it, and they go on with a higher roster.
+// result take it from one that has it, and they go on with a higher roster. With some seeds the
+// servers meet in each call, as those of one agent; Python then still uses lanes.
 //
 // Run: persistent [FIRST_SEED [COUNT]]
 #include "toy.h"
@@ -70,6 +71,7 @@ enum {
     OPS = 60,                  // of a seed
     FIRST_SLOT = 126,          // numbers of arenas: of one byte, and of two
     STREAM_BYTES = 16384,      // more than a trainer says in a seed
+    RECALLS = 200,
     HANGS_MS = 60 * 1000,
     HANGS_S = 120, // of a seed; the program then ends by SIGALRM
     MOST_WAIT_MS = 100,
@@ -120,6 +122,8 @@ struct world {
     uint32_t size;
     uint64_t counts[CALLS]; // values
     struct rank ranks[MOST_RANKS];
+    struct pmesh_place places[2 * MOST_RANKS]; // where the ranks meet
+    struct pmesh_fold folds[CALLS];
     _Atomic uint64_t roster; // higher than a rank's own once it is to stop
     _Atomic int stops_left;
     _Atomic uint32_t done; // ranks
@@ -127,7 +131,7 @@ struct world {
     pthread_cond_t changed;
     uint32_t met;
     uint64_t meetings;
-    _Atomic uint64_t begun, served, lent; // counts
+    _Atomic uint64_t begun, served, lent, together; // counts
 };
 
 static const char *const REQUESTS[CALLS][PMESH_PARTS] = {
@@ -384,7 +388,36 @@ static struct world *new_world(uint64_t seed, uint32_t size) {
     return world;
 }
 
+static void let_ranks_meet(struct world *world) {
+    const uint32_t size = world->size;
+    for (uint32_t i = 0; i < 2 * size; i++) {
+        world->places[i].rank = i % size;
+    }
+    for (uint32_t i = 0; i < CALLS; i++) {
+        world->folds[i] = (struct pmesh_fold){4 * world->counts[i], 0, size, size, 2 * size};
+        const struct pmesh_combining op = {.folds = &world->folds[i],
+                                           .places = world->places,
+                                           .fold_count = world->counts[i] ? 1 : 0,
+                                           .place_count = 2 * size,
+                                           .ranks = size,
+                                           .dtype = PMESH_INT32,
+                                           .reduction = PMESH_SUM};
+        struct pmesh_meeting *meeting = pmesh_meeting_new(&op);
+        assert(meeting);
+        for (uint32_t r = 0; r < size; r++) {
+            world->ranks[r].calls->calls[i].meeting = meeting;
+            world->ranks[r].calls->calls[i].rank = r;
+        }
+    }
+}
+
 static void free_world(struct world *world) {
+    for (uint32_t i = 0; i < CALLS; i++) {
+        struct pmesh_meeting *meeting = world->ranks[0].calls->calls[i].meeting;
+        if (meeting) { // no server is there
+            pmesh_meeting_free(meeting);
+        }
+    }
     for (uint32_t r = 0; r < world->size; r++) {
         struct rank *rank = &world->ranks[r];
         pmesh_server_free(rank->server);
@@ -593,6 +626,7 @@ static void follow_op(struct rank *rank, uint64_t op, const struct pmesh_ended_o
     assert(op < rank->calls->limit && ended->slot < PMESH_MOST_SLOTS);
     assert(ended->began_s <= ended->ended_s && ended->receiving_s >= 0);
     note_end(rank, op, ended->slot, rank->slots[ended->slot]);
+    rank->world->together += call->meeting != NULL;
     if (rank->calls->may_lend && call->lending.count) {
         uint32_t own = 0;
         rank->is_lent[ended->slot] = true;
@@ -884,9 +918,12 @@ static void *act_as_python(void *argument) {
     return NULL;
 }
 
-static void ranks_answer_their_trainers(uint64_t seed, uint64_t sums[4]) {
+static void ranks_answer_their_trainers(uint64_t seed, uint64_t sums[5]) {
     struct world *world = new_world(seed, (uint32_t)(2 + seed % 2));
     pthread_t threads[2 * MOST_RANKS];
+    if ((seed + 1) / 4 % 2) {
+        let_ranks_meet(world);
+    }
     world->stops_left = (int)(seed % 4);
     for (uint32_t r = 0; r < world->size; r++) {
         int failed = pthread_create(&threads[2 * r], NULL, train, &world->ranks[r]);
@@ -907,6 +944,7 @@ static void ranks_answer_their_trainers(uint64_t seed, uint64_t sums[4]) {
     sums[1] += world->begun;
     sums[2] += world->lent;
     sums[3] += world->roster - 1;
+    sums[4] += world->together;
     free_world(world);
 }
 
@@ -1091,10 +1129,71 @@ static void a_server_that_finds_no_room_is_none(void) {
     free(calls);
 }
 
+// The request stays as it came, until both ranks are there.
+static void servers_may_be_recalled_from_where_they_meet(void) {
+    for (uint32_t call = 0; call < CALLS; call++) {
+        struct world *world = new_world(1, 2);
+        struct rank *ranks = world->ranks;
+        const struct pmesh_persistent *calls = ranks[0].calls;
+        let_ranks_meet(world);
+        ranks[0].done = ask(&ranks[0], call) - 1;
+        for (int i = 0; i < RECALLS; i++) {
+            pmesh_serve(ranks[0].server);
+            while (read_bytes[ranks[0].session] < ranks[0].said) {
+                sched_yield();
+            }
+            for (int left = i % 20; left; left--) {
+                sched_yield();
+            }
+            pmesh_recall(ranks[0].server);
+            assert(calls->ended == 0 && calls->next == ranks[0].done + 1);
+            assert(calls->why == PMESH_OTHER || calls->why == PMESH_RECALLED);
+            assert(calls->unread_bytes == ranks[0].said &&
+                   !memcmp(calls->unread, ranks[0].stream, calls->unread_bytes));
+        }
+        ranks[1].done = ask(&ranks[1], call) - 1;
+        for (uint32_t r = 0; r < 2; r++) {
+            pmesh_serve(ranks[r].server);
+        }
+        for (uint32_t r = 0; r < 2; r++) {
+            read_reply(&ranks[r]);
+            pmesh_recall(ranks[r].server);
+            assert(ranks[r].calls->ended == 1 && !ranks[r].calls->unread_bytes);
+        }
+        free_world(world);
+    }
+}
+
+static void ranks_do_not_meet_in_another_op_nor_with_too_little_memory(void) {
+    enum { LESS_SOURCE = PMESH_SOURCE, LESS_RESULT = PMESH_RESULT, OTHER_OP, WAYS };
+    for (int way = 0; way < WAYS; way++) {
+        struct world *world = new_world(1, 2);
+        struct rank *ranks = world->ranks;
+        let_ranks_meet(world);
+        ranks[1].calls->next = ask(&ranks[0], 1) + (way == OTHER_OP);
+        if (way != OTHER_OP) {
+            ranks[1].ops[1].region_bytes[way] -= 4;
+        }
+        ask(&ranks[1], 1);
+        struct pollfd stopped[2];
+        for (uint32_t r = 0; r < 2; r++) {
+            stopped[r] = (struct pollfd){.fd = pmesh_server_fd(ranks[r].server), .events = POLLIN};
+            pmesh_serve(ranks[r].server);
+        }
+        const int ready = poll(stopped, 2, HANGS_MS); // another number stops only who comes last
+        assert(ready > 0);
+        for (uint32_t r = 0; r < 2; r++) {
+            pmesh_recall(ranks[r].server);
+            assert(!ranks[r].calls->ended && ranks[r].calls->unread_bytes == ranks[r].said);
+        }
+        free_world(world);
+    }
+}
+
 int main(int count, char **arguments) {
     const uint64_t first = count > 1 ? strtoull(arguments[1], NULL, 10) : 1;
     const uint64_t seeds = count > 2 ? strtoull(arguments[2], NULL, 10) : 20;
-    uint64_t sums[4] = {0};
+    uint64_t sums[5] = {0};
     alarm(HANGS_S);
     a_server_with_a_full_log_leaves_the_next_op();
     messages_may_arrive_byte_by_byte();
@@ -1103,13 +1202,15 @@ int main(int count, char **arguments) {
     an_op_that_does_not_end_soon_is_left_as_it_is();
     an_op_that_fails_is_left_and_not_answered();
     a_server_that_finds_no_room_is_none();
+    servers_may_be_recalled_from_where_they_meet();
+    ranks_do_not_meet_in_another_op_nor_with_too_little_memory();
     for (uint64_t seed = first; seed < first + seeds; seed++) {
         fprintf(stderr, "seed %llu\n", (unsigned long long)seed); // the last one if it fails
         alarm(HANGS_S);
         ranks_answer_their_trainers(seed, sums);
     }
-    printf("%llu ops answered, %llu begun, %llu results lent, %llu stops\n",
+    printf("%llu ops answered, %llu begun, %llu results lent, %llu stops, %llu met\n",
            (unsigned long long)sums[0], (unsigned long long)sums[1], (unsigned long long)sums[2],
-           (unsigned long long)sums[3]);
+           (unsigned long long)sums[3], (unsigned long long)sums[4]);
     return 0;
 }

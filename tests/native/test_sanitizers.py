@@ -125,7 +125,8 @@ def test_calls_that_trainers_repeat_end_once_each_while_servers_are_recalled_at_
     sanitizers: str, seeds: int, programs: SanitizedPrograms, *, is_quick: bool
 ) -> None:
     said = programs.run("persistent", sanitizers, 1, 4 if is_quick else seeds)
-    assert 0 not in map(int, re.findall(r"\d+", said))  # ops answered, begun, lent, and stopped
+    # Ops answered, begun, lent, stopped, and those of ranks that met:
+    assert 0 not in map(int, re.findall(r"\d+", said))
 
 
 @pytest.mark.parametrize("sanitizers", [MEMORY, THREADS])
