@@ -11,8 +11,9 @@
 #include <time.h>
 
 enum {
-    CALLS = 5,
-    WORDS = 75, // of the arena: not a round number
+    CALLS = 6,
+    MEETING = 5, // the call in which ranks meet: there is only one
+    WORDS = 75,  // of the arena: not a round number
     VALUES = 10,
     ITEM_BYTES = 4,
     LONG_BYTES = 4200, // more than a server keeps
@@ -87,8 +88,8 @@ static int fuzzed_clock(struct timespec *time) {
 #undef poll
 #undef clock_gettime
 
-// --- five calls: a copy, an op without values, one that waits for another rank, a long request,
-// and one that says its step
+// --- six calls: a copy, an op without values, one that waits for another rank, a long request,
+// one that says its step, and a copy where all ranks of this agent meet
 
 static struct {
     struct pmesh_persistent calls;
@@ -99,6 +100,7 @@ static struct {
     struct pmesh_lane lane; // on which nothing ever comes
     uint8_t *arena, *long_request, *slots[PMESH_MOST_SLOTS];
     struct pmesh_runner *runner;
+    struct pmesh_meeting *meeting;
 } rank;
 
 static struct pmesh_message laid_out(const char *first, const char *second, const char *third) {
@@ -147,11 +149,11 @@ static ssize_t fuzzed_send(const uint8_t *from, size_t nbytes) {
     const uint8_t piece = next_byte();
     assert(nbytes > 9 && pmesh_get(from, 4) == nbytes - 4 && !memcmp(from + 4, "done ", 5));
     assert(op->number + 1 == calls->next && op->number < calls->limit);
-    assert(op->call < 2 || op->call == 4);
+    assert(op->call < 2 || op->call == 4 || op->call == MEETING);
     assert(op->number == follow());
     // V8: it was trusted at the look before the last.
     assert(1e6 * (op->ended_s - 1) <= (double)calls->trusted_until_us);
-    if (op->call == 0) {
+    if (op->call == 0 || op->call == MEETING) {
         const struct pmesh_slot *slot = &calls->slots[op->slot];
         uint32_t own = 0;
         check_result(slot->memory);
@@ -192,6 +194,8 @@ static void set_up(uint8_t numbers, uint8_t flags) {
     rank.plans[0].copy_count = 1;
     rank.ops[0].region_bytes[PMESH_SOURCE] = COPY.nbytes;
     rank.ops[0].region_bytes[PMESH_RESULT] = COPY.nbytes;
+    rank.ops[MEETING].region_bytes[PMESH_SOURCE] = COPY.nbytes;
+    rank.ops[MEETING].region_bytes[PMESH_RESULT] = COPY.nbytes;
     rank.plans[2].records = &RECORD;
     rank.plans[2].tracks = &TRACK;
     rank.plans[2].record_count = rank.plans[2].receiving = 1;
@@ -203,12 +207,16 @@ static void set_up(uint8_t numbers, uint8_t flags) {
     calls->calls[3].request = laid_out((const char *)rank.long_request, "", NULL);
     calls->calls[4].request = laid_out("step", "of", "");
     calls->calls[4].says_step = true;
+    calls->calls[MEETING].request = laid_out("meet", "from", "");
+    calls->calls[MEETING].meeting = rank.meeting;
     for (uint32_t i = 0; i < CALLS; i++) {
         calls->calls[i].says_place = calls->calls[i].request.count == PMESH_PARTS && i != 4;
     }
-    for (uint32_t i = 1; i < CALLS; i++) {
+    for (uint32_t i = 1; i < MEETING; i++) {
         calls->calls[i].reply = laid_out("done ", "", NULL);
     }
+    calls->calls[MEETING].reply = calls->calls[0].reply;
+    calls->calls[MEETING].lending = calls->calls[0].lending;
     calls->drop = laid_out("drop", "", NULL);
     calls->next = FIRST[numbers % 6];
     calls->limit = flags & 1 ? calls->next + 3 : INT64_MAX;
@@ -228,6 +236,15 @@ static void set_up(uint8_t numbers, uint8_t flags) {
 // What stays from one run to the next.
 static void set_up_once(void) {
     static const uint8_t KEY[PMESH_KEY_BYTES];
+    static const struct pmesh_fold FOLD = {VALUES * ITEM_BYTES, 0, 1, 0, 1};
+    static const struct pmesh_place PLACE;
+    const struct pmesh_combining op = {.folds = &FOLD,
+                                       .places = &PLACE,
+                                       .fold_count = 1,
+                                       .place_count = 1,
+                                       .ranks = 1,
+                                       .dtype = -1,
+                                       .reduction = -1};
     int ends[2];
     if (rank.runner) {
         return;
@@ -236,6 +253,8 @@ static void set_up_once(void) {
     assert(!failed);
     rank.lane = new_lane(ends[0], KEY);
     rank.runner = pmesh_runner_new();
+    rank.meeting = pmesh_meeting_new(&op);
+    assert(rank.meeting);
     trainer.came = exactly(MOST_CAME);
     rank.long_request = exactly(LONG_BYTES + 1);
     memset(rank.long_request, 'z', LONG_BYTES);
