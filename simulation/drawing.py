@@ -3,6 +3,8 @@
 from dataclasses import replace
 from random import Random
 
+from msgspec import structs
+
 from pmesh.core.topology.graph import UNKNOWN
 from pmesh.core.values import Terms
 from pmesh.core.wire.views import MeasuredEdge
@@ -13,6 +15,10 @@ from simulation.trainers import REPEATED_KINDS, Habits, chance
 
 SLOW_OP_TIMEOUT_S = 30.0
 """On a slow network a ring of four and two view changes take that long."""
+
+
+MOST_TOGETHER = 4
+"""So many trainers of one job on a node."""
 
 
 def draw_size(random: Random, *, slow: bool) -> int:
@@ -73,7 +79,7 @@ def draw_habits(
 def draw_repeats(random: Random, habits: list[tuple[Habits, ...]]) -> list[tuple[Habits, ...]]:
     """In half of the jobs the trainers call the same again and again, and most agents mind it."""
     repeating = {job for job in ("digits", "words") if chance(random, 0.5)}
-    return [
+    drawn = [
         tuple(
             replace(each, kinds=REPEATED_KINDS, repeats=chance(random, 0.8))
             if each.job in repeating
@@ -82,6 +88,24 @@ def draw_repeats(random: Random, habits: list[tuple[Habits, ...]]) -> list[tuple
         )
         for theirs in habits
     ]
+    for job in sorted(repeating & {each.job for theirs in drawn for each in theirs}):
+        if chance(random, 0.2):
+            drawn = _put_together(random, drawn, job)
+    return drawn
+
+
+def _put_together(
+    random: Random, habits: list[tuple[Habits, ...]], job: str
+) -> list[tuple[Habits, ...]]:
+    """All trainers of a job on one node, and not too many."""
+    theirs = [each for here in habits for each in here if each.job == job][:MOST_TOGETHER]
+    terms = structs.replace(theirs[0].terms, min_ranks=min(theirs[0].terms.min_ranks, len(theirs)))
+    wait_for = min(theirs[0].wait_for, len(theirs))
+    placed = [tuple(each for each in here if each.job != job) for here in habits]
+    placed[random.randrange(len(habits))] += tuple(
+        replace(each, wait_for=wait_for, terms=terms) for each in theirs
+    )
+    return placed
 
 
 def draw_terms(random: Random, trainers: int) -> Terms:

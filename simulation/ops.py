@@ -100,10 +100,18 @@ def _go_on(rank: SimulatedRank, op: SimulatedOp) -> None:
         case FetchResult(outcome):
             _fetch(rank, op, outcome)
         case Run():
+            _recall_others(rank)
             op.phase, op.contributors, op.holds = "ring", rank.roster.ids, _will_hold(rank, op)
             _run_ring(rank, op)
         case _:
             assert_never(step)
+
+
+def _recall_others(rank: SimulatedRank) -> None:
+    """Let no rank of this agent wait for one whose op its agent runs."""
+    for other in rank.beside() if rank.has_all_here else ():
+        if other is not rank:
+            other.recall()
 
 
 def abandon(rank: SimulatedRank) -> None:

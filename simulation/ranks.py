@@ -1,10 +1,11 @@
 """One rank that lives on a simulated agent: its op, what its lanes brought, how its ops ended."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from pmesh.core.jobs.attempt import OpState
+from pmesh.core.jobs.progress import of_job
 from pmesh.core.jobs.rank import RankState
 from pmesh.core.values import Roster, Trainer, Verdict
 from pmesh.core.views.op_log import Ledger, pass_barriers
@@ -85,6 +86,15 @@ class SimulatedRank(RankState[OpResult | None]):
     def next_op(self) -> OpNumber:
         """The number of the op that its trainer calls next."""
         return OpNumber(self.true_ledger.started + 1)
+
+    @property
+    def has_all_here(self) -> bool:
+        """Whether all of several ranks are at this agent."""
+        return self.size > 1 and len({trainer.member for trainer in self.roster.trainers}) == 1
+
+    def beside(self) -> Iterator["SimulatedRank"]:
+        """Return the ranks of its job at this agent, this one too."""
+        return of_job(self.jobs.ranks, self.roster)
 
     def catch_up(self) -> None:
         """Note what the rank has run by itself."""

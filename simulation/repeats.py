@@ -2,6 +2,8 @@
 
 The library is a thread beside its agent. So the rank does not know how far the thread has come
 until it asks (`catch_up`), and the thread may still end an op while it is being stopped (`recall`).
+If all ranks are at one agent, their threads meet, and an op ends for all of them at once, once the
+last one has come. A rank that is recalled before that leaves, and its agent has the call.
 
 The real one takes only calls that its agent has run before, among the same ranks. Here it takes any
 op on which no view has decided.
@@ -15,6 +17,7 @@ from pmesh.core.ops.kinds import KINDS
 from pmesh.core.wire.calls import Call
 from pmesh.ids import OpNumber
 from simulation import ops
+from simulation.invariants import Violation
 from simulation.lane_messages import OpResult
 
 if TYPE_CHECKING:
@@ -42,11 +45,15 @@ class RepeatedCalls:
         self._rank = rank
         self._op: SimulatedOp | None = None
         """What the thread has begun and not ended."""
+        self._waits: SimulatedOp | None = None
+        """The op for which it waits for the other ranks of its agent."""
+        self._unread: SimulatedOp | None = None
+        """What the trainer has called and nobody has begun."""
         self._trusted_until_s = 0.0
 
     def serve(self) -> None:
         """Let the thread answer what its trainer calls next, if it may."""
-        self.serves = _is_at_rest(self._rank)
+        self.serves = _is_at_rest(self._rank) and not _is_awaited(self._rank)
 
     def vouch(self) -> None:
         """V8: the machine has not slept until now."""
@@ -59,12 +66,17 @@ class RepeatedCalls:
         rank = self._rank
         if not (self.serves and _may_repeat(rank, call)):
             return False
-        self._op = ops.make_op(rank, call, timeout_s)
-        rank.host.op_called(rank, self._op.number)
+        op = ops.make_op(rank, call, timeout_s)
+        rank.host.op_called(rank, op.number)
         rank.host.forget_facts()
-        ops.put_in(rank, self._op)
-        self._read()
-        rank.host.later(HELD * timeout_s, partial(self._give_up, self._op))
+        if rank.has_all_here:
+            self._waits = op
+            rank.host.later(self.read_after_s, self._read)
+        else:
+            self._op = op
+            ops.put_in(rank, op)
+            self._read()
+        rank.host.later(HELD * timeout_s, partial(self.give_up, op))
         return True
 
     def token_came(self) -> None:
@@ -74,23 +86,56 @@ class RepeatedCalls:
 
     def _read(self) -> None:
         rank, op = self._rank, self._op
+        if self._waits is not None:
+            self._meet(self._waits)
         if not self.serves or op is None:
             return
         differs = any(token.call != op.call for token in rank.tokens[op.number].values())
         if differs or rank.host.now > self._trusted_until_s:
-            rank.host.later(0.0, partial(self._give_up, op))
+            rank.host.later(0.0, partial(self.give_up, op))
             return
         ops.hand_on_all(rank, op)
         result = ops.result_of(rank, op)
         if result is not None:
-            self._op = None
-            self.ended[op.number] = op.call, result
-            rank.host.forget_facts()
-            ops.end(rank, op, result)
-            ops.reply(rank, None)
+            self.end(op, result)
 
-    def _give_up(self, op: "SimulatedOp") -> None:
-        if self.serves and self._op is op:
+    def _meet(self, op: "SimulatedOp") -> None:
+        """End the op for all ranks of the agent, if all have come."""
+        rank = self._rank
+        here = [other for other in rank.beside() if other.rank is not None]
+        parts = [(r.repeats, part) for r in here if r.repeats and (part := r.repeats.part_in(op))]
+        if len(parts) < rank.size:
+            return
+        is_trusted = rank.host.now <= self._trusted_until_s
+        values = {other.id: other.value(op.number) for other in here}
+        number, ids = rank.roster.number, rank.roster.ids
+        result = OpResult(number, ids, tuple(values[id_] for id_ in ids))
+        for repeats, part in parts:
+            if is_trusted:
+                part.staged = number
+                repeats.end(part, result)
+            else:
+                rank.host.later(0.0, partial(repeats.give_up, part))
+
+    def part_in(self, op: "SimulatedOp") -> "SimulatedOp | None":
+        """What this rank has come for, if another one has come for the same."""
+        waits = self._waits
+        is_same = waits is not None and (waits.number, waits.call) == (op.number, op.call)
+        return waits if is_same else None
+
+    def end(self, op: "SimulatedOp", result: OpResult) -> None:
+        """The op has ended, and the trainer is answered."""
+        if self._rank.running is not None:
+            raise Violation(f"V3: {self._rank.id} ends op {op.number}, and its agent runs it")
+        self._op = self._waits = None
+        self.ended[op.number] = op.call, result
+        self._rank.host.forget_facts()
+        ops.end(self._rank, op, result)
+        ops.reply(self._rank, None)
+
+    def give_up(self, op: "SimulatedOp") -> None:
+        """The op is left to the agent, if it has not ended."""
+        if self.serves and (op is self._op or op is self._waits):
             self.recall()
 
     # --- its agent
@@ -111,20 +156,29 @@ class RepeatedCalls:
         self.catch_up()
         if self._op is not None:
             self._rank.start(self._op.number, self._op.call)
+        if self._waits is not None:
+            self.leave_meeting(self._waits)
         self._rank.host.later(0.0, self.go_on)
 
+    def leave_meeting(self, op: "SimulatedOp") -> None:
+        """Wait for the others no longer: the op has not begun."""
+        self._waits, self._unread = None, op
+
     def go_on(self) -> None:
-        """Go on with the op that the thread had begun; without one, the thread may go on."""
+        """Go on with what the thread has left; if that is nothing, the thread may go on."""
         op, self._op = self._op, None
+        unread, self._unread = self._unread, None
         if op is not None:
             ops.take_over(self._rank, op)
+        elif unread is not None:
+            ops.call_op(self._rank, unread.call, unread.timeout_s)
         elif not self.serves:
             self.serve()
 
     def abandon(self) -> None:
         """The trainer is gone."""
         self.recall()
-        self._op = None
+        self._op = self._unread = None
 
 
 def _may_repeat(rank: "SimulatedRank", call: Call) -> bool:
@@ -134,10 +188,11 @@ def _may_repeat(rank: "SimulatedRank", call: Call) -> bool:
 
 
 def _is_at_rest(rank: "SimulatedRank") -> bool:
-    """Whether nothing is to be decided, among several ranks that all have agents of their own."""
+    """Whether nothing is to be decided, among ranks that have an agent each, or one for all."""
     members = {trainer.member for trainer in rank.roster.trainers}
     return (
-        1 < rank.size == len(members)
+        rank.size > 1
+        and len(members) in (1, rank.size)
         and rank.running is None
         and rank.ledger.ended == rank.ledger.started
         and len(rank.ledger.ops) <= MAX_UNSTABLE_OPS
@@ -147,3 +202,9 @@ def _is_at_rest(rank: "SimulatedRank") -> bool:
         and not (rank.fences or rank.leaving)
         and (rank.superseded, rank.late_failure, rank.view_request) == (None, None, None)
     )
+
+
+def _is_awaited(rank: "SimulatedRank") -> bool:
+    """Whether the agent has begun the next op of another rank that would meet this one."""
+    running = (other.running for other in rank.beside()) if rank.has_all_here else ()
+    return any(op is not None and op > rank.ledger.started for op in running)

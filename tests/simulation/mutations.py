@@ -37,6 +37,7 @@ from pmesh.ids import Epoch, Incarnation, Member
 from simulation import lane_messages, ops
 from simulation.agents import SimulatedAgent
 from simulation.links import Links
+from simulation.repeats import RepeatedCalls
 from tests.simulation import op_rules as without
 
 Function: TypeAlias = Callable[..., Any]
@@ -290,6 +291,11 @@ MUTATIONS = {
         "V3: a rank that is reported runs nothing by itself",
         (without.report, without.report_running),
         owner=RankState,
+    ),
+    "stays_in_meeting": Mutation(
+        "V3: who is recalled before the last rank has come has not begun",
+        (RepeatedCalls.leave_meeting, without.stays_in_meeting),
+        owner=RepeatedCalls,
     ),
     "lanes_of_anyone": Mutation(
         "V4: a lane is taken from its sender's own agent only", (ops._is_of_our_ring, _yes)

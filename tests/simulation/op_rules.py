@@ -18,7 +18,8 @@ from pmesh.core.views.state import MemberState, MemberStep
 from pmesh.core.wire.views import JobReport
 from pmesh.ids import Member, OpNumber
 from simulation import ops
-from simulation.ranks import SimulatedRank
+from simulation.ranks import SimulatedOp, SimulatedRank
+from simulation.repeats import RepeatedCalls
 
 Function: TypeAlias = Callable[..., Any]
 
@@ -76,6 +77,7 @@ resolve_ops = outcomes.resolve_ops
 report = RankState.report
 fence = RankState.fence
 complete_barriers = RankState.complete_barriers
+leave_meeting = RepeatedCalls.leave_meeting
 
 
 @contextmanager
@@ -94,6 +96,11 @@ def report_running(rank: RankState[Any]) -> JobReport:
 def fence_running(rank: RankState[Any], why: Any) -> None:
     with _running_on(rank):
         fence(rank, why)
+
+
+def stays_in_meeting(repeats: RepeatedCalls, op: SimulatedOp) -> None:
+    leave_meeting(repeats, op)
+    repeats._waits = op
 
 
 def last_barrier_stable(rank: RankState[Any], *arguments: Any) -> tuple[Any, ...]:

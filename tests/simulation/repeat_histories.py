@@ -4,7 +4,7 @@ import math
 
 from pmesh.core.links.health import WIRED
 from pmesh.core.wire.calls import Call
-from pmesh.ids import OpNumber
+from pmesh.ids import JobName, OpNumber
 from simulation import ops
 from simulation.agents import DOUBT_S, HEARTBEAT_S
 from simulation.cluster import Cluster
@@ -12,7 +12,7 @@ from simulation.links import Message
 from simulation.network import Conditions
 from simulation.ranks import SimulatedRank
 from simulation.repeats import HELD
-from simulation.trainers import Habits
+from simulation.trainers import Habits, SimulatedTrainer
 from tests.simulation.histories import JOB, agent_of, by_seniority, ranks_of, run_until
 
 BARRIER = Call("barrier", "float32", ())
@@ -85,3 +85,29 @@ def who_has_slept_ends_nothing_by_itself() -> None:
     assert ONE not in rank.ends
     cluster.network.swallow = None
     run_until(cluster, lambda: ONE in rank.ends, 1.0)
+
+
+def who_is_recalled_before_the_last_one_has_come_has_not_begun() -> None:
+    """V3: an op of ranks that are all at one agent ends for all of them at once, or for none."""
+    cluster = Cluster(0, size=1, habits=Habits(job=JobName("other"), wait_for=9))
+    cluster.start(0)
+    (agent,) = cluster.agents.values()
+    habits = Habits(job=JOB, wait_for=2, think_s=1e6, repeats=True)  # we call in their place
+    for _ in range(2):
+        SimulatedTrainer(cluster.timeline, cluster.random, agent, agent.jobs, habits)
+    run_until(cluster, lambda: len(agent.jobs.ranks) == 2, 10.0)
+    early, late = ranks = agent.jobs.ranks
+    for rank in ranks:
+        ops.call_op(rank, BARRIER)
+    run_until(cluster, lambda: all(_serves(rank) for rank in ranks), 1.0)
+    for op in (1, 2):
+        ops.call_op(early, BARRIER, LONG_S)
+        cluster.run_until(cluster.timeline.now + HEARTBEAT_S)
+        if op == 1:
+            early.recall()
+        assert OpNumber(op) not in early.ends
+        ops.call_op(late, BARRIER, LONG_S)
+        cluster.run_until(cluster.timeline.now + HEARTBEAT_S)
+        assert early.ends[OpNumber(op)] == late.ends[OpNumber(op)]
+        assert [rank.op for rank in ranks] == [None, None]
+        assert all(_serves(rank) for rank in ranks)

@@ -16,12 +16,12 @@ SEEDS = 150
 """Twice what the rarest of RANDOM took, one after the other."""
 
 RANDOM = {
-    "no_refusal": 3,
+    "no_refusal": 0,
     "same_counter": 0,
     "commit_any": 11,
     "same_incarnation": 0,
     "no_lineage": 20,
-    "no_fence": 11,
+    "no_fence": 60,
     "highest_op_only": 1,
     "old_evidence": 0,
     "no_flush_deadline": 1,
@@ -44,6 +44,9 @@ AIMED = {
     "never_superseded": histories.who_slept_through_several_views_does_not_go_on_alone,
     "believe_anyone": histories.who_has_gone_on_alone_parts_nobody_else,
     "report_running": repeat_histories.what_ends_while_its_rank_is_recalled_is_in_the_report,
+    "stays_in_meeting": (
+        repeat_histories.who_is_recalled_before_the_last_one_has_come_has_not_begun
+    ),
     "fence_running": repeat_histories.who_has_slept_ends_nothing_by_itself,
     "last_barrier_stable": repeat_histories.what_ends_while_its_rank_is_recalled_is_in_the_report,
     "drop_early": histories.what_comes_before_its_view_is_not_lost,
