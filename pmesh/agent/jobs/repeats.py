@@ -61,6 +61,8 @@ MOST_BYTES_HERE = 2**22
 all, by Python (`pmesh.agent.jobs.together`)."""
 _MOST_SEEN = 64
 IN_USE_OPS = 1000  # a call that was not repeated for so many makes room for others
+MOST_IN_VAIN = 128  # a step of a training may have half as many calls that not all ranks know yet
+_MOST_DOUBLINGS = 6  # after 64 ops that are left to Python it tries again
 _CHOOSES_AMONG = 3  # ranks: for two, all strategies are alike
 
 _NO_PLAN = PlanMaker(size=1).plan()
@@ -113,6 +115,8 @@ class RepeatedCalls:
         """Whether it is not noted yet what the library has done since it began to serve."""
         self._is_awaited = False
         """Whether a task waits until the library serves no longer."""
+        self._in_vain = 0
+        """How often in a row the library has got a request, and has answered none."""
         self._noted_begun = OpNumber(-1)
         self._trusted_until_us = 0
         for arenas in (rank.arenas.inputs, rank.arenas.outputs):
@@ -265,6 +269,7 @@ class RepeatedCalls:
             self.forget()
             self._seen.clear()
             self._no_room_for = NO_LIMIT
+            self._in_vain = 0
             self._here = self._place()
 
     def _place(self) -> tuple[object, object, object]:
@@ -304,7 +309,7 @@ class RepeatedCalls:
         if not self._kept or self._library is None or not _is_at_rest(rank):
             return False
         self._follow()
-        if rank.has_all_here and self._is_awaited_in_python():
+        if rank.has_all_here and (self._is_awaited_in_python() or self._meets_nobody()):
             return False
         chooses = rank.is_apart and rank.size >= _CHOOSES_AMONG
         chooses = chooses and any(asks_for_costs(kept.call.call) for kept in self._kept)
@@ -340,13 +345,21 @@ class RepeatedCalls:
         running = (other.running for other in of_job(self._jobs.ranks, rank.roster))
         return any(op is not None and op > rank.ledger.started for op in running)
 
+    def _meets_nobody(self) -> bool:
+        """Return whether to leave the next op to Python, which has had to recall the library.
+
+        All ranks try again in the same ops: else they would miss each other.
+        """
+        tries_every = 1 << min(max(self._in_vain - MOST_IN_VAIN, 0), _MOST_DOUBLINGS)
+        return (self._rank.ledger.started + 1) % tries_every != 0
+
     async def stopped(self) -> None:
         """Wait until the library serves no longer; what it has not answered comes next.
 
         Raises:
             trio.BrokenResourceError: the trainer does not take its replies.
         """
-        library = self._library
+        library, ended = self._library, self._rank.ledger.ended
         assert library is not None  # noqa: S101 - it serves
         self._is_awaited = True
         try:
@@ -356,7 +369,12 @@ class RepeatedCalls:
             self.recall()
         if library.trainer_is_stuck:
             raise trio.BrokenResourceError("the program does not read its replies")
-        self._session.put_back(library.take_unread())
+        unread = library.take_unread()
+        self._session.put_back(unread)
+        if self._rank.ledger.ended > ended:
+            self._in_vain = 0
+        elif unread:
+            self._in_vain += 1
 
     def vouch(self) -> None:
         """V8: let the library answer for another second, on a clock that sleep does not stop."""
