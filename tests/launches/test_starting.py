@@ -182,6 +182,24 @@ def test_a_machine_that_is_back_and_refuses_stays_lost() -> None:
     assert play.take(pass_time(play.launch, now=now)) == (Tell("mac-2 has not answered"),)
 
 
+def test_a_machine_that_is_back_begins_though_another_one_is_lost_or_silent_again() -> None:
+    def asked_two() -> Play:
+        play = running()
+        for node in (B, C):
+            play.lost(node)
+        for node in (B, C):
+            play.back(node)
+        assert play.answer(B) == ()
+        return play
+
+    assert asked_two().lost(C) == (Tell("mac-3 is lost: gone"), Begin(B))
+    play = asked_two()
+    actions = play.take(pass_time(play.launch, now=play.now + ANSWER_S))
+    assert actions == (Tell("mac-3 has not answered"), Begin(B))
+    play.ended(A)
+    assert play.ended(B) == (Over(0),)
+
+
 def test_without_the_lost_machine_the_others_are_a_success() -> None:
     play = running()
     play.lost(B)

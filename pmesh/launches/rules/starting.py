@@ -289,9 +289,7 @@ def _answered(launch: Started, *, now: float) -> Step:
     refused = [seat.refusal for seat in launch.seats if seat.phase == "lost" and seat.refusal]
     ready = [seat.node for seat in launch.seats if seat.phase == "ready"]
     if launch.phase == "running":  # one that is back
-        tells: list[Action] = [Tell(refusal) for refusal in refused if not ready]
-        begins: list[Action] = [Begin(node) for node in ready]
-        return _settle(_begin(launch), (*tells, *begins), now=now)
+        return _settle(launch, tuple(Tell(refusal) for refusal in refused if not ready), now=now)
     if ready and (not refused or launch.generation > 0):
         begun = _begin(replace(launch, phase="running", deadline=None, began=now))
         return Step(begun, (*map(Tell, refused), *map(Begin, ready)))
@@ -394,7 +392,10 @@ def _fail(launch: Started, note: Tell, *, now: float, at_once: bool = False) -> 
 
 
 def _settle(launch: Started, actions: tuple[Action, ...] = (), *, now: float) -> Step:
-    """Go on once no machine runs anything any more."""
+    """Begin on machines that are back, once all have answered; go on once none runs anything."""
+    if launch.phase == "running" and all(seat.phase != "asked" for seat in launch.seats):
+        actions += tuple(Begin(seat.node) for seat in launch.seats if seat.phase == "ready")
+        launch = _begin(launch)
     if launch.phase in {"asking", "over"} or any(
         seat.phase in {"asked", "ready", "runs"} for seat in launch.seats
     ):
