@@ -307,13 +307,46 @@ def test_ranks_that_hang_are_ended_and_started_again() -> None:
     assert play.take(hang(play.launch, 60.0, now=play.now)) == ()
 
 
+def test_a_machine_that_is_back_while_all_hang_begins_with_the_others() -> None:
+    play = running()
+    play.lost(B)
+    play.back(B)
+    play.take(hang(play.launch, 60.0, now=play.now))
+    assert play.answer(B) == (Signal(B, 9),)
+    play.ended(A, -15)
+    assert play.ended(C, -15) == (AskMachine(A), AskMachine(B), AskMachine(C))
+
+
+def test_what_was_agreed_before_all_hang_is_cancelled() -> None:
+    play = running()
+    for node in (B, C):
+        play.lost(node)
+    for node in (B, C):
+        play.back(node)
+    play.answer(B)
+    assert Signal(B, 9) in play.take(hang(play.launch, 60.0, now=play.now))
+    play.ended(A, -15)
+    actions = play.take(pass_time(play.launch, now=play.now + 3.0 + REPORT_S))
+    assert actions == (Tell("mac-3 has not answered"), AskMachine(A), AskMachine(B))
+
+
+def test_when_all_hang_and_none_may_start_again_one_that_is_back_does_not_begin() -> None:
+    play = running(restarts=0)
+    play.lost(B)
+    play.back(B)
+    play.take(hang(play.launch, 60.0, now=play.now))
+    play.answer(B)
+    play.ended(A, -15)
+    assert play.ended(C, -15) == (Over(1),)
+
+
 @given(st.data())
 def test_whatever_happens_it_ends_once_and_after_an_interrupt_always(data: st.DataObject) -> None:
     play = Play(elastic=data.draw(st.booleans()), restarts=data.draw(st.integers(0, 2)))
     nodes = st.sampled_from([A, B, C])
     for _ in range(data.draw(st.integers(0, 30))):
         node = data.draw(nodes)
-        match data.draw(st.integers(0, 6)):
+        match data.draw(st.integers(0, 7)):
             case 0:
                 play.answer(node, refusal=data.draw(st.sampled_from(["", "", "no"])))
             case 1:
@@ -328,6 +361,8 @@ def test_whatever_happens_it_ends_once_and_after_an_interrupt_always(data: st.Da
             case 5:
                 play.now += 1.0
                 play.take(pass_time(play.launch, now=play.now))
+            case 6:
+                play.take(hang(play.launch, 60.0, now=play.now))
             case _:
                 play.take(rank_ended(play.launch, node, data.draw(st.integers(0, 2)), 0, now=0.0))
     play.take(interrupt(play.launch, 2, now=play.now))

@@ -284,6 +284,9 @@ def _seated(launch: Started, seat: LaunchMember) -> Started:
 
 def _answered(launch: Started, *, now: float) -> Step:
     """See whether all machines that were asked have answered."""
+    if launch.phase in {"restarting", "ending"}:  # meanwhile all ranks are being ended
+        launch, cancelled = _cancel(launch)
+        return _settle(launch, cancelled, now=now)
     if any(seat.phase == "asked" for seat in launch.seats):
         return Step(launch)
     refused = [seat.refusal for seat in launch.seats if seat.phase == "lost" and seat.refusal]
@@ -296,6 +299,14 @@ def _answered(launch: Started, *, now: float) -> Step:
     over = replace(launch, phase="over", code=1, deadline=None)
     cancelled = tuple(Signal(node, _KILL) for node in ready)
     return Step(over, (*cancelled, Over(1, "; ".join(refused))))
+
+
+def _cancel(launch: Started) -> tuple[Started, tuple[Signal, ...]]:
+    """Cancel what machines have agreed to and not begun."""
+    ready = [seat for seat in launch.seats if seat.phase == "ready"]
+    for seat in ready:
+        launch = _seated(launch, replace(seat, phase="over"))
+    return launch, tuple(Signal(seat.node, _KILL) for seat in ready)
 
 
 def _begin(launch: Started) -> Started:
@@ -388,7 +399,8 @@ def _fail(launch: Started, note: Tell, *, now: float, at_once: bool = False) -> 
             "say"
         )
     signals = (Signal(seat.node, _TERM) for seat in running)
-    return _settle(launch, (Tell(f"{note.text}; {what}"), *signals), now=now)
+    launch, cancelled = _cancel(launch)
+    return _settle(launch, (Tell(f"{note.text}; {what}"), *signals, *cancelled), now=now)
 
 
 def _settle(launch: Started, actions: tuple[Action, ...] = (), *, now: float) -> Step:
