@@ -270,6 +270,50 @@ def test_a_machine_that_is_back_takes_part_in_the_next_generation() -> None:
     assert play.ended(C, -15) == (AskMachine(A), AskMachine(B), AskMachine(C))
 
 
+def test_a_machine_that_is_back_before_the_others_begin_again_takes_part() -> None:
+    for elastic in (True, False):
+        play = running(elastic=elastic, restarts=2)
+        play.lost(A)
+        play.take(hang(play.launch, 60.0, now=play.now))
+        play.back(A)
+        play.ended(B, -15)
+        assert play.ended(C, -15) == (AskMachine(A), AskMachine(B), AskMachine(C))
+
+
+def test_a_machine_that_is_back_while_the_others_are_asked_takes_part() -> None:
+    play = running(elastic=False, restarts=2)
+    play.lost(A)
+    play.ended(B, -15)
+    play.ended(C, -15)
+    play.back(A)
+    assert play.answer(B, C) == (Begin(B), Begin(C))
+    play.ended(B, 1)
+    assert play.ended(C, -15) == (AskMachine(A), AskMachine(B), AskMachine(C))
+    play = running()
+    play.lost(A)
+    play.take(hang(play.launch, 60.0, now=play.now))
+    play.ended(B, -15)
+    play.ended(C, -15)
+    assert AskMachine(A) in play.back(A)
+    assert play.answer(A, B, C) == (Begin(A), Begin(B), Begin(C))
+
+
+def test_a_machine_that_is_back_counts_no_more_as_one_that_has_refused() -> None:
+    play = running(elastic=False, restarts=2)
+    play.ended(A, 1)
+    play.ended(B, -15)
+    play.ended(C, -15)
+    play.answer(A, refusal="mac-1: no")
+    play.answer(B, C)
+    play.back(A)
+    play.ended(B, 1)
+    play.ended(C, -15)
+    play.answer(A, B, C)
+    seat = play.launch.seat_of(A)
+    assert seat is not None
+    assert (seat.ranks, seat.prints) == ((0,), True)
+
+
 def test_a_generation_goes_on_with_those_that_agree() -> None:
     play = running(elastic=False)
     play.ended(A, 1)

@@ -215,11 +215,15 @@ def machine_lost(launch: Started, node: NodeId, why: str, *, now: float) -> Step
 def machine_back(launch: Started, node: NodeId, *, now: float) -> Step:
     """There is a link again with a machine that was lost: it starts its ranks again."""
     seat = launch.seat_of(node)
-    if seat is None or seat.phase != "lost" or launch.phase != "running":
+    if seat is None or seat.phase != "lost" or launch.phase in {"ending", "over"}:
         return Step(launch)
-    if not launch.elastic:  # it takes part in the next generation, if there is one
-        return Step(_seated(launch, replace(seat, phase="over", codes={}, ranks=())))
-    launch = _seated(launch, replace(seat, phase="asked", refusal="", codes={}))
+    if launch.phase == "asking" and launch.generation == 0:  # it counts as a refusal
+        return Step(launch)
+    seat = replace(seat, refusal="", codes={})
+    if launch.phase == "restarting" or not launch.elastic:
+        # It takes part in the next generation, if there is one.
+        return Step(_seated(launch, replace(seat, phase="over", ranks=())))
+    launch = _seated(launch, replace(seat, phase="asked"))
     return Step(
         replace(launch, deadline=now + ANSWER_S),
         (Tell(f"{seat.name} is back: its ranks are started again"), AskMachine(node)),
