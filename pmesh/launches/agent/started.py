@@ -216,7 +216,8 @@ class StartedHere:
         if len(message.ports) < 2 * seat.count and not message.refusal:
             raise ProtocolError("a launch was prepared without ports")
         if seat.phase == "asked":
-            self._prepared[seat.node] = message
+            if not message.refusal:  # it has no ports, and others must be told of those before
+                self._prepared[seat.node] = message
             self._streams[seat.node] = _MachineStream(message.offset)
             why = f"{seat.name}: {message.refusal}" if message.refusal else ""
             self._apply(decide.prepared(self.state, seat.node, why, now=trio.current_time()))
