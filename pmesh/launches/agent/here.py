@@ -230,9 +230,12 @@ class PartHere:
         self._link = link
         if link is not None:
             self._connected = True
-            self._reported = 0
             self._stream.resume()
             self._send_parts()
+            # Nobody acknowledges a report. Of each rank only the last one still holds.
+            reports = (report for _, report in self._reports[: self._reported])
+            for report in {report.rank: report for report in reports}.values():
+                self._send(report)
             self._tell()
 
     def _lose_starter(self) -> None:
