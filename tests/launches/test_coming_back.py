@@ -4,6 +4,7 @@ from pathlib import Path
 
 import trio
 import trio.testing
+from trio.testing import MockClock
 
 from pmesh.core.wire.stream import PART_BYTES
 from pmesh.ids import Member
@@ -61,7 +62,71 @@ async def test_a_machine_that_refuses_when_it_is_back_does_not_spoil_the_begin_o
         assert ranks_untrusted(asked, begin) == range(1)  # else Anna would ban this machine
 
 
+async def test_a_detached_launch_is_refused_if_a_machine_is_lost_before_it_begins(
+    tmp_path: Path,
+) -> None:
+    """The begin would be lost with the link, and the others wait for that machine's ranks."""
+    async with launches_in(tmp_path) as here:
+        launch = start(here, terms=LaunchTerms(detach=True))
+        agree(here, ANNA)
+        launch.lose(ANNA, "the cable was out")
+        launch.find(ANNA)
+        agree(here, EVE)
+        assert launch.refusal == f"{launch.names[0]} is lost: the cable was out"
+        assert [type(message) for message in here.eve.sent] == [PrepareLaunch, SignalRanks]
+
+
+async def test_detached_ranks_end_once_their_machine_is_back_if_it_missed_the_signal(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    del autojump_clock
+    async with launches_in(tmp_path) as here:
+        launch = start(here, terms=LaunchTerms(detach=True))
+        agree(here, ANNA, EVE)
+        await trio.sleep(1)  # the links are known
+        del here.links[ANNA.node]
+        await trio.sleep(1)
+        here.launches.end(launch, 15)
+        here.launches.receive(EVE, RankEnded(ID, 0, 1, -15))
+        for after_s in (1, 60):  # before and after the starter has given it up
+            again = here.links[ANNA.node] = FakePeer(ANNA)
+            assert await again.next() == SignalRanks(ID, 15)
+            del here.links[ANNA.node]
+            await trio.sleep(after_s)
+        assert launch.is_over
+
+
+async def test_a_detached_machine_that_was_given_up_takes_part_again_once_it_is_back(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    del autojump_clock
+    async with launches_in(tmp_path) as here:
+        launch = start(here, terms=LaunchTerms(detach=True, hang_timeout_s=60))
+        agree(here, ANNA, EVE)
+        await trio.sleep(1)  # the links are known
+        del here.links[ANNA.node]
+        await trio.sleep(61)
+        here.launches.receive(EVE, RankEnded(ID, 0, 1, -15))
+        await trio.sleep(10)
+        agree(here, EVE)
+        again = here.links[ANNA.node] = FakePeer(ANNA)
+        assert await again.next() == SignalRanks(ID, 15)
+        assert isinstance(await again.next(), PrepareLaunch)
+        agree(here, ANNA)
+        begin = await again.next()
+        assert isinstance(begin, BeginRanks)
+        assert (begin.generation, begin.group, launch.phase) == (1, 0, "running")
+
+
 # --- at a machine with detached ranks
+
+
+async def test_a_detached_launch_that_has_not_begun_ends_with_its_starter(tmp_path: Path) -> None:
+    async with launches_in(tmp_path) as here:
+        assert await here.prepare(asks("true", detach=True)) == ""
+        del here.links[ANNA.node]
+        with trio.fail_after(20):
+            await here.launches.parts[ANNA.node, ID].over.wait()
 
 
 async def test_an_end_that_was_lost_with_the_link_is_reported_again(tmp_path: Path) -> None:

@@ -239,9 +239,9 @@ class PartHere:
             self._tell()
 
     def _lose_starter(self) -> None:
-        """End all ranks, unless they are detached: the link with the starter has ended."""
+        """End all ranks, unless they run detached: the link with the starter has ended."""
         self._connected = False
-        if not self.prepare.terms.detach and not self.is_over:
+        if not (self.prepare.terms.detach and self.has_begun) and not self.is_over:
             self._append(note(MACHINE, "the starter is lost: all ranks here are ended"))
             self.end(signal.SIGTERM, is_lost=True)
 

@@ -166,23 +166,28 @@ class StartedHere:
             self._send_parts(first.node)
 
     def lose(self, member: Member, why: str) -> None:
-        """Note that the link with a machine has ended; detached ranks go on without it."""
+        """Note that the link with a machine has ended; detached ranks that run go on without it."""
         seat = self.state.seat_of(member.node)
         if seat is None:
             return
         self._lost[member.node] = member
         if 0 in seat.ranks:
             self.input_taken.set()
-        if not self.request.terms.detach:
+        if not self.request.terms.detach or self.state.phase == "asking":
             self._apply(decide.machine_lost(self.state, seat.node, why, now=trio.current_time()))
 
     def find(self, member: Member) -> None:
         """Note that there is a link again with a machine, whose agent may have been restarted."""
         node, now = member.node, trio.current_time()
-        if self.request.terms.detach:
-            if self._lost.get(node, member) == member:
-                return
+        seat = self.state.seat_of(node)
+        if seat is None:
+            return
+        if self.request.terms.detach and self._lost.get(node, member) != member:
             self._apply(decide.machine_lost(self.state, node, "it was restarted", now=now))
+        elif self.request.terms.detach and (
+            seat.phase == "lost" or self.state.phase in {"restarting", "ending"}
+        ):  # its ranks went on, and it may have missed a signal
+            self._send(node, SignalRanks(self.launch, _SIGTERM))
         self._apply(decide.machine_back(self.state, node, now=now))
 
     def receive(self, node: NodeId, message: AnyLaunchMessage) -> None:
