@@ -62,6 +62,25 @@ async def test_a_machine_that_refuses_when_it_is_back_does_not_spoil_the_begin_o
         assert ranks_untrusted(asked, begin) == range(1)  # else Anna would ban this machine
 
 
+async def test_what_comes_over_another_link_counts_for_ranks_that_were_lost_with_the_first(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """It may come before this machine has looked at its links."""
+    del autojump_clock
+    async with launches_in(tmp_path) as here:
+        launch = start(here)
+        agree(here, ANNA, EVE)
+        await trio.sleep(1)  # the links are known
+        again = here.links[ANNA.node] = FakePeer(ANNA)
+        here.launches.receive(ANNA, RankEnded(ID, 0, 0, -15))  # its agent has ended its ranks
+        assert isinstance(await again.next(), PrepareLaunch)
+        agree(here, ANNA)
+        assert isinstance(await again.next(), BeginRanks)
+        for rank, member in enumerate((ANNA, EVE)):
+            here.launches.receive(member, RankEnded(ID, 0, rank, 0))
+        assert launch.code == 0
+
+
 async def test_a_detached_launch_is_refused_if_a_machine_is_lost_before_it_begins(
     tmp_path: Path,
 ) -> None:

@@ -16,7 +16,6 @@ import trio
 
 from pmesh.agent.containment import Contain
 from pmesh.agent.events import EventKind, News
-from pmesh.agent.home import is_full
 from pmesh.agent.mesh.links import Link
 from pmesh.agent.mesh.names import MachineNames
 from pmesh.core.ops.shard import Shard
@@ -28,7 +27,7 @@ from pmesh.launches.agent.checks import Found, check_command, free_ports
 from pmesh.launches.agent.fetching import Fetching
 from pmesh.launches.agent.here import PartHere
 from pmesh.launches.agent.permission import load_permission, why_not
-from pmesh.launches.agent.shown import described, sentence
+from pmesh.launches.agent.shown import described, full_disk, sentence
 from pmesh.launches.agent.spool import Spool
 from pmesh.launches.agent.started import StartedHere, read_of
 from pmesh.launches.agent.syncing import Syncing
@@ -164,6 +163,8 @@ class Launches:
 
     def receive(self, member: Member, message: AnyLaunchMessage) -> None:
         """Handle a member's message; ignore it if that member has no part in the launch."""
+        if self._linked.get(member.node) is not self._links().get(member.node):
+            self._follow_links()  # first: what was begun over another link is lost
         match message:
             case PrepareLaunch():
                 self._ask(member, message)
@@ -250,7 +251,7 @@ class Launches:
         ports = await trio.to_thread.run_sync(free_ports, 2 * message.ranks)
         before = self.parts.get((member.node, message.launch))
         begin = 0 if before is None else before.written  # it may still be acknowledged
-        spool = self._spool("part", lambda e: note(MACHINE, _full_disk(e)))
+        spool = self._spool("part", lambda e: note(MACHINE, full_disk(e)))
         part = PartHere(
             message,
             found,
@@ -364,7 +365,7 @@ class Launches:
         spool = self._spool(
             "started",
             lambda e: seated(
-                note(MACHINE, f"{self._name}, which has started it: {_full_disk(e)}"), STARTER
+                note(MACHINE, f"{self._name}, which has started it: {full_disk(e)}"), STARTER
             ),
         )
         launch = StartedHere(launch_id, request, seats, spool=spool, send=self.send)
@@ -589,11 +590,3 @@ def _keep(kept: dict[_Key, _Kept], key: _Key, launch: _Kept) -> None:
 
 def _starter(launch: StartedHere | PartHere) -> NodeId | None:
     return launch.starter.node if isinstance(launch, PartHere) else None
-
-
-def _full_disk(error: OSError) -> str:
-    cure = ", as it is full: free some space there" if is_full(error) else f": {error.strerror}"
-    return (
-        f"its disk takes no output{cure}; only the latest lines are kept, in memory, and the ranks "
-        "go on"
-    )

@@ -3,6 +3,8 @@
 import shlex
 from collections.abc import Sequence
 
+from pmesh.agent.home import is_full
+
 MAX_SHOWN = 500  # characters of a command
 
 
@@ -20,3 +22,12 @@ def described(words: Sequence[str]) -> str:
 def sentence(text: str) -> str:
     """Return a text as one line that a message has room for."""
     return "".join(c if c.isprintable() else " " for c in text)[:4096]
+
+
+def full_disk(error: OSError) -> str:
+    """Say that a machine's disk takes no output, and why."""
+    cure = ", as it is full: free some space there" if is_full(error) else f": {error.strerror}"
+    return (
+        f"its disk takes no output{cure}; only the latest lines are kept, in memory, and the ranks "
+        "go on"
+    )
