@@ -3,6 +3,7 @@
 import itertools
 import stat
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from msgspec.structs import replace
 from pmesh.core.wire.stream import PART_BYTES, WINDOW_BYTES
 from pmesh.errors import ConfigError, ProtocolError, UsageError
 from pmesh.ids import Incarnation, JobName, Member, PathName, node_text
+from pmesh.launches.agent import router
 from pmesh.launches.agent.permission import (
     PERMISSION_NAME,
     Permission,
@@ -34,8 +36,10 @@ from pmesh.launches.wire.messages import (
     SignalRanks,
     StopLaunch,
 )
+from tests.launches.copies import DATA, SCRIPT, TREE, TREE_DATA, answer, asks_in, refusal_of
 from tests.launches.here import ANNA, EVE, EVERYONE, ID, ME, FakePeer, Here, asks, launches_in
 from tests.worlds.builders import make_view
+from tests.worlds.faults import Faults
 
 # --- who may
 
@@ -195,6 +199,36 @@ async def test_a_job_that_runs_here_is_not_started_twice(tmp_path: Path) -> None
         here.begin()
         await here.output()
         assert await here.prepare(replace(asks("true"), launch=other), EVE) == ""
+
+
+async def test_a_launch_that_is_cancelled_while_ports_are_looked_for_keeps_no_job(
+    tmp_path: Path, faults: Faults
+) -> None:
+    def cancel(real: Callable[[int], tuple[int, ...]], count: int) -> tuple[int, ...]:
+        trio.from_thread.run_sync(here.launches.receive, ANNA, SignalRanks(ID, 9))
+        return real(count)
+
+    async with launches_in(tmp_path) as here:
+        with faults.around(router, "free_ports", cancel):
+            here.launches.receive(ANNA, asks("true"))
+            with trio.fail_after(20):
+                while here.launches.questions:  # noqa: ASYNC110 - nobody tells of it
+                    await trio.sleep(0.01)
+        assert not here.launches.parts
+        assert not here.anna.sent
+        assert await here.prepare(replace(asks("true"), launch="ba9876543210"), EVE) == ""
+
+
+async def test_of_two_launches_of_a_job_that_are_prepared_at_once_one_is_refused(
+    tmp_path: Path,
+) -> None:
+    async with launches_in(tmp_path) as here:
+        here.launches.receive(ANNA, asks_in(TREE))
+        await answer(here, TREE_DATA)
+        other = replace(asks("true"), launch="ba9876543210")
+        assert await here.prepare(other, EVE) == ""  # Anna's files are still on their way
+        await answer(here, DATA + SCRIPT)
+        assert (await refusal_of(here)).startswith("launch ba9876543210 runs the job 'digits'")
 
 
 # --- what runs

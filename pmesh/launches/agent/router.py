@@ -249,6 +249,8 @@ class Launches:
         member = question.member
         found = await self._check(question, message)
         ports = await trio.to_thread.run_sync(free_ports, 2 * message.ranks)
+        await trio.lowlevel.checkpoint_if_cancelled()  # a thread is not cancelled
+        self._check_job(message)  # again: another launch of it may have been faster
         before = self.parts.get((member.node, message.launch))
         begin = 0 if before is None else before.written  # it may still be acknowledged
         spool = self._spool("part", lambda e: note(MACHINE, full_disk(e)))
@@ -286,17 +288,21 @@ class Launches:
             raise UsageError(f"the ranks of the last attempt have not ended after {ENDS_S:g} s")
         if len(running) + sum(one.allowed for one in self.questions) > MAX_RUNNING:
             raise UsageError(f"it runs {len(running)} launches already; 'pmesh ps' lists them")
-        same = [part.launch for part in running if part.job == message.job]
-        if same:
-            raise UsageError(
-                f"launch {same[0]} runs the job {message.job!r} there already; end it by "
-                f"'pmesh stop {same[0]}', or give another --job"
-            )
+        self._check_job(message)
         command = await self.syncing.bring(member, message)
         if message.command.tree is not None:
             await self._prune()
         check = partial(check_command, command, os.environ)
         return await trio.to_thread.run_sync(check)
+
+    def _check_job(self, message: PrepareLaunch) -> None:
+        """Raise UsageError if another launch runs this job here."""
+        for part in self.parts.values():
+            if part.job == message.job and not part.is_over:
+                raise UsageError(
+                    f"launch {part.launch} runs the job {message.job!r} there already; end it by "
+                    f"'pmesh stop {part.launch}', or give another --job"
+                )
 
     async def _why_not(self, member: Member) -> str:
         """Return why a member may not run commands here, nor fetch what they have written."""
