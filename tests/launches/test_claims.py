@@ -17,6 +17,7 @@ from pmesh.launches.agent import router
 from pmesh.launches.agent.here import PartHere
 from pmesh.launches.agent.permission import Permission, store_permission
 from pmesh.launches.agent.router import KEPT, MAX_ASKED, MAX_STARTED
+from pmesh.launches.agent.sessions import LINES_BYTES
 from pmesh.launches.agent.shown import MAX_SHOWN, described
 from pmesh.launches.agent.started import MAX_QUESTIONS, StartedHere
 from pmesh.launches.rules.starting import ANSWER_S
@@ -151,6 +152,30 @@ async def test_a_line_that_does_not_end_ends_the_link(tmp_path: Path) -> None:
         with pytest.raises(ProtocolError, match="does not end"):
             here.launches.receive(ANNA, more)
         assert launch.spool.end == 0
+
+
+async def test_a_long_line_of_one_machine_hides_no_line_of_another(tmp_path: Path) -> None:
+    async with launches_in(tmp_path) as here:
+        launch = start(here)
+        agree(here, ANNA, EVE)
+        long = LaunchPart(ID, 0, 0, bytes(PART_BYTES), to_starter=True)
+        here.launches.receive(ANNA, long)
+        end = LaunchPart(ID, PART_BYTES, 0, bytes(PART_BYTES - 1) + b"\n", to_starter=True)
+        with pytest.raises(ProtocolError, match="does not end"):
+            here.launches.receive(ANNA, end)
+        here.launches.receive(EVE, LaunchPart(ID, 0, 0, LINE, to_starter=True))
+        assert launch.spool.read(0, LINES_BYTES).data == b"1 " + LINE
+
+
+async def test_files_that_are_refused_are_waited_for_no_more(tmp_path: Path) -> None:
+    """Their machine gets nothing, and would wait and count among its launches for ever."""
+    async with launches_in(tmp_path) as here:
+        launch = start(here, on=1, tree=True)
+        here.launches.receive(ANNA, AskFiles(ID, 1))
+        with trio.fail_after(20):
+            await launch.over.wait()
+        assert "can't read the files" in launch.refusal
+        assert here.anna.sent[1:] == [SignalRanks(ID, 15)]
 
 
 async def test_an_honest_machine_ends_though_its_starter_has_forgotten_the_launch(

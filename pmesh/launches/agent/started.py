@@ -61,9 +61,9 @@ class _MachineStream:
         """Return the lines that are whole now. Raises ProtocolError if one does not end."""
         data = self.stream.receive_untrusted(message.part, now=trio.current_time())
         self.stream.consume(len(data))
-        lines, newline, self._torn = (self._torn + data).rpartition(b"\n")
-        if len(self._torn) > PART_BYTES:
+        if len(self._torn) + len(data.partition(b"\n")[0]) > PART_BYTES:
             raise ProtocolError("a line of output that does not end")
+        lines, newline, self._torn = (self._torn + data).rpartition(b"\n")
         return lines + newline
 
 
@@ -259,9 +259,12 @@ class StartedHere:
         return self._questions[node] <= MAX_QUESTIONS
 
     def refuse(self, node: NodeId, why: str) -> None:
-        """Note that a machine can't get its files from here."""
-        refusal = f"{self.name_of(node)}: {why}"
-        self._apply(decide.prepared(self.state, node, refusal, now=trio.current_time()))
+        """Note that a machine can't get its files from here, so that it does not wait for them."""
+        seat = self.state.seat_of(node)
+        if seat is not None and seat.phase == "asked":
+            self._send(node, SignalRanks(self.launch, _SIGTERM))
+            refusal = f"{seat.name}: {why}"
+            self._apply(decide.prepared(self.state, node, refusal, now=trio.current_time()))
 
     def _take_part(self, seat: LaunchMember, message: LaunchPart) -> None:
         """Store what a machine's ranks print, and note what input rank 0 has taken.
