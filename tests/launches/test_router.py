@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from pmesh.core.wire.stream import PART_BYTES, WINDOW_BYTES
 from pmesh.errors import ConfigError, ProtocolError, UsageError
 from pmesh.ids import Incarnation, JobName, Member, PathName, node_text
+from pmesh.launches.agent import here as part_here
 from pmesh.launches.agent import router
 from pmesh.launches.agent.permission import (
     PERMISSION_NAME,
@@ -26,6 +27,7 @@ from pmesh.launches.agent.router import MAX_RUNNING
 from pmesh.launches.wire.messages import (
     BeginRanks,
     Command,
+    GiveUpRank,
     Launch,
     LaunchPart,
     LaunchPrepared,
@@ -313,6 +315,27 @@ async def test_the_ranks_end_with_the_link_to_their_starter(tmp_path: Path) -> N
         del here.links[ANNA.node]
         with trio.fail_after(20):
             await here.launches.parts[ANNA.node, ID].over.wait()
+
+
+async def test_a_rank_that_is_given_up_while_it_is_started_ends(
+    tmp_path: Path, faults: Faults
+) -> None:
+    starts = list[object]()
+
+    def start(real: Callable[..., object], *arguments: object, **named: object) -> object:
+        if starts:
+            here.launches.receive(ANNA, GiveUpRank(ID, 0, 0))
+        starts.append(arguments)
+        return real(*arguments, **named)
+
+    script = f"cd {tmp_path}; [ -e ran ] && exec sleep 86400; touch ran; exit 3"
+    async with launches_in(tmp_path) as here:
+        with faults.around(part_here, "start_piped_group", start):
+            assert await here.prepare(asks("sh", "-c", script)) == ""
+            here.begin()
+            while not isinstance(ended := await here.anna.next(), RankEnded):
+                pass
+        assert (ended.code, len(starts)) == (3, 2)
 
 
 async def parts_sent(here: Here, until: int) -> list[LaunchPart]:

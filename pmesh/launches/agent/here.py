@@ -321,7 +321,10 @@ class PartHere:
             ) as child:
                 self._children[rank] = child
                 self._numbers.pop(rank, None)
-                if self.state.ends:  # the signal came while the process was started
+                # A signal may have come while the process was started.
+                if self.state.ranks[rank].is_given_up:
+                    child.send_signal(signal.SIGKILL)
+                elif self.state.ends:
                     child.send_signal(signal.SIGTERM)
                 return await self._follow(rank, child)
         except (OSError, UsageError) as e:
