@@ -8,6 +8,7 @@ from trio.testing import MockClock
 
 from pmesh.core.wire.stream import PART_BYTES
 from pmesh.ids import Member
+from pmesh.launches.agent.here import UNSTARTED_S
 from pmesh.launches.agent.started import StartedHere
 from pmesh.launches.rules.engines import ranks_untrusted
 from pmesh.launches.rules.lines import read_lines, seated
@@ -15,6 +16,7 @@ from pmesh.launches.wire.messages import (
     BeginRanks,
     Command,
     Launch,
+    LaunchPart,
     LaunchPrepared,
     LaunchTerms,
     PrepareLaunch,
@@ -137,7 +139,21 @@ async def test_a_detached_machine_that_was_given_up_takes_part_again_once_it_is_
         assert (begin.generation, begin.group, launch.phase) == (1, 0, "running")
 
 
-# --- at a machine with detached ranks
+# --- at a machine
+
+
+async def test_an_end_that_the_starter_does_not_read_keeps_no_machine_busy(
+    tmp_path: Path, mock_clock: MockClock
+) -> None:
+    async with launches_in(tmp_path) as here:
+        assert await here.prepare(asks("true")) == ""
+        again = here.links[ANNA.node] = FakePeer(ANNA)
+        mock_clock.jump(1)
+        assert isinstance(await again.next(), LaunchPart)  # that its ranks are ended
+        mock_clock.jump(UNSTARTED_S)
+        mock_clock.rate = 1
+        with trio.fail_after(5):
+            await trio.testing.wait_all_tasks_blocked()
 
 
 async def test_a_detached_launch_that_has_not_begun_ends_with_its_starter(tmp_path: Path) -> None:

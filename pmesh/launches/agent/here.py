@@ -286,13 +286,13 @@ class PartHere:
 
     async def _keep_time(self) -> None:
         while not self._is_done:
-            deadline = decide.next_deadline(self.state)
-            if not self.has_begun:
-                deadline = self.since + self._unstarted_s
+            unstarted_at = self.since + self._unstarted_s
+            asking = self.phase == "asking"
+            deadline = unstarted_at if asking else decide.next_deadline(self.state)
             with trio.move_on_at(float("inf") if deadline is None else deadline):
                 await self._changed.wait()
             now = trio.current_time()
-            if not self.has_begun and now >= self.since + self._unstarted_s:
+            if self.phase == "asking" and now >= unstarted_at:
                 self.end(signal.SIGTERM)
             else:
                 self._pass_time(now)
