@@ -37,6 +37,7 @@ from pmesh.launches.wire.messages import (
     RankGroup,
     SignalRanks,
     StopLaunch,
+    WayTo,
 )
 from tests.launches.copies import TREE, files_stored
 from tests.launches.here import ANNA, EVE, ID, ME, FakePeer, Here, asks, launches_in
@@ -441,3 +442,29 @@ async def test_a_begin_has_what_its_engine_needs_and_nothing_else(tmp_path: Path
         agree(here, ANNA)
         group = RankGroup(1, "127.0.0.1", (7000,), ("",))
         assert await here.anna.next() == BeginRanks(ID, 0, 0, (group,), "127.0.0.1")
+
+
+async def test_machines_without_the_addresses_that_an_engine_needs_are_a_refusal(
+    tmp_path: Path,
+) -> None:
+    async with launches_in(tmp_path) as here:
+        launch = start(here, terms=LaunchTerms(engine="gloo", restarts=1))
+        agree(here, ANNA, EVE)
+        one, other = launch.names
+        refusal = f"{one} has no IPv4 address of {other}, which --engine gloo needs"
+        assert (launch.is_over, launch.code, launch.refusal) == (True, 1, refusal)
+        for peer in (here.anna, here.eve):
+            assert peer.sent[1:] == [SignalRanks(ID, 9)]
+
+
+async def test_addresses_that_are_missing_at_a_restart_end_the_launch(tmp_path: Path) -> None:
+    async with launches_in(tmp_path) as here:
+        launch = start(here, terms=LaunchTerms(engine="gloo", restarts=1))
+        for member, far in ((ANNA, EVE), (EVE, ANNA)):
+            ways = (WayTo(far.node, "10.0.0.1", "en0"),)
+            here.launches.receive(member, LaunchPrepared(ID, "", PORTS, ways))
+        for rank, member in enumerate((ANNA, EVE)):
+            here.launches.receive(member, RankEnded(ID, 0, rank, 3))
+        agree(here, ANNA, EVE)
+        assert (launch.is_over, launch.code, launch.refusal) == (True, 1, "")
+        assert b"has no IPv4 address of" in launch.spool.read(0, PART_BYTES).data

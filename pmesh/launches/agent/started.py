@@ -348,12 +348,11 @@ class StartedHere:
         known = [self._place(seat) for seat in self.state.seats if seat.node in self._prepared]
         places = [place for place in known if place.ranks]
         engine = self.request.terms.engine
-        apart = unreachable(engine, places)
-        if apart is not None:
-            names = {seat.node: seat.name for seat in self.state.seats}
-            one, other = (names[node] for node in apart)
-            self._note(f"{one} has no IPv4 address of {other}, which --engine {engine} needs")
-            self.interrupt(_SIGTERM)
+        neighbours = unreachable(engine, places)
+        if neighbours is not None:
+            one, other = map(self.name_of, neighbours)
+            why = f"{one} has no IPv4 address of {other}, which --engine {engine} needs"
+            self._apply(decide.apart(self.state, why))
             return {}
         self.begun.set()
         return begin_messages(self.launch, self.state.generation, places)

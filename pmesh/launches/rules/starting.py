@@ -250,6 +250,18 @@ def interrupt(launch: Started, number: SignalNumber, *, now: float) -> Step:
     return _settle(replace(launch, seats=seats), signals, now=now)
 
 
+def apart(launch: Started, why: str) -> Step:
+    """Two machines can't reach each other as the engine needs, and nothing has begun: end."""
+    runs = [seat for seat in launch.seats if seat.phase == "runs"]
+    for seat in runs:
+        launch = _seated(launch, replace(seat, phase="over"))
+    over = replace(launch, phase="over", code=1, deadline=None)
+    cancelled = tuple(Signal(seat.node, _KILL) for seat in runs)
+    if launch.generation > 0:
+        return Step(over, (*cancelled, Tell(why), Over(1)))
+    return Step(over, (*cancelled, Over(1, why)))
+
+
 def hang(launch: Started, quiet_s: float, *, now: float) -> Step:
     """No rank has shown any progress for so long."""
     if launch.phase != "running":
