@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import cast
+from typing import NoReturn, cast
 
 import psutil
 import pytest
@@ -33,10 +33,12 @@ from pmesh.launches.wire.messages import (
     LaunchQuestion,
     LaunchRows,
     LaunchTerms,
+    PrepareLaunch,
+    StopLaunch,
 )
 from pmesh.net.sessions.sessions import Session
 from simulation.wire import AnyReply
-from tests.launches.here import launches_in
+from tests.launches.here import ANNA, ID, launches_in
 from tests.worlds.trainer import TrainerClient, until
 from tests.worlds.village import Machine, Village, small_machine
 
@@ -48,7 +50,10 @@ class QuestionSession:
     async def send(self, reply: AnyReply) -> None:
         self.sent.append(reply)
 
-    async def await_end(self) -> None:
+    async def receive(self, _: object) -> NoReturn:
+        await self.await_end()
+
+    async def await_end(self) -> NoReturn:
         await trio.sleep_forever()
 
     def stay(self) -> None: ...
@@ -115,6 +120,22 @@ async def test_many_long_commands_can_be_listed(tmp_path: Path) -> None:
         assert sum(len(reply.rows) for reply in session.sent if isinstance(reply, LaunchRows)) == 30
         assert session.sent[-1] == LaunchRows(())
         assert all(len(encode(reply)) < MAX_SESSION_MESSAGE_BYTES for reply in session.sent)
+
+
+async def test_a_detached_launch_that_is_stopped_before_it_begins_does_not_count_as_begun(
+    tmp_path: Path,
+) -> None:
+    async with launches_in(tmp_path) as here, trio.open_nursery() as nursery:
+        there = (here.view.seats[1].name,)
+        request = Launch("", Command(("true",), "/"), LaunchTerms(detach=True), on=there)
+        session = QuestionSession()
+        nursery.start_soon(serve, session, request, here.launches)
+        assert isinstance(await here.anna.next(), PrepareLaunch)
+        here.launches.receive(ANNA, StopLaunch(ID))
+        await wait_all_tasks_blocked()
+        (refused,) = session.sent
+        assert isinstance(refused, Refused)
+        assert refused.verdict.message == f"launch {ID} was stopped before it began"
 
 
 # --- real sessions

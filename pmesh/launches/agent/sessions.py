@@ -133,6 +133,9 @@ async def _serve_starter(session: Session, launch: StartedHere, launches: Launch
             await launch.begun.wait()
             if launch.refusal:
                 await refuse(session, "UsageError", launch.refusal)
+            elif launch.request.terms.detach and not any(seat.ranks for seat in launch.state.seats):
+                what = f"launch {launch.launch} was stopped before it began"
+                await refuse(session, "UsageError", what)
             elif launch.request.terms.detach:
                 await session.send(_began(launch))
             else:
