@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+import pytest
 import trio
 import trio.testing
 from trio.testing import MockClock
 
 from pmesh.core.wire.stream import PART_BYTES
+from pmesh.errors import ProtocolError
 from pmesh.ids import Member
 from pmesh.launches.agent.here import UNSTARTED_S
 from pmesh.launches.agent.started import StartedHere
@@ -117,6 +119,20 @@ async def test_detached_ranks_end_once_their_machine_is_back_if_it_missed_the_si
         assert launch.is_over
 
 
+async def test_a_begin_that_was_lost_with_the_link_of_a_detached_launch_is_repeated(
+    tmp_path: Path,
+) -> None:
+    async with launches_in(tmp_path) as here:
+        launch = start(here, terms=LaunchTerms(detach=True))
+        agree(here, ANNA, EVE)
+        begin = here.anna.sent[-1]
+        assert isinstance(begin, BeginRanks)
+        here.anna.sent.clear()
+        launch.lose(ANNA, "the cable was out")
+        launch.find(ANNA)
+        assert here.anna.sent == [begin]
+
+
 async def test_a_detached_machine_that_was_given_up_takes_part_again_once_it_is_back(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
@@ -156,12 +172,19 @@ async def test_an_end_that_the_starter_does_not_read_keeps_no_machine_busy(
             await trio.testing.wait_all_tasks_blocked()
 
 
-async def test_a_detached_launch_that_has_not_begun_ends_with_its_starter(tmp_path: Path) -> None:
+async def test_detached_ranks_begin_once_though_they_are_told_again_over_another_link(
+    tmp_path: Path,
+) -> None:
     async with launches_in(tmp_path) as here:
-        assert await here.prepare(asks("true", detach=True)) == ""
-        del here.links[ANNA.node]
-        with trio.fail_after(20):
-            await here.launches.parts[ANNA.node, ID].over.wait()
+        assert await here.prepare(asks("sh", "-c", "echo x", detach=True)) == ""
+        for number in range(3):  # over the first link it was lost
+            here.links[ANNA.node] = here.anna = FakePeer(ANNA)
+            here.begin()
+            if number:
+                with pytest.raises(ProtocolError, match="began twice"):
+                    here.begin()
+        assert (await here.output())[0] == "x\n"
+        assert [news.kind for news in here.news].count("command started") == 1
 
 
 async def test_an_end_that_was_lost_with_the_link_is_reported_again(tmp_path: Path) -> None:

@@ -81,6 +81,8 @@ class PartHere:
         self._nursery = nursery
         self._contain = contain
         self._begun: BeginRanks | None = None
+        self._begun_over: object | None = None
+        """The link over which that has come last."""
         self._children: dict[int, PipedChild] = {}
         self._numbers: dict[int, int] = {}
         """The `mesh.rank` of each rank whose script has, or had, one."""
@@ -175,19 +177,27 @@ class PartHere:
 
     # --- what the starter says
 
-    def begin(self, message: BeginRanks) -> None:
-        """Start the ranks. Raises ProtocolError if they were started already."""
+    def begin(self, message: BeginRanks) -> bool:
+        """Start the ranks, and return True if they are started now.
+
+        Raises ProtocolError if they were started already. A starter may repeat it once over each
+        other link: it does not know whether the first one was lost.
+        """
         ranks = ranks_untrusted(self.prepare, message)
         if self.has_begun:
-            raise ProtocolError("a launch began twice")
+            if message != self._begun or self._link is self._begun_over:
+                raise ProtocolError("a launch began twice")
+            self._begun_over = self._link
+            return False
         if self.is_over:  # others kept the starter waiting, or 'pmesh stop' here crossed it
             for rank in ranks:
                 code = -signal.SIGTERM
                 self._send(RankEnded(self.launch, message.generation, rank, code))
-            return
-        self._begun = message
+            return False
+        self._begun, self._begun_over = message, self._link
         now = trio.current_time()
         self._apply(decide.begin(self.state, message.generation, ranks, now=now))
+        return True
 
     def end(self, number: int, *, is_lost: bool = False) -> None:
         """End all ranks by a signal, or cancel a launch that has not begun."""
@@ -239,9 +249,9 @@ class PartHere:
             self._tell()
 
     def _lose_starter(self) -> None:
-        """End all ranks, unless they run detached: the link with the starter has ended."""
+        """End all ranks, unless they are detached: the link with the starter has ended."""
         self._connected = False
-        if not (self.prepare.terms.detach and self.has_begun) and not self.is_over:
+        if not self.prepare.terms.detach and not self.is_over:
             self._append(note(MACHINE, "the starter is lost: all ranks here are ended"))
             self.end(signal.SIGTERM, is_lost=True)
 

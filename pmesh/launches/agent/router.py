@@ -189,10 +189,10 @@ class Launches:
     def _pass_on(self, part: PartHere, message: _ToPart) -> None:
         match message:
             case BeginRanks():
-                part.begin(message)
-                command = described(part.prepare.command.words)
-                starter = self._name_of(part.starter.node)
-                self._note("command started", f"{starter} runs here: {command}", starter)
+                if part.begin(message):
+                    command = described(part.prepare.command.words)
+                    starter = self._name_of(part.starter.node)
+                    self._note("command started", f"{starter} runs here: {command}", starter)
             case SignalRanks(_, number):
                 part.end(number)
             case GiveUpRank(_, generation, rank):

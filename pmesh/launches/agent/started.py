@@ -101,6 +101,7 @@ class StartedHere:
         self._send = send
         self._prepared: dict[NodeId, LaunchPrepared] = {}
         self._streams: dict[NodeId, _MachineStream] = {}
+        self._begins: dict[NodeId, BeginRanks] = {}
         self._lost: dict[NodeId, Member] = {}
         self._questions = Counter[NodeId]()
         self._heard_at = self.since
@@ -173,7 +174,7 @@ class StartedHere:
         self._lost[member.node] = member
         if 0 in seat.ranks:
             self.input_taken.set()
-        if not self.request.terms.detach or self.state.phase == "asking":
+        if not (self.request.terms.detach and seat.phase == "runs"):
             self._apply(decide.machine_lost(self.state, seat.node, why, now=trio.current_time()))
 
     def find(self, member: Member) -> None:
@@ -184,11 +185,16 @@ class StartedHere:
             return
         if self.request.terms.detach and self._lost.get(node, member) != member:
             self._apply(decide.machine_lost(self.state, node, "it was restarted", now=now))
-        elif self.request.terms.detach and (
-            seat.phase == "lost" or self.state.phase in {"restarting", "ending"}
-        ):  # its ranks went on, and it may have missed a signal
-            self._send(node, SignalRanks(self.launch, _SIGTERM))
+        elif self.request.terms.detach:
+            self._say_again(seat)
         self._apply(decide.machine_back(self.state, node, now=now))
+
+    def _say_again(self, seat: LaunchMember) -> None:
+        """Repeat to a machine whose ranks may have gone on what was perhaps lost with the link."""
+        if seat.phase == "lost" or self.state.phase in {"restarting", "ending"}:
+            self._send(seat.node, SignalRanks(self.launch, _SIGTERM))
+        elif seat.phase == "runs":
+            self._send(seat.node, self._begins[seat.node])
 
     def receive(self, node: NodeId, message: AnyLaunchMessage) -> None:
         """Handle a machine's message. Raises ProtocolError for one that no machine sends."""
@@ -319,6 +325,7 @@ class StartedHere:
                     self.input_taken.set()
 
     def _begin(self, node: NodeId, begin: BeginRanks) -> None:
+        self._begins[node] = begin
         self._send(node, begin)
         if begin.group == 0:  # it has rank 0
             self.input_taken.set()
