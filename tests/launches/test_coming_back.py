@@ -99,6 +99,19 @@ async def test_a_detached_launch_is_refused_if_a_machine_is_lost_before_it_begin
         assert [type(message) for message in here.eve.sent] == [PrepareLaunch, SignalRanks]
 
 
+async def test_no_answer_of_another_machine_comes_before_a_link_that_was_lost(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    del autojump_clock
+    async with launches_in(tmp_path) as here:
+        launch = start(here, terms=LaunchTerms(detach=True))
+        agree(here, ANNA)
+        await trio.sleep(1)  # the links are known
+        here.links[ANNA.node] = FakePeer(ANNA)
+        agree(here, EVE)
+        assert "is lost" in launch.refusal
+
+
 async def test_detached_ranks_end_once_their_machine_is_back_if_it_missed_the_signal(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
