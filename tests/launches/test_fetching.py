@@ -1,7 +1,9 @@
 """What ranks have written goes back to who started the launch, and to nobody else."""
 
+import os
 import stat
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,7 @@ from pmesh.launches.wire.messages import (
     TreeName,
 )
 from pmesh.launches.wire.tree import (
+    Content,
     DirectoryEntry,
     Entry,
     FileEntry,
@@ -138,6 +141,20 @@ async def test_a_file_that_can_not_be_read_is_named(tmp_path: Path, faults: Faul
         assert refused.refusal == "'b.txt' can't be fetched: it changes while it is read"
         faults.limit(fetching, "MAX_ENTRIES", 1)
         assert "more than 1 new files" in (await told(here)).refusal
+
+
+async def test_a_file_that_its_rank_removes_meanwhile_is_left_out(
+    tmp_path: Path, faults: Faults
+) -> None:
+    def removed(real: Callable[..., Content], store: FileStore, name: str, within: int) -> Content:
+        if name == "b.txt":
+            os.unlink(name, dir_fd=within)
+        return real(store, name, within=within)
+
+    async with launch_of_anna(tmp_path, WRITES) as (here, _):
+        faults.around(FileStore, "add_file", removed)
+        found = await told(here, contents=True)
+        assert (found.refusal, found.count, found.shown) == ("", 1, NEW[1:])
 
 
 async def test_what_was_not_offered_can_not_be_had(tmp_path: Path) -> None:

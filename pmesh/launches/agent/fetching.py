@@ -85,6 +85,8 @@ def new_files(copy: Path, since_ns: int, store: FileStore | None = None) -> Writ
         if store is not None:
             try:
                 content = store.add_file(name, within=here)
+            except FileNotFoundError:  # it was a temporary file
+                continue
             except (UsageError, PermissionError) as e:
                 raise UsageError(f"{path!r} can't be fetched: {e}") from e
         found.append(FileEntry(path, *content))
