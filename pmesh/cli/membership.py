@@ -68,7 +68,7 @@ def rotate(*, without: Several = (), home: Home = None) -> int:
     """Give the mesh a new key: all members get it, those that are away once they are back.
 
     Args:
-        without: A machine that is removed first, and gets no key; may be repeated.
+        without: A machine that is removed, and gets no key; may be repeated.
         home: The agent's home directory; default PMESH_HOME, else ~/.pmesh.
     """
     from pmesh.cli.members import rotate_key

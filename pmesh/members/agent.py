@@ -2,7 +2,7 @@
 
 import math
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Final, assert_never
 
 import structlog
@@ -136,29 +136,21 @@ class Members(Feature[MembersMessage, MembersQuestion]):
         )
 
     async def rotate(self, without: Sequence[str]) -> KeyRotated:
-        """Give a new mesh key to all members but those, which are removed first.
+        """Give a new mesh key to all members but those, which are removed.
 
-        Raises UsageError if one of them is not known, or the key can't be written.
+        Raises UsageError if one of them is not known, and KeyFileError if the key can't be written:
+        then nothing has changed.
         """
-        for link in self._peers.links.values():
-            self._see(link)  # who came since the last poll is a member, too
-        me, nodes = self._kernel.me.node, [self._register.find(text) for text in without]
-        for node in sorted(nodes, key=lambda node: node != me):  # which is refused before others go
-            if self._register.removal_of(node) is None:
-                self._register.remove(self._kernel.key, node, out=True)
+        nodes = {self._register.find(text) for text in without}
+        entries = [
+            self._register.sign(self._kernel.key, node, out=True)
+            for node in nodes
+            if self._register.removal_of(node) is None
+        ]
+        await self._change_key(leaving=nodes)
+        # Nothing else has run since the key is in use: nobody gives it to who is removed here.
+        self._register.take(entries)
         self._may_pass_on = True
-        self._pass_on()  # so that nobody gives the new key to who was just removed
-        known = self._register.known
-        members = {me, *(node for node in known if self._register.removal_of(node) is None)}
-        key = MeshKey(secrets.token_bytes(KEY_BYTES))
-        try:
-            rotation = sign_rotation(self._kernel.key, key, members, before=self._keyring.rotation)
-        except ValueError as e:
-            raise UsageError(
-                f"{e}; give the mesh a key by hand: docs/how-to/new-mesh-key.md"
-            ) from e
-        await self._keyring.adopt(rotation)
-        self._kernel.noticed(News(kind="key changed", text="this machine has changed the mesh key"))
         self._pass_on()
         rows = [row for row in self.rows() if not row.me]
         return KeyRotated(
@@ -168,6 +160,32 @@ class Members(Feature[MembersMessage, MembersQuestion]):
             given=self._kernel.settings.key_text is not None
             or self._kernel.settings.key_file is not None,
         )
+
+    async def _change_key(
+        self, *, leaving: Collection[NodeId] = (), instead_of: Rotation | None = None
+    ) -> None:
+        """Use a new mesh key, for all members but those that leave.
+
+        Raises UsageError if the numbers are used up, and KeyFileError if it can't be written.
+        """
+        key = MeshKey(secrets.token_bytes(KEY_BYTES))
+        while True:
+            for link in self._peers.links.values():
+                self._see(link)  # who came since the last poll is a member, too
+            known = (n for n in self._register.known if self._register.removal_of(n) is None)
+            members = {self._kernel.me.node, *known}.difference(leaving)
+            before = self._keyring.rotation
+            if instead_of is not None and supersedes(instead_of, before):
+                before = instead_of
+            try:
+                rotation = sign_rotation(self._kernel.key, key, members, before=before)
+            except ValueError as e:
+                raise UsageError(
+                    f"{e}; give the mesh a key by hand: docs/how-to/new-mesh-key.md"
+                ) from e
+            if await self._keyring.adopt(rotation):  # else another one was written meanwhile
+                break
+        self._kernel.noticed(News(kind="key changed", text="this machine has changed the mesh key"))
 
     def rows(self) -> Iterator[MemberRow]:
         """Yield all machines that are known: those that are here first, then by name."""

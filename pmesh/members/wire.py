@@ -52,7 +52,7 @@ class RotateKey(SessionMessage, frozen=True, tag="rotate_key"):
     """Gives the mesh a new key; answered by Refused or KeyRotated."""
 
     without: Annotated[tuple[Name, ...], Meta(max_length=MAX_MEMBERS)] = ()
-    """Machines that are removed first, by name or id."""
+    """Machines that are removed, by name or id."""
 
 
 class MemberRow(SessionMessage, frozen=True, kw_only=True):

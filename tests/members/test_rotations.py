@@ -129,6 +129,21 @@ async def test_two_rotations_at_once_end_in_one_key(clock: MockClock) -> None:
         assert len({None if each is None else each.number for each in rotations}) == 1
 
 
+async def test_a_machine_that_one_of_two_rotations_at_once_leaves_out_is_not_entitled(
+    clock: MockClock,
+) -> None:
+    """Both are typed on the same machine."""
+    async with village(clock, 2) as here:
+        one, two = here.machines
+        await meet(one, two)
+
+        await together(partial(rotate, here, one), partial(rotate, here, one, "mac-1"))
+
+        rotation = one.agent.keyring.rotation
+        assert rotation is not None
+        assert (rotation.number, rotation.entitled) == (2, (one.key.node,))
+
+
 async def test_who_dials_nobody_by_itself_asks_a_member_that_dials_it(clock: MockClock) -> None:
     """Where only the others have `--peer`, and there is no multicast."""
     async with village(clock, 3) as here:

@@ -18,6 +18,7 @@ from tests.members.machines import (
     ask,
     key_of,
     meet,
+    removed,
     rotate,
 )
 from tests.worlds.faults import Faults, Real
@@ -54,6 +55,25 @@ async def test_a_disk_that_is_full_keeps_the_old_key_in_use(
         refused = await ask(here, one, RotateKey(("nobody",)))
         assert isinstance(refused, Refused)
         assert "no machine is called 'nobody'" in refused.verdict.message
+
+
+async def test_a_key_that_a_full_disk_has_no_room_for_removes_nobody(
+    clock: MockClock, faults: Faults
+) -> None:
+    async with village(clock, 3) as here:
+        one, two, leaves = here.machines
+        await meet(one, two, leaves)
+
+        with faults.instead(tempfile, "mkstemp", _full):
+            refused = await ask(here, one, RotateKey(("mac-2",)))
+
+        assert isinstance(refused, Refused)
+        assert "can't write" in refused.verdict.message
+        await trio.sleep(5)
+        assert not removed(one)
+        assert not removed(two)
+        assert leaves.key.node in one.agent.peers.links
+        assert (await rotate(here, one, "mac-2")).removed == ("mac-2",)
 
 
 async def test_a_key_for_which_a_disk_has_no_room_is_taken_once_it_has(

@@ -153,7 +153,13 @@ class Register:
         return entry if entry is not None and entry.out else None
 
     def remove(self, key: NodeKey, node: NodeId, *, out: bool) -> Removal:
-        """Remove a node, or undo that, in the name of this machine.
+        """Remove a node, or undo that, in the name of this machine. Raises as `sign` does."""
+        entry = self.sign(key, node, out=out)
+        self.take([entry])
+        return entry
+
+    def sign(self, key: NodeKey, node: NodeId, *, out: bool) -> Removal:
+        """Return the entry by which this machine removes a node, or undoes that.
 
         Raises UsageError if that changes nothing, or if it is this machine.
         """
@@ -166,22 +172,30 @@ class Register:
             done = "removed already" if out else "not removed"
             raise UsageError(f"{name} is {done}")
         try:
-            entry = sign_removal(key, node, self.removals, out=out)
+            return sign_removal(key, node, self.removals, out=out)
         except ValueError as e:
             raise UsageError(f"{name}: {e}") from e
-        self._take([entry])
-        return entry
 
     def news_in(self, entries: Iterable[Removal]) -> list[Removal]:
         """Return those entries that this register would take, if they are signed."""
         return newer(self.removals, entries)
+
+    def take(self, entries: Iterable[Removal]) -> None:
+        """Merge entries whose signatures are right."""
+        before, self.removals = self.removals, merge(self.removals, entries, me=self._me)
+        changed = [each for node, each in self.removals.items() if before.get(node) != each]
+        for entry in changed:
+            self.revision += 1
+            self._changed.set()
+            if entry.out != (entry.node in before and before[entry.node].out):
+                self._tell(entry)
 
     def take_untrusted(self, entries: Iterable[Removal]) -> None:
         """Merge another agent's entries. Raises ProtocolError if one is not signed."""
         news = self.news_in(entries)
         for entry in news:
             check_removal_untrusted(entry)
-        self._take(news)
+        self.take(news)
 
     def refusal_of(self, node: NodeId, ours: Removal | None) -> MachineRemoved | None:
         """Return the error by which a machine gets no link; None if it may have one.
@@ -191,7 +205,7 @@ class Register:
             ours: How it refuses this one, if it does; that was checked.
         """
         if ours is not None:
-            self._take(self.news_in([ours]))
+            self.take(self.news_in([ours]))
         removal = ours or self.removal_of(node)
         if removal is None:
             return None
@@ -248,15 +262,6 @@ class Register:
     def records(self) -> Records:
         """Return what is to be written to the home's file."""
         return Records(dict(self.known), dict(self.removals))
-
-    def _take(self, entries: Iterable[Removal]) -> None:
-        before, self.removals = self.removals, merge(self.removals, entries, me=self._me)
-        changed = [each for node, each in self.removals.items() if before.get(node) != each]
-        for entry in changed:
-            self.revision += 1
-            self._changed.set()
-            if entry.out != (entry.node in before and before[entry.node].out):
-                self._tell(entry)
 
     def _tell(self, entry: Removal) -> None:
         """Note an event, but not for a machine that never was here, nor too many of them."""
