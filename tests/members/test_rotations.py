@@ -408,9 +408,9 @@ async def test_a_member_that_rotates_without_end_makes_others_change_seldom(
         faults.skip(two.part(Members), "_pass_on")
         adopted: list[int] = []
 
-        async def count(adopt: Real, rotation: Rotation) -> object:
+        async def count(adopt: Real, rotation: Rotation, **options: object) -> object:
             adopted.append(rotation.number)
-            return await adopt(rotation)
+            return await adopt(rotation, **options)
 
         faults.around(one.agent.keyring, "adopt", count)
         members, before = [one.key.node, two.key.node], None

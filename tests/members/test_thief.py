@@ -16,14 +16,24 @@ from pmesh.core.wire.framing import RENEWAL_BYTES
 from pmesh.core.wire.link import PROTOCOL_VERSION, Address, Hello
 from pmesh.errors import MeshKeyMismatch, PmeshError
 from pmesh.ids import Incarnation, Member, NodeId
+from pmesh.members.agent import ADOPT_EVERY_S
+from pmesh.members.wire import TellRotation
 from pmesh.net.links.path import shake_hands
 from pmesh.net.links.renewal import give_rotation
 from pmesh.net.links.tls import TlsContexts
 from tests.members.machines import key_of, meet, one_key, question, rotate
+from tests.worlds.faults import Faults, Real
 from tests.worlds.trainer import until
 from tests.worlds.village import MESH, Machine, village
 
 pytestmark = pytest.mark.usefixtures("threads_run_at_once")
+
+
+def of_a_thief(thief: Machine, *others: Machine) -> Rotation:
+    """A rotation to a key that it has made, with a number far above all others."""
+    nodes = [machine.key.node for machine in (thief, *others)]
+    before = Rotation(10**6, MESH, (), thief.key.node, bytes(64))
+    return sign_rotation(thief.key, MeshKey(b"t" * 32), nodes, before=before)
 
 
 def replayed(_: Machine, __: Machine, before: Rotation) -> Rotation:
@@ -101,3 +111,28 @@ async def test_a_stolen_machine_gets_no_link_and_no_key_and_can_give_none(
             assert machine.agent.keyring.rotation == ours
             assert thief.key.node not in machine.agent.peers.links
         assert told == [one.key.node, two.key.node]
+
+
+async def test_a_key_of_a_thief_that_waits_for_the_disk_is_not_taken_after_its_removal(
+    clock: MockClock, faults: Faults
+) -> None:
+    async with village(clock, 3) as here:
+        one, two, thief = here.machines
+        await meet(one, two, thief)
+        waits, go_on = trio.Event(), trio.Event()
+
+        async def wait(adopt: Real, rotation: Rotation, **options: object) -> object:
+            if rotation.by == thief.key.node:
+                waits.set()
+                await go_on.wait()
+            return await adopt(rotation, **options)
+
+        faults.around(one.agent.keyring, "adopt", wait)
+        thief.agent.peers.links[one.key.node].send(TellRotation(of_a_thief(thief, one, two)))
+        await waits.wait()
+        await rotate(here, one, "mac-2")
+        ours = one.agent.keyring.rotation
+        go_on.set()
+        await trio.sleep(2 * ADOPT_EVERY_S)
+
+        assert one.agent.keyring.rotation == ours

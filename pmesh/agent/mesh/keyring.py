@@ -124,13 +124,19 @@ class Keyring:
         keys = (key for key in self._former_keys() if namespace_tag(key) == tag)
         return next(map(self._contexts_of, keys), None)
 
-    async def adopt(self, rotation: Rotation) -> bool:
+    async def adopt(
+        self, rotation: Rotation, *, fits: Callable[[Rotation], bool] = lambda _: True
+    ) -> bool:
         """Write a rotation to the disk, and use its key; return False if ours is as good.
+
+        Args:
+            rotation: It was checked.
+            fits: Asked once no other rotation is being written; if it returns False, so does this.
 
         Raises KeyFileError if it can't be written: then nothing has changed.
         """
         async with self._lock:
-            if not supersedes(rotation, self.rotation):
+            if not (supersedes(rotation, self.rotation) and fits(rotation)):
                 return False
             now, former = self._wall_clock(), list(self._stored.former)
             if rotation.key != self.mesh_key:

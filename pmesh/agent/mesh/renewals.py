@@ -139,10 +139,8 @@ class Renewals:
     async def adopt(self, rotation: Rotation) -> bool:
         """Use the key of a rotation, if it is later than ours, and for us; return whether it is."""
         name, before = self._register.name_of(rotation.by), self.keyring.mesh_key
-        if not self.is_for_us(rotation):
-            return False
         try:
-            adopted = await self.keyring.adopt(rotation)
+            adopted = await self.keyring.adopt(rotation, fits=self.is_for_us)
         except KeyFileError as e:
             if self._not_written != rotation:  # it is tried again and again; once is news
                 self._not_written = rotation
