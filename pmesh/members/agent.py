@@ -183,9 +183,14 @@ class Members(Feature[MembersMessage, MembersQuestion]):
                 raise UsageError(
                     f"{e}; give the mesh a key by hand: docs/how-to/new-mesh-key.md"
                 ) from e
-            if await self._keyring.adopt(rotation):  # else another one was written meanwhile
+            if await self._keyring.adopt(rotation, fits=self._follows_ours):
                 break
         self._kernel.noticed(News(kind="key changed", text="this machine has changed the mesh key"))
+
+    def _follows_ours(self, rotation: Rotation) -> bool:
+        """Return False if another one was written since it was signed, or as late."""
+        ours = self._keyring.rotation
+        return ours is None or rotation.number > ours.number
 
     def rows(self) -> Iterator[MemberRow]:
         """Yield all machines that are known: those that are here first, then by name."""
