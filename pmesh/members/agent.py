@@ -21,7 +21,7 @@ from pmesh.core.identity.rotations import (
 )
 from pmesh.core.values import Removal
 from pmesh.errors import KeyFileError, ProtocolError, UsageError
-from pmesh.ids import Member, NodeId, node_text
+from pmesh.ids import MAX_COUNTER, Member, NodeId, node_text
 from pmesh.members.wire import (
     MEMBERS,
     AskMembers,
@@ -150,6 +150,7 @@ class Members(Feature[MembersMessage, MembersQuestion]):
         await self._change_key(leaving=nodes)
         # Nothing else has run since the key is in use: nobody gives it to who is removed here.
         self._register.take(entries)
+        self._kernel.noticed(News(kind="key changed", text="this machine has changed the mesh key"))
         self._may_pass_on = True
         self._pass_on()
         rows = [row for row in self.rows() if not row.me]
@@ -184,8 +185,7 @@ class Members(Feature[MembersMessage, MembersQuestion]):
                     f"{e}; give the mesh a key by hand: docs/how-to/new-mesh-key.md"
                 ) from e
             if await self._keyring.adopt(rotation, fits=self._follows_ours):
-                break
-        self._kernel.noticed(News(kind="key changed", text="this machine has changed the mesh key"))
+                return
 
     def _follows_ours(self, rotation: Rotation) -> bool:
         """Return False if another one was written since it was signed, or as late."""
@@ -235,9 +235,25 @@ class Members(Feature[MembersMessage, MembersQuestion]):
         if supersedes(rotation, self._later or self._keyring.rotation):
             self._checks_left = max(0, self._checks_left - 1)
             check_rotation_untrusted(rotation)
-            if self._kernel.renewals.is_for_us(rotation):
+            if self._concerns_us(rotation):
                 self._later = rotation
                 self._begin_to_adopt()
+
+    def _concerns_us(self, rotation: Rotation) -> bool:
+        return self._must_answer(rotation) or self._kernel.renewals.is_for_us(rotation)
+
+    def _must_answer(self, rotation: Rotation) -> bool:
+        """Return whether it would replace ours, which this machine made, for a removed machine.
+
+        That is one by a removed machine, which others took before they knew of the removal, or one
+        for it that was made at the same time as ours.
+        """
+        ours = self._keyring.rotation
+        if ours is None or ours.by != self._kernel.me.node or rotation.number == MAX_COUNTER:
+            return False
+        gains = rotation.entitled if rotation.number == ours.number else ()
+        has_gone = (self._register.removal_of(node) is not None for node in (rotation.by, *gains))
+        return rotation.key != ours.key and any(has_gone)
 
     def _see(self, link: Link) -> None:
         name = self._peers.reach.name_of(link.member)
@@ -253,11 +269,25 @@ class Members(Feature[MembersMessage, MembersQuestion]):
 
     async def _adopt(self, rotation: Rotation) -> None:
         with self._kernel.contain("a change of the mesh key"):
-            renewals = self._kernel.renewals
-            if await renewals.adopt(rotation):
+            take = self._answer if self._must_answer(rotation) else self._kernel.renewals.adopt
+            if await take(rotation):
                 self._pass_on()
-            elif supersedes(rotation, self._later) and renewals.is_for_us(rotation):
+            elif supersedes(rotation, self._later) and self._concerns_us(rotation):
                 self._later = rotation  # the disk may be full: it is tried again
+
+    async def _answer(self, rotation: Rotation) -> bool:
+        """Change the key once more, instead of to one that a removed machine knows."""
+        try:
+            await self._change_key(instead_of=rotation)
+        except KeyFileError as e:
+            _log.warning("the mesh key is not changed again", reason=str(e))
+            return False
+        text = (
+            "a removed machine has, or had made, the key that others took; so this machine has "
+            "changed it again"
+        )
+        self._kernel.noticed(News(kind="key changed", text=text))
+        return True
 
     def _pass_on(self) -> None:
         """Tell each peer our removals and our mesh key, once on each link and if they change.

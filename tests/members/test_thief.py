@@ -8,13 +8,14 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from pmesh.agent.mesh import keyring
 from pmesh.core.identity.certificates import issue_credentials
 from pmesh.core.identity.keys import MeshKey, namespace_tag
 from pmesh.core.identity.names import sign_name
-from pmesh.core.identity.rotations import Rotation, sign_rotation
+from pmesh.core.identity.rotations import Rotation, sign_rotation, supersedes
 from pmesh.core.wire.framing import RENEWAL_BYTES
 from pmesh.core.wire.link import PROTOCOL_VERSION, Address, Hello
-from pmesh.errors import MeshKeyMismatch, PmeshError
+from pmesh.errors import KeyFileError, MeshKeyMismatch, PmeshError
 from pmesh.ids import Incarnation, Member, NodeId
 from pmesh.members.agent import ADOPT_EVERY_S
 from pmesh.members.wire import TellRotation
@@ -25,6 +26,7 @@ from tests.members.machines import key_of, meet, one_key, question, rotate
 from tests.worlds.faults import Faults, Real
 from tests.worlds.trainer import until
 from tests.worlds.village import MESH, Machine, village
+from tests.worlds.village_ops import events_of
 
 pytestmark = pytest.mark.usefixtures("threads_run_at_once")
 
@@ -131,8 +133,77 @@ async def test_a_key_of_a_thief_that_waits_for_the_disk_is_not_taken_after_its_r
         thief.agent.peers.links[one.key.node].send(TellRotation(of_a_thief(thief, one, two)))
         await waits.wait()
         await rotate(here, one, "mac-2")
-        ours = one.agent.keyring.rotation
         go_on.set()
         await trio.sleep(2 * ADOPT_EVERY_S)
 
-        assert one.agent.keyring.rotation == ours
+        rotation = one.agent.keyring.rotation
+        assert rotation is not None
+        assert rotation.by == one.key.node
+        assert thief.key.node not in rotation.entitled
+
+
+async def test_a_key_of_a_thief_that_another_member_has_taken_is_replaced(
+    clock: MockClock,
+) -> None:
+    """The thief tells one member a number that is far above all others, just before."""
+    async with village(clock, 4) as here:
+        one, two, three, thief = here.machines
+        await meet(*here.machines)
+        await two.agent.keyring.adopt(of_a_thief(thief, one, two, three))
+
+        await rotate(here, one, "mac-3")
+
+        await until(one_key([one, two, three]))
+        rotation = one.agent.keyring.rotation
+        assert rotation is not None
+        assert rotation.by == one.key.node
+        assert thief.key.node not in rotation.entitled
+        assert key_of(one) not in {MESH, b"t" * 32}
+        changed = [event.text for event in events_of(one) if event.kind == "key changed"]
+        assert (
+            "a removed machine has, or had made, the key that others took; so this machine has "
+            "changed it again"
+        ) in changed
+
+
+async def test_of_two_rotations_at_once_the_one_that_leaves_a_machine_out_counts(
+    clock: MockClock,
+) -> None:
+    async with village(clock, 3) as here:
+        one, two, thief = here.machines
+        await meet(*here.machines)
+        await rotate(here, one, "mac-2")
+        ours = one.agent.keyring.rotation
+        assert ours is not None
+        everybody = [machine.key.node for machine in here.machines]
+        keys = (MeshKey(bytes([n]) * 32) for n in range(256))
+        at_once = (sign_rotation(two.key, key, everybody, before=None) for key in keys)
+        theirs = next(each for each in at_once if supersedes(each, ours))
+
+        two.agent.peers.links[one.key.node].send(TellRotation(theirs))
+
+        await trio.sleep(2 * ADOPT_EVERY_S)
+        rotation = one.agent.keyring.rotation
+        assert rotation == two.agent.keyring.rotation
+        assert rotation is not None
+        assert thief.key.node not in rotation.entitled
+        assert rotation.key not in {ours.key, theirs.key}
+
+
+async def test_a_key_of_a_thief_is_replaced_once_the_disk_has_room(
+    clock: MockClock, faults: Faults
+) -> None:
+    async with village(clock, 3) as here:
+        one, two, thief = here.machines
+        await meet(*here.machines)
+        await rotate(here, one, "mac-2")
+        await until(one_key([one, two]))
+        with faults.fail(keyring, "write_private", KeyFileError("no space left")):
+            two.agent.peers.links[one.key.node].send(TellRotation(of_a_thief(thief, one, two)))
+            await trio.sleep(3 * ADOPT_EVERY_S)
+        await trio.sleep(2 * ADOPT_EVERY_S)
+
+        assert one_key([one, two])()
+        rotation = two.agent.keyring.rotation
+        assert rotation is not None
+        assert (rotation.number, rotation.by) == (10**6 + 2, one.key.node)
