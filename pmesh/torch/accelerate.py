@@ -37,9 +37,13 @@ def extend(module: Any) -> None:  # noqa: ANN401 - of accelerate
             os.environ.pop("LOCAL_RANK", None)  # for which Accelerate begins a process group
             return None, module.DistributedType.NO
         if not _is_ours(backend):
-            return of_accelerate(state, cpu, sagemaker_dp, backend)
+            theirs = of_accelerate(state, cpu, sagemaker_dp, backend)
+            if theirs[1] == module.DistributedType.NO:
+                _check_alone(backend)
+            return theirs
         check_version(version("accelerate"))
-        return "pmesh", _join(state, module.DistributedType, cpu=cpu)
+        backend = backend or "pmesh"  # Accelerate insists on the one that it was asked for
+        return backend, _join(state, module.DistributedType, backend, cpu=cpu)
 
     prepare_backend.of_pmesh = True  # type: ignore[attr-defined]
     module.PartialState._prepare_backend = prepare_backend  # noqa: SLF001 - see above
@@ -51,12 +55,32 @@ def _is_elastic(backend: str | None) -> bool:
 
 
 def _is_ours(backend: str | None) -> bool:
-    """Whether the caller asks for pmesh, or leaves it open in a program that several ranks run."""
+    """Whether the caller asks for pmesh, or leaves it open in a program that several ranks run.
+
+    With `pmesh run --backend pmesh` it asks for pmesh also by another name.
+    """
+    from pmesh.torch.backends import is_answered  # noqa: PLC0415 - after torch
     from pmesh.torch.library import dist  # noqa: PLC0415 - after torch
 
-    if backend is not None or dist.is_initialized():
-        return "pmesh" in (backend or dist.get_backend())
+    if backend is not None:
+        return "pmesh" in backend or is_answered(backend)
+    return "pmesh" in dist.get_backend() if dist.is_initialized() else _has_others()
+
+
+def _has_others() -> bool:
     return os.environ.get("PMESH_WAIT_FOR", "1") != "1"
+
+
+def _check_alone(backend: str | None) -> None:
+    """Raise UsageError if Accelerate would train alone on each of several ranks."""
+    from pmesh.torch.library import dist  # noqa: PLC0415 - after torch
+
+    if _has_others() or (dist.is_initialized() and "pmesh" in dist.get_backend()):
+        raise UsageError(
+            f"this is one of several ranks, and over {backend or dist.get_backend()!r} Accelerate "
+            "would train on each of them alone: name no backend, or start the script by "
+            "'pmesh run --backend pmesh'"
+        )
 
 
 def check_version(found: str) -> None:
@@ -72,7 +96,7 @@ def check_version(found: str) -> None:
         )
 
 
-def _join(state: Any, kinds: Any, *, cpu: bool) -> object:  # noqa: ANN401 - of accelerate
+def _join(state: Any, kinds: Any, backend: str, *, cpu: bool) -> object:  # noqa: ANN401 - of accelerate
     """Begin the default process group, set the device, and return Accelerate's kind of job.
 
     MULTI_CPU wraps a model in DistributedDataParallel without device numbers, as MPS needs it, too.
@@ -80,7 +104,7 @@ def _join(state: Any, kinds: Any, *, cpu: bool) -> object:  # noqa: ANN401 - of 
     from pmesh.torch.library import dist, torch  # noqa: PLC0415 - after torch
 
     if not dist.is_initialized():
-        dist.init_process_group("pmesh")
+        dist.init_process_group(backend)
     # Not when torch is imported: this module imports torch, and has not run to its end then.
     plugs.install({"transformers.trainer": "pmesh.torch.transformers"})
     if torch.cuda.is_available() and not cpu:

@@ -42,7 +42,14 @@ def _answering(of_torch: Callable[..., Any]) -> Callable[..., Any]:
                 bound.arguments["pg_options"] = None  # of the other backend
         return of_torch(*bound.args, **bound.kwargs)
 
+    make_group.of_pmesh = True  # type: ignore[attr-defined]
     return make_group
+
+
+def is_answered(backend: str) -> bool:
+    """Whether pmesh answers a script that names this backend, as `--backend pmesh` says."""
+    make_group = importlib.import_module("torch.distributed").init_process_group
+    return getattr(make_group, "of_pmesh", False) and backends_in(backend) <= _ANSWERED
 
 
 def backends_in(asked: str) -> frozenset[str]:

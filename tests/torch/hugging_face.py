@@ -81,10 +81,10 @@ def loop(rank: int, folder: str, backend: str) -> None:
 _PARTS = slice(0, 700), slice(700, 1000)
 
 
-def trainer(rank: int, folder: str, backend: str) -> None:
+def trainer(rank: int, folder: str, backend: str, **options: object) -> None:
     """Transformers' Trainer: trains a tiny language model on Python's source, and evaluates it."""
     cpu = start(rank, backend, folder)
-    training = _tiny(folder, use_cpu=cpu, save_strategy="no")
+    training = _tiny(folder, use_cpu=cpu, save_strategy="no", **options)
     training.train()
     losses = [each["loss"] for each in training.state.log_history if "loss" in each]
     loss = training.evaluate()["eval_loss"]
@@ -162,6 +162,23 @@ def _pretend(module: ModuleType, name: str) -> None:
 
     assert hasattr(module, name)
     setattr(module, name, is_available)
+
+
+def answered(rank: int, folder: str, backend: str) -> None:
+    """The trainer with the backend gloo, as `pmesh run --backend pmesh` starts it."""
+    from pmesh.torch.backends import answer_for_others
+
+    answer_for_others()
+    trainer(rank, folder, backend, ddp_backend="gloo")
+
+
+def alone(rank: int, folder: str) -> None:
+    """Accelerate trains alone over gloo, on a CPU that it was not told to use."""
+    start(rank, "pmesh", folder)
+    from transformers import TrainingArguments
+
+    with pytest.raises(pmesh.UsageError, match="over 'gloo' Accelerate would train on each"):
+        TrainingArguments(folder, ddp_backend="gloo").device  # noqa: B018 - it begins
 
 
 def untried(rank: int, folder: str) -> None:
