@@ -169,6 +169,7 @@ class Worlds:
             self.current, self._waiting = self._waiting, None
         else:
             self.check_not_elastic()
+            _check_launcher(size)
             self.end()
             self.current = world_of(store, rank, size, options, timeout)
         known = self.current.environment(rank)
@@ -213,6 +214,18 @@ class Worlds:
         if world is not None and error is not None:
             world.mesh.__exit__(type(error), error, None)
         self.end()
+
+
+def _check_launcher(size: int) -> None:
+    """Raise UsageError if another launcher knows fewer ranks than wait for each other."""
+    ranks = os.environ.get("PMESH_WAIT_FOR", "")
+    launched = os.environ.get("WORLD_SIZE")
+    if launched == str(size) and ranks.isdecimal() and size < int(ranks):
+        raise UsageError(
+            f"a launcher such as torchrun has set WORLD_SIZE={launched}, and PMESH_WAIT_FOR is "
+            f"{ranks}: the others would be missing; start the script by 'pmesh run' without the "
+            "other launcher"
+        )
 
 
 def world_of(

@@ -132,6 +132,14 @@ def by_a_launcher(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+def by_a_launcher_of_one(rank: int, folder: str) -> None:
+    """torchrun, which `pmesh run` has started on each machine: each rank would train alone."""
+    launched(rank)
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
+    with refused("WORLD_SIZE=1, and PMESH_WAIT_FOR is 3: the others would be missing"):
+        dist.init_process_group("pmesh", f"file://{folder}/{rank}", rank=0, world_size=1)
+
+
 def launched(rank: int) -> None:
     """What `pmesh run --on` sets."""
     size = os.environ["PMESH_WAIT_FOR"]

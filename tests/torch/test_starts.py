@@ -27,7 +27,7 @@ def test_ranks_come_from_the_mesh(programs: RankPrograms, program: str) -> None:
 @pytest.mark.parametrize(
     "program",
     [
-        *("with_ranks_given", "by_a_launcher", "beside_gloo"),
+        *("with_ranks_given", "by_a_launcher", "by_a_launcher_of_one", "beside_gloo"),
         *("of_other_sizes", "without_an_agent"),
     ],
 )
