@@ -27,6 +27,7 @@ from pmesh.launches.wire.messages import (
     SignalRanks,
 )
 from tests.launches.here import ANNA, EVE, ID, FakePeer, Here, asks, launches_in
+from tests.worlds.faults import Faults
 
 PORTS = (7000, 7001)
 
@@ -83,6 +84,15 @@ async def test_what_comes_over_another_link_counts_for_ranks_that_were_lost_with
         for rank, member in enumerate((ANNA, EVE)):
             here.launches.receive(member, RankEnded(ID, 0, rank, 0))
         assert launch.code == 0
+
+
+async def test_an_error_of_ours_in_a_launch_does_not_end_the_link_that_brings_a_message(
+    tmp_path: Path, faults: Faults
+) -> None:
+    async with launches_in(tmp_path) as here:
+        with faults.fail(StartedHere, "find", RuntimeError()):
+            start(here)
+            agree(here, ANNA)
 
 
 async def test_a_detached_launch_is_refused_if_a_machine_is_lost_before_it_begins(

@@ -164,7 +164,8 @@ class Launches:
     def receive(self, member: Member, message: AnyLaunchMessage) -> None:
         """Handle a member's message; ignore it if that member has no part in the launch."""
         if self._linked != self._links():  # first: what was begun over another link is lost
-            self._follow_links()
+            with self._contain("the launches of this machine"):
+                self._follow_links()
         match message:
             case PrepareLaunch():
                 self._ask(member, message)
