@@ -156,6 +156,20 @@ async def test_a_begin_that_was_lost_with_the_link_of_a_detached_launch_is_repea
         assert here.anna.sent == [begin]
 
 
+async def test_what_was_agreed_for_a_detached_launch_ends_once_its_machine_is_back(
+    tmp_path: Path,
+) -> None:
+    """Else it kept its job there, with --sync for an hour."""
+    async with launches_in(tmp_path) as here:
+        launch = start(here, terms=LaunchTerms(detach=True))
+        agree(here, ANNA)
+        here.launches.receive(EVE, LaunchPrepared(ID, "no"))
+        here.anna.sent.clear()  # the signal was lost with the link
+        launch.lose(ANNA, "the cable was out")
+        launch.find(ANNA)
+        assert here.anna.sent == [SignalRanks(ID, 15)]
+
+
 async def test_a_detached_machine_that_was_given_up_takes_part_again_once_it_is_back(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:

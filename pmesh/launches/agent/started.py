@@ -183,18 +183,19 @@ class StartedHere:
         seat = self.state.seat_of(node)
         if seat is None:
             return
-        if self.request.terms.detach and self._lost.get(node, member) != member:
-            self._apply(decide.machine_lost(self.state, node, "it was restarted", now=now))
-        elif self.request.terms.detach:
+        lost = self._lost.get(node) if self.request.terms.detach else None
+        if lost == member:
             self._say_again(seat)
+        elif lost is not None:
+            self._apply(decide.machine_lost(self.state, node, "it was restarted", now=now))
         self._apply(decide.machine_back(self.state, node, now=now))
 
     def _say_again(self, seat: LaunchMember) -> None:
         """Repeat to a machine whose ranks may have gone on what was perhaps lost with the link."""
-        if seat.phase == "lost" or self.state.phase in {"restarting", "ending"}:
-            self._send(seat.node, SignalRanks(self.launch, _SIGTERM))
-        elif seat.phase == "runs":
+        if seat.phase == "runs" and self.state.phase == "running":
             self._send(seat.node, self._begins[seat.node])
+        else:
+            self._send(seat.node, SignalRanks(self.launch, _SIGTERM))
 
     def receive(self, node: NodeId, message: AnyLaunchMessage) -> None:
         """Handle a machine's message. Raises ProtocolError for one that no machine sends."""
