@@ -47,6 +47,11 @@ def remove_machine(home: Path | None, name: str, *, undo: bool) -> int:
         say(f"told now: {_listed(reply.told)}")
     if reply.away:
         say(f"told when they are back: {_listed(reply.away)}")
+    if reply.unwritten:
+        complain(
+            f"this machine {reply.unwritten}; it tries again, and forgets what you have typed if "
+            "its agent ends before that"
+        )
     if not undo:
         complain(
             f"{whom} still holds the mesh key, with which it could come back as another machine; "

@@ -114,7 +114,9 @@ class Members(Feature[MembersMessage, MembersQuestion]):
             case AskMembers():
                 await session.send(MemberRows(tuple(self.rows())))
             case RemoveMachine(name, out):
-                await session.send(self.remove(name, out=out))
+                with self._kernel.admission().follow():
+                    session.stay()
+                    await session.send(await self.remove(name, out=out))
             case RotateKey(without):
                 with self._kernel.admission().follow():  # a slow disk may take seconds
                     session.stay()
@@ -122,17 +124,23 @@ class Members(Feature[MembersMessage, MembersQuestion]):
             case _:
                 assert_never(request)
 
-    def remove(self, text: str, *, out: bool) -> MachineTold:
-        """Remove a machine, or undo that, and tell all agents that are here."""
+    async def remove(self, text: str, *, out: bool) -> MachineTold:
+        """Remove a machine, or undo that, and tell all agents that are here; then write it."""
         node = self._register.find(text)
         self._register.remove(self._kernel.key, node, out=out)
         self._may_pass_on = True
         self._pass_on()
+        unwritten = ""
+        try:
+            await self._register.write(self._kernel.settings.home)
+        except KeyFileError as e:
+            unwritten = str(e).partition(";")[0]
         rows = [row for row in self.rows() if not row.me and row.id != node_text(node)]
         return MachineTold(
             self._register.name_of(node),
             told=tuple(row.name for row in rows if row.state == "here"),
             away=tuple(row.name for row in rows if row.state == "away"),
+            unwritten=unwritten,
         )
 
     async def rotate(self, without: Sequence[str]) -> KeyRotated:

@@ -87,6 +87,8 @@ class MachineTold(SessionMessage, frozen=True, tag="machine_told"):
     """The machines that are here."""
     away: tuple[str, ...]
     """Members that learn it once they are back."""
+    unwritten: str = ""
+    """Why it is not on the disk of the machine that was asked, which tries again."""
 
 
 class KeyRotated(SessionMessage, frozen=True, tag="key_rotated"):

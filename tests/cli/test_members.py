@@ -88,6 +88,18 @@ def test_a_removal_says_who_knows_of_it_and_what_it_does_not_protect_against(
     )
 
 
+def test_a_removal_that_is_not_on_the_disk_says_so(
+    socket: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = MachineTold("studio", told=(), away=(), unwritten="can't write members: disk is full")
+    with agent_at(socket, answering(told)):
+        assert run(["remove", "--undo", "studio"]) == 0
+    assert capsys.readouterr().err == (
+        "this machine can't write members: disk is full; it tries again, and forgets what you have "
+        "typed if its agent ends before that\n"
+    )
+
+
 @pytest.mark.parametrize("given", [False, True])
 def test_a_new_key_says_who_has_it_and_who_gets_it(
     socket: Path,

@@ -10,12 +10,20 @@ from trio.testing import MockClock
 
 from pmesh.agent.mesh import register as register_module
 from pmesh.agent.mesh.bans import BANNED_S
-from pmesh.agent.mesh.register import MAX_KNOWN, MOST_NEWS, Records, load_records, store_records
+from pmesh.agent.mesh.register import (
+    KEEP_S,
+    MAX_KNOWN,
+    MOST_NEWS,
+    RETRY_S,
+    Records,
+    load_records,
+    store_records,
+)
 from pmesh.core.identity.keys import NodeKey
 from pmesh.core.identity.removals import sign_removal
 from pmesh.core.values import Removal
 from pmesh.core.wire.session import Refused
-from pmesh.errors import ConfigError, MachineRemoved
+from pmesh.errors import ConfigError, KeyFileError, MachineRemoved
 from pmesh.ids import Member, NodeId, node_text, short_node
 from pmesh.members.agent import CHECKS, Members
 from pmesh.members.wire import (
@@ -71,6 +79,27 @@ async def test_members_and_removals_are_known_after_a_restart(clock: MockClock) 
         assert found["mac-2"].removed_by == "mac-0"
         assert removed(one) == {three.key.node}
         assert set(load_records(one.settings.home).known) == {two.key.node, three.key.node}
+
+
+async def test_a_removal_is_on_the_disk_before_it_is_confirmed_or_this_is_said(
+    clock: MockClock, faults: Faults
+) -> None:
+    async with village(clock, 3) as here:
+        one, two, three = here.machines
+        await until(knows_all(one, 2))
+        home = one.settings.home
+
+        assert (await remove(here, one, "mac-1")).unwritten == ""
+        assert two.key.node in load_records(home).removals
+
+        full = KeyFileError("can't write it: No space left on device; free some space")
+        with faults.fail(register_module, "store_records", full):
+            reply = await remove(here, one, "mac-2")
+            assert reply.unwritten == "can't write it: No space left on device"
+            await trio.sleep(KEEP_S / 2)
+        assert three.key.node not in load_records(home).removals
+        await trio.sleep(2 * RETRY_S)
+        assert three.key.node in load_records(home).removals
 
 
 async def test_who_is_removed_is_out_everywhere_and_is_told_by_whom(clock: MockClock) -> None:

@@ -34,6 +34,7 @@ MAX_KNOWN: Final = 256  # as many as names of machines; a mesh at home has 8
 MAX_KEPT_ADDRESSES: Final = 4  # of one machine: its cable and its Wi-Fi, v4 and v6
 MAX_FILE_BYTES: Final = 2 * 1024 * 1024  # names and hosts, each character up to 12 bytes in JSON
 KEEP_S: Final = 300.0  # the times at which linked machines were last seen are written so often
+RETRY_S: Final = 10.0  # a removal that is not written is forgotten as the agent ends
 MOST_NEWS: Final = 30  # of removals, as lines of the log; a member may make them without end
 NEWS_WITHIN_S: Final = 60.0
 WRITES_EVERY_S: Final = 1.0  # a member may say something else of itself all the time
@@ -124,6 +125,7 @@ class Register:
         self._wall_clock = wall_clock
         self._noticed = noticed
         self._changed = trio.Event()
+        self._writing = trio.Lock()
         self._told_at: list[float] = []
         """When removals were told of late."""
         self.revision = 0
@@ -252,12 +254,22 @@ class Register:
         while True:
             with trio.move_on_after(KEEP_S):
                 await self._changed.wait()
+            try:
+                await self.write(home)
+            except KeyFileError as e:
+                _log.warning("members are not kept", reason=str(e))
+                await trio.sleep(RETRY_S)
+            await trio.sleep(WRITES_EVERY_S)
+
+    async def write(self, home: Path) -> None:
+        """Write the file. Raises KeyFileError if that fails; `keep` tries again."""
+        async with self._writing:
             self._changed = trio.Event()
             try:
                 await trio.to_thread.run_sync(store_records, home, self.records())
-            except KeyFileError as e:
-                _log.warning("members are not kept", reason=str(e))
-            await trio.sleep(WRITES_EVERY_S)
+            except KeyFileError:
+                self._changed.set()
+                raise
 
     def records(self) -> Records:
         """Return what is to be written to the home's file."""
