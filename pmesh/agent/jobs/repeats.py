@@ -475,7 +475,7 @@ def _may_repeat(rank: LocalRank, request: StartOp) -> bool:
     """Return whether a call is one that the library may answer, among these ranks."""
     kind = KINDS[request.call.kind]
     return (
-        (rank.is_apart or rank.has_all_here)
+        (rank.is_apart or (rank.has_all_here and rank.size <= MOST_TRAINERS))
         and kind.barrier
         and kind.row is None
         and request.call.kind != "reduce"

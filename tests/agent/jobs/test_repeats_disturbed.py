@@ -378,7 +378,7 @@ async def test_of_many_trainers_some_are_answered_by_python(
     async with repeating(clock, in_python, 2) as (_, trainers):
         for _ in range(3):
             assert [r[0] for r in await reduce_all(trainers, ones(COUNT))] == [2.0] * 2
-        assert len(in_python) == 6 if in_python.together else 3
+        assert len(in_python) == (6 if in_python.together else 3)
 
 
 @APART
