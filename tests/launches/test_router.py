@@ -203,16 +203,27 @@ async def test_a_job_that_runs_here_is_not_started_twice(tmp_path: Path) -> None
         assert await here.prepare(replace(asks("true"), launch=other), EVE) == ""
 
 
+@pytest.mark.parametrize("cancel", ["signal", "link", "another link"])
 async def test_a_launch_that_is_cancelled_while_ports_are_looked_for_keeps_no_job(
-    tmp_path: Path, faults: Faults
+    tmp_path: Path, faults: Faults, cancel: str
 ) -> None:
-    def cancel(real: Callable[[int], tuple[int, ...]], count: int) -> tuple[int, ...]:
-        trio.from_thread.run_sync(here.launches.receive, ANNA, SignalRanks(ID, 9))
+    def cancel_it() -> None:
+        if cancel == "signal":
+            here.launches.receive(ANNA, SignalRanks(ID, 9))
+        else:
+            del here.links[ANNA.node]
+        if cancel == "another link":
+            here.links[ANNA.node] = here.anna
+
+    def run(real: Callable[[int], tuple[int, ...]], count: int) -> tuple[int, ...]:
+        trio.from_thread.run_sync(cancel_it)
         return real(count)
 
     async with launches_in(tmp_path) as here:
-        with faults.around(router, "free_ports", cancel):
+        with faults.around(router, "free_ports", run):
             here.launches.receive(ANNA, asks("true"))
+            if cancel == "another link":
+                here.anna = FakePeer(ANNA)
             with trio.fail_after(20):
                 while here.launches.questions:  # noqa: ASYNC110 - nobody tells of it
                     await trio.sleep(0.01)

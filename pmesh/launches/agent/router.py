@@ -250,6 +250,7 @@ class Launches:
         member = question.member
         found = await self._check(question, message)
         ports = await trio.to_thread.run_sync(free_ports, 2 * message.ranks)
+        self._follow_links()  # the one over which this was asked may be lost
         await trio.lowlevel.checkpoint_if_cancelled()  # a thread is not cancelled
         self._check_job(message)  # again: another launch of it may have been faster
         before = self.parts.get((member.node, message.launch))
