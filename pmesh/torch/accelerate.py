@@ -8,6 +8,7 @@ alone, without a word. It has no public seam for this, so one private method is 
 
 import os
 import sys
+from datetime import timedelta
 from functools import wraps
 from importlib.metadata import version
 from typing import Any
@@ -43,7 +44,10 @@ def extend(module: Any) -> None:  # noqa: ANN401 - of accelerate
             return theirs
         check_version(version("accelerate"))
         backend = backend or "pmesh"  # Accelerate insists on the one that it was asked for
-        return backend, _join(state, module.DistributedType, backend, cpu=cpu)
+        # The caller passes it on too late, when the process group is there.
+        of_caller = sys._getframe(1).f_locals.get("kwargs", {})  # noqa: SLF001 - see above
+        _begin(backend, of_caller.get("timeout"))
+        return backend, _kind_of_job(state, module.DistributedType, cpu=cpu)
 
     prepare_backend.of_pmesh = True  # type: ignore[attr-defined]
     module.PartialState._prepare_backend = prepare_backend  # noqa: SLF001 - see above
@@ -96,15 +100,21 @@ def check_version(found: str) -> None:
         )
 
 
-def _join(state: Any, kinds: Any, backend: str, *, cpu: bool) -> object:  # noqa: ANN401 - of accelerate
-    """Begin the default process group, set the device, and return Accelerate's kind of job.
+def _begin(backend: str, timeout: timedelta | None) -> None:
+    """Begin the default process group, if the program has not."""
+    from pmesh.torch.library import dist  # noqa: PLC0415 - after torch
+
+    if not dist.is_initialized():
+        dist.init_process_group(backend, timeout=timeout)
+
+
+def _kind_of_job(state: Any, kinds: Any, *, cpu: bool) -> object:  # noqa: ANN401 - of accelerate
+    """Set the device, and return Accelerate's kind of job.
 
     MULTI_CPU wraps a model in DistributedDataParallel without device numbers, as MPS needs it, too.
     """
-    from pmesh.torch.library import dist, torch  # noqa: PLC0415 - after torch
+    from pmesh.torch.library import torch  # noqa: PLC0415 - after torch
 
-    if not dist.is_initialized():
-        dist.init_process_group(backend)
     # Not when torch is imported: this module imports torch, and has not run to its end then.
     plugs.install({"transformers.trainer": "pmesh.torch.transformers"})
     if torch.cuda.is_available() and not cpu:

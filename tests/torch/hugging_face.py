@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -179,6 +180,23 @@ def alone(rank: int, folder: str) -> None:
 
     with pytest.raises(pmesh.UsageError, match="over 'gloo' Accelerate would train on each"):
         TrainingArguments(folder, ddp_backend="gloo").device  # noqa: B018 - it begins
+
+
+def timeout(rank: int, folder: str) -> None:
+    """The script says how long an op may take: rank 0 waits no longer for the others."""
+    start(rank, "pmesh", folder)
+    from accelerate import Accelerator, InitProcessGroupKwargs
+
+    within = InitProcessGroupKwargs(timeout=timedelta(seconds=10))
+    accelerator = Accelerator(kwargs_handlers=[within])
+    store = dist.distributed_c10d._get_default_store()
+    if rank:
+        store.wait(["too late"], timedelta(minutes=1))
+    else:
+        with pytest.raises(dist.DistBackendError, match="did not end within 10 s"):
+            accelerator.wait_for_everyone()
+        store.set("too late", "")
+    dist.destroy_process_group()
 
 
 def untried(rank: int, folder: str) -> None:

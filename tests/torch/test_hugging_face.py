@@ -59,6 +59,10 @@ def test_what_accelerate_can_t_do_is_refused(programs: RankPrograms, program: st
     assert programs.run("tests.torch.hugging_face", program, str(folder)) == [0, 0, 0]
 
 
+def test_the_timeout_of_a_script_counts(programs: RankPrograms) -> None:
+    assert programs.run("tests.torch.hugging_face", "timeout", str(programs.folder)) == [0, 0, 0]
+
+
 def test_the_method_that_is_replaced_is_still_what_it_was() -> None:
     """If this fails, read the new `PartialState`, then try this file's programs with it."""
     from importlib.metadata import version
