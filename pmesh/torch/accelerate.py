@@ -44,9 +44,9 @@ def extend(module: Any) -> None:  # noqa: ANN401 - of accelerate
             return theirs
         check_version(version("accelerate"))
         backend = backend or "pmesh"  # Accelerate insists on the one that it was asked for
-        # The caller passes it on too late, when the process group is there.
-        of_caller = sys._getframe(1).f_locals.get("kwargs", {})  # noqa: SLF001 - see above
-        _begin(backend, of_caller.get("timeout"))
+        frame = sys._getframe(1)  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
+        # `PartialState.__init__` passes it on too late, when the process group is there.
+        _begin(backend, frame.f_locals.get("kwargs", {}).get("timeout"))
         return backend, _kind_of_job(state, module.DistributedType, cpu=cpu)
 
     prepare_backend.of_pmesh = True  # type: ignore[attr-defined]
