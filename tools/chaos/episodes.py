@@ -111,6 +111,8 @@ class KillRanks(Fault):
 
     patience_s: float = 15.0
     whom: tuple[str, ...] = ("trainer", "trainer", "trainer", "two", "agent", "node")
+    apart_s: float = 0.0
+    """For how long nobody is killed again."""
 
     def strike(self, cluster: LabCluster, random: Random) -> Struck:
         match random.choice(self.whom):
@@ -127,6 +129,10 @@ class KillRanks(Fault):
             case _:
                 struck = Kill(parts=BOTH).strike(cluster, random)
                 return replace(struck, what="kills of a node")
+
+    def mend(self, cluster: LabCluster, struck: Struck) -> None:
+        Fault.mend(self, cluster, struck)
+        time.sleep(max(0.0, struck.at + self.apart_s - time.monotonic()))
 
 
 def _kill(trainers: Sequence[LabTrainer], nodes: Sequence[Node], what: str) -> Struck:
@@ -201,7 +207,8 @@ def run_ranks(run: CampaignRun) -> Tally:
 
 def run_together(run: CampaignRun) -> Tally:
     """Kills of trainers of which one agent has all."""
-    fault = KillRanks(whom=("trainer", "trainer", "two"))
+    # A leader makes at most 16 views a second, and an episode takes two to four.
+    fault = KillRanks(whom=("trainer", "trainer", "two"), apart_s=0.3)
     with LabCluster((4,), run.options(4), logs=run.logs) as cluster:
         return run_episodes(cluster, fault, run.episodes, run.random())
 
