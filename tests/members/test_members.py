@@ -173,6 +173,7 @@ async def test_a_removal_that_is_undone_lets_the_machine_in_again(clock: MockClo
         await until(lambda: all(knows_all(machine, 2)() for machine in here.machines))
         await remove(here, one, "mac-2")
         await here.settle(one, two)
+        await until(lambda: bool(news(back)))  # the others may forgive it before it has heard
 
         await remove(here, two, short_node(back.key.node), undo=True)
 
