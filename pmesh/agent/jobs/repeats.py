@@ -56,9 +56,9 @@ from pmesh.net.sessions.sessions import Session
 LEAST_TIMEOUT_S = 1.0  # the library holds an op for a tenth of this before Python goes on with it
 TRUST_S = 1.0  # V8
 MOST_TRAINERS = 16  # each has a thread
-MOST_BYTES_HERE = 2**22
-"""Of the values or the result of a rank that meets others here: a larger result is written once for
-all, by Python (`pmesh.agent.jobs.together`)."""
+MOST_BYTES_HERE = 2**25
+"""Of the values or the results of all ranks that meet here: a larger result is written once for
+all, by Python (`pmesh.agent.jobs.together`). So 2 ranks meet with 16 MiB each, 8 with 4."""
 _MOST_SEEN = 64
 IN_USE_OPS = 1000  # a call that was not repeated for so many makes room for others
 MOST_IN_VAIN = 128  # a step of a training may have half as many calls that not all ranks know yet
@@ -208,10 +208,9 @@ class RepeatedCalls:
         library = library_for(plan, lanes, dtype, call.call.reduction or "sum")
         return None if library is None else _Way(library, plan, lanes, dtype)
 
-    @staticmethod
-    def _way_here(*nbytes: int) -> _Way | None:
-        library = native.library()
-        return None if library is None or max(nbytes) > MOST_BYTES_HERE else _Way(library)
+    def _way_here(self, *nbytes: int) -> _Way | None:
+        library, of_all = native.library(), max(nbytes) * self._rank.size
+        return None if library is None or of_all > MOST_BYTES_HERE else _Way(library)
 
     def _free_place(self) -> int | None:
         """Return where there is room for a call; None if all calls that are kept are in use."""

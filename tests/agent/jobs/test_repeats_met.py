@@ -10,7 +10,7 @@ from pmesh.net.lanes.persistent import PersistentCalls
 from tests.agent.jobs.repeating import COUNT, OpsInPython, everywhere, reduces, repeating
 from tests.worlds.faults import Faults, Real
 from tests.worlds.trainer import TrainerClient
-from tests.worlds.village_ops import ones
+from tests.worlds.village_ops import ones, reduce_all
 
 pytestmark = pytest.mark.parametrize("in_python", ["together"], indirect=True)
 
@@ -44,3 +44,16 @@ async def test_a_rank_that_meets_nobody_is_seldom_recalled(
         for _ in range(70):
             await everywhere(trainers, reduces)
         assert in_python == []
+
+
+async def test_what_all_ranks_write_has_a_bound(
+    clock: MockClock, in_python: OpsInPython, faults: Faults
+) -> None:
+    """A larger result is written once, for all of them."""
+    faults.limit(repeats, "MOST_BYTES_HERE", 2 * 4 * COUNT)
+    async with repeating(clock, in_python, 2) as (_, trainers):
+        await everywhere(trainers, reduces)
+        assert in_python == []
+        for _ in range(5):
+            await reduce_all(trainers, ones(COUNT + 1))
+        assert len(in_python) == 10
