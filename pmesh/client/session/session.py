@@ -180,8 +180,7 @@ class TrainerSession:
             dtype: one of WIRE_DTYPES.
             count: the number of values.
             room_bytes: the most that later ops of the same call need, to request memory only once.
-            retained: whether a broadcast's root sends from it: others may fetch it later (O2), and
-                only the agent knows when no rank will do so any more.
+            retained: whether a broadcast's root sends from it: only the agent reuses it then (O2).
         """
         if self._sent is not None:
             self._drop(self._sent)
@@ -190,16 +189,17 @@ class TrainerSession:
             return np.empty(0, WIRE_DTYPES[dtype])
         nbytes = count * WIRE_DTYPES[dtype].itemsize
         if retained:
-            region = self._sent = self._want_arena_at_any_cost(nbytes)
+            region = self._sent = self._want_arena_instead_of_input(nbytes)
         elif self._input is not None and self._input.nbytes >= nbytes:
             return values_in(self._input, dtype, count)
         else:
             self._drop(self._input)
+            self._input = None
             region = self._input = self._want_arena(max(nbytes, room_bytes))
         with self._end_on_error():  # the agent may have granted too little
             return values_in(region, dtype, count)
 
-    def _want_arena_at_any_cost(self, nbytes: int) -> Mapped:
+    def _want_arena_instead_of_input(self, nbytes: int) -> Mapped:
         try:
             return self._want_arena(nbytes)
         except UsageError:

@@ -281,6 +281,24 @@ def noting(seen: list[AnyRequest | None], step: Step) -> Step:
     return note
 
 
+def test_an_input_arena_that_was_dropped_for_a_larger_one_is_used_no_more(
+    scripted: ScriptedAgent,
+) -> None:
+    refused = replies(Refused(Verdict("UsageError", "no shared memory for 16 bytes more")))
+    granted, seen = scripted.grants("input", 8), list[AnyRequest | None]()
+    steps = [granted, sums(scripted), replies(), refused, granted, sums(scripted)]
+    scripted.steps += [noting(seen, step) for step in steps]
+    mesh = pmesh.connect("job", home=scripted.home)
+    mesh.all_reduce(ONE)
+    with pytest.raises(pmesh.UsageError, match="no shared memory"):
+        mesh.all_reduce(np.ones(100_000))
+    assert mesh.all_reduce(ONE).tolist() == [1]
+    mesh.close()
+    first, second = (each.arena for each in seen if isinstance(each, StartOp))
+    assert first != second
+    assert [each for each in seen if isinstance(each, DropArena)] == [DropArena(first)]
+
+
 def test_a_broadcast_leaves_the_memory_of_other_calls_as_it_is(scripted: ScriptedAgent) -> None:
     """A call repeats without the interpreter only if its values lie in the same arena again."""
     granted, seen = scripted.grants("input", 8), list[AnyRequest | None]()
