@@ -19,7 +19,7 @@ from pmesh.net.sessions.combining import Meeting, adds
 _MOST_WAITING = 256
 """Calls that some ranks repeat and others do not, of all jobs."""
 
-_Where: TypeAlias = tuple[JobName, Epoch, int, Call, str, tuple[int, ...]]
+_Where: TypeAlias = tuple[JobName, Epoch, int, Call, str, int, tuple[int, ...]]
 
 
 class RepeatedTogether:
@@ -63,7 +63,8 @@ class RepeatedTogether:
 
 def _where(roster: Roster, request: StartOp) -> _Where:
     here = roster.job, roster.born, roster.number
-    return *here, request.call, request.wire_dtype, request.parts
+    count = 0 if request.parts else request.count  # with parts, each rank has its own
+    return *here, request.call, request.wire_dtype, count, request.parts
 
 
 def _make(requests: list[StartOp]) -> Meeting | None:
