@@ -53,6 +53,8 @@ table bridge lab {
 """
 # Between two bursts of the shaper the queue holds this long: a home router's buffer, roughly.
 QUEUE_S = 0.1
+# What Linux and macOS have unless somebody changes it, as on some rented machines.
+CONGESTION_CONTROL = "net.ipv4.tcp_congestion_control=cubic"
 KILL_DEADLINE_S = 5.0
 _labs = itertools.count()
 
@@ -251,6 +253,7 @@ class NetLab:
             route add 224.0.0.0/4 dev eth0
         """  # nodad: an address that is still being checked can't be bound, for a second or two
         run_system(["ip", "-netns", host.namespace, "-batch", "-"], stdin=commands)
+        run_system([*_enter(host.namespace), "sysctl", "-qw", CONGESTION_CONTROL])
 
     def cut(
         self, one: LabHost, *others: LabHost, one_way: bool = False, network: int | None = None
