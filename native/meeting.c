@@ -5,6 +5,7 @@
 
 #include <pthread.h>
 #include <stdlib.h>
+#include <string.h>
 
 // More bytes than these are worth waking the threads that wait.
 enum { ALONE_BYTES = 128 * 1024 };
@@ -18,7 +19,11 @@ struct pmesh_meeting {
     uint32_t at_work;      // threads in the op that has begun
     uint64_t begun, ended; // how many ops have
     uint64_t moving_bytes;
-    bool was_done;      // the last op
+    bool shares;                      // the result
+    bool was_done;                    // the last op
+    uint8_t *slots[PMESH_MOST_SLOTS]; // that all ranks have who are here, for a shared result
+    uint32_t slot_count;
+    uint8_t *result;    // of the last op, if it is shared
     uintptr_t memory[]; // the sources and the results of all ranks, and their bytes
 };
 
@@ -26,12 +31,13 @@ static uint64_t *bytes_of(struct pmesh_meeting *meeting) {
     return (uint64_t *)&meeting->memory[2 * meeting->op.ranks];
 }
 
-struct pmesh_meeting *pmesh_meeting_new(const struct pmesh_combining *op) {
+struct pmesh_meeting *pmesh_meeting_new(const struct pmesh_combining *op, bool shares) {
     const size_t each = 2 * (sizeof(uintptr_t) + sizeof(uint64_t));
     struct pmesh_meeting *meeting = calloc(1, sizeof *meeting + op->ranks * each);
     if (!meeting) {
         return NULL;
     }
+    meeting->shares = shares;
     struct pmesh_combining *own = &meeting->op;
     own->folds = op->folds;
     own->places = op->places;
@@ -62,6 +68,10 @@ void pmesh_meeting_free(struct pmesh_meeting *meeting) {
     free(meeting);
 }
 
+bool pmesh_meeting_shares(const struct pmesh_meeting *meeting) {
+    return meeting->shares;
+}
+
 void pmesh_meeting_wake(struct pmesh_meeting *meeting) {
     pthread_mutex_lock(&meeting->lock);
     pthread_cond_broadcast(&meeting->changed);
@@ -70,11 +80,35 @@ void pmesh_meeting_wake(struct pmesh_meeting *meeting) {
 
 // --- with the lock
 
+static bool has(const struct pmesh_part *part, const uint8_t *slot) {
+    uint32_t i = 0;
+    while (i < part->slot_count && part->slots[i] != slot) {
+        i++;
+    }
+    return i < part->slot_count;
+}
+
+// Leave only the slots that this rank has, too. One that has left again may have had fewer.
+static void narrow(struct pmesh_meeting *meeting, const struct pmesh_part *part) {
+    if (!meeting->here) {
+        memcpy(meeting->slots, part->slots, sizeof part->slots);
+        meeting->slot_count = part->slot_count;
+    }
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < meeting->slot_count; i++) {
+        if (has(part, meeting->slots[i])) {
+            meeting->slots[count++] = meeting->slots[i];
+        }
+    }
+    meeting->slot_count = count;
+}
+
 static bool come(struct pmesh_meeting *meeting, const struct pmesh_part *part) {
     const uint32_t ranks = meeting->op.ranks;
     if (part->rank >= ranks || (meeting->here && meeting->number != part->number)) {
         return false;
     }
+    narrow(meeting, part);
     meeting->number = part->number;
     meeting->memory[part->rank] = (uintptr_t)part->source;
     meeting->memory[ranks + part->rank] = (uintptr_t)part->result;
@@ -100,7 +134,12 @@ static bool wait_for_others(struct pmesh_meeting *meeting, const struct pmesh_pa
 static void begin(struct pmesh_meeting *meeting) {
     meeting->here = 0;
     meeting->begun++;
-    meeting->was_done = pmesh_combining_fits(&meeting->op);
+    meeting->was_done = !meeting->shares || meeting->slot_count > 0;
+    if (meeting->was_done && meeting->shares) {
+        meeting->result = meeting->slots[0];
+        meeting->memory[meeting->op.ranks] = (uintptr_t)meeting->result;
+    }
+    meeting->was_done = meeting->was_done && pmesh_combining_fits(&meeting->op);
     atomic_store(&meeting->op.taken, 0);
     atomic_store(&meeting->op.stopped, !meeting->was_done);
     if (meeting->moving_bytes > ALONE_BYTES) {
@@ -121,7 +160,7 @@ static void work(struct pmesh_meeting *meeting, const struct pmesh_part *part) {
     }
 }
 
-bool pmesh_meet(struct pmesh_meeting *meeting, const struct pmesh_part *part) {
+bool pmesh_meet(struct pmesh_meeting *meeting, struct pmesh_part *part) {
     pthread_mutex_lock(&meeting->lock);
     bool done = come(meeting, part);
     if (done && meeting->here == meeting->op.ranks) {
@@ -137,6 +176,7 @@ bool pmesh_meet(struct pmesh_meeting *meeting, const struct pmesh_part *part) {
             pthread_cond_wait(&meeting->changed, &meeting->lock);
         }
         done = meeting->was_done;
+        part->result = meeting->shares ? meeting->result : part->result;
     }
     pthread_mutex_unlock(&meeting->lock);
     return done;

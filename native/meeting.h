@@ -4,14 +4,17 @@
 
 #include "combine.h"
 
+enum { PMESH_MOST_SLOTS = 5 };
+
 // What a rank brings to an op, for as long as `pmesh_meet` runs.
 struct pmesh_part {
-    uint32_t rank;
+    uint32_t rank, slot_count;
     uint64_t number; // of the op
     const uint8_t *source;
-    uint8_t *result;
+    uint8_t *result; // or where `pmesh_meet` has put it, if it is shared
     uint64_t source_bytes, result_bytes;
-    const _Atomic bool *recalled; // whether to wait for the others no longer
+    uint8_t *slots[PMESH_MOST_SLOTS]; // where a shared result may lie, for this rank
+    const _Atomic bool *recalled;     // whether to wait for the others no longer
     // Whether the op may end now. Every rank's agent is the same, so anyone may say it for all.
     bool (*may_end)(void *);
     void *of;
@@ -21,13 +24,16 @@ struct pmesh_part {
 struct pmesh_meeting;
 
 // NULL if there is no memory. The op says how many ranks there are and what is done; its memory is
-// that of the parts. What it points to stays until the meeting is freed.
-PMESH_API struct pmesh_meeting *pmesh_meeting_new(const struct pmesh_combining *op);
+// that of the parts. What it points to stays until the meeting is freed. A result that is shared is
+// written once, as that of rank 0, into a slot that all ranks have.
+PMESH_API struct pmesh_meeting *pmesh_meeting_new(const struct pmesh_combining *op, bool shares);
 // No thread is there any more.
 PMESH_API void pmesh_meeting_free(struct pmesh_meeting *meeting);
 // Wait until all ranks have come, and do the op with them. Returns whether it has been done: the
 // same for all of them. If not, it counts for none, and whoever was recalled has left.
-bool pmesh_meet(struct pmesh_meeting *meeting, const struct pmesh_part *part);
+bool pmesh_meet(struct pmesh_meeting *meeting, struct pmesh_part *part);
+// Whether its result is shared.
+bool pmesh_meeting_shares(const struct pmesh_meeting *meeting);
 // Let those look that wait for others: one of them is recalled.
 void pmesh_meeting_wake(struct pmesh_meeting *meeting);
 

@@ -217,20 +217,49 @@ static bool take_drops(struct pmesh_persistent *calls) {
 
 // --- ops
 
+static bool shares(const struct pmesh_call *call) {
+    return call->meeting && pmesh_meeting_shares(call->meeting);
+}
+
+// Whether the result of the next op may lie in a slot.
+static bool may_hold(const struct pmesh_slot *slot, const struct pmesh_persistent *calls,
+                     const struct pmesh_call *call) {
+    return slot->shared == shares(call) && !slot->lent && slot->free_at <= calls->next &&
+           slot->nbytes >= call->op->region_bytes[PMESH_RESULT];
+}
+
 // Find memory for the result of the next op, that which was used last if several are free; return
 // whether there is any.
-static bool find_slot(struct pmesh_persistent *calls, uint64_t nbytes) {
+static bool find_slot(struct pmesh_persistent *calls, const struct pmesh_call *call) {
     bool found = false;
     for (uint32_t i = 0; i < calls->slot_count; i++) {
         const struct pmesh_slot *slot = &calls->slots[i];
-        if (slot->lent || slot->free_at > calls->next || slot->nbytes < nbytes ||
-            (found && slot->free_at <= calls->slots[calls->slot].free_at)) {
-            continue;
+        if (may_hold(slot, calls, call) &&
+            !(found && slot->free_at <= calls->slots[calls->slot].free_at)) {
+            calls->slot = i;
+            found = true;
         }
-        calls->slot = i;
-        found = true;
     }
     return found;
+}
+
+// Note which slots may have the shared result of the next op.
+static void offer_slots(const struct pmesh_persistent *calls, const struct pmesh_call *call,
+                        struct pmesh_part *part) {
+    for (uint32_t i = 0; i < calls->slot_count && part->slot_count < PMESH_MOST_SLOTS; i++) {
+        if (may_hold(&calls->slots[i], calls, call)) {
+            part->slots[part->slot_count++] = calls->slots[i].memory;
+        }
+    }
+}
+
+// Note which slot has the result that is shared.
+static void take_slot(struct pmesh_persistent *calls, const uint8_t *result) {
+    for (uint32_t i = 0; i < calls->slot_count; i++) {
+        if (calls->slots[i].memory == result) {
+            calls->slot = i;
+        }
+    }
 }
 
 static double receiving_s(const struct pmesh_op *op) {
@@ -263,18 +292,24 @@ static int32_t run_in_threads(struct pmesh_server *server, double until_s) {
 // Do an op with the other ranks of this agent; return whether it has ended for all of them.
 static bool do_together(struct pmesh_server *server, const struct pmesh_call *call) {
     const struct pmesh_op *op = call->op;
-    const struct pmesh_part part = {.rank = call->rank,
-                                    .number = op->number,
-                                    .source = op->regions[PMESH_SOURCE],
-                                    .result = op->regions[PMESH_RESULT],
-                                    .source_bytes = op->region_bytes[PMESH_SOURCE],
-                                    .result_bytes = op->region_bytes[PMESH_RESULT],
-                                    .recalled = &server->recalled,
-                                    .may_end = is_trusted,
-                                    .of = server->calls};
+    struct pmesh_part part = {.rank = call->rank,
+                              .number = op->number,
+                              .source = op->regions[PMESH_SOURCE],
+                              .result = op->regions[PMESH_RESULT],
+                              .source_bytes = op->region_bytes[PMESH_SOURCE],
+                              .result_bytes = op->region_bytes[PMESH_RESULT],
+                              .recalled = &server->recalled,
+                              .may_end = is_trusted,
+                              .of = server->calls};
+    if (shares(call)) {
+        offer_slots(server->calls, call, &part);
+    }
     server->at = call->meeting; // before it looks whether it is recalled
     const bool done = pmesh_meet(call->meeting, &part);
     server->at = NULL;
+    if (done && shares(call)) {
+        take_slot(server->calls, part.result);
+    }
     return done;
 }
 
@@ -322,11 +357,10 @@ static bool may_begin(struct pmesh_persistent *calls, const struct pmesh_call *c
     }
     uint32_t own = 0;
     for (uint32_t i = 0; i < calls->slot_count; i++) {
-        own += !calls->slots[i].lent;
+        own += calls->slots[i].shared == shares(call) && !calls->slots[i].lent;
     }
     return call->reply.count < PMESH_PARTS ||
-           (own > (lends(calls, call) ? PMESH_OWN_SLOTS : 0) &&
-            find_slot(calls, call->op->region_bytes[PMESH_RESULT]));
+           (own > (lends(calls, call) ? PMESH_OWN_SLOTS : 0) && find_slot(calls, call));
 }
 
 // Note that the op has ended, and answer.
@@ -377,11 +411,11 @@ static bool answer(struct pmesh_server *server, uint32_t request_bytes) {
                                    .receiving_s = -receiving_s(op),
                                    .number = calls->next,
                                    .step = calls->step,
-                                   .call = calls->call,
-                                   .slot = calls->slot};
+                                   .call = calls->call};
     if (call->meeting ? !do_together(server, call) : !run_well(server, op, ended.began_s)) {
         return false;
     }
+    ended.slot = calls->slot;
     ended.receiving_s += receiving_s(op);
     take(calls, request_bytes);
     return end(calls, ended);

@@ -7,7 +7,6 @@
 
 enum {
     PMESH_MOST_CALLS = 32,
-    PMESH_MOST_SLOTS = 5,
     PMESH_OWN_SLOTS = 3, // that are not lent: of a result that others may ask for, of one that the
                          // trainer reads, and of the next one
     PMESH_LOGGED_OPS = 1024,
@@ -48,7 +47,8 @@ struct pmesh_slot {
     uint64_t nbytes;
     uint64_t number;  // in the session's messages
     uint64_t free_at; // the first op that may write to it: O2, and the trainer has read it
-    uint64_t lent;
+    uint32_t lent;
+    uint32_t shared; // whether other ranks have it, too, for the results that a meeting shares
 };
 
 // An op that has ended well.
@@ -71,7 +71,7 @@ enum pmesh_why {
 // touches nothing else.
 struct pmesh_persistent {
     struct pmesh_call calls[PMESH_MOST_CALLS];
-    struct pmesh_slot slots[PMESH_MOST_SLOTS];
+    struct pmesh_slot slots[2 * PMESH_MOST_SLOTS]; // its own, and shared ones
     struct pmesh_message drop;   // what says that an arena is lent no longer: its number
     struct pmesh_runner *runner; // of all these ops
     uint64_t next, limit;        // the number of the next op; the first that is not served

@@ -10,6 +10,8 @@
 #include <sys/socket.h>
 #include <time.h>
 
+#include "../persistent.h"
+
 enum {
     CALLS = 6,
     MEETING = 5, // the call in which ranks meet: there is only one
@@ -18,7 +20,8 @@ enum {
     ITEM_BYTES = 4,
     LONG_BYTES = 4200, // more than a server keeps
     NEARLY_FULL = 1020,
-    FIRST_SLOT = 126, // numbers of arenas: of one byte, and of two
+    SLOTS = 2 * PMESH_MOST_SLOTS, // of which the second half is shared
+    FIRST_SLOT = 126,             // numbers of arenas: of one byte, and of two
     MOST_CAME = 1 << 16,
 };
 
@@ -89,18 +92,18 @@ static int fuzzed_clock(struct timespec *time) {
 #undef clock_gettime
 
 // --- six calls: a copy, an op without values, one that waits for another rank, a long request,
-// one that says its step, and a copy where all ranks of this agent meet
+// one that says its step, and a copy where all ranks of this agent meet, whose result may be shared
 
 static struct {
     struct pmesh_persistent calls;
     struct pmesh_op ops[CALLS];
     struct pmesh_plan plans[CALLS];
-    uint64_t used_by[PMESH_MOST_SLOTS]; // the last op that wrote there
-    bool is_lent[PMESH_MOST_SLOTS];
+    uint64_t used_by[SLOTS]; // the last op that wrote there
+    bool is_lent[SLOTS];
     struct pmesh_lane lane; // on which nothing ever comes
-    uint8_t *arena, *long_request, *slots[PMESH_MOST_SLOTS];
+    uint8_t *arena, *long_request, *slots[SLOTS];
     struct pmesh_runner *runner;
-    struct pmesh_meeting *meeting;
+    struct pmesh_meeting *meetings[2]; // of which the second one shares
 } rank;
 
 static struct pmesh_message laid_out(const char *first, const char *second, const char *third) {
@@ -133,7 +136,7 @@ static uint64_t follow(void) {
         number = at[0] < 128 ? at[0] : pmesh_get(at + 1, 1 << (at[0] - 0xcc));
         assert(!memcmp(at, shortest, put_number(shortest, number)));
         if (message[4] == 'd') {
-            assert(number - FIRST_SLOT < PMESH_MOST_SLOTS && rank.is_lent[number - FIRST_SLOT]);
+            assert(number - FIRST_SLOT < SLOTS && rank.is_lent[number - FIRST_SLOT]);
             rank.is_lent[number - FIRST_SLOT] = false;
         }
         trainer.followed += 4 + pmesh_get(message, 4);
@@ -162,8 +165,9 @@ static ssize_t fuzzed_send(const uint8_t *from, size_t nbytes) {
         assert(!rank.is_lent[op->slot]);
         rank.is_lent[op->slot] = slot->lent;
         rank.used_by[op->slot] = op->number;
-        for (uint32_t i = 0; i < PMESH_MOST_SLOTS; i++) {
-            own += !calls->slots[i].lent;
+        assert(slot->shared == (op->call == MEETING && shares(&calls->calls[MEETING])));
+        for (uint32_t i = 0; i < SLOTS; i++) {
+            own += calls->slots[i].shared == slot->shared && !calls->slots[i].lent;
         }
         assert(!calls->may_lend || own >= PMESH_OWN_SLOTS);
     }
@@ -208,7 +212,7 @@ static void set_up(uint8_t numbers, uint8_t flags) {
     calls->calls[4].request = laid_out("step", "of", "");
     calls->calls[4].says_step = true;
     calls->calls[MEETING].request = laid_out("meet", "from", "");
-    calls->calls[MEETING].meeting = rank.meeting;
+    calls->calls[MEETING].meeting = rank.meetings[numbers / 6 % 2];
     for (uint32_t i = 0; i < CALLS; i++) {
         calls->calls[i].says_place = calls->calls[i].request.count == PMESH_PARTS && i != 4;
     }
@@ -225,11 +229,13 @@ static void set_up(uint8_t numbers, uint8_t flags) {
     calls->may_lend = flags & 4 ? 1 : 0;
     calls->ended = flags & 8 ? NEARLY_FULL : 0;
     calls->call_count = CALLS;
-    calls->slot_count = PMESH_MOST_SLOTS;
+    calls->slot_count = SLOTS;
     calls->runner = rank.runner;
-    for (uint32_t i = 0; i < PMESH_MOST_SLOTS; i++) {
-        calls->slots[i] = (struct pmesh_slot){
-            .memory = rank.slots[i], .nbytes = VALUES * ITEM_BYTES, .number = FIRST_SLOT + i};
+    for (uint32_t i = 0; i < SLOTS; i++) {
+        calls->slots[i] = (struct pmesh_slot){.memory = rank.slots[i],
+                                              .nbytes = VALUES * ITEM_BYTES,
+                                              .number = FIRST_SLOT + i,
+                                              .shared = i >= PMESH_MOST_SLOTS};
     }
 }
 
@@ -253,8 +259,10 @@ static void set_up_once(void) {
     assert(!failed);
     rank.lane = new_lane(ends[0], KEY);
     rank.runner = pmesh_runner_new();
-    rank.meeting = pmesh_meeting_new(&op);
-    assert(rank.meeting);
+    for (int i = 0; i < 2; i++) {
+        rank.meetings[i] = pmesh_meeting_new(&op, i);
+        assert(rank.meetings[i]);
+    }
     trainer.came = exactly(MOST_CAME);
     rank.long_request = exactly(LONG_BYTES + 1);
     memset(rank.long_request, 'z', LONG_BYTES);
@@ -263,7 +271,7 @@ static void set_up_once(void) {
     for (uint64_t i = 0; i < WORDS; i++) {
         pmesh_put(rank.arena + i * ITEM_BYTES, i, ITEM_BYTES);
     }
-    for (uint32_t i = 0; i < PMESH_MOST_SLOTS; i++) {
+    for (uint32_t i = 0; i < SLOTS; i++) {
         rank.slots[i] = exactly(VALUES * ITEM_BYTES);
     }
 }
@@ -291,7 +299,7 @@ static void go_on(struct pmesh_persistent *calls) {
         calls->trusted_until_us = UINT64_MAX;
     }
     if (choice & 8) {
-        const uint32_t i = choice % PMESH_MOST_SLOTS;
+        const uint32_t i = choice % SLOTS;
         calls->slots[i].lent = !calls->may_lend;
         rank.is_lent[i] = !calls->may_lend;
     }
@@ -321,7 +329,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t nbytes) {
         assert(calls->why != PMESH_RECALLED || server.recalled);
         assert((calls->why == PMESH_UNANSWERED) == trainer.is_stuck);
         follow();
-        for (uint32_t i = 0; i < PMESH_MOST_SLOTS; i++) {
+        for (uint32_t i = 0; i < SLOTS; i++) {
             assert(rank.is_lent[i] == calls->slots[i].lent);
         }
         if (calls->why == PMESH_UNANSWERED) {

@@ -64,12 +64,15 @@ struct rank {
     _Atomic bool recalled;
     _Atomic uint64_t steps; // into a meeting, and out again: odd if it is there
     uint32_t *sources[2], *results[2];
+    const uint32_t *result; // of the last op
 };
 
 struct world {
     uint64_t seed, count; // values
     uint32_t size;
     bool has_whims; // of a rank's memory, its number, and whether an op may end
+    bool shares;
+    uint32_t *slots[PMESH_MOST_SLOTS];
     struct pmesh_fold fold;
     struct pmesh_place places[2 * MOST_RANKS];
     struct pmesh_combining op;
@@ -81,12 +84,16 @@ struct world {
     struct rank ranks[MOST_RANKS];
 };
 
-static struct world *new_world(uint64_t seed, uint32_t size, uint64_t count) {
+static struct world *new_world(uint64_t seed, uint32_t size, uint64_t count, bool shares) {
     struct world *world = calloc(1, sizeof *world);
     assert(world);
     world->seed = seed;
     world->size = world->left = size;
     world->count = count;
+    world->shares = shares;
+    for (int i = 0; i < PMESH_MOST_SLOTS; i++) {
+        world->slots[i] = exactly(4 * count);
+    }
     pthread_mutex_init(&world->recalling, NULL);
     for (uint32_t r = 0; r < size; r++) {
         struct rank *rank = &world->ranks[r];
@@ -100,7 +107,7 @@ static struct world *new_world(uint64_t seed, uint32_t size, uint64_t count) {
         }
         world->places[r].rank = world->places[size + r].rank = r;
     }
-    world->fold = (struct pmesh_fold){4 * count, 0, size, size, 2 * size};
+    world->fold = (struct pmesh_fold){4 * count, 0, size, size, shares ? size + 1 : 2 * size};
     world->op = (struct pmesh_combining){.folds = &world->fold,
                                          .places = world->places,
                                          .fold_count = 1,
@@ -108,7 +115,7 @@ static struct world *new_world(uint64_t seed, uint32_t size, uint64_t count) {
                                          .ranks = size,
                                          .dtype = PMESH_INT32,
                                          .reduction = PMESH_SUM};
-    world->meeting = pmesh_meeting_new(&world->op);
+    world->meeting = pmesh_meeting_new(&world->op, shares);
     assert(world->meeting);
     return world;
 }
@@ -120,6 +127,9 @@ static void free_world(struct world *world) {
             free(world->ranks[r].sources[i]);
             free(world->ranks[r].results[i]);
         }
+    }
+    for (int i = 0; i < PMESH_MOST_SLOTS; i++) {
+        free(world->slots[i]);
     }
     pthread_mutex_destroy(&world->recalling);
     free(world);
@@ -143,7 +153,7 @@ static void check_result(const struct rank *rank) {
         sum += first_value(world, rank->op, r);
     }
     for (uint64_t i = 0; i < world->count; i++) {
-        assert(rank->results[rank->op % 2][i] == sum + world->size * (uint32_t)i);
+        assert(rank->result[i] == sum + world->size * (uint32_t)i);
     }
 }
 
@@ -160,14 +170,33 @@ static bool may_end(void *of) {
 static bool spoil(struct rank *rank, struct pmesh_part *part) {
     switch (rank->world->has_whims ? below(&rank->random, 50) : UINT64_MAX) {
     case 0: part->source_bytes -= 4; return true;
-    case 1: part->result_bytes -= 4; return true;
+    case 1: part->result_bytes -= 4; return !rank->world->shares || rank->index == 0;
     case 2: part->source++; return true; // its values are not aligned
-    case 3: part->result++; return true;
+    case 3: part->result++; return !rank->world->shares;
     case 4: part->rank = rank->world->size; return true;
     case 5: part->rank = UINT32_MAX; return true;
     case 6: part->number = OTHER_NUMBERS + rank->index; return rank->world->size > 1;
     default: return false;
     }
+}
+
+// Offer all slots, or only those that this rank happens to have free, in its own order.
+static void offer(struct rank *rank, struct pmesh_part *part) {
+    const uint64_t first = below(&rank->random, PMESH_MOST_SLOTS);
+    for (uint64_t i = 0; i < PMESH_MOST_SLOTS; i++) {
+        if (!rank->world->has_whims || below(&rank->random, 5)) {
+            part->slots[part->slot_count++] =
+                (uint8_t *)rank->world->slots[(first + i) % PMESH_MOST_SLOTS];
+        }
+    }
+}
+
+static bool has_offered(const struct pmesh_part *part) {
+    bool found = false;
+    for (uint32_t i = 0; i < part->slot_count; i++) {
+        found |= part->slots[i] == part->result;
+    }
+    return found;
 }
 
 // Come for the next op; return whether it is done.
@@ -184,12 +213,17 @@ static bool meet(struct rank *rank) {
                               .may_end = may_end,
                               .of = rank};
     const bool is_spoiled = spoil(rank, &part);
+    if (world->shares) {
+        offer(rank, &part);
+    }
     assert(world->ended == op - 1); // none was done without this rank
     rank->steps++;
     const bool done = pmesh_meet(world->meeting, &part);
     rank->steps++;
     assert(!working && !(done && is_spoiled));
     assert(world->ended == (done ? op : op - 1));
+    assert(!done || !world->shares || has_offered(&part));
+    rank->result = (const uint32_t *)part.result;
     return done;
 }
 
@@ -233,7 +267,7 @@ static uint64_t ranks_meet_and_are_recalled(uint64_t seed) {
     const bool is_large = seed % 3 == 0;
     const uint32_t size = 1 + (uint32_t)(seed % MOST_RANKS);
     const uint64_t count = is_large ? LARGE_COUNT : 1;
-    struct world *world = new_world(seed, size, count + below(&random, 300));
+    struct world *world = new_world(seed, size, count + below(&random, 300), seed / 2 % 2);
     world->has_whims = true;
     awaited = is_large && seed % 2 ? size : 0;
     for (uint32_t r = 0; r < size; r++) {
@@ -285,7 +319,7 @@ static void recall_from_meeting(struct rank *rank, uint64_t yields) {
 // It may wait already, or be about to.
 static void who_is_recalled_leaves_and_the_others_wait_on(void) {
     for (uint64_t i = 0; i < WAITS; i++) {
-        struct world *world = new_world(i, 3, 10);
+        struct world *world = new_world(i, 3, 10, i % 2);
         struct rank *ranks = world->ranks;
         start(&ranks[0], meet_once);
         start(&ranks[1], meet_once);
@@ -302,12 +336,12 @@ static void who_is_recalled_leaves_and_the_others_wait_on(void) {
 
 static void nans_become_equal_if_they_are_to(void) {
     const uint32_t nan = 0x7fc12345;
-    struct world *world = new_world(1, 1, 1);
+    struct world *world = new_world(1, 1, 1, false);
     struct rank *rank = &world->ranks[0];
     pmesh_meeting_free(world->meeting);
     world->op.dtype = PMESH_FLOAT32;
     world->op.makes_nan_equal = 1;
-    world->meeting = pmesh_meeting_new(&world->op);
+    world->meeting = pmesh_meeting_new(&world->op, false);
     assert(world->meeting);
     rank->sources[1][0] = nan;
     const bool done = meet(rank);

@@ -67,10 +67,11 @@ enum {
     FIXED = 4,          // the call whose values lie always in the same place
     PIECE_BYTES = 8192, // of a record
     MOST_PIECES = 16,
-    ARENA_BYTES = 1024 * 1024, // offsets of up to five bytes
-    OPS = 60,                  // of a seed
-    FIRST_SLOT = 126,          // numbers of arenas: of one byte, and of two
-    STREAM_BYTES = 16384,      // more than a trainer says in a seed
+    ARENA_BYTES = 1024 * 1024,    // offsets of up to five bytes
+    OPS = 60,                     // of a seed
+    SLOTS = 2 * PMESH_MOST_SLOTS, // of a rank; the second half is shared
+    FIRST_SLOT = 126,             // numbers of arenas: of one byte, and of two
+    STREAM_BYTES = 16384,         // more than a trainer says in a seed
     RECALLS = 200,
     HANGS_MS = 60 * 1000,
     HANGS_S = 120, // of a seed; the program then ends by SIGALRM
@@ -93,15 +94,15 @@ struct rank {
     struct pmesh_track tracks[CALLS][MOST_LANES];
     struct pmesh_copy copies[CALLS];
     struct pmesh_lane in[MOST_RANKS], out[MOST_RANKS], *lanes[MOST_LANES]; // [there]
-    uint8_t *arena, *scratch, *slots[PMESH_MOST_SLOTS], *own[2];           // `own`: of Python alone
+    uint8_t *arena, *scratch, *slots[SLOTS], *own[2];                      // `own`: of Python alone
     int session, trainer;                                                  // the two ends
 
     // What Python knows:
-    uint64_t roster, ended;             // the number of the last op
-    const uint8_t *result;              // of that op, which others may ask for
-    uint64_t used_by[PMESH_MOST_SLOTS]; // the last op that wrote there
-    bool is_lent[PMESH_MOST_SLOTS];     // as the messages say
-    uint64_t followed;                  // bytes of the stream that were answered
+    uint64_t roster, ended;  // the number of the last op
+    const uint8_t *result;   // of that op, which others may ask for
+    uint64_t used_by[SLOTS]; // the last op that wrote there
+    bool is_lent[SLOTS];     // as the messages say
+    uint64_t followed;       // bytes of the stream that were answered
     struct pmesh_ended_op log[PMESH_LOGGED_OPS];
     uint64_t logged;
     uint8_t unread[PMESH_UNREAD_BYTES];
@@ -111,10 +112,10 @@ struct rank {
     struct random whims;
     uint8_t stream[STREAM_BYTES]; // all that it says
     uint64_t said, sent;
-    uint64_t done;                    // the last op with a reply
-    const uint8_t *results[2];        // of the last two ops, unless they are kept
-    uint64_t keeps[PMESH_MOST_SLOTS]; // the op whose result it keeps there, or 0
-    uint64_t at[2];                   // where its values lie
+    uint64_t done;             // the last op with a reply
+    const uint8_t *results[2]; // of the last two ops, unless they are kept
+    uint64_t keeps[SLOTS];     // the op whose result it keeps there, or 0
+    uint64_t at[2];            // where its values lie
 };
 
 struct world {
@@ -124,6 +125,7 @@ struct world {
     struct rank ranks[MOST_RANKS];
     struct pmesh_place places[2 * MOST_RANKS]; // where the ranks meet
     struct pmesh_fold folds[CALLS];
+    uint8_t *shared[PMESH_MOST_SLOTS];
     _Atomic uint64_t roster; // higher than a rank's own once it is to stop
     _Atomic int stops_left;
     _Atomic uint32_t done; // ranks
@@ -342,14 +344,16 @@ static void new_rank(struct world *world, uint32_t r) {
     rank->calls->runner = pmesh_runner_new();
     rank->calls->session = rank->session;
     rank->calls->call_count = CALLS;
-    rank->calls->slot_count = PMESH_MOST_SLOTS;
+    rank->calls->slot_count = SLOTS;
     rank->calls->limit = rank->calls->trusted_until_us = UINT64_MAX;
     rank->calls->most_wait_s = 1e-3 * MOST_WAIT_MS;
-    for (uint32_t i = 0; i < PMESH_MOST_SLOTS; i++) {
-        rank->slots[i] = exactly(MOST_PIECES * PIECE_BYTES);
+    for (uint32_t i = 0; i < SLOTS; i++) {
+        rank->slots[i] = i < PMESH_MOST_SLOTS ? exactly(MOST_PIECES * PIECE_BYTES)
+                                              : world->shared[i - PMESH_MOST_SLOTS];
         rank->calls->slots[i] = (struct pmesh_slot){.memory = rank->slots[i],
                                                     .nbytes = MOST_PIECES * PIECE_BYTES,
-                                                    .number = FIRST_SLOT + i};
+                                                    .number = FIRST_SLOT + i,
+                                                    .shared = i >= PMESH_MOST_SLOTS};
     }
     for (uint32_t i = 0; i < CALLS; i++) {
         add_call(rank, i);
@@ -382,6 +386,9 @@ static struct world *new_world(uint64_t seed, uint32_t size) {
             }
         }
     }
+    for (uint32_t i = 0; i < PMESH_MOST_SLOTS; i++) {
+        world->shared[i] = exactly(MOST_PIECES * PIECE_BYTES);
+    }
     for (uint32_t r = 0; r < size; r++) {
         new_rank(world, r);
     }
@@ -394,7 +401,9 @@ static void let_ranks_meet(struct world *world) {
         world->places[i].rank = i % size;
     }
     for (uint32_t i = 0; i < CALLS; i++) {
-        world->folds[i] = (struct pmesh_fold){4 * world->counts[i], 0, size, size, 2 * size};
+        const bool shares = world->counts[i] && mixed(world->seed + i) % 2;
+        const uint32_t end = shares ? size + 1 : 2 * size; // only rank 0 is given it
+        world->folds[i] = (struct pmesh_fold){4 * world->counts[i], 0, size, size, end};
         const struct pmesh_combining op = {.folds = &world->folds[i],
                                            .places = world->places,
                                            .fold_count = world->counts[i] ? 1 : 0,
@@ -402,7 +411,7 @@ static void let_ranks_meet(struct world *world) {
                                            .ranks = size,
                                            .dtype = PMESH_INT32,
                                            .reduction = PMESH_SUM};
-        struct pmesh_meeting *meeting = pmesh_meeting_new(&op);
+        struct pmesh_meeting *meeting = pmesh_meeting_new(&op, shares);
         assert(meeting);
         for (uint32_t r = 0; r < size; r++) {
             world->ranks[r].calls->calls[i].meeting = meeting;
@@ -437,6 +446,9 @@ static void free_world(struct world *world) {
         free(rank->own[0]);
         free(rank->own[1]);
         free(rank->calls);
+    }
+    for (uint32_t i = 0; i < PMESH_MOST_SLOTS; i++) {
+        free(world->shared[i]);
     }
     pthread_cond_destroy(&world->changed);
     pthread_mutex_destroy(&world->lock);
@@ -518,16 +530,15 @@ static void read_reply(struct rank *rank) {
         assert(nbytes == say(expected, MET, op, 0) && !memcmp(reply, expected, nbytes));
         return;
     }
-    for (uint64_t slot = 0; slot < PMESH_MOST_SLOTS + 2; slot++) {
-        const uint8_t *memory =
-            slot < PMESH_MOST_SLOTS ? rank->slots[slot] : rank->own[slot - PMESH_MOST_SLOTS];
+    for (uint64_t slot = 0; slot < SLOTS + 2; slot++) {
+        const uint8_t *memory = slot < SLOTS ? rank->slots[slot] : rank->own[slot - SLOTS];
         if (nbytes == say(expected, DONE, op, FIRST_SLOT + slot) &&
             !memcmp(reply, expected, nbytes)) {
             check_result(world, op, memory);
             rank->results[op % 2] = memory;
             return;
         }
-        if (slot < PMESH_MOST_SLOTS && nbytes == say(expected, LENT, op, FIRST_SLOT + slot) &&
+        if (slot < SLOTS && nbytes == say(expected, LENT, op, FIRST_SLOT + slot) &&
             !memcmp(reply, expected, nbytes)) {
             assert((call == 2 || call == 3) && !rank->keeps[slot]);
             check_result(world, op, memory);
@@ -539,7 +550,7 @@ static void read_reply(struct rank *rank) {
 }
 
 static void drop_some(struct rank *rank) {
-    for (uint64_t slot = 0; slot < PMESH_MOST_SLOTS; slot++) {
+    for (uint64_t slot = 0; slot < SLOTS; slot++) {
         if (rank->keeps[slot] && below(&rank->whims, 4) == 0) {
             check_result(rank->world, rank->keeps[slot], rank->slots[slot]);
             rank->keeps[slot] = 0;
@@ -599,14 +610,14 @@ static void note_end(struct rank *rank, uint64_t op, uint32_t slot, const uint8_
     assert(op == rank->ended + 1 && op <= rank->world->last);
     rank->ended = op;
     rank->result = result;
-    if (result_bytes(rank, op) && slot < PMESH_MOST_SLOTS) {
+    if (result_bytes(rank, op) && slot < SLOTS) {
         assert(!rank->is_lent[slot] && (!rank->used_by[slot] || rank->used_by[slot] + 2 <= op));
         rank->used_by[slot] = op;
     }
 }
 
 static void drop(struct rank *rank, uint64_t number) {
-    assert(number >= FIRST_SLOT && number < FIRST_SLOT + PMESH_MOST_SLOTS);
+    assert(number >= FIRST_SLOT && number < FIRST_SLOT + SLOTS);
     assert(rank->is_lent[number - FIRST_SLOT]);
     rank->is_lent[number - FIRST_SLOT] = false;
 }
@@ -620,18 +631,20 @@ static void take_log(struct rank *rank) {
 }
 
 static void follow_op(struct rank *rank, uint64_t op, const struct pmesh_ended_op *ended) {
-    const struct pmesh_call *call = &rank->calls->calls[ended->call];
+    const struct pmesh_persistent *calls = rank->calls;
+    const struct pmesh_call *call = &calls->calls[ended->call];
     assert(ended->number == op && ended->call == call_of(rank->world, op));
     assert(ended->step == (ended->call ? 0 : step_of(op)));
-    assert(op < rank->calls->limit && ended->slot < PMESH_MOST_SLOTS);
+    assert(op < calls->limit && ended->slot < SLOTS);
+    assert(!result_bytes(rank, op) || calls->slots[ended->slot].shared == shares(call));
     assert(ended->began_s <= ended->ended_s && ended->receiving_s >= 0);
     note_end(rank, op, ended->slot, rank->slots[ended->slot]);
     rank->world->together += call->meeting != NULL;
-    if (rank->calls->may_lend && call->lending.count) {
+    if (calls->may_lend && call->lending.count) {
         uint32_t own = 0;
         rank->is_lent[ended->slot] = true;
-        for (uint32_t i = 0; i < PMESH_MOST_SLOTS; i++) {
-            own += !rank->is_lent[i];
+        for (uint32_t i = 0; i < SLOTS; i++) {
+            own += calls->slots[i].shared == calls->slots[ended->slot].shared && !rank->is_lent[i];
         }
         assert(own >= PMESH_OWN_SLOTS);
         rank->world->lent += 1;
@@ -660,7 +673,7 @@ static void follow(struct rank *rank) {
     assert(ended == rank->logged && calls->next == rank->ended + 1);
     rank->world->served += ended;
     rank->logged = 0;
-    for (uint32_t i = 0; i < PMESH_MOST_SLOTS; i++) {
+    for (uint32_t i = 0; i < SLOTS; i++) {
         assert(rank->is_lent[i] == calls->slots[i].lent);
     }
 }
@@ -674,7 +687,7 @@ static bool serve_for_a_while(struct rank *rank) {
     calls->next = rank->ended + 1;
     calls->limit = calls->next + (below(&rank->random, 4) ? UINT32_MAX : below(&rank->random, 4));
     calls->may_lend = (uint32_t)below(&rank->random, 3) > 0;
-    for (uint32_t i = 0; i < PMESH_MOST_SLOTS; i++) { // as `PersistentCalls.serve` does
+    for (uint32_t i = 0; i < SLOTS; i++) { // as `PersistentCalls.serve` does
         struct pmesh_slot *slot = &calls->slots[i];
         const bool is_kept = rank->result == rank->slots[i] && slot->free_at < calls->next + 1;
         slot->free_at = is_kept ? calls->next + 1 : slot->free_at;
@@ -738,11 +751,11 @@ static uint32_t slot_for(struct rank *rank, uint64_t op) {
             return i;
         }
     }
-    return PMESH_MOST_SLOTS + op % 2;
+    return SLOTS + op % 2;
 }
 
 static uint8_t *memory_of(struct rank *rank, uint32_t slot) {
-    return slot < PMESH_MOST_SLOTS ? rank->slots[slot] : rank->own[slot - PMESH_MOST_SLOTS];
+    return slot < SLOTS ? rank->slots[slot] : rank->own[slot - SLOTS];
 }
 
 static void meet(struct world *world) {
@@ -797,7 +810,7 @@ static bool recover(struct rank *rank, uint32_t slot) {
         check_result(world, op, most->result);
     }
     if (most != rank) {
-        assert(slot < PMESH_MOST_SLOTS + 2);
+        assert(slot < SLOTS + 2);
         memcpy(memory_of(rank, slot), most->result, result_bytes(rank, op));
     }
     meet(world);
@@ -840,7 +853,7 @@ static bool handle_unread(struct rank *rank, bool has_begun) {
         if (nbytes) {
             if (rank->unread[4] == 'd') {
                 drop(rank, number_in(rank->unread + 4 + strlen(DROP[0])));
-                for (uint32_t i = 0; i < PMESH_MOST_SLOTS; i++) {
+                for (uint32_t i = 0; i < SLOTS; i++) {
                     rank->calls->slots[i].lent = rank->is_lent[i];
                 }
             } else {
@@ -1023,7 +1036,7 @@ static void messages_may_arrive_byte_by_byte(void) {
     pmesh_serve(rank->server);
     send_slowly(rank);
     read_reply(rank);
-    for (uint64_t slot = 0; slot < PMESH_MOST_SLOTS; slot++) {
+    for (uint64_t slot = 0; slot < SLOTS; slot++) {
         if (rank->keeps[slot]) {
             say_next(rank, DROP, FIRST_SLOT + slot, 0);
         }
@@ -1032,7 +1045,7 @@ static void messages_may_arrive_byte_by_byte(void) {
     assert(!wasted_polls);
     pmesh_recall(rank->server);
     assert(calls->why == PMESH_RECALLED && calls->ended == 1 && !calls->unread_bytes);
-    for (uint64_t slot = 0; slot < PMESH_MOST_SLOTS; slot++) {
+    for (uint64_t slot = 0; slot < SLOTS; slot++) {
         assert(!calls->slots[slot].lent);
     }
     free_world(world);

@@ -297,13 +297,15 @@ class SlotStruct(ctypes.Structure):
         ("nbytes", ctypes.c_uint64),
         ("number", ctypes.c_uint64),
         ("free_at", ctypes.c_uint64),
-        ("lent", ctypes.c_uint64),
+        ("lent", ctypes.c_uint32),
+        ("shared", ctypes.c_uint32),
     )
     memory: int
     nbytes: int
     number: int
     free_at: int
     lent: int
+    shared: int
 
 
 class EndedOpStruct(ctypes.Structure):
@@ -332,7 +334,7 @@ class PersistentStruct(ctypes.Structure):
 
     _fields_ = (
         ("calls", CallStruct * MOST_CALLS),
-        ("slots", SlotStruct * MOST_SLOTS),
+        ("slots", SlotStruct * (2 * MOST_SLOTS)),
         ("drop", MessageStruct),
         ("runner", ctypes.c_void_p),
         ("next", ctypes.c_uint64),

@@ -4,21 +4,24 @@ A rank says which call it repeats; once all have said so, the library knows what
 rank gets the place where they meet. A rank that still makes the call in Python recalls the others.
 """
 
+from collections.abc import Sequence
 from typing import TypeAlias
 from weakref import WeakValueDictionary
 
 from pmesh import native
 from pmesh.agent.jobs.ranks import LocalRank
-from pmesh.core.ops.together import plan_together
+from pmesh.core.ops.together import SAME_FOR_ALL, plan_together
 from pmesh.core.values import Roster
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.trainer import StartOp
 from pmesh.ids import Epoch, JobName
+from pmesh.net.sessions.arenas import Arena
 from pmesh.net.sessions.combining import Meeting, adds
 
 _MOST_WAITING = 256
 """Calls that some ranks repeat and others do not, of all jobs."""
 
+_Job: TypeAlias = tuple[JobName, Epoch, int]
 _Where: TypeAlias = tuple[JobName, Epoch, int, Call, str, int, tuple[int, ...]]
 
 
@@ -28,6 +31,7 @@ class RepeatedTogether:
     def __init__(self) -> None:
         self._meetings: WeakValueDictionary[_Where, Meeting] = WeakValueDictionary()
         self._waiting: dict[_Where, dict[int, StartOp]] = {}  # the oldest first
+        self._offers: dict[_Job, Sequence[Arena]] = {}
 
     def meeting(self, rank: LocalRank, request: StartOp) -> Meeting | None:
         """Return where all ranks meet in a call; None as long as some do not repeat it.
@@ -60,17 +64,36 @@ class RepeatedTogether:
             at: said for at, said in self._waiting.items() if at[0] != job or at[2] >= below
         }
 
+    # --- arenas for results that all ranks have
+
+    def share(self, roster: Roster, arenas: Sequence[Arena]) -> Sequence[Arena]:
+        """Offer rank 0's arenas to the others, until they are withdrawn; return the offer."""
+        offer = self._offers[_job_of(roster)] = tuple(arenas)
+        return offer
+
+    def offer(self, roster: Roster) -> Sequence[Arena]:
+        """Return what rank 0 offers, the same object each time; nothing if it offers nothing."""
+        return self._offers.get(_job_of(roster), ())
+
+    def withdraw(self, offer: Sequence[Arena]) -> None:
+        """End an offer; who has taken aliases keeps the memory."""
+        self._offers = {at: other for at, other in self._offers.items() if other is not offer}
+
 
 def _where(roster: Roster, request: StartOp) -> _Where:
-    here = roster.job, roster.born, roster.number
     count = 0 if request.parts else request.count  # with parts, each rank has its own
-    return *here, request.call, request.wire_dtype, count, request.parts
+    return *_job_of(roster), request.call, request.wire_dtype, count, request.parts
+
+
+def _job_of(roster: Roster) -> _Job:
+    return roster.job, roster.born, roster.number
 
 
 def _make(requests: list[StartOp]) -> Meeting | None:
     first = requests[0]
+    once = first.call.kind in SAME_FOR_ALL
     try:
-        plan = plan_together(requests, root=0)
+        plan = plan_together(requests, root=0, once=once)
     except ValueError:  # a trainer has lied: Python says so
         return None
     dtype, reduction = first.wire_dtype, first.call.reduction or "sum"
@@ -78,6 +101,6 @@ def _make(requests: list[StartOp]) -> Meeting | None:
     if library is None or (plan.reduces and not adds(library, dtype, reduction)):
         return None
     try:
-        return Meeting(library, plan, dtype=dtype, reduction=reduction)
+        return Meeting(library, plan, dtype=dtype, reduction=reduction, shares=once)
     except OSError:
         return None

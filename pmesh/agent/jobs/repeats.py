@@ -1,8 +1,8 @@
 """The calls of a trainer that the library answers by itself (`pmesh.net.lanes.persistent`).
 
 Python runs a call twice under a roster before the library may: by then what a view has decided of
-ops (O2, O3) is behind. It must be an op among several machines with a rank
-each, and a barrier: so it proves that all ranks have ended the op before, and three arenas in turn
+ops (O2, O3) is behind. It must be an op among several machines with a rank each, or of one agent,
+and a barrier: so it proves that all ranks have ended the op before, and three arenas in turn
 are enough for the results of all calls (O2), with two more if the trainer keeps results.
 
 What the library has done is noted in the rank before anybody reads or changes how far the rank has
@@ -12,6 +12,7 @@ turns of the event loop, or Python runs it.
 """
 
 import ctypes
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -25,18 +26,20 @@ from pmesh.agent.jobs.driver import Jobs
 from pmesh.agent.jobs.op_task import asks_for_costs
 from pmesh.agent.jobs.ranks import KeptResult, LocalRank
 from pmesh.agent.jobs.regions import NOTHING, hold
+from pmesh.agent.jobs.repeated_results import RepeatedResults
 from pmesh.agent.jobs.requests import Shape
 from pmesh.core.jobs.attempt import MAX_UNSTABLE_BYTES, MAX_UNSTABLE_OPS
 from pmesh.core.jobs.progress import of_job
 from pmesh.core.ops.kinds import KINDS
 from pmesh.core.ops.plan import PlanMaker, RankPlan
 from pmesh.core.ops.reductions import WIRE_DTYPES
+from pmesh.core.ops.together import SAME_FOR_ALL
 from pmesh.core.wire.records import RecordHeader
 from pmesh.core.wire.session import DropArena, SessionMessage, encode
 from pmesh.core.wire.trainer import OpDone, StartOp
-from pmesh.errors import LaneBroken, UsageError
+from pmesh.errors import LaneBroken
 from pmesh.ids import OpNumber
-from pmesh.native.layout import MOST_CALLS, MOST_SLOTS, OWN_SLOTS
+from pmesh.native.layout import MOST_CALLS
 from pmesh.net.lanes.lane import Lane
 from pmesh.net.lanes.native import KeptThreads, library_for
 from pmesh.net.lanes.persistent import (
@@ -50,15 +53,18 @@ from pmesh.net.lanes.persistent import (
     around_numbers,
 )
 from pmesh.net.sessions.arenas import Arena
+from pmesh.net.sessions.combining import MOST_THREADS
 from pmesh.net.sessions.processes import read_clocks
 from pmesh.net.sessions.sessions import Session
 
 LEAST_TIMEOUT_S = 1.0  # the library holds an op for a tenth of this before Python goes on with it
 TRUST_S = 1.0  # V8
 MOST_TRAINERS = 16  # each has a thread
-MOST_BYTES_HERE = 2**25
-"""Of the values or the results of all ranks that meet here: a larger result is written once for
-all, by Python (`pmesh.agent.jobs.together`). So 2 ranks meet with 16 MiB each, 8 with 4."""
+MOST_BYTES_HERE = 5 * 2**25
+"""That are read and written where all ranks meet: the event loop may have to wait for that, 10 ms.
+8 ranks meet with 16 MiB each."""
+FEW_BYTES_HERE = 2**23
+"""The same, if the machine has more cores than the ranks have threads: Python uses them."""
 _MOST_SEEN = 64
 IN_USE_OPS = 1000  # a call that was not repeated for so many makes room for others
 MOST_IN_VAIN = 128  # a step of a training may have half as many calls that not all ranks know yet
@@ -106,9 +112,7 @@ class RepeatedCalls:
         self._jobs = jobs
         self._library: PersistentCalls | None = None
         self._kept: list[_Kept] = []
-        self._arenas: list[Arena] = []
-        """Where the results of all calls lie."""
-        self._no_room_for = NO_LIMIT
+        self._results = RepeatedResults(rank, grants, jobs.meetings.repeated)
         self._seen: dict[StartOp, None] = {}  # the oldest first
         self._here = self._place()
         self._served = False
@@ -156,16 +160,22 @@ class RepeatedCalls:
         rank, shape = self._rank, self._rank.shapes.of(self._rank, request)
         itemsize = WIRE_DTYPES[call.wire_dtype].itemsize
         nbytes, gives = shape.extent.gets * itemsize, shape.extent.gives * itemsize
-        way = self._way_over_lanes(call, shape) if rank.is_apart else self._way_here(nbytes, gives)
+        shares = rank.has_all_here and call.call.kind in SAME_FOR_ALL and nbytes > 0
+        way = (
+            self._way_over_lanes(call, shape)
+            if rank.is_apart
+            else self._way_here(gives * rank.size + nbytes * (1 if shares else rank.size))
+        )
         if way is None or not self._has_thread(way.library) or self._free_place() is None:
             return
-        if not await self._make_room(nbytes, lends=call.borrows):
+        if not await self._make_room(nbytes, lends=call.borrows, shares=shares):
             return
         if rank.has_all_here:
             way.meeting = self._jobs.meetings.repeated.meeting(rank, call)
             if way.meeting is None:
                 return
         source = hold(rank, request.arena, gives, request.offset) if gives else NOTHING
+        results = self._results.shared if shares else self._results.own
         place = self._free_place()
         assert self._library is not None and place is not None  # noqa: S101, PT018 - as above
         for replaced in self._kept[place : place + 1]:
@@ -194,7 +204,7 @@ class RepeatedCalls:
                 meeting=way.meeting,
                 rank=rank.rank or 0,
             ),
-            self._arenas[0].memory if nbytes else NOTHING.memory,
+            results[0].memory if nbytes else NOTHING.memory,
         )
 
     def _way_over_lanes(self, call: StartOp, shape: Shape) -> _Way | None:
@@ -208,9 +218,10 @@ class RepeatedCalls:
         library = library_for(plan, lanes, dtype, call.call.reduction or "sum")
         return None if library is None else _Way(library, plan, lanes, dtype)
 
-    def _way_here(self, *nbytes: int) -> _Way | None:
-        library, of_all = native.library(), max(nbytes) * self._rank.size
-        return None if library is None or of_all > MOST_BYTES_HERE else _Way(library)
+    def _way_here(self, nbytes: int) -> _Way | None:
+        library, cores = native.library(), min(os.cpu_count() or 1, MOST_THREADS)
+        most = MOST_BYTES_HERE if cores <= self._rank.size else FEW_BYTES_HERE
+        return None if library is None or nbytes > most else _Way(library)
 
     def _free_place(self) -> int | None:
         """Return where there is room for a call; None if all calls that are kept are in use."""
@@ -220,32 +231,18 @@ class RepeatedCalls:
         is_old = self._kept[place].used < self._rank.ledger.started - IN_USE_OPS
         return place if is_old else None
 
-    async def _make_room(self, nbytes: int, *, lends: bool) -> bool:
-        """Have arenas of this size, known to the trainer; return False if there is no room."""
-        count = 0 if not nbytes else MOST_SLOTS if lends else OWN_SLOTS
-        has = min((arena.nbytes for arena in self._arenas), default=0)
-        if len(self._arenas) >= count and has >= nbytes:
+    async def _make_room(self, nbytes: int, *, lends: bool, shares: bool) -> bool:
+        """Have arenas for results of this size; return False if there is no room."""
+        results = self._results
+        if results.has_room(nbytes, lends=lends, shares=shares):
             return True
-        if nbytes >= self._no_room_for:
+        if not results.may_make_room(nbytes, lends=lends, shares=shares):
             return False
-        outputs, arenas = self._rank.arenas.outputs, list[Arena]()
-        count, nbytes = max(count, len(self._arenas)), max(nbytes, has)
-        self.forget()
-        try:
-            while len(arenas) < count:
-                arenas.append(await outputs.acquire(nbytes, follows=True))
-            await self._grants.report_gone()
-            for arena in arenas:
-                await self._grants.grant_output(arena)
-        except (UsageError, OSError, trio.BrokenResourceError):  # the last: it leaves, or is gone
-            self._no_room_for = nbytes
-            for arena in arenas:
-                outputs.release(arena)
-            return False
-        self._arenas = arenas
+        self._forget_calls()
+        has_room = await results.make_room(nbytes, lends=lends, shares=shares)
         if self._library is not None:
-            self._library.write_into({arena.number: arena.memory for arena in arenas})
-        return True
+            self._library.write_into(_by_number(results.own), _by_number(results.shared))
+        return has_room
 
     def _has_thread(self, library: ctypes.CDLL) -> bool:
         """Return whether there is a thread."""
@@ -267,9 +264,11 @@ class RepeatedCalls:
         if any(a is not b for a, b in zip(self._here, self._place(), strict=True)):
             self.forget()
             self._seen.clear()
-            self._no_room_for = NO_LIMIT
+            self._results.ask_again()
             self._in_vain = 0
             self._here = self._place()
+        elif self._results.is_out_of_date:
+            self.forget()
 
     def _place(self) -> tuple[object, object, object]:
         rank = self._rank
@@ -277,13 +276,16 @@ class RepeatedCalls:
 
     def forget(self) -> None:
         """Keep no call, and no memory for them."""
+        self._forget_calls()
+        if self._library is not None:
+            self._library.write_into({})
+        self._results.forget()
+
+    def _forget_calls(self) -> None:
         self.recall()
         if self._library is not None:
             self._library.clear()
         kept, self._kept = self._kept, []
-        arenas, self._arenas = self._arenas, []
-        for arena in arenas:
-            self._rank.arenas.outputs.release(arena)
         for each in kept:
             self._rank.let_go(each.source)
 
@@ -316,9 +318,9 @@ class RepeatedCalls:
         has_turn = not self._session.is_sending and self._session.unread_bytes <= most_unread
         if not (self._kept and has_turn) or limit is None:
             return False
-        outputs = rank.arenas.outputs
-        may_lend = outputs.may_lend(self._arenas)
-        own = [arena for arena in self._arenas if arena.number not in outputs]
+        outputs, arenas = rank.arenas.outputs, self._results.arenas
+        may_lend = outputs.may_lend(arenas)
+        own = [arena for arena in arenas if arena.number not in outputs]
         if not may_lend and outputs.may_lend(own[:1]) and self._lends:
             return False  # Python lends the last ones
         unread = self._session.take_unread()
@@ -327,7 +329,7 @@ class RepeatedCalls:
                 rank.ledger.started + 1,
                 limit=limit,
                 kept=[r.arena.number for r in rank.results.values() if r.arena is not None],
-                lent=[arena.number for arena in self._arenas if arena.number in outputs],
+                lent=[arena.number for arena in arenas if arena.number in outputs],
                 may_lend=may_lend,
                 unread=unread,
             )
@@ -413,7 +415,7 @@ class RepeatedCalls:
     def _note_loans(self, lent: Collection[int]) -> None:
         """Note which arenas the trainer has kept and dropped while the library served."""
         outputs = self._rank.arenas.outputs
-        for arena in self._arenas:
+        for arena in self._results.arenas:
             if arena.number in lent and arena.number not in outputs:
                 outputs.note_lent(arena)
             elif arena.number not in lent and arena.number in outputs:
@@ -444,7 +446,7 @@ class RepeatedCalls:
 
     def _result_of(self, op: EndedOp | BegunOp) -> KeptResult:
         nbytes = self._kept[op.call].nbytes
-        return KeptResult(arena=self._arenas[op.result] if nbytes else None, nbytes=nbytes)
+        return KeptResult(arena=self._results.arenas[op.result] if nbytes else None, nbytes=nbytes)
 
     def take_begun(self, op: OpNumber) -> KeptThreads | None:
         """Return what goes on with an op that the library has begun; None if there is none.
@@ -496,6 +498,10 @@ def _is_at_rest(rank: LocalRank) -> bool:
         and not (rank.fences or rank.losses or rank.leaving)
         and (rank.superseded, rank.late_failure, rank.view_request) == (None, None, None)
     )
+
+
+def _by_number(arenas: Sequence[Arena]) -> dict[int, memoryview]:
+    return {arena.number: arena.memory for arena in arenas}
 
 
 def _request(call: StartOp, number: int) -> StartOp:

@@ -10,6 +10,7 @@ soon. Python then goes on exactly there.
 
 import ctypes
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import trio
@@ -22,6 +23,7 @@ from pmesh.native.layout import (
     MessageStruct,
     PersistentStruct,
     RunState,
+    SlotStruct,
     WhyStopped,
     address_of,
 )
@@ -31,6 +33,7 @@ from pmesh.net.lanes.native import KeptThreads, PreparedOp, values_of
 MOST_WAIT_S = 0.1  # for the other ranks of an op; then Python goes on with it
 NO_LIMIT: Final = 2**63 - 1
 NOTHING: Final = memoryview(bytearray())
+_NO_ARENAS: Final[Mapping[int, memoryview]] = MappingProxyType({})
 
 Message: TypeAlias = tuple[bytes, ...]
 """An encoded message of a session, cut where its numbers stand."""
@@ -194,18 +197,32 @@ class PersistentCalls:
         self._state.call_count = len(self._calls)
         self._lanes += [lane for lane in call.lanes if lane not in self._lanes]
 
-    def write_into(self, arenas: Mapping[int, memoryview]) -> None:
-        """Let the results lie in the memory of these arenas, at most MOST_SLOTS, in turn."""
-        for slot, (number, memory) in zip(self._state.slots, arenas.items(), strict=False):
-            slot.memory, slot.nbytes = address_of(memory), len(memory)
-            slot.number, slot.free_at = number, 0
+    def write_into(
+        self, own: Mapping[int, memoryview], shared: Mapping[int, memoryview] = _NO_ARENAS
+    ) -> None:
+        """Let the results lie in the memory of these arenas, in turn.
+
+        Args:
+            own: at most MOST_SLOTS, by number.
+            shared: as many, which all ranks have that meet: for what a meeting writes once.
+        """
+        free_at = {slot.number: slot.free_at for slot in self._slots}
+        arenas = [(n, memory, False) for n, memory in own.items()]
+        arenas += [(n, memory, True) for n, memory in shared.items()]
+        for slot, (number, memory, is_shared) in zip(self._state.slots, arenas, strict=False):
+            slot.memory, slot.nbytes, slot.number = address_of(memory), len(memory), number
+            slot.free_at, slot.shared = free_at.get(number, 0), is_shared
         self._state.slot_count = len(arenas)
 
+    @property
+    def _slots(self) -> list[SlotStruct]:
+        return self._state.slots[: self._state.slot_count]
+
     def clear(self) -> None:
-        """Forget all calls, and the memory of results."""
+        """Forget all calls."""
         self._calls.clear()
         self._lanes.clear()
-        self._state.call_count = self._state.slot_count = 0
+        self._state.call_count = 0
 
     def serve(
         self,
@@ -235,7 +252,7 @@ class PersistentCalls:
         for lane in self._lanes:
             lane.share_state()
             lane.lend(self.recall)
-        for slot in self._state.slots[: self._state.slot_count]:
+        for slot in self._slots:
             if slot.number in kept:
                 slot.free_at = max(slot.free_at, number + 1)
             slot.lent = slot.number in lent
@@ -248,7 +265,7 @@ class PersistentCalls:
     @property
     def lent(self) -> list[int]:
         """The arenas that the trainer holds now, by number."""
-        return [slot.number for slot in self._state.slots[: self._state.slot_count] if slot.lent]
+        return [slot.number for slot in self._slots if slot.lent]
 
     def take_unread(self) -> bytes:
         """Return what the trainer has sent and nobody has answered."""

@@ -333,7 +333,7 @@ async def test_a_larger_result_takes_larger_memory(
 ) -> None:
     async with repeating(clock, in_python, 2) as (_, trainers):
         large = np.arange(100_000, dtype=np.float32)
-        for _ in range(3):  # the calls before are learnt anew
+        for _ in range(5):  # the calls before are learnt anew
             await reduce_all(trainers, large)
             await reduce_all(trainers, ones(COUNT))
         in_python.clear()

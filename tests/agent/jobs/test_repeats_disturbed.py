@@ -52,7 +52,7 @@ async def is_repeated(
     clock: MockClock, in_python: OpsInPython, trainers: list[TrainerClient]
 ) -> None:
     """The library answers again, with the right results."""
-    await repeat(clock, trainers, reduces)
+    await repeat(clock, trainers, reduces, count=in_python.before - 1)
     in_python.clear()
     for value in range(3):
         for result in await reduce_all(trainers, value * ones(COUNT)):
@@ -357,7 +357,8 @@ async def test_without_room_for_more_results_python_goes_on(
         for _ in range(3):
             assert [r[0] for r in await reduce_all(trainers, ones(COUNT))] == [2.0] * 2
         assert len(in_python) == 6
-        assert list(tries.values()) == [room_for + 1] * 2  # each agent tries once
+        # Each agent tries once; where all ranks meet, only the first one makes room.
+        assert list(tries.values()) == [room_for + 1] * (1 if in_python.together else 2)
 
 
 @pytest.mark.parametrize("error", [OSError("no thread"), LaneBroken("no pipe")], ids=repr)

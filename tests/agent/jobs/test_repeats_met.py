@@ -1,16 +1,26 @@
 """Where ranks of one agent do not meet in the native library, it costs little."""
 
+import os
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 from trio.testing import MockClock
 
 from pmesh.agent.jobs import repeats
+from pmesh.core.wire.calls import Call
+from pmesh.core.wire.session import DropArena
+from pmesh.ids import TrainerId
+from pmesh.native.layout import address_of
 from pmesh.net.lanes.persistent import PersistentCalls
-from tests.agent.jobs.repeating import COUNT, OpsInPython, everywhere, reduces, repeating
+from tests.agent.jobs.repeating import COUNT, SUM, OpsInPython, everywhere, reduces, repeating
 from tests.worlds.faults import Faults, Real
 from tests.worlds.trainer import TrainerClient
-from tests.worlds.village_ops import ones, reduce_all
+from tests.worlds.village import Village
+from tests.worlds.village_ops import ones, ranks_of, reduce_all, run
+
+SCATTERED = Call("reduce_scatter", "float32", (COUNT,), "sum")
 
 pytestmark = pytest.mark.parametrize("in_python", ["together"], indirect=True)
 
@@ -46,14 +56,95 @@ async def test_a_rank_that_meets_nobody_is_seldom_recalled(
         assert in_python == []
 
 
-async def test_what_all_ranks_write_has_a_bound(
+async def test_what_is_read_and_written_where_all_meet_has_a_bound(
     clock: MockClock, in_python: OpsInPython, faults: Faults
 ) -> None:
-    """A larger result is written once, for all of them."""
-    faults.limit(repeats, "MOST_BYTES_HERE", 2 * 4 * COUNT)
+    """The event loop may have to wait for its end."""
+    faults.limit(repeats, "MOST_BYTES_HERE", 3 * 4 * COUNT)
     async with repeating(clock, in_python, 2) as (_, trainers):
         await everywhere(trainers, reduces)
         assert in_python == []
         for _ in range(5):
             await reduce_all(trainers, ones(COUNT + 1))
         assert len(in_python) == 10
+
+
+@pytest.mark.parametrize("cores", [2, 3])
+async def test_python_does_what_more_threads_do_faster(
+    clock: MockClock, in_python: OpsInPython, faults: Faults, cores: int
+) -> None:
+    """In the library, ranks have a thread each."""
+    faults.limit(repeats, "FEW_BYTES_HERE", 3 * 4 * COUNT - 1)
+    faults.instead(os, "cpu_count", lambda: cores)
+    async with repeating(clock, in_python, 2) as (_, trainers):
+        await everywhere(trainers, reduces)
+        assert (in_python == []) == (cores == 2)
+
+
+# --- what all ranks get lies in one memory
+
+
+def places_of_results(here: Village) -> set[int]:
+    """Where the last result of each rank begins."""
+    places = set[int]()
+    for rank in ranks_of(here):
+        rank.catch_up()
+        places |= {address_of(result.memory) for result in rank.results.values()}
+    return places
+
+
+async def test_a_result_that_is_the_same_for_all_is_written_once(
+    clock: MockClock, in_python: OpsInPython
+) -> None:
+    async with repeating(clock, in_python, 3) as (here, trainers):
+        for _ in range(3):
+            await everywhere(trainers, reduces)
+            assert len(places_of_results(here)) == 1
+        assert in_python == []
+
+
+async def test_results_that_differ_lie_apart(clock: MockClock, in_python: OpsInPython) -> None:
+    async def scatters(trainer: TrainerClient) -> None:
+        part = await run(trainer, SCATTERED, np.arange(COUNT, dtype=np.float32), (10, 10, 10))
+        begin = 10 * trainer.rank
+        assert part.tolist() == [3.0 * i for i in range(begin, begin + 10)]
+
+    async def does_both(trainer: TrainerClient) -> None:
+        await scatters(trainer)
+        assert (await reduces(trainer)).tolist() == [3.0] * COUNT
+
+    async with repeating(clock, in_python, 3, does_both) as (here, trainers):
+        for _ in range(5):  # each takes its memory at another time
+            await everywhere(trainers, does_both)
+        in_python.clear()
+        for _ in range(3):
+            await everywhere(trainers, does_both)
+            assert len(places_of_results(here)) == 1
+            await everywhere(trainers, scatters)
+            assert len(places_of_results(here)) == 3
+        assert in_python == []
+
+
+async def test_what_a_rank_keeps_nobody_overwrites(
+    clock: MockClock, in_python: OpsInPython
+) -> None:
+    """Each keeps other results, so now and then none of the memory is free for all."""
+    kept = dict[tuple[TrainerId, int], float]()
+
+    async def keeps_some(trainer: TrainerClient, value: int) -> None:
+        before = set(trainer.lent)
+        result = await trainer.run(SUM, np.full(COUNT, value, np.float32), borrows=True)
+        assert result is not None
+        for number in set(trainer.lent) - before:
+            kept[trainer.id, number] = 2.0 * value
+        for number in list(trainer.lent):
+            found = np.frombuffer(trainer.maps[number], np.float32, COUNT)
+            assert found.tolist() == [kept[trainer.id, number]] * COUNT
+            if (value + number * (1 + trainer.rank)) % 3 == 0:
+                trainer.lent.remove(number)
+                await trainer.send(DropArena(number))
+
+    async with repeating(clock, in_python, 2, partial(keeps_some, value=0)) as (_, trainers):
+        for value in range(60):
+            await everywhere(trainers, partial(keeps_some, value=value))
+        assert 0 < len(in_python) < 120  # Python has done some, and the library others
