@@ -1,3 +1,4 @@
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,3 +45,21 @@ def test_the_script_on_saving_saves_its_last_step(fleet: Fleet, tmp_path: Path) 
     listed = fleet.pmesh("checkpoint", "list", str(folder), home=agent.home).stdout
     assert "2 of 2" in listed
     assert "300" in listed
+
+
+@pytest.mark.e2e
+def test_the_script_for_machines_of_two_makers_trains_on_two_ranks(fleet: Fleet) -> None:
+    pytest.importorskip("torch")
+    text = read(DOCS / "how-to" / "mac-and-nvidia.md")
+    script = text.split("```python\n")[1].split("```")[0]
+    agent = fleet.start_agent("mac-1", "--no-mdns")
+    agent.await_status(lambda _: True)
+    command = [sys.executable, "-c", script]
+
+    ranks = [
+        fleet.start_program(f"rank {n}", command, host=None, home=agent.home, PMESH_WAIT_FOR="2")
+        for n in range(2)
+    ]
+
+    weights = "[[1. 2. 3.]]"
+    assert sorted(rank.await_end() for rank in ranks) == [f"rank {n}: {weights}" for n in range(2)]
