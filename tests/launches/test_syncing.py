@@ -1,16 +1,19 @@
 """Files of a launch, between one machine and fake peers that may lie."""
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import trio
 from msgspec.structs import replace
+from trio.testing import wait_all_tasks_blocked
 
 from pmesh.core.wire.stream import PART_BYTES, WINDOW_BYTES
 from pmesh.errors import ProtocolError
 from pmesh.ids import Incarnation, Member, PathName
 from pmesh.launches.agent import syncing
+from pmesh.launches.agent.copies import Copies
 from pmesh.launches.agent.files import FileStore
 from pmesh.launches.agent.started import StartedHere
 from pmesh.launches.wire.messages import (
@@ -43,6 +46,7 @@ from tests.launches.copies import (
     tree_of,
 )
 from tests.launches.here import ANNA, EVE, ID, Here, launches_in
+from tests.worlds.faults import Faults, Real
 
 
 async def await_that(condition: Callable[[], bool]) -> None:
@@ -84,6 +88,27 @@ async def test_only_what_is_missing_is_asked_for(tmp_path: Path) -> None:
         here.launches.receive(ANNA, again)
         assert await refusal_of(here) == ""  # a new copy, and nothing was asked for
     assert len(list((tmp_path / "sync" / "copies").iterdir())) == 2
+
+
+async def test_launches_that_begin_at_once_remove_old_copies_one_after_the_other(
+    tmp_path: Path, faults: Faults
+) -> None:
+    """Each would look for what the other has just removed."""
+    seen, goes_on = list[str](), threading.Event()
+
+    def prune(real: Real, copies: Copies, launches: frozenset[str]) -> None:
+        seen.append("begins")
+        goes_on.wait()
+        real(copies, launches)
+        seen.append("ends")
+
+    faults.around(Copies, "prune", prune)
+    async with launches_in(tmp_path) as here, trio.open_nursery() as nursery:
+        for _ in range(2):
+            nursery.start_soon(here.launches.syncing.prune, frozenset())
+        await wait_all_tasks_blocked(0.05)
+        goes_on.set()
+    assert seen == ["begins", "ends"] * 2
 
 
 async def test_a_command_is_told_the_copy_in_which_it_runs(tmp_path: Path) -> None:

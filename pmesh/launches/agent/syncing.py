@@ -61,6 +61,7 @@ class Syncing:
         """The pulls, by the starter and its launch: another starter may have chosen the same id."""
         self._pushes: dict[tuple[str, NodeId], _LaunchPush] = {}
         self._numbers = itertools.count(1)
+        self._pruning = trio.Lock()
         self._needed: dict[str, frozenset[bytes]] = {}
         """The hashes that a launch may need again, when a machine comes back."""
 
@@ -125,8 +126,9 @@ class Syncing:
         """Remove files that were not used for long; these launches may still need theirs."""
         self._needed = {one: hashes for one, hashes in self._needed.items() if one in launches}
         needed = frozenset(itertools.chain.from_iterable(self._needed.values()))
-        await in_thread(self._store.prune, needed)
-        await in_thread(self._copies.prune, launches)
+        async with self._pruning:  # another launch may begin at the same time
+            await in_thread(self._store.prune, needed)
+            await in_thread(self._copies.prune, launches)
 
     async def _bring(self, pull: "_LaunchPull", launch: PathName, tree: TreeName) -> Path:
         path = copy_path(self._home, launch, tree)
