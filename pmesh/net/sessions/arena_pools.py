@@ -427,10 +427,15 @@ class OutputArenas(_Held):
         self._reserved = arena
 
     def adopt(self, other: Arena) -> Arena | None:
-        """Return an alias of another session's arena until `release`; None if there is no room."""
-        arena = self._pool.adopt(other)
+        """Return an alias of another session's arena until `release`; None if there is no room.
+
+        It is the same one as long as an op or the trainer holds it.
+        """
+        first = other.of or other
+        arena = next((held for held in self._ops if held.of is first), None)
+        arena = arena or self._pool.adopt(other)
         if arena is not None:
-            self._ops[arena] = 1
+            self._ops[arena] = self._ops.get(arena, 0) + 1
         return arena
 
     def hold(self, arena: Arena) -> None:

@@ -1,0 +1,54 @@
+"""Results that ranks of one agent share when they meet in the native library."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+from trio.testing import MockClock, wait_all_tasks_blocked
+
+from pmesh.core.ops.reductions import Values
+from pmesh.core.wire.session import DropArena
+from tests.agent.jobs.repeating import COUNT, SUM, OpsInPython, everywhere, repeating
+from tests.worlds.trainer import TrainerClient
+
+pytestmark = pytest.mark.parametrize("in_python", ["together"], indirect=True)
+
+
+async def borrows(trainer: TrainerClient, value: float = 1.0) -> Values:
+    result = await trainer.run(SUM, np.full(COUNT, value, np.float32), borrows=True)
+    assert result is not None
+    return result
+
+
+async def drops(trainer: TrainerClient) -> None:
+    """Drop what stays, and let the agent read that before the next call comes."""
+    for number in trainer.lent:
+        await trainer.send(DropArena(number))
+    trainer.lent.clear()
+    await wait_all_tasks_blocked(0.005)
+
+
+def kept(trainer: TrainerClient, number: int) -> Values:
+    """What lies in an arena now."""
+    return np.frombuffer(trainer.maps[number], np.float32, COUNT).copy()
+
+
+@pytest.mark.parametrize("who", [0, 1])
+async def test_what_is_lent_stays_though_its_calls_are_learnt_anew(
+    clock: MockClock, in_python: OpsInPython, who: int
+) -> None:
+    async with repeating(clock, in_python, 2, borrows) as (_, trainers):
+        await everywhere(trainers, borrows)
+        await everywhere(trainers, drops)
+        in_python.clear()
+        await everywhere(trainers, partial(borrows, value=7))
+        assert in_python == []
+        (number,) = trainers[who].lent
+        trainers[who].lent.clear()  # it keeps that one
+        await drops(trainers[1 - who])
+        await trainers[who].drop_input()
+        for _ in range(12):
+            await everywhere(trainers, borrows)
+            assert kept(trainers[who], number).tolist() == [14.0] * COUNT
+            await everywhere(trainers, drops)
+        assert len(in_python) < 24
