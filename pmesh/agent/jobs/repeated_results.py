@@ -62,18 +62,20 @@ class RepeatedResults:
         count = max(MOST_SLOTS if lends else OWN_SLOTS, len(has))
         size = max(nbytes, min((arena.nbytes for arena in has), default=0))
         self._give_up(has)
+        made = list[Arena]()  # which `forget` leaves alone: `acquire` may call it
         try:
             if shares and not is_first:
-                self._adopt(offer)
+                self._adopt(made, offer)
             else:
-                await self._acquire(has, count, size)
+                await self._acquire(made, count, size)
             await self._grants.report_gone()
-            for arena in has:
+            for arena in made:
                 await self._grants.grant_output(arena)
         except (UsageError, OSError, trio.BrokenResourceError):  # the last: it leaves, or is gone
             self._no_room_for = nbytes
-            self._give_up(has)
+            self._give_up(made)
             return False
+        has += made
         if shares:
             self._makes_offer = is_first
             self._offer = self._together.share(roster, has) if is_first else offer
@@ -83,12 +85,12 @@ class RepeatedResults:
         while len(into) < count:
             into.append(await self._rank.arenas.outputs.acquire(nbytes, follows=True))
 
-    def _adopt(self, offer: Sequence[Arena]) -> None:
+    def _adopt(self, into: list[Arena], offer: Sequence[Arena]) -> None:
         for arena in offer:
             alias = self._rank.arenas.outputs.adopt(arena)
             if alias is None:
                 raise UsageError("no room for aliases of the results that ranks share")
-            self.shared.append(alias)
+            into.append(alias)
 
     def forget(self) -> None:
         """Have no arena any more."""

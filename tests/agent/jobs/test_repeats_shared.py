@@ -3,13 +3,16 @@
 from functools import partial
 
 import numpy as np
+import psutil
 import pytest
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.session import DropArena
 from tests.agent.jobs.repeating import COUNT, SUM, OpsInPython, everywhere, repeating
+from tests.worlds.faults import Faults
 from tests.worlds.trainer import TrainerClient
+from tests.worlds.village_ops import reduce_all
 
 pytestmark = pytest.mark.parametrize("in_python", ["together"], indirect=True)
 
@@ -52,3 +55,15 @@ async def test_what_is_lent_stays_though_its_calls_are_learnt_anew(
             assert kept(trainers[who], number).tolist() == [14.0] * COUNT
             await everywhere(trainers, drops)
         assert len(in_python) < 24
+
+
+async def test_without_memory_for_enough_results_python_goes_on(
+    clock: MockClock, in_python: OpsInPython, faults: Faults
+) -> None:
+    memory = psutil.virtual_memory()._replace(total=40 * 2**20)  # 10 MiB for one program
+    faults.instead(psutil, "virtual_memory", lambda: memory)
+    large = np.ones(2**18, np.float32)
+    async with repeating(clock, in_python, 2) as (_, trainers):
+        for _ in range(5):
+            assert [r[0] for r in await reduce_all(trainers, large)] == [2.0] * 2
+        assert len(in_python) == 10
