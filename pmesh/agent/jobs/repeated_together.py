@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 
 from pmesh import native
 from pmesh.agent.jobs.ranks import LocalRank
-from pmesh.core.ops.together import SAME_FOR_ALL, plan_together
+from pmesh.core.ops.together import plan_together
 from pmesh.core.values import Roster
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.trainer import StartOp
@@ -33,11 +33,12 @@ class RepeatedTogether:
         self._waiting: dict[_Where, dict[int, StartOp]] = {}  # the oldest first
         self._offers: dict[_Job, Sequence[Arena]] = {}
 
-    def meeting(self, rank: LocalRank, request: StartOp) -> Meeting | None:
+    def meeting(self, rank: LocalRank, request: StartOp, *, shares: bool) -> Meeting | None:
         """Return where all ranks meet in a call; None as long as some do not repeat it.
 
         A meeting is the same for all ranks while one of them has it. Those that it does not fit,
-        since a trainer has lied of its sizes, do not meet, but go through Python.
+        since a trainer has lied of its sizes, do not meet, but go through Python. If it `shares`,
+        the result is written once, as that of rank 0, for all.
         """
         place = rank.rank
         if place is None:
@@ -53,7 +54,7 @@ class RepeatedTogether:
                 del self._waiting[next(iter(self._waiting))]
             return None
         del self._waiting[where]
-        made = _make([requests[place] for place in range(rank.size)])
+        made = _make([requests[place] for place in range(rank.size)], shares=shares)
         if made is not None:
             self._meetings[where] = made
         return made
@@ -89,11 +90,10 @@ def _job_of(roster: Roster) -> _Job:
     return roster.job, roster.born, roster.number
 
 
-def _make(requests: list[StartOp]) -> Meeting | None:
+def _make(requests: list[StartOp], *, shares: bool) -> Meeting | None:
     first = requests[0]
-    once = first.call.kind in SAME_FOR_ALL
     try:
-        plan = plan_together(requests, root=0, once=once)
+        plan = plan_together(requests, root=0, once=shares)
     except ValueError:  # a trainer has lied: Python says so
         return None
     dtype, reduction = first.wire_dtype, first.call.reduction or "sum"
@@ -101,6 +101,6 @@ def _make(requests: list[StartOp]) -> Meeting | None:
     if library is None or (plan.reduces and not adds(library, dtype, reduction)):
         return None
     try:
-        return Meeting(library, plan, dtype=dtype, reduction=reduction, shares=once)
+        return Meeting(library, plan, dtype=dtype, reduction=reduction, shares=shares)
     except OSError:
         return None

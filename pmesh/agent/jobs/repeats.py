@@ -171,7 +171,7 @@ class RepeatedCalls:
         if not await self._make_room(nbytes, lends=call.borrows, shares=shares):
             return
         if rank.has_all_here:
-            way.meeting = self._jobs.meetings.repeated.meeting(rank, call)
+            way.meeting = self._jobs.meetings.repeated.meeting(rank, call, shares=shares)
             if way.meeting is None:
                 return
         source = hold(rank, request.arena, gives, request.offset) if gives else NOTHING

@@ -8,6 +8,7 @@ import pytest
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from pmesh.core.ops.reductions import Values
+from pmesh.core.wire.calls import Call
 from pmesh.core.wire.session import DropArena
 from tests.agent.jobs.repeating import COUNT, SUM, OpsInPython, everywhere, repeating
 from tests.worlds.faults import Faults
@@ -67,3 +68,18 @@ async def test_without_memory_for_enough_results_python_goes_on(
         for _ in range(5):
             assert [r[0] for r in await reduce_all(trainers, large)] == [2.0] * 2
         assert len(in_python) == 10
+
+
+async def reduces_nothing(trainer: TrainerClient) -> None:
+    await trainer.run(Call("all_reduce", "float32", (0,), "sum"), None)
+
+
+async def test_no_values_are_reduced_without_the_interpreter(
+    clock: MockClock, in_python: OpsInPython
+) -> None:
+    async with repeating(clock, in_python, 2, reduces_nothing) as (_, trainers):
+        await everywhere(trainers, reduces_nothing)
+        in_python.clear()
+        for _ in range(5):
+            await everywhere(trainers, reduces_nothing)
+        assert in_python == []
