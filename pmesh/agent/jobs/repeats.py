@@ -39,7 +39,7 @@ from pmesh.core.wire.session import DropArena, SessionMessage, encode
 from pmesh.core.wire.trainer import OpDone, StartOp
 from pmesh.errors import LaneBroken
 from pmesh.ids import OpNumber
-from pmesh.native.layout import MOST_CALLS
+from pmesh.native.layout import MOST_CALLS, OWN_SLOTS
 from pmesh.net.lanes.lane import Lane
 from pmesh.net.lanes.native import KeptThreads, library_for
 from pmesh.net.lanes.persistent import (
@@ -168,7 +168,8 @@ class RepeatedCalls:
         )
         if way is None or not self._has_thread(way.library) or self._free_place() is None:
             return
-        if not await self._make_room(nbytes, lends=call.borrows, shares=shares):
+        lends = call.borrows and (not shares or rank.rank == 0)  # who decides how many are shared
+        if not await self._make_room(nbytes, lends=lends, shares=shares):
             return
         if rank.has_all_here:
             way.meeting = self._jobs.meetings.repeated.meeting(rank, call, shares=shares)
@@ -199,7 +200,7 @@ class RepeatedCalls:
                 says_step=bool(call.step),
                 reply=_cut(*(_reply(n, nbytes) for n in (1, 2))),
                 lending=_cut(*(_reply(n, nbytes, lent=True) for n in (1, 2)))
-                if call.borrows and nbytes
+                if call.borrows and nbytes and len(results) > OWN_SLOTS
                 else (),
                 meeting=way.meeting,
                 rank=rank.rank or 0,

@@ -10,7 +10,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.session import DropArena
-from tests.agent.jobs.repeating import COUNT, SUM, OpsInPython, everywhere, repeating
+from tests.agent.jobs.repeating import COUNT, SUM, OpsInPython, everywhere, reduces, repeating
 from tests.worlds.faults import Faults
 from tests.worlds.trainer import TrainerClient
 from tests.worlds.village_ops import reduce_all
@@ -82,4 +82,20 @@ async def test_no_values_are_reduced_without_the_interpreter(
         in_python.clear()
         for _ in range(5):
             await everywhere(trainers, reduces_nothing)
+        assert in_python == []
+
+
+@pytest.mark.parametrize("who", [0, 1])
+async def test_some_ranks_may_keep_their_results_and_others_not(
+    clock: MockClock, in_python: OpsInPython, who: int
+) -> None:
+    async def calls(trainer: TrainerClient) -> None:
+        await (borrows if trainer.rank == who else reduces)(trainer)
+        await drops(trainer)
+
+    async with repeating(clock, in_python, 2, calls) as (_, trainers):
+        await everywhere(trainers, calls)
+        in_python.clear()
+        for _ in range(5):
+            await everywhere(trainers, calls)
         assert in_python == []
