@@ -57,22 +57,23 @@ class RepeatedResults:
     async def make_room(self, nbytes: int, *, lends: bool, shares: bool) -> bool:
         """Have arenas of this size, known to the trainer; return False if there is no room."""
         roster, is_first = self._rank.roster, self._rank.rank == 0
-        offer = self._together.offer(roster)
         has = self.shared if shares else self.own
         count = max(MOST_SLOTS if lends else OWN_SLOTS, len(has))
         size = max(nbytes, min((arena.nbytes for arena in has), default=0))
         self._give_up(has)
+        offer = self._together.offer(roster)
         made = list[Arena]()  # which `forget` leaves alone: `acquire` may call it
         try:
             if shares and not is_first:
-                self._adopt(made, offer)
+                await self._adopt(made, offer)
             else:
                 await self._acquire(made, count, size)
             await self._grants.report_gone()
             for arena in made:
                 await self._grants.grant_output(arena)
         except (UsageError, OSError, trio.BrokenResourceError):  # the last: it leaves, or is gone
-            self._no_room_for = nbytes
+            if offer is self._together.offer(roster):  # else the next one may fit
+                self._no_room_for = nbytes
             self._give_up(made)
             return False
         has += made
@@ -85,9 +86,14 @@ class RepeatedResults:
         while len(into) < count:
             into.append(await self._rank.arenas.outputs.acquire(nbytes, follows=True))
 
-    def _adopt(self, into: list[Arena], offer: Sequence[Arena]) -> None:
+    async def _adopt(self, into: list[Arena], offer: Sequence[Arena]) -> None:
+        outputs = self._rank.arenas.outputs
         for arena in offer:
-            alias = self._rank.arenas.outputs.adopt(arena)
+            alias = outputs.adopt(arena)
+            if alias is None:
+                await outputs.rest()  # as `acquire` does
+                is_there = offer is self._together.offer(self._rank.roster)
+                alias = outputs.adopt(arena) if is_there else None
             if alias is None:
                 raise UsageError("no room for aliases of the results that ranks share")
             into.append(alias)

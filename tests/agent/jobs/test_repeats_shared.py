@@ -10,10 +10,20 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.session import DropArena
-from tests.agent.jobs.repeating import COUNT, SUM, OpsInPython, everywhere, reduces, repeating
+from pmesh.net.sessions import arena_pools
+from tests.agent.jobs.repeating import (
+    COUNT,
+    SUM,
+    OpsInPython,
+    everywhere,
+    reduces,
+    repeat,
+    repeating,
+)
 from tests.worlds.faults import Faults
 from tests.worlds.trainer import TrainerClient
-from tests.worlds.village_ops import reduce_all
+from tests.worlds.village import village
+from tests.worlds.village_ops import ones, reduce_all
 
 pytestmark = pytest.mark.parametrize("in_python", ["together"], indirect=True)
 
@@ -98,4 +108,29 @@ async def test_some_ranks_may_keep_their_results_and_others_not(
         in_python.clear()
         for _ in range(5):
             await everywhere(trainers, calls)
+        assert in_python == []
+
+
+async def reduces_much(trainer: TrainerClient) -> None:
+    await trainer.reduce(ones(2**17))
+
+
+async def test_memory_that_other_ops_have_left_is_there_for_results_that_are_shared(
+    clock: MockClock, in_python: OpsInPython, faults: Faults
+) -> None:
+    faults.limit(arena_pools, "MAX_ARENAS", 12)
+
+    async def calls_once_each(trainer: TrainerClient) -> None:
+        for count in range(1, 7):
+            await trainer.reduce(ones(count * 2**14))
+
+    async with village(clock, 1) as here:
+        trainers = await here.job(*here.machines * 2)
+        await everywhere(trainers, calls_once_each)
+        await repeat(clock, trainers, reduces_much)
+        for _ in range(2):
+            await everywhere(trainers, reduces_much)
+        in_python.clear()
+        for _ in range(5):
+            await everywhere(trainers, reduces_much)
         assert in_python == []
