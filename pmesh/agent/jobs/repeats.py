@@ -164,7 +164,7 @@ class RepeatedCalls:
         way = (
             self._way_over_lanes(call, shape)
             if rank.is_apart
-            else self._way_here(gives * rank.size + nbytes * (1 if shares else rank.size))
+            else self._way_here(max(gives, nbytes), reduces=shape.kind.reduces)
         )
         if way is None or not self._has_thread(way.library) or self._free_place() is None:
             return
@@ -219,7 +219,8 @@ class RepeatedCalls:
         library = library_for(plan, lanes, dtype, call.call.reduction or "sum")
         return None if library is None else _Way(library, plan, lanes, dtype)
 
-    def _way_here(self, nbytes: int) -> _Way | None:
+    def _way_here(self, nbytes: int, *, reduces: bool) -> _Way | None:
+        nbytes *= 1 + (self._rank.size if reduces else 1)  # written and read, whatever the parts
         library, cores = native.library(), min(os.cpu_count() or 1, MOST_THREADS)
         most = MOST_BYTES_HERE if cores <= self._rank.size else FEW_BYTES_HERE
         return None if library is None or nbytes > most else _Way(library)

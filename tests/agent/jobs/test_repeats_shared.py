@@ -7,6 +7,7 @@ import psutil
 import pytest
 from trio.testing import MockClock, wait_all_tasks_blocked
 
+from pmesh.agent.jobs import repeats
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.session import DropArena
@@ -23,7 +24,7 @@ from tests.agent.jobs.repeating import (
 from tests.worlds.faults import Faults
 from tests.worlds.trainer import TrainerClient
 from tests.worlds.village import village
-from tests.worlds.village_ops import ones, reduce_all
+from tests.worlds.village_ops import ones, reduce_all, run
 
 pytestmark = pytest.mark.parametrize("in_python", ["together"], indirect=True)
 
@@ -133,4 +134,25 @@ async def test_memory_that_other_ops_have_left_is_there_for_results_that_are_sha
         in_python.clear()
         for _ in range(5):
             await everywhere(trainers, reduces_much)
+        assert in_python == []
+
+
+@pytest.mark.parametrize(("kind", "moves"), [("all_gather", 2), ("reduce_scatter", 3)])
+async def test_all_ranks_meet_though_their_parts_differ(
+    clock: MockClock, in_python: OpsInPython, faults: Faults, kind: str, moves: int
+) -> None:
+    """Whether an op moves too many bytes is the same for all of them."""
+    parts = 10, 20
+
+    async def calls(trainer: TrainerClient) -> None:
+        count = parts[trainer.rank] if kind == "all_gather" else COUNT
+        await run(trainer, Call(kind, "float32", (), "sum"), ones(count), parts)
+
+    for most in ("MOST_BYTES_HERE", "FEW_BYTES_HERE"):
+        faults.limit(repeats, most, moves * 4 * COUNT)
+    async with repeating(clock, in_python, 2, calls) as (_, trainers):
+        await everywhere(trainers, calls)
+        in_python.clear()
+        for _ in range(3):
+            await everywhere(trainers, calls)
         assert in_python == []
