@@ -41,7 +41,7 @@ class RepeatedResults:
 
     @property
     def is_out_of_date(self) -> bool:
-        """Whether rank 0 has given up what is shared here."""
+        """Whether rank 0 has given up what is shared here, or another one has no room for it."""
         return bool(self.shared) and self._offer is not self._together.offer(self._rank.roster)
 
     def has_room(self, nbytes: int, *, lends: bool, shares: bool) -> bool:
@@ -50,9 +50,10 @@ class RepeatedResults:
 
     def may_make_room(self, nbytes: int, *, lends: bool, shares: bool) -> bool:
         """Return whether `make_room` is worth a try: what is shared must be offered first."""
+        if not shares or self._rank.rank == 0:
+            return nbytes < self._no_room_for
         offer = self._together.offer(self._rank.roster)
-        is_offered = self._rank.rank == 0 or _suffice(offer, nbytes, lends=lends)
-        return nbytes < self._no_room_for and (is_offered or not shares)
+        return _suffice(offer, nbytes, lends=lends)
 
     async def make_room(self, nbytes: int, *, lends: bool, shares: bool) -> bool:
         """Have arenas of this size, known to the trainer; return False if there is no room."""
@@ -72,8 +73,10 @@ class RepeatedResults:
             for arena in made:
                 await self._grants.grant_output(arena)
         except (UsageError, OSError, trio.BrokenResourceError):  # the last: it leaves, or is gone
-            if offer is self._together.offer(roster):  # else the next one may fit
-                self._no_room_for = nbytes
+            if shares and not is_first:
+                self._together.withdraw(offer)
+            else:
+                self._no_room_for = size
             self._give_up(made)
             return False
         has += made
@@ -100,6 +103,8 @@ class RepeatedResults:
 
     def forget(self) -> None:
         """Have no arena any more."""
+        if self._makes_offer and self.is_out_of_date:
+            self._no_room_for = min(arena.nbytes for arena in self.shared)
         self._give_up(self.own)
         self._give_up(self.shared)
 

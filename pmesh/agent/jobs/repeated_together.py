@@ -77,7 +77,7 @@ class RepeatedTogether:
         return self._offers.get(_job_of(roster), ())
 
     def withdraw(self, offer: Sequence[Arena]) -> None:
-        """End an offer; who has taken aliases keeps the memory."""
+        """End an offer; who has taken aliases keeps the memory. Any rank may do so."""
         self._offers = {at: other for at, other in self._offers.items() if other is not offer}
 
 

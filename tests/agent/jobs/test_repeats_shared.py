@@ -156,3 +156,24 @@ async def test_all_ranks_meet_though_their_parts_differ(
         for _ in range(3):
             await everywhere(trainers, calls)
         assert in_python == []
+
+
+async def test_without_memory_for_large_results_small_ones_are_shared(
+    clock: MockClock, in_python: OpsInPython, faults: Faults
+) -> None:
+    memory = psutil.virtual_memory()._replace(total=56 * 2**20)  # 14 MiB for one program
+    faults.instead(psutil, "virtual_memory", lambda: memory)
+    large = np.ones(2**18, np.float32)
+
+    async def calls(trainer: TrainerClient) -> None:
+        await trainer.reduce(large)
+        await borrows(trainer)
+        await drops(trainer)
+
+    async with repeating(clock, in_python, 2, calls) as (_, trainers):
+        for _ in range(5):
+            await everywhere(trainers, calls)
+        in_python.clear()
+        for _ in range(5):
+            await everywhere(trainers, calls)
+        assert len(in_python) == 10  # the large ones
