@@ -1203,6 +1203,31 @@ static void ranks_do_not_meet_in_another_op_nor_with_too_little_memory(void) {
     }
 }
 
+// Whether it is shared or not.
+static void a_result_lies_where_there_is_room_for_it(void) {
+    enum { LARGE = 3 };
+    for (uint32_t call = 0; call < 2 * CALLS; call++) {
+        struct world *world = new_world(1, 1);
+        struct rank *rank = &world->ranks[0];
+        const struct pmesh_op *op = &rank->ops[call % CALLS];
+        if (call >= CALLS) {
+            let_ranks_meet(world);
+        }
+        for (uint32_t i = 0; i < SLOTS && op->region_bytes[PMESH_RESULT]; i++) {
+            rank->calls->slots[i].nbytes =
+                op->region_bytes[PMESH_RESULT] - (i % PMESH_MOST_SLOTS != LARGE);
+        }
+        rank->done = ask(rank, call % CALLS) - 1;
+        pmesh_serve(rank->server);
+        read_reply(rank);
+        pmesh_recall(rank->server);
+        assert(rank->calls->ended == 1);
+        assert(!op->region_bytes[PMESH_RESULT] ||
+               rank->calls->log[0].slot % PMESH_MOST_SLOTS == LARGE);
+        free_world(world);
+    }
+}
+
 int main(int count, char **arguments) {
     const uint64_t first = count > 1 ? strtoull(arguments[1], NULL, 10) : 1;
     const uint64_t seeds = count > 2 ? strtoull(arguments[2], NULL, 10) : 20;
@@ -1217,6 +1242,7 @@ int main(int count, char **arguments) {
     a_server_that_finds_no_room_is_none();
     servers_may_be_recalled_from_where_they_meet();
     ranks_do_not_meet_in_another_op_nor_with_too_little_memory();
+    a_result_lies_where_there_is_room_for_it();
     for (uint64_t seed = first; seed < first + seeds; seed++) {
         fprintf(stderr, "seed %llu\n", (unsigned long long)seed); // the last one if it fails
         alarm(HANGS_S);
