@@ -12,6 +12,8 @@ from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.session import DropArena
 from pmesh.net.sessions import arena_pools
+from pmesh.net.sessions.arena_pools import OutputArenas
+from pmesh.net.sessions.arenas import Arena
 from tests.agent.jobs.repeating import (
     COUNT,
     SUM,
@@ -21,7 +23,7 @@ from tests.agent.jobs.repeating import (
     repeat,
     repeating,
 )
-from tests.worlds.faults import Faults
+from tests.worlds.faults import Faults, Real
 from tests.worlds.trainer import TrainerClient
 from tests.worlds.village import village
 from tests.worlds.village_ops import ones, reduce_all, run
@@ -177,3 +179,31 @@ async def test_without_memory_for_large_results_small_ones_are_shared(
         for _ in range(5):
             await everywhere(trainers, calls)
         assert len(in_python) == 10  # the large ones
+
+
+async def test_a_rank_that_has_no_room_for_large_results_shares_small_ones(
+    clock: MockClock, in_python: OpsInPython, faults: Faults
+) -> None:
+    large = np.ones(2**18, np.float32)
+    asked = list[Arena]()
+
+    def adopt(real: Real, outputs: OutputArenas, other: Arena) -> object:
+        if other.nbytes < large.nbytes:
+            return real(outputs, other)
+        asked.append(other)
+        return None
+
+    async def calls(trainer: TrainerClient) -> None:
+        await trainer.reduce(large)
+        await trainer.reduce(ones(COUNT))
+
+    faults.around(OutputArenas, "adopt", adopt)
+    async with repeating(clock, in_python, 2, calls) as (_, trainers):
+        for _ in range(3):
+            await everywhere(trainers, calls)
+        in_python.clear()
+        asked.clear()
+        for _ in range(5):
+            await everywhere(trainers, calls)
+        assert len(in_python) == 10  # the large ones
+        assert len(asked) == 5  # by Python, for their results
