@@ -11,6 +11,7 @@ from pmesh.agent.jobs import repeats
 from pmesh.core.ops.reductions import Values
 from pmesh.core.wire.calls import Call
 from pmesh.core.wire.session import DropArena
+from pmesh.ids import OpNumber
 from pmesh.net.sessions import arena_pools
 from pmesh.net.sessions.arena_pools import OutputArenas
 from pmesh.net.sessions.arenas import Arena
@@ -26,7 +27,7 @@ from tests.agent.jobs.repeating import (
 from tests.worlds.faults import Faults, Real
 from tests.worlds.trainer import TrainerClient
 from tests.worlds.village import village
-from tests.worlds.village_ops import ones, reduce_all, run
+from tests.worlds.village_ops import ones, ranks_of, reduce_all, run
 
 pytestmark = pytest.mark.parametrize("in_python", ["together"], indirect=True)
 
@@ -207,3 +208,30 @@ async def test_a_rank_that_has_no_room_for_large_results_shares_small_ones(
             await everywhere(trainers, calls)
         assert len(in_python) == 10  # the large ones
         assert len(asked) == 5  # by Python, for their results
+
+
+@pytest.mark.parametrize("larger", ["all_reduce", "reduce_scatter"])
+async def test_results_that_are_shared_lie_apart_from_those_that_are_not(
+    clock: MockClock, in_python: OpsInPython, larger: str
+) -> None:
+    few, many = 2 * COUNT, 2**17
+    shared, own = (many, few) if larger == "all_reduce" else (few, many)
+
+    async def calls(trainer: TrainerClient, value: float = 1.0) -> None:
+        total = await trainer.reduce(np.full(shared, value, np.float32))
+        assert (total == 2 * value).all()
+        values = np.full(own, value + trainer.rank, np.float32)
+        call, parts = Call("reduce_scatter", "float32", (own,), "sum"), (own // 2, own // 2)
+        assert (await run(trainer, call, values, parts) == 2 * value + 1).all()
+
+    async with repeating(clock, in_python, 2, calls) as (here, trainers):
+        for _ in range(3):
+            await everywhere(trainers, calls)
+        in_python.clear()
+        for value in range(5):
+            await everywhere(trainers, partial(calls, value=value))
+            for rank in ranks_of(here):
+                rank.catch_up()
+                result = rank.results[OpNumber(rank.ledger.ended)].memory  # for who lacks it (O2)
+                assert (np.frombuffer(result, np.float32) == 2 * value + 1).all()
+        assert in_python == []
