@@ -235,3 +235,26 @@ async def test_results_that_are_shared_lie_apart_from_those_that_are_not(
                 result = rank.results[OpNumber(rank.ledger.ended)].memory  # for who lacks it (O2)
                 assert (np.frombuffer(result, np.float32) == 2 * value + 1).all()
         assert in_python == []
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])
+async def test_a_larger_result_takes_larger_memory_though_its_values_lie_where_others_have(
+    clock: MockClock, in_python: OpsInPython, kind: str
+) -> None:
+    """So its calls are not forgotten with an input arena."""
+
+    async def calls(trainer: TrainerClient, count: int = COUNT) -> None:
+        await trainer.input_arena(2**19)
+        parts = () if kind == "all_reduce" else (count // 2, count // 2)
+        call = Call(kind, "float32", (count,), "sum")
+        assert (await run(trainer, call, ones(count), parts) == 2.0).all()
+
+    async with repeating(clock, in_python, 2, calls) as (_, trainers):
+        for _ in range(4):
+            await everywhere(trainers, partial(calls, count=2**17))
+            await everywhere(trainers, calls)
+        in_python.clear()
+        for _ in range(3):
+            await everywhere(trainers, partial(calls, count=2**17))
+            await everywhere(trainers, calls)
+        assert in_python == []
