@@ -1,5 +1,6 @@
 """Results that ranks of one agent share when they meet in the native library."""
 
+import os
 from functools import partial
 
 import numpy as np
@@ -257,4 +258,42 @@ async def test_a_larger_result_takes_larger_memory_though_its_values_lie_where_o
         for _ in range(3):
             await everywhere(trainers, partial(calls, count=2**17))
             await everywhere(trainers, calls)
+        assert in_python == []
+
+
+@pytest.mark.parametrize(
+    ("cores", "most"), [(2, "MOST_BYTES_HERE"), (3, "FEW_BYTES_HERE")], ids=["few", "many"]
+)
+async def test_how_much_is_moved_where_ranks_meet_depends_on_the_cores(
+    clock: MockClock, in_python: OpsInPython, faults: Faults, cores: int, most: str
+) -> None:
+    """Python uses those that the ranks leave."""
+    faults.instead(os, "cpu_count", lambda: cores)
+    faults.limit(repeats, most, 3 * 4 * COUNT)
+    async with repeating(clock, in_python, 2) as (_, trainers):
+        await everywhere(trainers, reduces)
+        assert in_python == []
+        for _ in range(5):
+            await reduce_all(trainers, ones(COUNT + 1))
+        assert len(in_python) == 10
+
+
+async def test_a_job_shares_its_results_though_another_one_gives_its_own_up(
+    clock: MockClock, in_python: OpsInPython
+) -> None:
+    async with repeating(clock, in_python, 2) as (here, trainers):
+        clock.autojump_threshold = 0
+        others = await here.job(*here.machines * 2, name="letters")
+        for _ in range(2):
+            await repeat(clock, others, reduces)
+        in_python.clear()
+        await trainers[0].drop_input()
+        await everywhere(trainers, reduces)
+        assert len(in_python) == 2
+        for rank in ranks_of(here):
+            rank.recall()
+        await everywhere(others, reduces)
+        in_python.clear()
+        for _ in range(3):
+            await everywhere(others, reduces)
         assert in_python == []
