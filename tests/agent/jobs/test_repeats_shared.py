@@ -297,3 +297,26 @@ async def test_a_job_shares_its_results_though_another_one_gives_its_own_up(
         for _ in range(3):
             await everywhere(others, reduces)
         assert in_python == []
+
+
+async def test_memory_that_was_refused_is_asked_for_again_among_other_ranks(
+    clock: MockClock, in_python: OpsInPython, faults: Faults
+) -> None:
+    is_full = True
+
+    async def acquire(real: Real, outputs: OutputArenas, nbytes: int, *, follows: bool) -> object:
+        if follows and is_full:
+            raise OSError(12, "Cannot allocate memory")
+        return await real(outputs, nbytes, follows=follows)
+
+    faults.around(OutputArenas, "acquire", acquire)
+    async with repeating(clock, in_python, 3) as (_, trainers):
+        is_full = False
+        await everywhere(trainers, reduces)
+        assert len(in_python) == 3
+        await trainers.pop().leave()
+        for _ in range(2):
+            await repeat(clock, trainers, reduces)
+        in_python.clear()
+        await everywhere(trainers, reduces)
+        assert in_python == []
