@@ -134,12 +134,12 @@ static bool wait_for_others(struct pmesh_meeting *meeting, const struct pmesh_pa
 static void begin(struct pmesh_meeting *meeting) {
     meeting->here = 0;
     meeting->begun++;
-    meeting->was_done = !meeting->shares || meeting->slot_count > 0;
-    if (meeting->was_done && meeting->shares) {
+    const bool has_room = !meeting->shares || meeting->slot_count;
+    if (meeting->shares && has_room) {
         meeting->result = meeting->slots[0];
         meeting->memory[meeting->op.ranks] = (uintptr_t)meeting->result;
     }
-    meeting->was_done = meeting->was_done && pmesh_combining_fits(&meeting->op);
+    meeting->was_done = has_room && pmesh_combining_fits(&meeting->op);
     atomic_store(&meeting->op.taken, 0);
     atomic_store(&meeting->op.stopped, !meeting->was_done);
     if (meeting->moving_bytes > ALONE_BYTES) {

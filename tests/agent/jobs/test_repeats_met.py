@@ -1,6 +1,5 @@
 """Where ranks of one agent do not meet in the native library, it costs little."""
 
-import os
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,7 @@ from tests.agent.jobs.repeating import COUNT, SUM, OpsInPython, everywhere, redu
 from tests.worlds.faults import Faults, Real
 from tests.worlds.trainer import TrainerClient
 from tests.worlds.village import Village
-from tests.worlds.village_ops import ones, ranks_of, reduce_all, run
+from tests.worlds.village_ops import ones, ranks_of, run
 
 SCATTERED = Call("reduce_scatter", "float32", (COUNT,), "sum")
 
@@ -54,31 +53,6 @@ async def test_a_rank_that_meets_nobody_is_seldom_recalled(
         for _ in range(70):
             await everywhere(trainers, reduces)
         assert in_python == []
-
-
-async def test_what_is_read_and_written_where_all_meet_has_a_bound(
-    clock: MockClock, in_python: OpsInPython, faults: Faults
-) -> None:
-    """The event loop may have to wait for its end."""
-    faults.limit(repeats, "MOST_BYTES_HERE", 3 * 4 * COUNT)
-    async with repeating(clock, in_python, 2) as (_, trainers):
-        await everywhere(trainers, reduces)
-        assert in_python == []
-        for _ in range(5):
-            await reduce_all(trainers, ones(COUNT + 1))
-        assert len(in_python) == 10
-
-
-@pytest.mark.parametrize("cores", [2, 3])
-async def test_python_does_what_more_threads_do_faster(
-    clock: MockClock, in_python: OpsInPython, faults: Faults, cores: int
-) -> None:
-    """In the library, ranks have a thread each."""
-    faults.limit(repeats, "FEW_BYTES_HERE", 3 * 4 * COUNT - 1)
-    faults.instead(os, "cpu_count", lambda: cores)
-    async with repeating(clock, in_python, 2) as (_, trainers):
-        await everywhere(trainers, reduces)
-        assert (in_python == []) == (cores == 2)
 
 
 # --- what all ranks get lies in one memory
