@@ -497,6 +497,7 @@ class Path:
             self._sending.acquire_nowait()  # `acquire` costs a turn of the loop for each message
         try:
             while self._queue:
+                await trio.lowlevel.checkpoint_if_cancelled()  # else `send` would lose the batch
                 await self._wire.send(self._take_batch())
             self._has_queued = trio.Event()
         finally:

@@ -150,6 +150,30 @@ async def test_a_reader_whose_end_is_the_writers_end_loses_no_farewell() -> None
         await bob.aclose()
 
 
+async def test_what_is_queued_in_the_moment_in_which_a_path_is_given_up_arrives() -> None:
+    """As an agent ends a link: it tells why, and cancels whatever runs the path."""
+    async with tcp_streams() as streams:
+        ada, bob = await outcomes(streams)
+        assert isinstance(ada, Path)
+        assert isinstance(bob, Path)
+        scope = trio.CancelScope()
+
+        async def run() -> None:
+            with scope:
+                await ada.run_writer()
+            await ada.aclose()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(run)
+            await trio.testing.wait_all_tasks_blocked()
+            ada.send(Leaving())
+            scope.cancel()
+            assert decode_untrusted((await bob.receive()).message) == Leaving()
+            with pytest.raises(trio.EndOfChannel):
+                await bob.receive()
+            await bob.aclose()
+
+
 async def test_closing_wakes_whoever_receives(autojump_clock: trio.testing.MockClock) -> None:
     async with linked() as (ada, _), trio.open_nursery() as nursery:
 
