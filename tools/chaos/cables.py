@@ -23,6 +23,7 @@ LOOK_S = 0.1
 PLUGGED_S = 20.0
 """How long a better cable is waited for: four times the bar."""
 LINE_BITS_PER_S = 1_000_000_000
+SLOWER_BITS_PER_S = 200_000_000
 FLAP_S = 1.0
 FLAP_SHARE = "ops a second over those on the stable path alone"
 FASTER_PATCH = """
@@ -102,6 +103,7 @@ def run_plugs(run: CampaignRun) -> Tally:
     random, tally = run.random(), Tally()
     for first in range(0, run.episodes, 2):
         with _cluster(run, HOSTS[0], patch=FASTER_PATCH) as cluster:
+            _shape(cluster.lab, SLOWER_BITS_PER_S, LINE_BITS_PER_S)
             victim = random.choice(cluster.nodes)
             cluster.lab.unplug(victim.host, 1)
             _begin(cluster, without=victim)
@@ -133,9 +135,7 @@ def run_flaps(run: CampaignRun) -> Tally:
     """The better of a host's cables comes and goes every second; before and after, it is out."""
     random, tally = run.random(), Tally()
     with _cluster(run, HOSTS[0], patch=FASTER_PATCH) as cluster:
-        for host in cluster.lab.hosts:
-            for network in range(NETWORKS):
-                cluster.lab.shape(host, bits_per_s=LINE_BITS_PER_S, network=network)
+        _shape(cluster.lab, LINE_BITS_PER_S, LINE_BITS_PER_S)
         _begin(cluster)
         victim = random.choice(cluster.nodes)
         began = tally.await_clean(cluster)
@@ -170,6 +170,16 @@ def _ops_in(cluster: LabCluster, seconds: float, step: Callable[[], None]) -> li
 def _cluster(run: CampaignRun, hosts: int, *, patch: str = "") -> LabCluster:
     lab = NetLab(hosts, networks=NETWORKS)
     return LabCluster(hosts, run.options(hosts), patch=patch, logs=run.logs, lab=lab)
+
+
+def _shape(lab: NetLab, *bits_per_s: int) -> None:
+    """Lines of these speeds, one for each network.
+
+    Bare ones are as fast as the processors, so neither would carry more than the other.
+    """
+    for host in lab.hosts:
+        for network, speed in enumerate(bits_per_s):
+            lab.shape(host, bits_per_s=speed, network=network)
 
 
 def _begin(cluster: LabCluster, *, without: Node | None = None) -> None:
