@@ -65,7 +65,8 @@ def train_elastic(*, steps: int) -> None:
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.02, steps)
     while mesh.step < steps or mesh.size < RANKS:  # one that was killed late comes back, too
         pmesh.torch.sync(model, optimizer, schedule)
-        mine = mesh.shard(len(images), epoch=mesh.step)[:BATCH]
+        # All ranks together take the same rows, however many ranks there are.
+        mine = mesh.shard(len(images), epoch=mesh.step)[: RANKS * BATCH // mesh.size]
         optimizer.zero_grad()
         cross_entropy(model(images[mine]), labels[mine]).backward()
         optimizer.step()
