@@ -491,16 +491,20 @@ async def test_a_session_keeps_nothing_of_the_inputs_that_it_has_had() -> None:
             await arenas.inputs.rest()
             arenas.drop(arena.number)
 
+    async def grown(times: int) -> int:
+        before = tracemalloc.get_traced_memory()[0]
+        await rest(times)
+        return tracemalloc.get_traced_memory()[0] - before
+
     await rest(10)
     tracemalloc.start()
     try:
         await rest(10)
-        before = tracemalloc.get_traced_memory()[0]
-        await rest(3000)
-        grown = tracemalloc.get_traced_memory()[0] - before
+        # The least of some: other threads of this process take memory, too.
+        least = min([await grown(1000) for _ in range(3)])
     finally:
         tracemalloc.stop()
-    assert grown < 3000 * 8  # not even a reference to each
+    assert least < 1000 * 8  # not even a reference to each
     await arenas.aclose()
 
 
