@@ -8,6 +8,7 @@
 enum {
     SLICE_BYTES = 64 * 1024, // a thread's turn; both are multiples of all sizes of values
     PIECE_BYTES = 4 * 1024,  // which stays in the fastest cache until all ranks' values are added
+    LINE_BYTES = 64,         // of a cache; some have larger ones
 };
 enum { UNTOUCHED, BEGUN, FOLDED };
 
@@ -63,6 +64,13 @@ static uint8_t *result_at(const struct pmesh_combining *op, uint32_t place, uint
     return op->results[op->places[place].rank] + op->places[place].offset + from;
 }
 
+// The processor itself finds out what is read next, but anew for each page, and of each rank.
+static void prefetch(const uint8_t *values, uint64_t nbytes) {
+    for (uint64_t i = 0; i < nbytes; i += LINE_BYTES) {
+        __builtin_prefetch(values + i);
+    }
+}
+
 static void do_piece(const struct pmesh_combining *op, const struct pmesh_fold *fold, uint64_t from,
                      uint64_t nbytes) {
     uint8_t *first = result_at(op, fold->give_begin, from);
@@ -70,6 +78,9 @@ static void do_piece(const struct pmesh_combining *op, const struct pmesh_fold *
     if (op->dtype >= 0) {
         const uint64_t count = nbytes / pmesh_itemsize(op->dtype, op->reduction);
         for (uint32_t i = fold->take_begin + 1; i < fold->take_end; i++) {
+            if (i + 1 < fold->take_end) {
+                prefetch(source_at(op, i + 1, from), nbytes);
+            }
             pmesh_accumulate(op->dtype, op->reduction, first, source_at(op, i, from), count);
         }
         pmesh_finish(op->dtype, op->reduction, first, count, fold->take_end - fold->take_begin);
