@@ -341,6 +341,7 @@ class Place:
         # A copy: with the traceback of the original, arenas would stay mapped.
         self._cut_off, self._veteran = type(why)(str(why)), False
         self._lost_agent = self._lost_agent or isinstance(why, AgentStopped)
+        self._update_world()
         if syncs and not was_cut_off:
             then = "waits for one" if isinstance(why, AgentStopped) else "brings it back"
             what = str(why).removesuffix(f"; {COME_BACK}")

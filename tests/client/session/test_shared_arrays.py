@@ -13,10 +13,12 @@ import pytest
 import pmesh
 from pmesh.client.collective.bucketed import LENT_FROM_BYTES
 from pmesh.client.elastic import place
+from pmesh.core.wire.trainer import Joined, World
+from pmesh.ids import TrainerId
 from pmesh.testing import SimulatedMesh
 from tests.worlds.every_array import make
 from tests.worlds.faults import Faults
-from tests.worlds.scripted_agent import ScriptedAgent, joins
+from tests.worlds.scripted_agent import VIEW, ScriptedAgent, joins, replies
 from tests.worlds.watched_agent import WatchedAgent, run_ranks
 
 COUNT = 30_000
@@ -328,6 +330,21 @@ def test_once_its_agent_has_stopped_it_is_an_array_like_others(
     x[:] = 5
     assert mesh.all_reduce(x, copy=False).tolist() == [5] * 3
     assert mesh.empty(3).shape == (3,)
+    mesh.close()
+
+
+def test_who_finds_out_there_that_the_agent_has_stopped_is_alone_in_the_next_call(
+    tmp_path: Path,
+) -> None:
+    """O5: the ranks after a call are those whose values it has brought."""
+    joined = Joined(World(1, (TrainerId(0), TrainerId(1)), ("mac-0", "mac-1")), VIEW)
+    with ScriptedAgent(tmp_path, replies(joined)) as agent:
+        mesh = pmesh.connect("job", home=agent.home, on_superseded="sync")
+        agent.wait_until_closed()
+    x = mesh.empty(3)
+    x[:] = 5
+    assert mesh.all_reduce(x, copy=False).tolist() == [5] * 3
+    assert (mesh.rank, mesh.names, mesh.trainers) == (0, ("mac-1",), (TrainerId(1),))
     mesh.close()
 
 
