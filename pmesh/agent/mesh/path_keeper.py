@@ -119,8 +119,12 @@ class PathKeeper:
                 with trio.move_on_at(attempts.due):
                     await self._other_facts(link, facts)
                     continue
-                if way.key in link.paths:
+                live = link.paths.get(way.key)
+                if live is not None:
                     await link.changed.wait()
+                    if link.paths.get(way.key) is not live:
+                        lasted_s = trio.current_time() - live.since
+                        attempts = paths.lost_after(attempts, lasted_s=lasted_s)
                     continue
                 longest_s = paths.LONGEST_REDIAL_S if link.is_direct else paths.LONGEST_RELAYED_S
                 now = trio.current_time()

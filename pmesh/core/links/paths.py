@@ -287,7 +287,7 @@ def ways_to(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempts:
-    """How often a way has failed, or its path was lost, and when to try again."""
+    """How often a way has failed, or its path was lost soon, and when to try again."""
 
     count: int = 0
     due: float = -inf
@@ -296,6 +296,14 @@ class Attempts:
 def failed_again(
     attempts: Attempts, *, now: float, longest_s: float = LONGEST_REDIAL_S
 ) -> Attempts:
-    """Handle a way that could not be dialled, or a path that did not last."""
-    pause_s = min(REDIAL_S * 2.0 ** min(attempts.count, 20), longest_s)
-    return Attempts(count=attempts.count + 1, due=now + pause_s)
+    """Handle that a way is dialled: it is not tried again before a pause is over."""
+    return Attempts(count=attempts.count + 1, due=now + _pause_s(attempts.count, longest_s))
+
+
+def lost_after(attempts: Attempts, *, lasted_s: float) -> Attempts:
+    """Handle the loss of a path: one that has lasted for longer than the last pause begins anew."""
+    return Attempts() if lasted_s >= _pause_s(attempts.count - 1, LONGEST_REDIAL_S) else attempts
+
+
+def _pause_s(count: int, longest_s: float) -> float:
+    return min(REDIAL_S * 2.0 ** min(count, 20), longest_s)

@@ -156,6 +156,50 @@ async def test_a_way_that_does_not_answer_holds_up_no_other_and_is_given_up_with
         nursery.cancel_scope.cancel()
 
 
+@pytest.mark.parametrize(
+    ("lasts_s", "dialled_s"),
+    [
+        (20.0, [20.0 * n for n in range(8)]),  # not for what was long ago
+        (0.5, [0.0, 1.0, 3.0, 7.0, 15.0]),
+    ],
+)
+async def test_a_path_that_does_not_last_is_dialled_after_growing_pauses_and_another_one_at_once(
+    clock: MockClock, lasts_s: float, dialled_s: list[float]
+) -> None:
+    began: list[float] = []
+    lost = trio.Event()
+
+    async def dial(way: Way) -> None:
+        began.append(round(trio.current_time() - start, 2))
+        if len(began) == len(dialled_s):
+            lost.set()
+            await trio.sleep_forever()
+        live = replace(path_to(one, two), key=way.key, since=trio.current_time())
+        link.add(live)
+        nursery.start_soon(lose, live)
+
+    async def lose(live: LivePath) -> None:
+        await trio.sleep(lasts_s)
+        link.remove(live)
+
+    async with village(clock, 2) as here, trio.open_nursery() as nursery:
+        one, two = here.machines
+        link, watch = new_link(one, two), AddressWatch(read=tuple)
+        theirs = PeerInterface("eth1", "wired", 1000, ("10.0.1.2",))
+        link.update(structs.replace(link.peer, interfaces=(theirs,)))
+        watch.current = (
+            LocalAddress(interface="eth1", host="10.0.1.1", prefix_bits=24, kind="wired"),
+        )
+        keeper = PathKeeper(
+            watch, is_quiet=lambda: True, dial=dial, lose=lambda *_: None, improved=lambda *_: None
+        )
+        start = trio.current_time()
+        nursery.start_soon(partial(keeper.keep, link, second=False))
+        await lost.wait()
+        assert began == dialled_s
+        nursery.cancel_scope.cancel()
+
+
 async def test_a_new_connection_goes_over_the_best_path_whoever_dialled_it(
     clock: MockClock, faults: Faults
 ) -> None:

@@ -29,6 +29,7 @@ from pmesh.core.links.paths import (
     failed_again,
     kind_rank,
     lost,
+    lost_after,
     spread,
     to_ask,
     ways_to,
@@ -301,3 +302,12 @@ def test_a_way_that_fails_is_tried_again_after_a_growing_pause(times: int, pause
     for _ in range(times):
         attempts = failed_again(attempts, now=NOW)
     assert attempts == Attempts(count=times, due=NOW + pause_s)
+
+
+@pytest.mark.parametrize(("times", "pause_s"), [(0, 0.5), (1, REDIAL_S), (3, 4.0), (40, 60.0)])
+def test_a_path_that_outlasts_the_pause_before_it_counts_as_a_new_one(
+    times: int, pause_s: float
+) -> None:
+    tried = Attempts(count=times, due=NOW)
+    assert lost_after(tried, lasted_s=pause_s) == Attempts()
+    assert lost_after(tried, lasted_s=pause_s - 0.01) == tried
