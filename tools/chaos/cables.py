@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from random import Random
 
+from pmesh.core.links.paths import RELAYED
 from tools.chaos.steady import check_undisturbed
 from tools.lab.campaign import CampaignRun, Tally
 from tools.lab.cluster import LabCluster
@@ -91,6 +92,7 @@ def _harm_once(cluster: LabCluster, harm: Harm, random: Random, tally: Tally) ->
     lab.plug(victim.host, network)
     lab.mend(victim.host)
     time.sleep(FOUND_S)
+    _await_paths(cluster)
     cluster.await_ops(1)
     _check(cluster, tally, began, what)
 
@@ -184,18 +186,24 @@ def _shape(lab: NetLab, *bits_per_s: int) -> None:
 
 def _begin(cluster: LabCluster, *, without: Node | None = None) -> None:
     """Until all train, and each link has both paths, but for those to the host without a cable."""
+    cluster.start()
+    cluster.await_ops(1)  # before, views come and go: they find each other one by one
+    _await_paths(cluster, without=without)
 
+
+def _await_paths(cluster: LabCluster, *, without: Node | None = None) -> None:
     def has_all_paths(node: Node) -> bool:
         members = node.status().get("view", {"members": []})["members"]
-        paths = {member["name"]: len(member["paths"]) for member in members}
+        direct = {
+            member["name"]: sum(path["kind"] != RELAYED for path in member["paths"])
+            for member in members
+        }
         return all(
-            paths.get(other.name, 0) == (1 if without in {node, other} else NETWORKS)
+            direct.get(other.name, 0) == (1 if without in {node, other} else NETWORKS)
             for other in cluster.nodes
             if other is not node
         )
 
-    cluster.start()
-    cluster.await_ops(1)  # before, views come and go: they find each other one by one
     cluster.wait_for(lambda: all(map(has_all_paths, cluster.nodes)), "both paths of each link")
 
 
