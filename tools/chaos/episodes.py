@@ -175,8 +175,10 @@ class Cut(Fault):
         return Struck(at, (victim,))
 
     def mend(self, cluster: LabCluster, struck: Struck) -> None:
+        """Start the victims anew: one that was silent and is back soon would get longer (V12)."""
         for victim in struck.victims:
             cluster.lab.mend(victim.host)
+        cluster.restart(struck.victims)
 
 
 MOST_HANGS = 3  # then the campaign ends: each has cost its patience, and more would say no more
