@@ -128,7 +128,7 @@ class PathKeeper:
                     continue
                 longest_s = paths.LONGEST_REDIAL_S if link.is_direct else paths.LONGEST_RELAYED_S
                 now = trio.current_time()
-                attempts = paths.failed_again(attempts, now=now, longest_s=longest_s)
+                attempts = paths.tried_again(attempts, now=now, longest_s=longest_s)
                 await self._dial_one(link, way)
 
     async def _dial_one(self, link: Link, way: Way) -> None:

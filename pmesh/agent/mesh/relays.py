@@ -106,7 +106,7 @@ class Relays:
                     if sum(over == relay.node for over in self._opening.values()) < MAX_OPENING:
                         self._opening[member] = relay.node
                         self._nursery.start_soon(self._open, relay, member)
-                        tried = paths.failed_again(tried, now=now)
+                        tried = paths.tried_again(tried, now=now)
                 attempts[member] = tried
             self._close_needless()
 

@@ -293,10 +293,8 @@ class Attempts:
     due: float = -inf
 
 
-def failed_again(
-    attempts: Attempts, *, now: float, longest_s: float = LONGEST_REDIAL_S
-) -> Attempts:
-    """Handle that a way is dialled: it is not tried again before a pause is over."""
+def tried_again(attempts: Attempts, *, now: float, longest_s: float = LONGEST_REDIAL_S) -> Attempts:
+    """Handle that a way is tried: the next time is after a pause, each twice as long."""
     return Attempts(count=attempts.count + 1, due=now + _pause_s(attempts.count, longest_s))
 
 

@@ -26,12 +26,12 @@ from pmesh.core.links.paths import (
     choose,
     compared,
     failed,
-    failed_again,
     kind_rank,
     lost,
     lost_after,
     spread,
     to_ask,
+    tried_again,
     ways_to,
 )
 from pmesh.core.wire.link import Address, PeerInterface
@@ -300,7 +300,7 @@ def test_there_are_only_so_many_ways_and_none_over_loopback() -> None:
 def test_a_way_that_fails_is_tried_again_after_a_growing_pause(times: int, pause_s: float) -> None:
     attempts = Attempts()
     for _ in range(times):
-        attempts = failed_again(attempts, now=NOW)
+        attempts = tried_again(attempts, now=NOW)
     assert attempts == Attempts(count=times, due=NOW + pause_s)
 
 
