@@ -64,7 +64,7 @@ static uint8_t *result_at(const struct pmesh_combining *op, uint32_t place, uint
     return op->results[op->places[place].rank] + op->places[place].offset + from;
 }
 
-// The processor itself finds out what is read next, but anew for each page, and of each rank.
+// A processor fetches ahead by itself, but has to find out anew for each page of each rank.
 static void prefetch(const uint8_t *values, uint64_t nbytes) {
     for (uint64_t i = 0; i < nbytes; i += LINE_BYTES) {
         __builtin_prefetch(values + i);
