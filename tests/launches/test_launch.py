@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,13 +19,13 @@ from pmesh.cli import up
 from pmesh.cli.app import run
 from pmesh.core.wire.framing import FrameReader, frame
 from pmesh.core.wire.session import encode
-from pmesh.errors import ConfigError
+from pmesh.errors import AgentStopped, ConfigError
 from pmesh.home_paths import home_directory, socket_path
 from pmesh.ids import NodeId, node_text
 from pmesh.launches.agent.checks import digest_of
 from pmesh.launches.agent.permission import load_permission
 from pmesh.launches.cli import launches
-from pmesh.launches.cli.launch import RunOptions, Screen, launch_of
+from pmesh.launches.cli.launch import AgentStream, RunOptions, Screen, launch_of
 from pmesh.launches.rules.lines import STARTER
 from pmesh.launches.wire.messages import Launch, LaunchBegan, LaunchInput, LaunchOver, LaunchTerms
 from simulation.wire import decode_request_untrusted
@@ -373,3 +374,15 @@ def test_in_the_background_there_is_no_input(
     os.close(ours)
     os.close(its)
     assert (done.returncode, done.stderr) == (0, f"runs on mac-1 ({IDS[0][:8]})\n")
+
+
+async def test_a_launch_that_is_over_while_input_goes_there_ends_with_its_code() -> None:
+    ours, its = socket.socketpair()
+    with its:
+        its.sendall(frame(encode(LaunchOver(3))))
+    async with trio.SocketStream(trio.socket.from_stdlib_socket(ours)) as stream:
+        agent = AgentStream(stream)
+        await agent.send(LaunchInput(b""))  # nobody reads it any more
+        assert await agent.receive() == LaunchOver(3)
+        with pytest.raises(AgentStopped, match="the agent has ended"):
+            await agent.receive()
