@@ -26,7 +26,8 @@ def say(word):
 
 x = np.ones(1_000_000, np.float32)
 with pmesh.connect(job="groups", wait_for=3) as mesh:
-    mesh.barrier()  # with the next one, the agents have what the mesh itself needs to repeat it
+    for _ in range({STEPS}):
+        mesh.barrier()  # then the agents have what the mesh itself needs to repeat one
     say("began")
     held = mesh.group([0, 1, 2])
     sums = [held.all_reduce(x)[0], held.average_gradients([x, x])[0][0], held.broadcast(x, 1)[0]]
