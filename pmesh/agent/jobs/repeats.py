@@ -433,7 +433,9 @@ class RepeatedCalls:
             request = replace(self._kept[op.call].call, op=OpNumber(op.number))
             self._kept[op.call].used = op.number
             self._jobs.ended_ops.append((rank, request, began, end, op.receiving_s, False))
-            rank.idle_since, rank.step = end, op.step or rank.step
+            rank.idle_since = end
+            if op.step:
+                rank.step, rank.share_percent = op.step, request.share_percent
         results = [self._result_of(op) for op in ended]
         arenas = [result.arena for result in results if result.arena is not None]
         for arena in arenas[-2:]:  # the trainer may still read these

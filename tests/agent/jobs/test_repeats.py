@@ -302,16 +302,25 @@ async def test_calls_that_are_made_no_more_make_room(
 async def test_a_step_is_known_though_the_library_answers(
     clock: MockClock, in_python: OpsInPython
 ) -> None:
+    share = 50
+
     async def steps(trainer: TrainerClient) -> None:
         step = 1 + trainer.next_op
-        assert await trainer.run(SUM, ones(COUNT), step=step) is not None
+        asked = await trainer.run(SUM, ones(COUNT), step=step, share_percent=share)
+        assert asked is not None
 
     async with repeating(clock, in_python, 2, steps) as (here, trainers):
-        for _ in range(200):
+        share = 60
+        for _ in range(2):  # then the agents know this call, too
             await everywhere(trainers, steps)
-        assert in_python == []
-        marks = [mark for m in here.machines for mark in m.agent.jobs.facts().progress]
-        assert [mark.step for mark in marks] == [trainers[0].next_op] * 2
+        for share in (50, 60, 50):
+            in_python.clear()
+            for _ in range(100):
+                await everywhere(trainers, steps)
+            assert in_python == []
+            marks = [mark for m in here.machines for mark in m.agent.jobs.facts().progress]
+            shown = [(mark.step, mark.share_percent) for mark in marks]
+            assert shown == [(trainers[0].next_op, share)] * 2
 
 
 async def test_of_many_different_calls_the_oldest_are_forgotten(
