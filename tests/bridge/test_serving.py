@@ -1,9 +1,9 @@
 """Workers that are silent, lost, late or strangers, in memory on a clock that jumps."""
 
+import socket
 import struct
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -52,7 +52,7 @@ class MemoryListener(trio.abc.Listener[Stream]):
 class FarEnd:
     """The other end of a connection of the bridge."""
 
-    def __init__(self, stream: trio.StapledStream[Any, Any]) -> None:
+    def __init__(self, stream: Stream) -> None:
         self.stream = stream
         self._data = b""
 
@@ -313,3 +313,67 @@ async def test_more_workers_join_than_strangers_have_room() -> None:
             await peer.receive()
 
     assert await bridged(work, AloneJob(1), options) == 0
+
+
+async def over_tcp(
+    work: Callable[[FarEnd, trio.SocketStream], Awaitable[None]], job: Job, rows: int | None
+) -> int:
+    """Serve one worker over a real connection, which `work` closes."""
+    options = BridgeOptions(workers=1, rows=rows, silence_s=10, most_frame=4096, wait_s=100)
+    listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    port = listeners[0].socket.getsockname()[1]
+
+    async def enter() -> Job:
+        await trio.lowlevel.checkpoint()
+        return job
+
+    async with trio.open_nursery() as nursery:
+        stream = await trio.open_tcp_stream("127.0.0.1", port)
+        nursery.start_soon(work, FarEnd(stream), stream)
+        return await serve(listeners, enter, options)
+    raise AssertionError("it has raised")
+
+
+async def test_a_worker_that_ends_and_does_not_read_its_next_rows_has_ended(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its system resets the connection, as nobody has read what came."""
+
+    async def work(worker: FarEnd, stream: trio.SocketStream) -> None:
+        number = await worker.join()
+        assert await worker.receive() == ShardAssignment(0, 0, 7)
+        await worker.do_step(number, 0)
+        await trio.lowlevel.wait_readable(stream.socket)
+        await stream.aclose()
+
+    assert await over_tcp(work, AloneJob(9), rows=7) == 1
+    assert "worker 0 (node) has ended after 1 steps" in capsys.readouterr().out
+
+
+async def test_a_worker_that_does_not_wait_for_answers_to_its_heartbeats_has_ended(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def work(worker: FarEnd, stream: trio.SocketStream) -> None:
+        await worker.do_step(await worker.join(), 0)
+        beats = b"".join(encode(Heartbeat("node", number)) for number in range(3))
+        assert await stream.socket.send(beats) == len(beats)
+        stream.socket.close()
+
+    assert await over_tcp(work, AloneJob(9), rows=None) == 1
+    assert "worker 0 (node) has ended after 1 steps" in capsys.readouterr().out
+
+
+async def test_a_connection_that_is_reset_within_a_frame_is_lost() -> None:
+    async def work(worker: FarEnd, stream: trio.SocketStream) -> None:
+        await worker.join()
+        await stream.send_all(encode(Heartbeat("node", 42)) + b"\0\0")
+        assert await worker.receive() == Heartbeat("pmesh", 42)
+        await trio.testing.wait_all_tasks_blocked()  # the bridge has read the half of a frame
+        # Closing with a linger time of 0 sends a reset.
+        stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        await stream.aclose()
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await over_tcp(work, AloneJob(9), rows=None)
+    (error,) = _leaves(caught.value)
+    assert str(error).startswith("no worker is left in step 0: worker 0 (node) has lost its")

@@ -64,7 +64,10 @@ class Frames:
             try:
                 more = await self._stream.receive_some(min(count - len(data), PIECE_BYTES))
             except trio.BrokenResourceError as e:
-                raise WorkerGone("has lost its connection") from e
+                # The system of a worker that closes before it has read all resets the connection.
+                if data or not isinstance(e.__cause__, ConnectionResetError):
+                    raise WorkerGone("has lost its connection") from e
+                more = b""
             if not more:
                 if data:
                     raise WorkerGone("has closed its connection within a frame")
@@ -74,7 +77,10 @@ class Frames:
         return data
 
     async def send(self, message: Message) -> None:
-        """Send a message. Raises WorkerGone if it takes none of it for too long, or is lost."""
+        """Send a message; if the worker reads no more, `receive` knows whether it has ended.
+
+        Raises WorkerGone if it takes none of it for too long.
+        """
         frame = memoryview(encode(message))
         async with self._writing:
             self._is_whole = False
@@ -84,8 +90,8 @@ class Frames:
                         await self._stream.send_all(frame[start : start + PIECE_BYTES])
                 except trio.TooSlowError as e:
                     raise WorkerGone(f"has taken no data for {self._silence_s:g} s") from e
-                except (trio.BrokenResourceError, trio.ClosedResourceError) as e:
-                    raise WorkerGone("has lost its connection") from e
+                except (trio.BrokenResourceError, trio.ClosedResourceError):
+                    return
             self._is_whole = True
 
     async def say_shutdown(self) -> None:
