@@ -88,7 +88,7 @@ class AgentConnection(Generic[_Reply_co]):
                 return
 
     def send(self, *requests: SessionMessage) -> None:
-        """Send requests in one write; raise AgentStopped if the agent has ended."""
+        """Send requests in one write. If the agent has ended, `receive` returns its last words."""
         data = b"".join(map(frame, map(encode, requests)))
         try:
             try:  # it is non-blocking, as it has a timeout: Python would wait for it first
@@ -97,6 +97,8 @@ class AgentConnection(Generic[_Reply_co]):
                 sent = 0
             if sent < len(data):
                 self._socket.sendall(data[sent:])
+        except ConnectionError:
+            pass  # it may have said why
         except OSError as e:
             raise self._stopped(e) from e
 

@@ -144,6 +144,19 @@ def test_an_agent_that_has_gone_between_calls_is_named(scripted: ScriptedAgent) 
     mesh.close()
 
 
+def test_what_an_agent_said_last_between_calls_is_the_error_of_the_next_one(tmp_path: Path) -> None:
+    why = "it ended with an error inside pmesh; the agent's log has its traceback"
+    last = replies(Joined(ALONE, VIEW), Refused(Verdict("AgentStopped", why)))
+    with ScriptedAgent(tmp_path, last) as scripted:
+        mesh = pmesh.connect("job", home=tmp_path)
+        scripted.wait_until_closed()
+        with pytest.raises(pmesh.AgentStopped, match=f"^{why}$"):
+            mesh.barrier()
+        with pytest.raises(pmesh.AgentStopped, match=f"^{why}; mesh.sync"):
+            mesh.barrier()
+        mesh.close()
+
+
 def test_leaving_an_agent_that_has_gone_is_no_error(scripted: ScriptedAgent) -> None:
     mesh = pmesh.connect("job", home=scripted.home)
     scripted.wait_until_closed()
