@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -11,7 +12,9 @@ import pytest
 import pmesh
 from pmesh.client.session.connection import AgentConnection
 from pmesh.core.values import Verdict
+from pmesh.core.wire.session import Refused
 from pmesh.errors import (
+    AgentStopped,
     HistorySuperseded,
     MeshClosed,
     OpTimedOut,
@@ -19,12 +22,14 @@ from pmesh.errors import (
     UnsupportedArray,
     UsageError,
 )
+from pmesh.ids import JobName, TrainerId
 from pmesh.p2p.client import session as session_module
 from pmesh.p2p.client.calls import ANY, PointToPoint
-from pmesh.p2p.client.session import P2PSession
-from pmesh.p2p.wire import MAX_TAG, MessageSent, ReceiveMessage, SendMessage
+from pmesh.p2p.client.session import P2PSession, attach
+from pmesh.p2p.wire import MAX_TAG, Attached, MessageSent, ReceiveMessage, SendMessage
+from pmesh.store.wire import Get
 from tests.worlds.faults import Faults, InjectedFault, Real
-from tests.worlds.scripted_agent import PATIENCE_S
+from tests.worlds.scripted_agent import PATIENCE_S, ScriptedAgent, replies
 from tests.worlds.system import forked
 from tests.worlds.watched_agent import LOST, WatchedAgent, pair, run, run_ranks
 
@@ -325,3 +330,23 @@ def test_a_forked_child_has_no_part_in_it(agent: WatchedAgent) -> None:
         done.set()
 
     pair(agent, send, lambda _: done.wait(PATIENCE_S))
+
+
+@pytest.mark.parametrize("is_asked", [False, True], ids=["before the call", "in the call"])
+def test_what_the_agent_said_last_is_the_error_of_all_calls(
+    tmp_path: Path, *, is_asked: bool
+) -> None:
+    why = "it ended with an error inside pmesh; the agent's log has its traceback"
+    last_words = Refused(Verdict("AgentStopped", why))
+    steps = (
+        [replies(Attached()), replies(last_words)]
+        if is_asked
+        else [replies(Attached(), last_words)]
+    )
+    with ScriptedAgent(tmp_path, *steps) as scripted:
+        session = attach(tmp_path, JobName("job"), TrainerId(0))
+        if not is_asked:
+            scripted.wait_until_closed()
+        for _ in range(2):
+            with pytest.raises(AgentStopped, match=f"^{why}$"):
+                session.ask_store(Get("key"), 10.0)

@@ -487,7 +487,7 @@ class P2PSession:
             case ArenaGone(arena):
                 self._maps.pop(arena, None)
             case Refused():
-                self._answers[_ARENA] = reply
+                self._answers[_ARENA] = _no_last_words(reply)
             case MessageWaits() | StoreWaits():
                 _warn_of_a_wait(reply)
             case StoreAnswered(call, data, more):
@@ -517,6 +517,13 @@ class P2PSession:
         error = self._connection.nonsense(what)
         self._end(error)
         return error
+
+
+def _no_last_words(refused: Refused) -> Refused:
+    """Return the refusal of an arena; raise the error by which the agent has ended the session."""
+    if refused.verdict.error == "AgentStopped":
+        raise error_of(refused.verdict)
+    return refused
 
 
 def _warn_of_a_wait(waits: MessageWaits | StoreWaits) -> None:
