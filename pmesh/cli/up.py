@@ -47,7 +47,7 @@ _POLL_INTERVAL_S = 0.05
 
 
 def start_detached(command: Sequence[str], *, environment: Mapping[str, str], home: Path) -> int:
-    """Start the command in its own session, and return 0 when an agent of this home answers.
+    """Start the command in its own session, and return 0 when it answers as this home's agent.
 
     Its output is appended to the log. If it fails to start, print its output and return its exit
     code.
@@ -78,7 +78,7 @@ def start_detached(command: Sequence[str], *, environment: Mapping[str, str], ho
             if not said:  # on a full disk not even the reason can be written
                 complain(f"the agent ended and could not log why in {log}; 'pmesh up' shows it")
             return process.returncode or 1  # an agent that ends with 0 has not started either
-        if _answers(home):
+        if _answers(home, process.pid):
             process.returncode = 0  # Popen would warn that nobody waits for the process
             say(f"The agent is running: pid {process.pid}, log {log}")
             return 0
@@ -88,12 +88,12 @@ def start_detached(command: Sequence[str], *, environment: Mapping[str, str], ho
     raise AgentStopped(f"the agent did not start within {START_TIMEOUT_S:g} s; see {log}")
 
 
-def _answers(home: Path) -> bool:
+def _answers(home: Path, pid: int) -> bool:
+    """Return False also if another agent answers: then this one ends, and says why."""
     try:
-        ask_status(home, timeout_s=1.0)
+        return decode_status(ask_status(home, timeout_s=1.0)).pid == pid
     except (AgentNotRunning, AgentStopped):
         return False
-    return True
 
 
 def bring_up(home: Path | None, flags: Mapping[str, object], *, detach: bool) -> int:

@@ -43,6 +43,15 @@ def test_what_a_failing_agent_wrote_is_shown_with_its_exit_code(
     assert (tmp_path / "agent.log").read_text().startswith("of yesterday\n")
 
 
+def test_the_answer_of_another_agent_that_was_faster_is_not_taken_for_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with fake_status_agent.agent_at(tmp_path / "agent.sock", fake_status_agent.answer_well):
+        assert start(tmp_path, "come second") == 1
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", "studio True\nAgentAlreadyRunning: another was faster\n")
+
+
 def test_an_agent_that_just_ends_is_a_failure(tmp_path: Path) -> None:
     assert start(tmp_path, "end") == 1
 

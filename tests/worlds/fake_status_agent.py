@@ -229,6 +229,13 @@ def make_chronicle(incarnation: int = 1) -> EventLog:
     return event_log
 
 
+def answer_status(connection: socket.socket, pid: int) -> None:
+    """Say that the agent is this process, whatever was asked."""
+    connection.recv(4096)
+    status = msgspec.structs.replace(SNAPSHOT, pid=pid)
+    connection.sendall(frame(encode(StatusReply(encode_status(status)))))
+
+
 def answer_with(event_log: EventLog) -> Answer:
     """Answer one request as the agent of these events does."""
     return partial(answer_well, event_log=event_log)
@@ -287,10 +294,15 @@ def _run_detached(path: Path, deed: str) -> None:
     sys.stderr.write(f"{os.environ['PMESH_NAME']} {os.getsid(0) == os.getpid()}\n")
     if deed == "fail":
         sys.exit("PortTaken: 24160")
+    if deed == "come second":
+        while path.exists():
+            time.sleep(0.01)
+        sys.exit("AgentAlreadyRunning: another was faster")
     if deed == "end":
         sys.exit(0)
     if deed == "serve":
-        with agent_at(path, answer_well, answer_well):
+        answer = partial(answer_status, pid=os.getpid())
+        with agent_at(path, answer, answer):
             pass
     else:
         time.sleep(60)
