@@ -13,7 +13,17 @@ from pmesh.core.wire.session import encode
 from pmesh.home_paths import home_directory, socket_path
 from pmesh.launches.agent.files import FileStore
 from pmesh.launches.cli.fetch import tell_new_files
-from pmesh.launches.wire.messages import Fetched, FetchedFiles, FetchFiles, NewFile, TreeName
+from pmesh.launches.wire.messages import (
+    Fetched,
+    FetchedFiles,
+    FetchFiles,
+    LaunchBegan,
+    LaunchOver,
+    LaunchReply,
+    LaunchRows,
+    NewFile,
+    TreeName,
+)
 from pmesh.launches.wire.tree import Entry, FileEntry, LinkEntry, encode_tree
 from simulation.wire import decode_request_untrusted
 from tests.worlds.fake_status_agent import agent_at
@@ -176,3 +186,29 @@ def test_a_collection_that_can_not_be_is_refused_before_anything_starts(
     words = ["run", "--on", "all", *options, "--collect", "results", "--", "true"]
     assert run(words) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_collection_that_fails_does_not_hide_with_which_code_the_command_has_failed(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], code: int
+) -> None:
+    began = LaunchBegan("0123456789ab", "job", ("mac-1",), (1,), (ONE,))
+    answers = (
+        reply_with(LaunchRows(())),
+        reply_with(began, LaunchOver(code)),
+        reply_with(Fetched("0123456789ab", ())),
+    )
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "train.py").touch()
+    words = ["--sync", "--cwd", "project", "--collect", "results", "--", "true"]
+    with agent_at(socket_path(home), *answers):
+        assert run(["run", "--on", "all", *words]) == (code or 1)
+    assert "UsageError: no machine that is linked now has a copy" in capsys.readouterr().err
+
+
+def reply_with(*replies: LaunchReply) -> Callable[[socket.socket], None]:
+    def answer(connection: socket.socket) -> None:
+        connection.recv(1 << 20)
+        connection.sendall(b"".join(map(frame, map(encode, replies))))
+
+    return answer

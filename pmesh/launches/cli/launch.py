@@ -29,7 +29,7 @@ from pmesh.core.wire.session import (
     encode,
 )
 from pmesh.core.wire.stream import PART_BYTES
-from pmesh.errors import AgentNotRunning, AgentStopped, ConfigError, ProtocolError
+from pmesh.errors import AgentNotRunning, AgentStopped, ConfigError, PmeshError, ProtocolError
 from pmesh.home_paths import expand_user, home_directory, path_below, socket_path
 from pmesh.ids import MAX_NAME, PRINTABLE, SHORT_ID, path_name
 from pmesh.launches.agent.checks import python_version
@@ -73,7 +73,7 @@ from pmesh.launches.wire.messages import (
     SignalNumber,
     Variable,
 )
-from pmesh.terminal.lines import complain, ending_signals, say
+from pmesh.terminal.lines import complain, complain_of, ending_signals, say
 from pmesh.texts import printable, without_escapes
 
 DEFAULT_SYNC_LIMIT: Final = 100 * 1024**2  # code, and not data sets
@@ -341,7 +341,13 @@ def run_launch(home: Path | None, request: Launch, options: RunOptions) -> int:
     if options.collect is None:
         tell_new_files(directory, begun[0].launch)
         return code
-    lacking = show_fetch(home, begun[0].launch, options.collect, most_bytes=DEFAULT_LIMIT)
+    try:
+        lacking = show_fetch(home, begun[0].launch, options.collect, most_bytes=DEFAULT_LIMIT)
+    except PmeshError as e:
+        if not code:
+            raise
+        complain_of(e)
+        return code
     return code or lacking
 
 
