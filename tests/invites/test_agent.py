@@ -389,6 +389,21 @@ async def test_a_machine_that_got_the_key_and_is_silent_is_said_to_have_it() -> 
         assert session.over == InvitationOver("key sent", "mac-2", "unknown")
 
 
+async def test_a_machine_has_joined_also_if_its_time_is_over_once_a_slow_disk_has_the_key(
+    autojump_clock: MockClock,
+) -> None:
+    async with inviting() as ada:
+        session = await ada.invite()
+        joined: list[Party] = []
+        async with ada.call() as stream:
+            with trio.move_on_after(EXCHANGE_S):
+                party = await get_key(
+                    stream, session.code, newcomer(), lambda _: autojump_clock.jump(EXCHANGE_S)
+                )
+                joined.append(party)
+        assert joined == [ADA]
+
+
 async def test_a_member_learns_that_it_is_one_and_uses_nothing_up() -> None:
     async with inviting() as ada:
         session = await ada.invite()

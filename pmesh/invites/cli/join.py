@@ -218,7 +218,8 @@ async def _exchange(
     if not isinstance(sealed, SealedKey):
         raise _why_declined(sealed, newcomer)
     store(exchange.open(sealed))
-    with contextlib.suppress(PeerUnreachable):  # it is stored, whether the inviter learns it or not
+    # It is stored, whether the inviter learns it or not, and however long the disk took.
+    with trio.CancelScope(shield=True), contextlib.suppress(PeerUnreachable):
         await guest.send(KeyStored())
     return offer.party
 
