@@ -86,12 +86,26 @@ async def test_what_comes_over_another_link_counts_for_ranks_that_were_lost_with
         assert launch.code == 0
 
 
+async def test_a_link_that_was_replaced_before_a_launch_is_no_loss_to_it(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """As happens when both machines have dialled."""
+    del autojump_clock
+    async with launches_in(tmp_path) as here:
+        await trio.sleep(1)  # the links are known
+        here.links[ANNA.node] = FakePeer(ANNA)
+        launch = start(here)
+        agree(here, ANNA, EVE)
+        assert (launch.phase, launch.refusal) == ("running", "")
+
+
 async def test_an_error_of_ours_in_a_launch_does_not_end_the_link_that_brings_a_message(
     tmp_path: Path, faults: Faults
 ) -> None:
     async with launches_in(tmp_path) as here:
         with faults.fail(StartedHere, "find", RuntimeError()):
             start(here)
+            here.links[ANNA.node] = FakePeer(ANNA)
             agree(here, ANNA)
 
 

@@ -359,6 +359,7 @@ class Launches:
 
     def start(self, request: Launch) -> StartedHere:
         """Begin a launch. Raises UsageError if the machines it names are not there."""
+        self._follow_links()  # a link that was lost before is no loss to this launch
         seats = self._seats(request)
         running = sum(not launch.is_over for launch in self.started.values())
         if running >= MAX_STARTED:
@@ -442,8 +443,7 @@ class Launches:
         links = dict(self._links())
         before, self._linked = self._linked, links
         for node in {*before, *links}:
-            old, new = before.get(node), links.get(node)
-            if old is not new:
+            if (old := before.get(node)) is not (new := links.get(node)):
                 self._relink(old, new)
         self.syncing.follow_links()
         self.fetching.follow_links()
