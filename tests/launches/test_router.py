@@ -328,6 +328,17 @@ async def test_the_ranks_end_with_the_link_to_their_starter(tmp_path: Path) -> N
             await here.launches.parts[ANNA.node, ID].over.wait()
 
 
+async def test_a_rank_that_is_being_started_when_the_grace_is_over_is_killed(
+    tmp_path: Path,
+) -> None:
+    async with launches_in(tmp_path) as here:
+        assert await here.prepare(asks("sleep", "86400", grace_s=0)) == ""
+        here.begin()
+        here.launches.receive(ANNA, SignalRanks(ID, 15))
+        _, ended = await here.output()
+        assert ended.code == -9  # it may heed no other signal
+
+
 async def test_a_rank_that_is_given_up_while_it_is_started_ends(
     tmp_path: Path, faults: Faults
 ) -> None:

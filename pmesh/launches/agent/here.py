@@ -331,8 +331,8 @@ class PartHere:
             ) as child:
                 self._children[rank] = child
                 self._numbers.pop(rank, None)
-                # A signal may have come while the process was started.
-                if self.state.ranks[rank].is_given_up:
+                # A signal may have come while the process was started, and the grace be over.
+                if self.state.ranks[rank].is_given_up or self.state.is_killed:
                     child.send_signal(signal.SIGKILL)
                 elif self.state.ends:
                     child.send_signal(signal.SIGTERM)

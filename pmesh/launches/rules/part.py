@@ -58,6 +58,11 @@ class LocalRanks:
     def is_over(self) -> bool:
         return all(rank.code is not None for rank in self.ranks.values())
 
+    @property
+    def is_killed(self) -> bool:
+        """Whether the grace is over."""
+        return self.ends and self.kill_at is None
+
 
 @dataclass(frozen=True, slots=True)
 class StartRank:
