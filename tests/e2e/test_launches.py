@@ -61,20 +61,23 @@ def test_the_number_before_a_line_is_the_rank_that_its_script_has_just_then(
         "time.sleep(0.2 * (5 - int(os.environ['PMESH_PLACE'])))\n"  # the last one connects first
         "with pmesh.connect() as mesh:\n"
         "    mesh.sync(0)\n"
-        "    print('is', mesh.rank, flush=True)\n"
+        "    print('began as', mesh.rank, flush=True)\n"
         "    mesh.barrier()\n"
         "    if mesh.rank == 2:\n"
         "        os._exit(3)\n"
         "    mesh.barrier()\n"
-        "    print('is', mesh.rank, flush=True)\n"
+        "    print('goes on as', mesh.rank, flush=True)\n"
     )
     words = ("run", "--on", "all", "--per-node", "2", "--restarts", "0", "--", str(script))
     done = fleet.pmesh(*words, home=ring[0].home)
-    lines = [line.split(" | is ") for line in done.stdout.splitlines()]
-    assert len(lines) == 6 + 5, done.stderr
-    assert all(prefix.split()[1] == rank for prefix, rank in lines)
-    assert {rank for _, rank in lines[:6]} == set("012345")
-    (lost,) = [name for name, rank in (p.split() for p, _ in lines[:6]) if rank == "2"]
+    began, went_on = (  # the lines of two machines come in any order
+        [line.split(word) for line in done.stdout.splitlines() if word in line]
+        for word in (" | began as ", " | goes on as ")
+    )
+    assert (len(began), len(went_on)) == (6, 5), done.stderr
+    assert all(prefix.split()[1] == rank for prefix, rank in (*began, *went_on))
+    assert {rank for _, rank in began} == set("012345")
+    (lost,) = [name for name, rank in (p.split() for p, _ in began) if rank == "2"]
     assert f"pmesh: rank 2 on {lost} ended with exit code 3" in done.stderr
 
 
