@@ -151,10 +151,17 @@ def test_a_script_that_fails_at_once_everywhere_is_started_once(
     fleet: Fleet, ring: list[StartedAgent], tmp_path: Path
 ) -> None:
     script = tmp_path / "train.py"
-    script.write_text("import pmesh\nmesh = pmesh.connect(\n")
+    script.write_text(  # no rank is a second behind the others: it would find one begun again
+        "import os, pathlib, time\n"
+        f"begun = pathlib.Path({str(tmp_path)!r}, 'begun')\n"
+        "begun.mkdir(exist_ok=True)\n"
+        "(begun / os.environ['PMESH_PLACE']).touch()\n"
+        "while len(list(begun.iterdir())) < 3: time.sleep(0.01)\n"
+        "mesh = pmesh.connect()\n"
+    )
     done = fleet.pmesh("run", "--on", "all", "--", str(script), home=ring[0].home)
     assert done.returncode == 1
-    assert done.stderr.count("SyntaxError") == 3, done.stderr
+    assert done.stderr.count("NameError") == 3, done.stderr
     assert done.stderr.count("pmesh: all ranks failed in their first 20 s") == 1
 
 
