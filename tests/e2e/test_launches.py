@@ -35,6 +35,11 @@ def running(word: str) -> list[int]:
     ]
 
 
+def ranks(word: str) -> list[int]:
+    """Those of them that `pmesh run` has started: each leads a session."""
+    return [pid for pid in running(word) if os.getsid(pid) == pid]
+
+
 def test_a_script_trains_on_three_machines_from_one_terminal(
     fleet: Fleet, ring: list[StartedAgent], tmp_path: Path
 ) -> None:
@@ -192,7 +197,7 @@ def start_sleepers(fleet: Fleet, agent: StartedAgent, marker: str, *options: str
     started = fleet.start_command("run", *options, *SLEEPERS, script, marker, home=agent.home)
     for _ in range(3):
         started.await_line("mac-. +[|] up")
-    assert len(running(marker)) == 6
+    await_that(lambda: len(running(marker)) == 6, "the child of each rank")
     return started
 
 
@@ -208,7 +213,7 @@ def test_children_in_groups_of_their_own_end_too(
         "run", *options, "--", "sh", "-c", script, marker, home=ring[0].home
     )
     started.await_line("[|] up")
-    rank = min(running(marker), key=lambda pid: psutil.Process(pid).create_time())
+    (rank,) = ranks(marker)
     await_that(lambda: len(running(marker)) == 3, "the rank, its child and its grandchild")
     if victim == "rank":
         psutil.Process(rank).kill()
@@ -240,7 +245,7 @@ def test_nothing_is_left_running_anywhere(
 def test_a_rank_that_is_killed_is_started_again(fleet: Fleet, ring: list[StartedAgent]) -> None:
     marker = f"86400.{os.getpid()}{time.monotonic_ns()}"
     started = start_sleepers(fleet, ring[0], marker)
-    psutil.Process(min(running(marker))).kill()
+    psutil.Process(ranks(marker)[0]).kill()
     started.await_line("ended by SIGKILL; it is started again in 1 s")
     started.await_line("mac-. +[|] up")
     started.send_signal(signal.SIGINT)
