@@ -72,6 +72,18 @@ def test_the_last_survivor_counts_and_only_an_op_that_nobody_had_completed() -> 
     assert recovery_s([early, late], 10.0) == pytest.approx(0.7)
 
 
+def test_an_op_may_come_while_one_looks_for_the_next() -> None:
+    one = life()
+
+    class WhileLooking(float):
+        def __le__(self, other: float) -> bool:
+            one.hear(TrainerReport(what="done", at=11.0, step=len(one.ops)))
+            return super().__le__(other)
+
+    one.ops |= life(op(0, done=WhileLooking(9.0)), op(1, done=WhileLooking(9.5))).ops
+    assert next_step([one], 10.0) == 2
+
+
 def test_a_survivor_that_has_not_completed_it_has_not_recovered() -> None:
     one, other = life(op(4, done=9.9), op(5, done=10.5)), life(op(4, done=9.9))
 

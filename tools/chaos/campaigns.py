@@ -233,7 +233,7 @@ def run_joins(run: CampaignRun) -> Tally:
                 raise LabError("the newcomer has not said when it connected and entered")
             tally.recovery_s.append(last.done - said["connecting"])
             ready.append(said["entered"] - said["connecting"])
-            done = [op.done for life in lives for op in life.ops.values()]
+            done = [op.done for life in lives for op in list(life.ops.values())]
             still.append(longest_gap_s(done, since=said["connecting"], until=last.done))
             cluster.await_ops(1)
             tally.check(ops_of(cluster.nodes), survivors=[node.name for node in old])

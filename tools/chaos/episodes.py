@@ -303,7 +303,7 @@ def _ops_of_the_lost(ops: dict[int, SeenOp], struck: Struck, began: float) -> li
     It may have had the last one alone, and then no survivor has seen it (I4).
     """
     known = sorted(
-        (op for op in ops.values() if began <= op.called and op.done <= struck.at),
+        (op for op in list(ops.values()) if began <= op.called and op.done <= struck.at),
         key=lambda op: op.done,
     )
     return known if struck.keeps_results else known[:-1]

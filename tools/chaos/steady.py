@@ -151,7 +151,7 @@ def _run_disturbed(
             cluster.await_ops(1)
             ops = clean_ops_s(lives, since=struck, until=until)
             tally.recovery_s += ops
-            done = [op.done for life in lives for op in life.ops.values()]
+            done = [op.done for life in lives for op in list(life.ops.values())]
             gaps.append(longest_gap_s(done, since=struck, until=until))
             check_undisturbed(cluster, tally, since=began)
             cluster.forget_ops(before=time.monotonic())

@@ -93,7 +93,8 @@ class Life:
     name: str
     """Of its machine, and its place there if that is not the first."""
     ops: dict[int, SeenOp] = field(default_factory=dict[int, SeenOp])
-    """Completed, by step; if a step came twice (after another history won), the last."""
+    """Completed, by step; if a step came twice (after another history won), the last. More come
+    while one looks, in a thread: who does not hold `NEWS` looks at a copy."""
     calls: dict[int, float] = field(default_factory=dict[int, float])
     others: list[TrainerReport] = field(default_factory=list[TrainerReport])
     """All reports that are no ops."""
@@ -132,7 +133,9 @@ class Life:
 
 def next_step(survivors: Iterable[Life], fault_at: float) -> int:
     """The first step that no survivor had completed when the fault struck."""
-    before = [op.step for life in survivors for op in life.ops.values() if op.done <= fault_at]
+    before = [
+        op.step for life in survivors for op in list(life.ops.values()) if op.done <= fault_at
+    ]
     return max(before, default=-1) + 1
 
 
