@@ -8,12 +8,14 @@ Ranks in one process with a lane between any two of them that need one, over rea
 import gc
 import os
 import socket
+import threading
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import psutil
 import trio
 from numpy.typing import NDArray
 
@@ -199,6 +201,14 @@ def descriptors() -> int:
 def sockets() -> int:
     """How many sockets this process has open, also those of what is garbage."""
     return sum(entry.is_socket() for entry in Path("/dev/fd").iterdir())
+
+
+def native_threads() -> int:
+    """How many threads this process has that Python has not begun.
+
+    Its own come and go: one of trio ends ten seconds after the work that an earlier test gave it.
+    """
+    return psutil.Process().num_threads() - threading.active_count()
 
 
 def shared_memory() -> set[int]:

@@ -4,7 +4,6 @@ from collections import Counter
 from functools import partial
 
 import numpy as np
-import psutil
 import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
@@ -27,6 +26,7 @@ from tests.agent.jobs.repeating import (
     repeating,
     time_passes,
 )
+from tests.worlds.lanes import native_threads
 from tests.worlds.trainer import TrainerClient, together, until
 from tests.worlds.village import Machine, village
 from tests.worlds.village_ops import machine_of, ones, ranks_of, reduce_all, snapshot_of
@@ -269,10 +269,10 @@ async def test_a_group_whose_calls_are_repeated_rests_and_wakes(
             for _ in range(3):
                 await reduce_all(group, ones(COUNT))
             assert in_python == []
-            threads = psutil.Process().num_threads()
+            threads = native_threads()
             with time_passes(clock):
                 await trio.sleep(IDLE_S + 2.0)
-            assert psutil.Process().num_threads() == threads - 2
+            assert native_threads() == threads - 2
             assert not any(rank.lanes.all_open() for rank in ranks)
             assert not any(r.arenas.inputs.nbytes + r.arenas.outputs.nbytes for r in ranks)
             for trainer in group:
@@ -288,9 +288,9 @@ async def test_no_thread_stays_when_trainers_leave(clock: MockClock) -> None:
             trainers = await here.job(*here.machines)
             await repeat(clock, trainers, reduces)
             await reduce_all(trainers, ones(COUNT))
-            threads = psutil.Process().num_threads()
+            threads = native_threads()
             with time_passes(clock):
                 await everywhere(trainers, TrainerClient.leave)
                 await until(lambda: not ranks_of(here))
             clock.autojump_threshold = 0
-            assert psutil.Process().num_threads() == threads - 2
+            assert native_threads() == threads - 2
