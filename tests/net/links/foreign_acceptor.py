@@ -6,14 +6,23 @@ import msgspec
 import psutil
 import trio
 
+from pmesh.net.links import acceptor
 from pmesh.net.links.acceptor import Acceptor, Authenticated
 from pmesh.net.links.path import shake_hands
 from tests.worlds.nodes import ADAS, ADAS_HELLO
 
+PATIENCE_S = 60.0
+"""With each; on a busy machine five seconds are over for the first before the last has come."""
+
 
 async def on_link(stream: trio.SocketStream, first: bytes, authenticated: Authenticated) -> None:
     await shake_hands(
-        stream, contexts=ADAS, server_side=True, hello=lambda _: ADAS_HELLO, first_bytes=first
+        stream,
+        contexts=ADAS,
+        server_side=True,
+        hello=lambda _: ADAS_HELLO,
+        first_bytes=first,
+        timeout_s=PATIENCE_S,
     )
     authenticated()
 
@@ -28,6 +37,7 @@ def tell(value: object) -> None:
 
 
 async def main() -> None:
+    setattr(acceptor, "PENDING_TIMEOUT_S", PATIENCE_S)  # noqa: B010 - it is final
     door = Acceptor(on_link=on_link, on_lane=on_lane)
     listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
     async with trio.open_nursery() as nursery:
