@@ -71,7 +71,7 @@ def work(process: int, item_s: float, items: int) -> None:
                 tell(here=time.monotonic())
             if items and sharing.ident is None and len(ended) == len(SPEEDS):
                 sharing.start()
-            if any(ended):
+            if any(ended) and len(ended) == len(SPEEDS):  # nobody who comes back is left alone
                 break
             time.sleep(TURN_S)
 
