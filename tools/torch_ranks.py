@@ -62,7 +62,8 @@ def train_elastic(*, steps: int) -> None:
     torch.manual_seed(1 + mesh.rank)  # every training begins with the same weights, of its rank 0
     model = pmesh.torch.DistributedDataParallel(net(), bucket_cap_mb=0.003)
     optimizer = torch.optim.Adam(model.parameters(), RATE, weight_decay=1e-2)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.02, steps)
+    # Steps beyond these, while a killed one is away, change nothing.
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
     while mesh.step < steps or mesh.size < RANKS:  # one that was killed late comes back, too
         pmesh.torch.sync(model, optimizer, schedule)
         # All ranks together take the same rows, however many ranks there are.

@@ -31,7 +31,9 @@ _NEEDS = {
 @pytest.mark.parametrize(
     ("kind", "kills", "steps"),
     [
-        *((kind, 1, 100) for kind in ("elastic", "elastic-trainer", "ddp", "fsdp")),
+        # With fewer steps, rows that are lost in the first one change the loss at the end by 1 %.
+        *((kind, 1, 300) for kind in ("elastic", "elastic-trainer")),
+        *((kind, 1, 100) for kind in ("ddp", "fsdp")),
         ("lora", 1, 60),  # the rank that comes back loads mlx_lm while the others train
         ("stages", 2, 60),  # an agent and a machine
         ("stages-for-good", 2, 60),
