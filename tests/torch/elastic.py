@@ -16,7 +16,8 @@ from tests.torch.reported import reported
 from tests.torch.start import fork
 from tests.torch.starts import refused
 
-BATCH = 40
+ROWS = 120
+"""Of a step of all ranks together, however many they are: a loss of a rank is none of rows."""
 STEPS, KILLED_AT = 200, 40
 
 
@@ -59,7 +60,8 @@ def train_digits(rank: int, folder: Path, *, will_die: bool) -> None:
     net = nn.Sequential(first, nn.Tanh(), nn.Linear(32, 10))
     model = pmesh.torch.DistributedDataParallel(net, bucket_cap_mb=0.001)
     optimizer = torch.optim.Adam(model.parameters(), 0.02, weight_decay=1e-2)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.02, STEPS)
+    # Steps beyond these, while the killed one is away, change nothing.
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, STEPS)
 
     def die(_: torch.Tensor) -> None:  # the gradients of the last layer are under way
         if mesh.step == KILLED_AT:
@@ -70,7 +72,7 @@ def train_digits(rank: int, folder: Path, *, will_die: bool) -> None:
     sizes = set[int]()
     while mesh.step < STEPS or mesh.size < 3:  # the killed one may come back late
         pmesh.torch.sync(model, optimizer, schedule)
-        mine = mesh.shard(len(images), epoch=mesh.step)[:BATCH]
+        mine = mesh.shard(len(images), epoch=mesh.step)[: ROWS // mesh.size]
         optimizer.zero_grad()
         cross_entropy(model(images[mine]), labels[mine]).backward()
         optimizer.step()
