@@ -183,6 +183,21 @@ _AT = re.compile(r"^Iter (\d+): ")
 _VALIDATED = re.compile(r"^Iter (\d+): Val loss ([\d.]+)")
 _ENDED = re.compile(r"^Trained (\d+) iterations; .* weights (\w+)$")
 _WRONG = re.compile(r"Traceback|Error|had another state|replaces this rank's")
+# `pmesh`, whose training does not end before one that was killed is back: it imports for seconds.
+_WAITS_FOR_ALL = f"""
+from pmesh.cli import main
+from pmesh.mlx_lm.training import Training
+
+enter = Training._enter
+
+def enter_with_all(training):
+    enter(training)
+    while training._state.iteration == training._run.last and training._mesh.size < {RANKS}:
+        enter(training)
+
+Training._enter = enter_with_all
+main()
+"""
 
 
 @dataclass(slots=True)
@@ -196,7 +211,8 @@ class Lora(Workload):
     def start(self, node: Node, job: str) -> LabProgram:
         train = ("-m", "mlx_lm", "lora", "--train", "--adapter-path", str(self.folder / job))
         options = ("--job", job, "--wait-for", str(RANKS), "--", *train, *self.words)
-        return self.mesh.start_command(node, "mlx", *options)
+        name = f"pmesh mlx of {node.name} ({len(self.mesh.programs)})"
+        return self.mesh.start_program(node, "-c", _WAITS_FOR_ALL, "mlx", *options, name=name)
 
     def rank_of(self, rank: LabProgram) -> int:
         worlds = rank.found(_ENTERED)
