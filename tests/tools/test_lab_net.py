@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.worlds.faults import Faults
+from tools.lab import net
 from tools.lab.net import PREFIX, LabHost, NetLab, clean, labs
 
 pytestmark = pytest.mark.netns
@@ -182,23 +183,30 @@ def test_a_lab_that_fails_while_it_is_built_leaves_nothing(faults: Faults) -> No
     assert mine() == before
 
 
-def test_clean_removes_labs_of_killed_owners_only(lab: NetLab) -> None:
+def test_clean_removes_labs_of_killed_owners_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    # With names of their own: a tool that another worker starts meanwhile cleans up, too.
+    own = f"lab{os.getpid()}"
+    monkeypatch.setattr(net, "PREFIX", own)
     script = (
-        "from tools.lab.net import NetLab; lab = NetLab(1).__enter__()\n"
+        f"from tools.lab import net; net.PREFIX = {own!r}; lab = net.NetLab(1).__enter__()\n"
         "lab.hosts[0].popen(['sleep', '1000']); print(lab.name, flush=True); input()"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as owner:
+    with (
+        NetLab(1) as lab,
+        subprocess.Popen(
+            [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as owner,
+    ):
         assert owner.stdout is not None
         left = owner.stdout.readline().strip()
         os.kill(owner.pid, signal.SIGKILL)
-    assert left in labs()
+        owner.wait()
+        assert left in labs()
 
-    assert clean() == [left]
+        assert clean() == [left]
 
-    assert left not in labs()
-    assert lab.name in labs()
+        assert left not in labs()
+        assert lab.name in labs()
 
 
 def test_a_cut_in_one_network_leaves_the_other_alone() -> None:
