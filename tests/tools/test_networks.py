@@ -54,6 +54,7 @@ def test_the_switch_delays_and_a_cut_holds_what_is_sent() -> None:
 
 @pytest.mark.netns
 @pytest.mark.e2e
+@pytest.mark.timeout(200)  # longer than the tool has
 @pytest.mark.parametrize(
     ("command", "shown"),
     [
