@@ -44,7 +44,7 @@ def test_an_example_trains_to_what_it_should_on_two_ranks(
     found = [re.findall(r"accuracy ([\d.]+)%", output) for output in outputs]
     assert found[0] == found[1]
     assert float(found[0][0]) >= 90
-    assert sorted(agent.left) == [0, 1]
+    agent.wait_until(lambda: sorted(agent.left) == [0, 1])  # it reads the last word of each later
 
 
 @pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")))
