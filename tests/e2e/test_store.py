@@ -2,6 +2,7 @@
 
 import json
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -9,9 +10,9 @@ from tests.e2e.harness import Fleet, StartedAgent
 
 pytestmark = pytest.mark.slow
 
-# Each rank draws numbers as fast as it can; some are drawn while the agent of rank 0 is killed.
+# Each rank draws numbers as fast as it can, while the agent of rank 0 is killed, until it is told.
 TRAINER = """
-import json
+import json, os, sys
 import pmesh
 
 with pmesh.connect(job="store", wait_for=3) as mesh:
@@ -19,9 +20,9 @@ with pmesh.connect(job="store", wait_for=3) as mesh:
     store.set(f"large {rank}", bytes([rank]) * 1024 * 1024)
     store.wait([f"large {rank}" for rank in range(3)])
     print("coordinator", mesh.names[0], flush=True)
-    sums, last = [], 1500
+    sums = []
     try:
-        while not sums or sums[-1] < last:
+        while not os.path.exists(sys.argv[1]):
             sums.append(store.add("drawn"))
             if len(sums) == 100:
                 print("busy", flush=True)
@@ -34,14 +35,17 @@ with pmesh.connect(job="store", wait_for=3) as mesh:
 
 
 def test_no_answered_call_is_lost_with_the_agent_that_coordinates(
-    fleet: Fleet, ring: list[StartedAgent]
+    fleet: Fleet, ring: list[StartedAgent], tmp_path: Path
 ) -> None:
-    trainers = {agent.name: fleet.start_trainer(agent, TRAINER) for agent in ring}
+    enough = tmp_path / "enough"
+    trainers = {agent.name: fleet.start_trainer(agent, TRAINER, str(enough)) for agent in ring}
     names = {t.await_line(r"coordinator (\S+)").group(1) for t in trainers.values()}
     (coordinator,) = (agent for agent in ring if {agent.name} == names)
     for trainer in trainers.values():
         trainer.await_line("busy")
     coordinator.process.send_signal(signal.SIGKILL)
+    fleet.await_view(*(agent for agent in ring if agent is not coordinator))
+    enough.touch()
     printed = {name: t.await_end().splitlines() for name, t in trainers.items()}
 
     stopped = [name for name, lines in printed.items() if "AgentStopped" in lines]
