@@ -28,9 +28,9 @@ scrape_configs:
 
 
 class Prometheus:
-    """One that asks these targets each second."""
+    """One that listens here, and asks these targets each second."""
 
-    def __init__(self, folder: Path, targets: list[str]) -> None:
+    def __init__(self, folder: Path, targets: list[str], address: str) -> None:
         program = shutil.which("prometheus")
         if not program:
             if os.environ.get("CI"):
@@ -39,9 +39,7 @@ class Prometheus:
         rules = ROOT / "packaging" / "prometheus" / "alerts.yml"
         configuration = folder / "prometheus.yml"
         configuration.write_text(CONFIGURATION.format(rules=rules, targets=targets))
-        with socket.socket() as free:  # it takes no port 0
-            free.bind(("127.0.0.1", 0))
-            self._address = f"127.0.0.1:{free.getsockname()[1]}"
+        self._address = address
         options = (
             f"--config.file={configuration}",
             f"--storage.tsdb.path={folder / 'data'}",
@@ -82,11 +80,15 @@ def prometheus(mesh: LabMesh, tmp_path: Path) -> Iterator[Prometheus]:
         exporter = mesh.start_command(node, "metrics", "--listen", "127.0.0.1:0")
         await_that(exporter.printed, "its address", of=[exporter])
         targets.append(exporter.printed()[0].rpartition("//")[2].removesuffix("/metrics"))
-    found = Prometheus(tmp_path, targets)
-    try:
-        yield found
-    finally:
-        found.program.end()
+    # It takes no port 0. It may share one that is bound, and nobody who asks for any gets that.
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        found = Prometheus(tmp_path, targets, f"127.0.0.1:{held.getsockname()[1]}")
+        try:
+            yield found
+        finally:
+            found.program.end()
 
 
 @pytest.mark.timeout(120)
