@@ -44,6 +44,8 @@ def test_a_removed_machine_is_out_for_all_also_for_one_that_was_away() -> None:
         lab.cut(hosts[away], *others)
         for trainer in (trainers[0], trainers[1], trainers[3]):
             trainer.await_line("^3 ranks")
+        # A view without it may come before the agent itself has given up its link.
+        one.await_status(lambda _: states(fleet, one)["mac-3"] == "away")
 
         removed = fleet.pmesh("remove", "mac-4", home=one.home)
         assert removed.returncode == 0, removed.stderr
