@@ -1,10 +1,13 @@
 """A grid of ranks, and the groups along its dimensions."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
 import pmesh
 from pmesh import DeviceMesh, Mesh
+from tests.worlds.faults import Faults, Real
 from tests.worlds.watched_agent import WatchedAgent, run_ranks
 
 
@@ -59,12 +62,18 @@ def test_a_dimension_that_does_not_exist_is_named_with_those_that_do(agent: Watc
 
 
 def test_a_grid_that_is_closed_or_not_completed_leaves_its_groups(
-    agent: WatchedAgent,
+    agent: WatchedAgent, faults: Faults
 ) -> None:
+    def row_in_no_time(group: Real, mesh: Mesh, ranks: Sequence[int], timeout_s: float) -> object:
+        return group(mesh, ranks, timeout_s if len(ranks) == 1 else 0.01)
+
     def make(mesh: Mesh) -> None:
         if mesh.rank == 0:  # its column is a group already when nobody comes to its row
-            with pytest.raises(pmesh.NotEnoughRanks):
-                DeviceMesh(mesh, (1, 2), ("data", "model"), timeout_s=0.01)
+            with (
+                faults.around(Mesh, "group", row_in_no_time),
+                pytest.raises(pmesh.NotEnoughRanks),
+            ):
+                DeviceMesh(mesh, (1, 2), ("data", "model"))
             agent.wait_until(lambda: len(agent.left) == 1)
         mesh.barrier()
         grid = DeviceMesh(mesh, (1, 2), ("data", "model"))
