@@ -1,6 +1,7 @@
 // Threads that meet for an op. The last one that comes begins it; those that wait help. Whoever is
 // recalled before that leaves, and the others wait on: Python, which has recalled it, does the op,
-// and recalls them first.
+// and recalls them first. Nobody leaves an exchange with ranks elsewhere; who is recalled presses
+// rank 0 to end it.
 #include "meeting.h"
 
 #include <pthread.h>
@@ -14,13 +15,15 @@ struct pmesh_meeting {
     struct pmesh_combining op;
     pthread_mutex_t lock; // of all below, and of the memory of the op's ranks
     pthread_cond_t changed;
-    uint64_t number;       // of the op for which ranks have come
-    uint32_t here;         // how many
-    uint32_t at_work;      // threads in the op that has begun
-    uint64_t begun, ended; // how many ops have
+    uint64_t number;               // of the op for which ranks have come
+    uint32_t here;                 // how many
+    uint32_t at_work;              // threads in the op that has begun
+    uint64_t begun, folded, ended; // how many ops have
     uint64_t moving_bytes;
     bool shares;                      // the result
+    bool has_others;                  // ranks elsewhere
     bool was_done;                    // the last op
+    _Atomic bool pressed;             // to end its exchange
     uint8_t *slots[PMESH_MOST_SLOTS]; // that all ranks have who are here, for a shared result
     uint32_t slot_count;
     uint8_t *result;    // of the last op, if it is shared
@@ -31,13 +34,15 @@ static uint64_t *bytes_of(struct pmesh_meeting *meeting) {
     return (uint64_t *)&meeting->memory[2 * meeting->op.ranks];
 }
 
-struct pmesh_meeting *pmesh_meeting_new(const struct pmesh_combining *op, bool shares) {
+struct pmesh_meeting *pmesh_meeting_new(const struct pmesh_combining *op, bool shares,
+                                        bool has_others) {
     const size_t each = 2 * (sizeof(uintptr_t) + sizeof(uint64_t));
     struct pmesh_meeting *meeting = calloc(1, sizeof *meeting + op->ranks * each);
     if (!meeting) {
         return NULL;
     }
     meeting->shares = shares;
+    meeting->has_others = has_others;
     struct pmesh_combining *own = &meeting->op;
     own->folds = op->folds;
     own->places = op->places;
@@ -70,6 +75,10 @@ void pmesh_meeting_free(struct pmesh_meeting *meeting) {
 
 bool pmesh_meeting_shares(const struct pmesh_meeting *meeting) {
     return meeting->shares;
+}
+
+bool pmesh_meeting_is_pressed(const struct pmesh_meeting *meeting) {
+    return meeting->pressed;
 }
 
 void pmesh_meeting_wake(struct pmesh_meeting *meeting) {
@@ -134,6 +143,7 @@ static bool wait_for_others(struct pmesh_meeting *meeting, const struct pmesh_pa
 static void begin(struct pmesh_meeting *meeting) {
     meeting->here = 0;
     meeting->begun++;
+    meeting->pressed = false;
     const bool has_room = !meeting->shares || meeting->slot_count;
     if (meeting->shares && has_room) {
         meeting->result = meeting->slots[0];
@@ -147,17 +157,46 @@ static void begin(struct pmesh_meeting *meeting) {
     }
 }
 
-// Do slices, until none is left; the last thread that has done some ends the op.
+static void end(struct pmesh_meeting *meeting, bool well) {
+    meeting->ended = meeting->begun;
+    meeting->was_done = well;
+    pthread_cond_broadcast(&meeting->changed);
+}
+
+// Do slices, until none is left; the last thread that has done some ends the op, or lets rank 0
+// exchange what they have written.
 static void work(struct pmesh_meeting *meeting, const struct pmesh_part *part) {
     meeting->at_work++;
     pthread_mutex_unlock(&meeting->lock);
     pmesh_combine(&meeting->op);
     pthread_mutex_lock(&meeting->lock);
     if (--meeting->at_work == 0) {
-        meeting->ended = meeting->begun;
-        meeting->was_done = meeting->was_done && part->may_end(part->of);
-        pthread_cond_broadcast(&meeting->changed);
+        meeting->folded = meeting->begun;
+        if (meeting->has_others) {
+            pthread_cond_broadcast(&meeting->changed);
+        } else {
+            end(meeting, meeting->was_done && part->may_end(part->of));
+        }
     }
+}
+
+// As rank 0, exchange what has been folded, and give the others what comes back.
+static bool exchange_and_copy(struct pmesh_meeting *meeting, const struct pmesh_part *part) {
+    const uint32_t ranks = meeting->op.ranks;
+    bool done = meeting->was_done && part->exchange;
+    for (uint32_t i = 1; i < ranks; i++) {
+        done = done && meeting->op.result_bytes[i] == part->exchanged_bytes;
+    }
+    if (!done) {
+        return false;
+    }
+    pthread_mutex_unlock(&meeting->lock);
+    const uint8_t *result = part->exchange(part->of);
+    pthread_mutex_lock(&meeting->lock);
+    for (uint32_t i = 1; result && part->exchanged_bytes && i < ranks; i++) {
+        memcpy(meeting->op.results[i], result, part->exchanged_bytes);
+    }
+    return result;
 }
 
 bool pmesh_meet(struct pmesh_meeting *meeting, struct pmesh_part *part) {
@@ -169,10 +208,19 @@ bool pmesh_meet(struct pmesh_meeting *meeting, struct pmesh_part *part) {
         done = wait_for_others(meeting, part);
     }
     if (done) {
-        if (meeting->ended != meeting->begun) {
+        if (meeting->folded != meeting->begun) {
             work(meeting, part);
         }
+        if (meeting->has_others && part->rank == 0) {
+            while (meeting->folded != meeting->begun) {
+                pthread_cond_wait(&meeting->changed, &meeting->lock);
+            }
+            end(meeting, exchange_and_copy(meeting, part));
+        }
         while (meeting->ended != meeting->begun) {
+            if (*part->recalled) {
+                meeting->pressed = true;
+            }
             pthread_cond_wait(&meeting->changed, &meeting->lock);
         }
         done = meeting->was_done;

@@ -51,8 +51,7 @@ static double seconds(clockid_t clock) {
 }
 
 // V8: whether the event loop has looked recently for whether this machine has slept.
-static bool is_trusted(void *of) {
-    struct pmesh_persistent *calls = of;
+static bool is_trusted(const struct pmesh_persistent *calls) {
     return seconds(ELAPSED) * 1e6 <= (double)atomic_load(&calls->trusted_until_us);
 }
 
@@ -172,14 +171,14 @@ static bool is_next(const struct pmesh_persistent *calls, const struct pmesh_cal
 static enum matches match(struct pmesh_persistent *calls, uint32_t *nbytes) {
     enum matches best = calls->unread_bytes ? IS_OTHER : IS_PART;
     for (uint32_t i = 0; calls->next < calls->limit && i < calls->call_count; i++) {
-        const struct pmesh_call *call = &calls->calls[i];
+        struct pmesh_call *call = &calls->calls[i];
         uint64_t numbers[PMESH_MOST_PARTS - 1] = {0};
         const enum matches found = compare(calls, &call->request, numbers, nbytes);
         if (found == IS_WHOLE && is_next(calls, call, numbers)) {
             calls->call = i;
             calls->step = call->says_step ? numbers[call->request.count - 2] : 0;
             if (call->says_place) {
-                call->op->regions[PMESH_SOURCE] = call->arena + numbers[1];
+                call->source = call->arena + numbers[1];
             }
             return IS_WHOLE;
         }
@@ -270,6 +269,12 @@ static double receiving_s(const struct pmesh_op *op) {
     return sum_s;
 }
 
+// Whether an op is not to be waited for any more.
+static bool is_pressed(const struct pmesh_server *server) {
+    const struct pmesh_meeting *at = server->at;
+    return server->recalled || (at && pmesh_meeting_is_pressed(at));
+}
+
 // Let threads run an op that has begun; return PMESH_RUNS if they go on with it.
 static int32_t run_in_threads(struct pmesh_server *server, double until_s) {
     struct pmesh_runner *runner = server->calls->runner;
@@ -289,38 +294,15 @@ static int32_t run_in_threads(struct pmesh_server *server, double until_s) {
     return PMESH_RUNS;
 }
 
-// Do an op with the other ranks of this agent; return whether it has ended for all of them.
-static bool do_together(struct pmesh_server *server, const struct pmesh_call *call) {
-    const struct pmesh_op *op = call->op;
-    struct pmesh_part part = {.rank = call->rank,
-                              .number = op->number,
-                              .source = op->regions[PMESH_SOURCE],
-                              .result = op->regions[PMESH_RESULT],
-                              .source_bytes = op->region_bytes[PMESH_SOURCE],
-                              .result_bytes = op->region_bytes[PMESH_RESULT],
-                              .recalled = &server->recalled,
-                              .may_end = is_trusted,
-                              .of = server->calls};
-    if (shares(call)) {
-        offer_slots(server->calls, call, &part);
-    }
-    server->at = call->meeting; // before it looks whether it is recalled
-    const bool done = pmesh_meet(call->meeting, &part);
-    server->at = NULL;
-    if (done && shares(call)) {
-        take_slot(server->calls, part.result);
-    }
-    return done;
-}
-
 // Run an op until it has ended, or something else is to be done; return its `enum pmesh_state`.
+// While others of this agent wait for it, that is looked for each millisecond.
 static int32_t run(struct pmesh_server *server, struct pmesh_op *op, double until_s) {
     struct pmesh_runner *runner = server->calls->runner;
     int32_t state = pmesh_begin(runner, op);
-    if (state == PMESH_BUSY && op->plan->two_threads) {
+    if (state == PMESH_BUSY && op->plan->two_threads && !server->at) {
         return run_in_threads(server, until_s);
     }
-    while (state != PMESH_OVER && !server->recalled && seconds(AWAKE) < until_s) {
+    while (state != PMESH_OVER && !is_pressed(server) && seconds(AWAKE) < until_s) {
         if (state == PMESH_BUSY) { // more can be done at once, or a socket is full
             state = pmesh_advance(runner);
         }
@@ -383,14 +365,54 @@ static bool end(struct pmesh_persistent *calls, struct pmesh_ended_op ended) {
 }
 
 // Run an op over its lanes; return whether it has ended well.
-static bool run_well(struct pmesh_server *server, struct pmesh_op *op, double began_s) {
+static bool run_well(struct pmesh_server *server, struct pmesh_op *op) {
     struct pmesh_persistent *calls = server->calls;
-    calls->state = run(server, op, began_s + calls->most_wait_s);
+    calls->state = run(server, op, seconds(AWAKE) + calls->most_wait_s);
     if (calls->state == PMESH_OVER && pmesh_end(calls->runner) == PMESH_DONE && is_trusted(calls)) {
         return true;
     }
     calls->why = PMESH_BEGUN;
     return false;
+}
+
+static bool may_end(void *of) {
+    const struct pmesh_server *server = of;
+    return is_trusted(server->calls);
+}
+
+// Do the op with ranks elsewhere, as one for all ranks here.
+static const uint8_t *exchange(void *of) {
+    struct pmesh_server *server = of;
+    struct pmesh_op *op = server->calls->calls[server->calls->call].op;
+    return run_well(server, op) ? op->regions[PMESH_RESULT] : NULL;
+}
+
+// Do an op with the other ranks of this agent; return whether it has ended for all of them.
+static bool do_together(struct pmesh_server *server, const struct pmesh_call *call) {
+    const struct pmesh_op *op = call->op;
+    const uint64_t source_bytes = op->region_bytes[PMESH_SOURCE];
+    const uint64_t result_bytes = op->region_bytes[PMESH_RESULT];
+    struct pmesh_part part = {.rank = call->rank,
+                              .number = op->number,
+                              .source = call->source,
+                              .result = call->folded ? call->folded : op->regions[PMESH_RESULT],
+                              .source_bytes = source_bytes,
+                              .result_bytes = call->folded ? source_bytes : result_bytes,
+                              .recalled = &server->recalled,
+                              .may_end = may_end,
+                              .exchange = call->folded ? exchange : NULL,
+                              .exchanged_bytes = result_bytes,
+                              .of = server};
+    if (shares(call)) {
+        offer_slots(server->calls, call, &part);
+    }
+    server->at = call->meeting; // before it looks whether it is recalled
+    const bool done = pmesh_meet(call->meeting, &part);
+    server->at = NULL;
+    if (done && shares(call)) {
+        take_slot(server->calls, part.result);
+    }
+    return done;
 }
 
 // Run the op of the request that has come, and answer; return false if Python goes on.
@@ -404,6 +426,7 @@ static bool answer(struct pmesh_server *server, uint32_t request_bytes) {
     }
     op->number = calls->next;
     op->completed = (int64_t)calls->next - 1;
+    op->regions[PMESH_SOURCE] = call->folded ? call->folded : call->source;
     if (call->reply.count == PMESH_PARTS) {
         op->regions[PMESH_RESULT] = calls->slots[calls->slot].memory;
     }
@@ -412,7 +435,7 @@ static bool answer(struct pmesh_server *server, uint32_t request_bytes) {
                                    .number = calls->next,
                                    .step = calls->step,
                                    .call = calls->call};
-    if (call->meeting ? !do_together(server, call) : !run_well(server, op, ended.began_s)) {
+    if (call->meeting ? !do_together(server, call) : !run_well(server, op)) {
         return false;
     }
     ended.slot = calls->slot;

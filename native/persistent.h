@@ -26,8 +26,10 @@ struct pmesh_message {
 // time. Python owns all that it points to, and changes none of it while a thread serves.
 struct pmesh_call {
     struct pmesh_op *op;
-    // Where all ranks meet if they are at this agent, and as which of them; or NULL.
+    // Where the ranks of this agent meet, and as which of them; or NULL if there is one only.
     struct pmesh_meeting *meeting;
+    // Where these values are folded that the op exchanges with ranks elsewhere; or NULL.
+    uint8_t *folded;
     // What the trainer sends for op N: N, perhaps where its values begin in the arena, and perhaps
     // its step, of which Python only wants to know.
     struct pmesh_message request;
@@ -36,6 +38,8 @@ struct pmesh_call {
     // The same if the arena is lent: the trainer keeps the result until it drops it. Without parts
     // if it does not want to.
     struct pmesh_message lending;
+    // What the op reads if its request does not say where that lies in the arena.
+    uint8_t *source;
     uint8_t *arena;
     uint64_t arena_bytes, itemsize;
     uint32_t says_place, says_step, rank;

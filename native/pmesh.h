@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 // One higher with each change that Python must know of; pmesh/native/__init__.py has the same.
-#define PMESH_ABI 9
+#define PMESH_ABI 10
 
 #define PMESH_API __attribute__((visibility("default")))
 

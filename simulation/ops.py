@@ -109,7 +109,7 @@ def _go_on(rank: SimulatedRank, op: SimulatedOp) -> None:
 
 def _recall_others(rank: SimulatedRank) -> None:
     """Let no rank of this agent wait for one whose op its agent runs."""
-    for other in rank.beside() if rank.has_all_here else ():
+    for other in rank.beside():
         if other is not rank:
             other.recall()
 

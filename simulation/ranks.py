@@ -96,6 +96,11 @@ class SimulatedRank(RankState[OpResult | None]):
         """Return the ranks of its job at this agent, this one too."""
         return of_job(self.jobs.ranks, self.roster)
 
+    def mates(self) -> "list[SimulatedRank]":
+        """Return the ranks that meet in an op at this agent, in the ring's order."""
+        here = [other for other in self.beside() if other.rank is not None]
+        return sorted(here, key=lambda other: other.rank or 0)
+
     def catch_up(self) -> None:
         """Note what the rank has run by itself."""
         if self.repeats is not None:

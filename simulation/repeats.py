@@ -2,8 +2,11 @@
 
 The library is a thread beside its agent. So the rank does not know how far the thread has come
 until it asks (`catch_up`), and the thread may still end an op while it is being stopped (`recall`).
-If all ranks are at one agent, their threads meet, and an op ends for all of them at once, once the
-last one has come. A rank that is recalled before that leaves, and its agent has the call.
+The threads of one agent's ranks meet, and an op ends for all of them at once. A rank that is
+recalled before the last one has come leaves, and its agent has the call. If there are ranks
+elsewhere, too, the values of all who have met go there. If one of these ranks is recalled before
+the others' values have come, the agent goes on with the op of the first one, and has the calls of
+the rest.
 
 The real one takes only calls that its agent has run before, among the same ranks. Here it takes any
 op on which no view has decided.
@@ -47,6 +50,8 @@ class RepeatedCalls:
         """What the thread has begun and not ended."""
         self._waits: SimulatedOp | None = None
         """The op for which it waits for the other ranks of its agent."""
+        self._exchanges: SimulatedOp | None = None
+        """The op whose values all ranks of its agent have brought, and sent to those elsewhere."""
         self._unread: SimulatedOp | None = None
         """What the trainer has called and nobody has begun."""
         self._trusted_until_s = 0.0
@@ -69,7 +74,7 @@ class RepeatedCalls:
         op = ops.make_op(rank, call, timeout_s)
         rank.host.op_called(rank, op.number)
         rank.host.forget_facts()
-        if rank.has_all_here:
+        if len(rank.mates()) > 1:
             self._waits = op
             rank.host.later(self.read_after_s, self._read)
         else:
@@ -81,13 +86,14 @@ class RepeatedCalls:
 
     def token_came(self) -> None:
         """A lane has brought something."""
-        if self.serves and self._op is not None:
+        if self.serves and (self._op or self._exchanges) is not None:
             self._rank.host.later(self.read_after_s, self._read)
 
     def _read(self) -> None:
-        rank, op = self._rank, self._op
+        rank = self._rank
         if self._waits is not None:
             self._meet(self._waits)
+        op = self._op or self._exchanges
         if not self.serves or op is None:
             return
         differs = any(token.call != op.call for token in rank.tokens[op.number].values())
@@ -96,15 +102,43 @@ class RepeatedCalls:
             return
         ops.hand_on_all(rank, op)
         result = ops.result_of(rank, op)
-        if result is not None:
+        if result is not None and op is self._op:
             self.end(op, result)
+        elif result is not None:
+            self._end_exchange(result)
+
+    def _end_exchange(self, result: OpResult) -> None:
+        """End the op for all ranks of the agent, if all values have come to each."""
+        here = [other.repeats for other in self._rank.mates() if other.repeats is not None]
+        parts = [(repeats, part) for repeats in here if (part := repeats.part_exchanged())]
+        if len(parts) == len(self._rank.mates()):
+            for repeats, part in parts:
+                repeats.end(part, result)
+
+    def part_exchanged(self) -> "SimulatedOp | None":
+        """What this rank has exchanged, once the values of all ranks have come here."""
+        rank, op = self._rank, self._exchanges
+        if op is None or ops.result_of(rank, op) is None:
+            return None
+        ops.hand_on_all(rank, op)
+        return op
+
+    def exchange(self, op: "SimulatedOp") -> None:
+        """All ranks of the agent have come: send their values to those elsewhere."""
+        self._waits, self._exchanges = None, op
+        ops.put_in(self._rank, op)
+        self._rank.host.later(self.read_after_s, self._read)
 
     def _meet(self, op: "SimulatedOp") -> None:
-        """End the op for all ranks of the agent, if all have come."""
+        """End the op for all ranks of the agent, if all have come, or send their values."""
         rank = self._rank
-        here = [other for other in rank.beside() if other.rank is not None]
+        here = rank.mates()
         parts = [(r.repeats, part) for r in here if r.repeats and (part := r.repeats.part_in(op))]
-        if len(parts) < rank.size:
+        if len(parts) < len(here):
+            return
+        if not rank.has_all_here:
+            for repeats, part in parts:
+                repeats.exchange(part)
             return
         is_trusted = rank.host.now <= self._trusted_until_s
         values = {other.id: other.value(op.number) for other in here}
@@ -127,7 +161,7 @@ class RepeatedCalls:
         """The op has ended, and the trainer is answered."""
         if self._rank.running is not None:
             raise Violation(f"V3: {self._rank.id} ends op {op.number}, and its agent runs it")
-        self._op = self._waits = None
+        self._op = self._waits = self._exchanges = None
         self.ended[op.number] = op.call, result
         self._rank.host.forget_facts()
         ops.end(self._rank, op, result)
@@ -135,7 +169,7 @@ class RepeatedCalls:
 
     def give_up(self, op: "SimulatedOp") -> None:
         """The op is left to the agent, if it has not ended."""
-        if self.serves and (op is self._op or op is self._waits):
+        if self.serves and any(op is own for own in (self._op, self._waits, self._exchanges)):
             self.recall()
 
     # --- its agent
@@ -154,11 +188,23 @@ class RepeatedCalls:
         self._read()  # as late as it can be
         self.serves = False
         self.catch_up()
+        if self._exchanges is not None:
+            self._end_in_vain(self._exchanges)
         if self._op is not None:
             self._rank.start(self._op.number, self._op.call)
         if self._waits is not None:
             self.leave_meeting(self._waits)
         self._rank.host.later(0.0, self.go_on)
+
+    def _end_in_vain(self, op: "SimulatedOp") -> None:
+        """Leave an exchange to the agent, for all of its ranks."""
+        self._exchanges, others = None, self._rank.mates()
+        if self._rank is others[0]:
+            self._op = op
+        else:
+            self._unread = op
+        for other in others:
+            other.recall()
 
     def leave_meeting(self, op: "SimulatedOp") -> None:
         """Wait for the others no longer: the op has not begun."""
@@ -188,11 +234,9 @@ def _may_repeat(rank: "SimulatedRank", call: Call) -> bool:
 
 
 def _is_at_rest(rank: "SimulatedRank") -> bool:
-    """Whether nothing is to be decided, among ranks that have an agent each, or one for all."""
-    members = {trainer.member for trainer in rank.roster.trainers}
+    """Whether nothing is to be decided."""
     return (
         rank.size > 1
-        and len(members) in (1, rank.size)
         and rank.running is None
         and rank.ledger.ended == rank.ledger.started
         and len(rank.ledger.ops) <= MAX_UNSTABLE_OPS
@@ -206,5 +250,5 @@ def _is_at_rest(rank: "SimulatedRank") -> bool:
 
 def _is_awaited(rank: "SimulatedRank") -> bool:
     """Whether the agent has begun the next op of another rank that would meet this one."""
-    running = (other.running for other in rank.beside()) if rank.has_all_here else ()
+    running = (other.running for other in rank.mates() if other is not rank)
     return any(op is not None and op > rank.ledger.started for op in running)

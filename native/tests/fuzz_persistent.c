@@ -260,7 +260,7 @@ static void set_up_once(void) {
     rank.lane = new_lane(ends[0], KEY);
     rank.runner = pmesh_runner_new();
     for (int i = 0; i < 2; i++) {
-        rank.meetings[i] = pmesh_meeting_new(&op, i);
+        rank.meetings[i] = pmesh_meeting_new(&op, i, false);
         assert(rank.meetings[i]);
     }
     trainer.came = exactly(MOST_CAME);

@@ -53,7 +53,11 @@ enum {
     OTHER_NUMBERS = 1000, // from here on, each rank's own
     HANGS_S = 60,         // of a seed; the program then ends by SIGALRM
     WAITS = 200,
+    ELSEWHERE = 77, // what ranks elsewhere add
 };
+
+// What becomes of what is folded: each rank gets it, all share it, or rank 0 exchanges it.
+enum kind { OWN, SHARED, EXCHANGED, KINDS };
 
 struct rank {
     struct world *world;
@@ -71,7 +75,10 @@ struct world {
     uint64_t seed, count; // values
     uint32_t size;
     bool has_whims; // of a rank's memory, its number, and whether an op may end
-    bool shares;
+    bool is_slow;   // an exchange, until somebody presses
+    _Atomic bool exchanges;
+    enum kind kind;
+    uint32_t *folded;
     uint32_t *slots[PMESH_MOST_SLOTS];
     struct pmesh_fold fold;
     struct pmesh_place places[2 * MOST_RANKS];
@@ -84,13 +91,14 @@ struct world {
     struct rank ranks[MOST_RANKS];
 };
 
-static struct world *new_world(uint64_t seed, uint32_t size, uint64_t count, bool shares) {
+static struct world *new_world(uint64_t seed, uint32_t size, uint64_t count, enum kind kind) {
     struct world *world = calloc(1, sizeof *world);
     assert(world);
     world->seed = seed;
     world->size = world->left = size;
     world->count = count;
-    world->shares = shares;
+    world->kind = kind;
+    world->folded = exactly(4 * count);
     for (int i = 0; i < PMESH_MOST_SLOTS; i++) {
         world->slots[i] = exactly(4 * count);
     }
@@ -107,7 +115,7 @@ static struct world *new_world(uint64_t seed, uint32_t size, uint64_t count, boo
         }
         world->places[r].rank = world->places[size + r].rank = r;
     }
-    world->fold = (struct pmesh_fold){4 * count, 0, size, size, shares ? size + 1 : 2 * size};
+    world->fold = (struct pmesh_fold){4 * count, 0, size, size, kind ? size + 1 : 2 * size};
     world->op = (struct pmesh_combining){.folds = &world->fold,
                                          .places = world->places,
                                          .fold_count = 1,
@@ -115,7 +123,7 @@ static struct world *new_world(uint64_t seed, uint32_t size, uint64_t count, boo
                                          .ranks = size,
                                          .dtype = PMESH_INT32,
                                          .reduction = PMESH_SUM};
-    world->meeting = pmesh_meeting_new(&world->op, shares);
+    world->meeting = pmesh_meeting_new(&world->op, kind == SHARED, kind == EXCHANGED);
     assert(world->meeting);
     return world;
 }
@@ -131,6 +139,7 @@ static void free_world(struct world *world) {
     for (int i = 0; i < PMESH_MOST_SLOTS; i++) {
         free(world->slots[i]);
     }
+    free(world->folded);
     pthread_mutex_destroy(&world->recalling);
     free(world);
 }
@@ -146,15 +155,19 @@ static void write_source(struct rank *rank) {
     }
 }
 
-static void check_result(const struct rank *rank) {
+static void check_sum(const struct rank *rank, const uint32_t *found, uint32_t more) {
     const struct world *world = rank->world;
-    uint32_t sum = 0;
+    uint32_t sum = more;
     for (uint32_t r = 0; r < world->size; r++) {
         sum += first_value(world, rank->op, r);
     }
     for (uint64_t i = 0; i < world->count; i++) {
-        assert(rank->result[i] == sum + world->size * (uint32_t)i);
+        assert(found[i] == sum + world->size * (uint32_t)i);
     }
+}
+
+static void check_result(const struct rank *rank) {
+    check_sum(rank, rank->result, rank->world->kind == EXCHANGED ? ELSEWHERE : 0);
 }
 
 // Whoever ends an op says whether it is done.
@@ -166,13 +179,41 @@ static bool may_end(void *of) {
     return may;
 }
 
+// What rank 0 does with ranks elsewhere, which may be late, or lost.
+static const uint8_t *exchange(void *of) {
+    struct rank *rank = of;
+    struct world *world = rank->world;
+    uint32_t *result = rank->results[rank->op % 2];
+    assert(rank->index == 0 && world->ended == rank->op - 1 && !working);
+    check_sum(rank, world->folded, 0);
+    world->exchanges = true;
+    while (!pmesh_meeting_is_pressed(world->meeting) &&
+           (world->is_slow || (world->has_whims && below(&rank->random, 50)))) {
+        sched_yield();
+    }
+    if (world->is_slow || (world->has_whims && !below(&rank->random, 8))) {
+        return NULL;
+    }
+    for (uint64_t i = 0; i < world->count; i++) {
+        result[i] = world->folded[i] + ELSEWHERE;
+    }
+    world->ended++;
+    return (const uint8_t *)result;
+}
+
 // Now and then, bring what must not meet; return whether it is that.
 static bool spoil(struct rank *rank, struct pmesh_part *part) {
+    const enum kind kind = rank->world->kind;
     switch (rank->world->has_whims ? below(&rank->random, 50) : UINT64_MAX) {
     case 0: part->source_bytes -= 4; return true;
-    case 1: part->result_bytes -= 4; return !rank->world->shares || rank->index == 0;
+    case 1: part->result_bytes -= 4; return kind != SHARED || rank->index == 0;
     case 2: part->source++; return true; // its values are not aligned
-    case 3: part->result++; return !rank->world->shares;
+    case 3:
+        if (kind == EXCHANGED && rank->index) {
+            return false; // it is copied, which needs no alignment
+        }
+        part->result++;
+        return kind != SHARED;
     case 4: part->rank = rank->world->size; return true;
     case 5: part->rank = UINT32_MAX; return true;
     case 6: part->number = OTHER_NUMBERS + rank->index; return rank->world->size > 1;
@@ -212,8 +253,14 @@ static bool meet(struct rank *rank) {
                               .recalled = &rank->recalled,
                               .may_end = may_end,
                               .of = rank};
+    const bool exchanges = world->kind == EXCHANGED && rank->index == 0;
+    if (exchanges) {
+        part.result = (uint8_t *)world->folded;
+        part.exchange = exchange;
+        part.exchanged_bytes = 4 * world->count;
+    }
     const bool is_spoiled = spoil(rank, &part);
-    if (world->shares) {
+    if (world->kind == SHARED) {
         offer(rank, &part);
     }
     assert(world->ended == op - 1); // none was done without this rank
@@ -222,8 +269,8 @@ static bool meet(struct rank *rank) {
     rank->steps++;
     assert(!working && !(done && is_spoiled));
     assert(world->ended == (done ? op : op - 1));
-    assert(!done || !world->shares || has_offered(&part));
-    rank->result = (const uint32_t *)part.result;
+    assert(!done || world->kind != SHARED || has_offered(&part));
+    rank->result = exchanges ? rank->results[op % 2] : (const uint32_t *)part.result;
     return done;
 }
 
@@ -267,7 +314,7 @@ static uint64_t ranks_meet_and_are_recalled(uint64_t seed) {
     const bool is_large = seed % 3 == 0;
     const uint32_t size = 1 + (uint32_t)(seed % MOST_RANKS);
     const uint64_t count = is_large ? LARGE_COUNT : 1;
-    struct world *world = new_world(seed, size, count + below(&random, 300), seed / 2 % 2);
+    struct world *world = new_world(seed, size, count + below(&random, 300), seed / 2 % KINDS);
     world->has_whims = true;
     awaited = is_large && seed % 2 ? size : 0;
     for (uint32_t r = 0; r < size; r++) {
@@ -319,7 +366,7 @@ static void recall_from_meeting(struct rank *rank, uint64_t yields) {
 // It may wait already, or be about to.
 static void who_is_recalled_leaves_and_the_others_wait_on(void) {
     for (uint64_t i = 0; i < WAITS; i++) {
-        struct world *world = new_world(i, 3, 10, i % 2);
+        struct world *world = new_world(i, 3, 10, i % KINDS);
         struct rank *ranks = world->ranks;
         start(&ranks[0], meet_once);
         start(&ranks[1], meet_once);
@@ -334,14 +381,34 @@ static void who_is_recalled_leaves_and_the_others_wait_on(void) {
     }
 }
 
+// All of them, for ranks elsewhere do not come.
+static void who_is_recalled_ends_an_exchange(void) {
+    for (uint64_t i = 0; i < WAITS; i++) {
+        struct world *world = new_world(i, 3, 10, EXCHANGED);
+        struct rank *ranks = world->ranks;
+        world->is_slow = true;
+        for (uint32_t r = 0; r < 3; r++) {
+            start(&ranks[r], meet_once);
+        }
+        while (!world->exchanges) {
+            sched_yield();
+        }
+        recall(&ranks[1 + i % 2]);
+        for (uint32_t r = 0; r < 3; r++) {
+            assert(!join(&ranks[r]));
+        }
+        free_world(world);
+    }
+}
+
 static void nans_become_equal_if_they_are_to(void) {
     const uint32_t nan = 0x7fc12345;
-    struct world *world = new_world(1, 1, 1, false);
+    struct world *world = new_world(1, 1, 1, OWN);
     struct rank *rank = &world->ranks[0];
     pmesh_meeting_free(world->meeting);
     world->op.dtype = PMESH_FLOAT32;
     world->op.makes_nan_equal = 1;
-    world->meeting = pmesh_meeting_new(&world->op, false);
+    world->meeting = pmesh_meeting_new(&world->op, false, false);
     assert(world->meeting);
     rank->sources[1][0] = nan;
     const bool done = meet(rank);
@@ -355,6 +422,7 @@ int main(int count, char **arguments) {
     uint64_t in_vain = 0;
     alarm(HANGS_S);
     who_is_recalled_leaves_and_the_others_wait_on();
+    who_is_recalled_ends_an_exchange();
     nans_become_equal_if_they_are_to();
     for (uint64_t seed = first; seed < first + seeds; seed++) {
         fprintf(stderr, "seed %llu\n", (unsigned long long)seed); // the last one if it fails

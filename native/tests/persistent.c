@@ -296,6 +296,7 @@ static void add_call(struct rank *rank, uint32_t i) {
     *call = (struct pmesh_call){.op = &rank->ops[i],
                                 .request = laid_out(REQUESTS[i]),
                                 .reply = laid_out(nbytes ? DONE : MET),
+                                .source = rank->arena + ARENA_BYTES,
                                 .arena = rank->arena,
                                 .arena_bytes = ARENA_BYTES,
                                 .itemsize = 4,
@@ -411,7 +412,7 @@ static void let_ranks_meet(struct world *world) {
                                            .ranks = size,
                                            .dtype = PMESH_INT32,
                                            .reduction = PMESH_SUM};
-        struct pmesh_meeting *meeting = pmesh_meeting_new(&op, shares);
+        struct pmesh_meeting *meeting = pmesh_meeting_new(&op, shares, false);
         assert(meeting);
         for (uint32_t r = 0; r < size; r++) {
             world->ranks[r].calls->calls[i].meeting = meeting;

@@ -9,7 +9,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-ABI = 9  # PMESH_ABI in native/pmesh.h
+ABI = 10  # PMESH_ABI in native/pmesh.h
 PATH = Path(__file__).with_name("libpmesh.dylib" if sys.platform == "darwin" else "libpmesh.so")
 
 _PROTOTYPES = {
@@ -61,7 +61,7 @@ _PROTOTYPES = {
     "pmesh_combine": (ctypes.c_bool, ctypes.c_void_p),
     "pmesh_combining_stop": (None, ctypes.c_void_p),
     "pmesh_combining_layout": (ctypes.POINTER(ctypes.c_uint32),),
-    "pmesh_meeting_new": (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_bool),
+    "pmesh_meeting_new": (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_bool, ctypes.c_bool),
     "pmesh_meeting_free": (None, ctypes.c_void_p),
     "pmesh_server_new": (ctypes.c_void_p, ctypes.c_void_p),
     "pmesh_server_free": (None, ctypes.c_void_p),

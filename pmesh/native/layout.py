@@ -277,9 +277,11 @@ class CallStruct(ctypes.Structure):
     _fields_ = (
         ("op", ctypes.c_void_p),
         ("meeting", ctypes.c_void_p),
+        ("folded", ctypes.c_void_p),
         ("request", MessageStruct),
         ("reply", MessageStruct),
         ("lending", MessageStruct),
+        ("source", ctypes.c_void_p),
         ("arena", ctypes.c_void_p),
         ("arena_bytes", ctypes.c_uint64),
         ("itemsize", ctypes.c_uint64),

@@ -22,6 +22,7 @@ from pmesh.agent.mesh.membership import Follower, Membership
 from pmesh.core.jobs import jobs
 from pmesh.core.jobs.jobs import LEFT, JobsState
 from pmesh.core.jobs.op_times import DurationCounts, EndedMessage, RankTimes
+from pmesh.core.jobs.progress import of_job
 from pmesh.core.jobs.speed import Speed
 from pmesh.core.links.health import WIRED
 from pmesh.core.ops.kinds import KINDS, nbytes_of
@@ -345,6 +346,12 @@ class Jobs(JobsState[WaitingRank, LocalRank]):
     def round_trips_s(self, members: Iterable[Member]) -> dict[Member, float]:
         """Return the least round trip to each of these members that has been measured."""
         return self.membership.round_trips_s(members)
+
+    def recall_others(self, rank: LocalRank) -> None:
+        """Have the other ranks here make the call in Python, too, so that all meet there."""
+        for other in of_job(self.ranks, rank.roster):
+            if other is not rank:
+                other.recall()
 
     def newcomers(self, rank: LocalRank) -> int:
         """Return how many trainers wait to enter the job."""

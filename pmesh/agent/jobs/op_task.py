@@ -33,7 +33,6 @@ from pmesh.core.jobs.attempt import (
     Run,
     WaitForNews,
 )
-from pmesh.core.jobs.progress import of_job
 from pmesh.core.ops.kinds import KINDS, Setting
 from pmesh.core.ops.machines import BY_MACHINES, for_ranks, place_of, plan_block, plan_fold
 from pmesh.core.ops.moving import plan_broadcast
@@ -50,7 +49,7 @@ from pmesh.ids import OpNumber
 from pmesh.net.lanes.executor import begin_plan, run_plan
 from pmesh.net.lanes.folding import SourceFold
 from pmesh.net.lanes.lane import CallsDiffer, PathLost
-from pmesh.net.lanes.native import LibraryThreads
+from pmesh.net.lanes.native import KeptThreads, LibraryThreads
 from pmesh.net.lanes.ring import RingPosition, Tensors, all_reduce_coded
 from pmesh.net.sessions.arenas import Arena
 
@@ -112,7 +111,7 @@ def _ends_at_once(rank: LocalRank, op: Op, jobs: Jobs) -> bool:
         return False
     if is_in_memory(rank, op, jobs):
         if rank.repeats is not None:  # else no rank here repeats anything
-            _recall_others(rank, jobs)
+            jobs.recall_others(rank)
         op.begun = _meet(rank, op, jobs)
         ended = op.begun is not None and op.begun.ends_at_once()
     else:
@@ -304,7 +303,7 @@ async def run_on_network(rank: LocalRank, op: Op, jobs: Jobs) -> None:
         await trio.sleep_forever()
         raise AssertionError("nobody wakes it")
     op.contributors, rendezvous = rank.roster.ids, jobs.rendezvous
-    if op.begun is not None:
+    if op.begun is not None and not is_by_machines(rank, op):
         begun, op.begun = op.begun, None
         await _take_result(rank, op, await begun.finish())
         return
@@ -325,7 +324,12 @@ async def run_on_network(rank: LocalRank, op: Op, jobs: Jobs) -> None:
         await _all_reduce_coded(rank, op, op.codec, await rank.ring(rendezvous))
         return
     if is_by_machines(rank, op):
-        await _run_by_machines(rank, op, jobs)
+        try:
+            await _run_by_machines(rank, op, jobs)
+        finally:
+            if isinstance(op.begun, KeptThreads):  # a view came before it could go on
+                op.begun.abandon()
+                op.begun = None
     else:
         await _run_by_ranks(rank, op, rendezvous)
 
@@ -408,13 +412,18 @@ def is_by_machines(rank: LocalRank, op: Op) -> bool:
 async def _run_by_machines(rank: LocalRank, op: Op, jobs: Jobs) -> None:
     """Run the op among ranks of which several are at one agent, and others elsewhere."""
     await trio.lowlevel.checkpoint_if_cancelled()
-    firsts = [ranks[0] for ranks in rank.machines]
-    mine = rank.machines[place_of(rank.machines, rank.rank or 0)]
-    attempt, place = attempt_of(rank.roster, op.number), mine.index(rank.rank or 0)
+    firsts, mine = [ranks[0] for ranks in rank.machines], rank.mates
+    attempt, place = attempt_of(rank.roster, op.number), rank.place_here
     part = replace(_part_of(rank, op, mine), folds=_fold_of(op, mine))
     is_roots = op.root is not None and _root_of(rank, op) in mine
+    if len(mine) > 1:
+        jobs.recall_others(rank)
 
     async def run(source: memoryview, fold: SourceFold | None = None) -> None:
+        if op.begun is not None:  # the library has folded what all here have brought
+            begun, op.begun = op.begun, None
+            await begun.finish()
+            return
         if fold is not None and not op.kind.reduces:
             await fold.finish()
             await trio.lowlevel.checkpoint_if_cancelled()  # V3: a view came as values were copied
@@ -463,19 +472,12 @@ def _fold_of(op: Op, mine: tuple[int, ...]) -> Together | None:
 async def _run_in_memory(rank: LocalRank, op: Op, jobs: Jobs) -> None:
     """Run the op among ranks that are all at this agent."""
     await trio.lowlevel.checkpoint_if_cancelled()
-    _recall_others(rank, jobs)
+    jobs.recall_others(rank)
     part = _part_of(rank, op, range(rank.size))
     other = await jobs.meetings.take_part(
         attempt_of(rank.roster, op.number), rank.rank or 0, rank.size, part
     )
     await _take_result(rank, op, other)
-
-
-def _recall_others(rank: LocalRank, jobs: Jobs) -> None:
-    """Have the other ranks of this agent make the call in Python, too, so that all meet there."""
-    for other in of_job(jobs.ranks, rank.roster):
-        if other is not rank:
-            other.recall()
 
 
 def _meet(rank: LocalRank, op: Op, jobs: Jobs) -> Taking | None:

@@ -108,8 +108,8 @@ class LocalRank(RankState[KeptResult]):
         self.only_member = _only_member_of(roster)
         """The member at which all ranks of the job are, if it is one."""
         self.machines = _machines_of(roster)
-        self.is_apart = _is_apart(self)
-        """Whether each of several ranks is at an agent of its own."""
+        self.mates = _mates_of(self)
+        """The ranks at this agent, this one among them; none if the job has left it out."""
         self._changed: trio.Event | None = None
         """For the tasks that wait for a change, if there are any."""
         self._attempt: trio.CancelScope | None = None
@@ -123,6 +123,11 @@ class LocalRank(RankState[KeptResult]):
     def has_all_here(self) -> bool:
         """Whether all of several ranks are at this agent."""
         return self.size > 1 and self.only_member is not None
+
+    @property
+    def place_here(self) -> int:
+        """Its place among the ranks at this agent; 0 if the job has left it out."""
+        return 0 if self.rank is None else self.mates.index(self.rank)
 
     @property
     def retained_bytes(self) -> int:
@@ -170,7 +175,7 @@ class LocalRank(RankState[KeptResult]):
         renumbered = super().follow(roster)
         self.only_member = _only_member_of(roster)
         self.machines = _machines_of(roster)
-        self.is_apart = _is_apart(self)
+        self.mates = _mates_of(self)
         if renumbered:
             self.costs = self.costs.follow(before, roster, ended=self.ledger.ended)
             self._stop_attempt()
@@ -529,8 +534,10 @@ def _machines_of(roster: Roster) -> Machines:
     return machines_of([trainer.member for trainer in roster.trainers])
 
 
-def _is_apart(rank: LocalRank) -> bool:
-    return rank.size > 1 and rank.only_member is None and not rank.machines
+def _mates_of(rank: LocalRank) -> tuple[int, ...]:
+    here, trainers = rank.trainer.member, rank.roster.trainers
+    ranks = tuple(at for at, trainer in enumerate(trainers) if trainer.member == here)
+    return () if rank.rank is None else ranks
 
 
 def _whole(lanes: Mapping[TrainerId, Lane]) -> dict[TrainerId, Lane]:

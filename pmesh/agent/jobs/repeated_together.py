@@ -1,5 +1,6 @@
 """Calls that all ranks of one agent repeat, so that the threads of the library may meet in them.
 
+If their job has ranks elsewhere, the first of those here then exchanges what all have brought.
 A rank says which call it repeats; once all have said so, the library knows what is done, and each
 rank gets the place where they meet. A rank that still makes the call in Python recalls the others.
 """
@@ -10,6 +11,8 @@ from weakref import WeakValueDictionary
 
 from pmesh import native
 from pmesh.agent.jobs.ranks import LocalRank
+from pmesh.core.ops.machines import of_machine, plan_fold
+from pmesh.core.ops.reductions import WIRE_DTYPES
 from pmesh.core.ops.together import plan_together
 from pmesh.core.values import Roster
 from pmesh.core.wire.calls import Call
@@ -40,21 +43,19 @@ class RepeatedTogether:
         since a trainer has lied of its sizes, do not meet, but go through Python. If it `shares`,
         the result is written once, as that of rank 0, for all.
         """
-        place = rank.rank
-        if place is None:
-            return None
         where = _where(rank.roster, request)
         found = self._meetings.get(where)
         if found is not None:
             return found
         requests = self._waiting.setdefault(where, {})
-        requests[place] = request
-        if len(requests) < rank.size:
+        requests[rank.place_here] = request
+        if len(requests) < len(rank.mates):
             if len(self._waiting) > _MOST_WAITING:
                 del self._waiting[next(iter(self._waiting))]
             return None
         del self._waiting[where]
-        made = _make([requests[place] for place in range(rank.size)], shares=shares)
+        ordered = [requests[place] for place in range(len(rank.mates))]
+        made = _make(ordered, shares=shares, has_others=not rank.has_all_here)
         if made is not None:
             self._meetings[where] = made
         return made
@@ -90,17 +91,23 @@ def _job_of(roster: Roster) -> _Job:
     return roster.job, roster.born, roster.number
 
 
-def _make(requests: list[StartOp], *, shares: bool) -> Meeting | None:
+def _make(requests: list[StartOp], *, shares: bool, has_others: bool) -> Meeting | None:
     first = requests[0]
+    dtype, reduction = first.wire_dtype, first.call.reduction or "sum"
     try:
-        plan = plan_together(requests, root=0, once=shares)
+        if has_others:
+            nbytes = first.count * WIRE_DTYPES[dtype].itemsize
+            plan, reduction = plan_fold(nbytes, len(requests), into=0), of_machine(reduction)
+        else:
+            plan = plan_together(requests, root=0, once=shares)
     except ValueError:  # a trainer has lied: Python says so
         return None
-    dtype, reduction = first.wire_dtype, first.call.reduction or "sum"
     library = native.library()
     if library is None or (plan.reduces and not adds(library, dtype, reduction)):
         return None
     try:
-        return Meeting(library, plan, dtype=dtype, reduction=reduction, shares=shares)
+        return Meeting(
+            library, plan, dtype=dtype, reduction=reduction, shares=shares, has_others=has_others
+        )
     except OSError:
         return None

@@ -1,9 +1,10 @@
 """The calls of a trainer that the library answers by itself (`pmesh.net.lanes.persistent`).
 
 Python runs a call twice under a roster before the library may: by then what a view has decided of
-ops (O2, O3) is behind. It must be an op among several machines with a rank each, or of one agent,
-and a barrier: so it proves that all ranks have ended the op before, and three arenas in turn
-are enough for the results of all calls (O2), with two more if the trainer keeps results.
+ops (O2, O3) is behind. It must be a barrier: so it proves that all ranks have ended the op before,
+and three arenas in turn are enough for the results of all calls (O2), with two more if the trainer
+keeps results. The ranks of one agent meet in the library. If there are ranks elsewhere, too, it
+answers small reductions, and the first rank here exchanges what all of them have folded.
 
 What the library has done is noted in the rank before anybody reads or changes how far the rank has
 come (`RankState.catch_up`), and the library is recalled before anything is decided
@@ -28,6 +29,7 @@ from pmesh.agent.jobs.ranks import KeptResult, LocalRank
 from pmesh.agent.jobs.regions import NOTHING, hold
 from pmesh.agent.jobs.repeated_results import RepeatedResults
 from pmesh.agent.jobs.requests import Shape
+from pmesh.agent.jobs.together import SHARED_BYTES
 from pmesh.core.jobs.attempt import MAX_UNSTABLE_BYTES, MAX_UNSTABLE_OPS
 from pmesh.core.jobs.progress import of_job
 from pmesh.core.ops.kinds import KINDS
@@ -69,7 +71,9 @@ _MOST_SEEN = 64
 IN_USE_OPS = 1000  # a call that was not repeated for so many makes room for others
 MOST_IN_VAIN = 128  # a step of a training may have half as many calls that not all ranks know yet
 _MOST_DOUBLINGS = 6  # after 64 ops that are left to Python it tries again
-_CHOOSES_AMONG = 3  # ranks: for two, all strategies are alike
+_CHOOSES_AMONG = 3  # machines: for two, all strategies are alike
+_AMONG_MACHINES = frozenset({"all_reduce", "barrier"})
+"""What is repeated if some ranks are at one agent, and others elsewhere."""
 
 _NO_PLAN = PlanMaker(size=1).plan()
 
@@ -161,17 +165,18 @@ class RepeatedCalls:
         itemsize = WIRE_DTYPES[call.wire_dtype].itemsize
         nbytes, gives = shape.extent.gets * itemsize, shape.extent.gives * itemsize
         shares = rank.has_all_here and call.call.kind in SAME_FOR_ALL and nbytes > 0
-        way = (
-            self._way_over_lanes(call, shape)
-            if rank.is_apart
-            else self._way_here(max(gives, nbytes), reduces=shape.kind.reduces)
-        )
+        if rank.has_all_here:
+            way = self._way_here(max(gives, nbytes), reduces=shape.kind.reduces)
+        elif rank.place_here:
+            way = self._way_beside(nbytes)
+        else:
+            way = self._way_over_lanes(call, shape, nbytes)
         if way is None or not self._has_thread(way.library) or self._free_place() is None:
             return
         lends = call.borrows and (not shares or rank.rank == 0)  # who decides how many are shared
         if not await self._make_room(nbytes, lends=lends, shares=shares):
             return
-        if rank.has_all_here:
+        if len(rank.mates) > 1:
             way.meeting = self._jobs.meetings.repeated.meeting(rank, call, shares=shares)
             if way.meeting is None:
                 return
@@ -203,21 +208,33 @@ class RepeatedCalls:
                 if call.borrows and nbytes and len(results) > OWN_SLOTS
                 else (),
                 meeting=way.meeting,
-                rank=rank.rank or 0,
+                rank=rank.place_here,
+                folded=np.empty(gives, np.uint8).data if way.lanes and way.meeting else None,
             ),
             results[0].memory if nbytes else NOTHING.memory,
         )
 
-    def _way_over_lanes(self, call: StartOp, shape: Shape) -> _Way | None:
-        plan = shape.plan
+    def _way_over_lanes(self, call: StartOp, shape: Shape, nbytes: int) -> _Way | None:
+        plan, rank = shape.plan, self._rank
         if plan is None or shape.planned_for != self._here[:2]:
             return None
-        lanes = self._rank.lanes.if_open(plan.receives, plan.sends)
+        if len(rank.mates) > 1 and nbytes >= SHARED_BYTES:
+            return None
+        firsts = [ranks[0] for ranks in rank.machines] or range(rank.size)
+        lanes = rank.lanes.if_open(
+            [firsts[at] for at in plan.receives], [firsts[at] for at in plan.sends]
+        )
         if lanes is None or plan.works:
             return None
         dtype = call.wire_dtype if shape.kind.reduces else ""
         library = library_for(plan, lanes, dtype, call.call.reduction or "sum")
         return None if library is None else _Way(library, plan, lanes, dtype)
+
+    @staticmethod
+    def _way_beside(nbytes: int) -> _Way | None:
+        """Return the way of a rank whose agent's first one meets the network."""
+        library = native.library()
+        return None if library is None or nbytes >= SHARED_BYTES else _Way(library)
 
     def _way_here(self, nbytes: int, *, reduces: bool) -> _Way | None:
         nbytes *= 1 + (self._rank.size if reduces else 1)  # written and read, whatever the parts
@@ -312,9 +329,9 @@ class RepeatedCalls:
         if not self._kept or self._library is None or not _is_at_rest(rank):
             return False
         self._follow()
-        if rank.has_all_here and (self._is_awaited_in_python() or self._meets_nobody()):
+        if len(rank.mates) > 1 and (self._is_awaited_in_python() or self._meets_nobody()):
             return False
-        chooses = rank.is_apart and rank.size >= _CHOOSES_AMONG
+        chooses = (len(rank.machines) or rank.size) >= _CHOOSES_AMONG and not rank.has_all_here
         chooses = chooses and any(asks_for_costs(kept.call.call) for kept in self._kept)
         limit: int | None = rank.costs.due if chooses else NO_LIMIT
         has_turn = not self._session.is_sending and self._session.unread_bytes <= most_unread
@@ -478,9 +495,15 @@ class RepeatedCalls:
 
 def _may_repeat(rank: LocalRank, request: StartOp) -> bool:
     """Return whether a call is one that the library may answer, among these ranks."""
-    kind = KINDS[request.call.kind]
+    kind, mates = KINDS[request.call.kind], len(rank.mates)
+    if rank.machines:
+        has_way = request.call.kind in _AMONG_MACHINES
+    else:
+        has_way = rank.has_all_here or mates == 1
     return (
-        (rank.is_apart or (rank.has_all_here and rank.size <= MOST_TRAINERS))
+        has_way
+        and rank.size > 1
+        and 0 < mates <= MOST_TRAINERS
         and kind.barrier
         and kind.row is None
         and request.call.kind != "reduce"

@@ -26,6 +26,7 @@ import trio
 
 from pmesh.agent.jobs.ranks import KeptResult
 from pmesh.agent.jobs.repeated_together import RepeatedTogether
+from pmesh.core.ops.machines import of_machine
 from pmesh.core.ops.together import SAME_FOR_ALL, Fold, Together, ValuesAt, plan_together
 from pmesh.core.values import Roster
 from pmesh.core.wire.trainer import StartOp
@@ -193,13 +194,12 @@ class _Meeting:
         assert plan is not None  # noqa: S101 - all ranks here decide alike
         if any(part.result.nbytes != first for part in parts):  # a trainer has lied
             raise LaneBroken(f"op {request.op}: ranks of this agent differ in what they get")
-        of_all = request.call.reduction
         self.work = _Work(
             plan,
             request,
             [part.source for part in parts],
             [part.result.memory for part in parts],
-            reduction="sum" if of_all == "mean" else of_all,  # the network's plan divides
+            reduction=of_machine(request.call.reduction),
         )
         self.wake()
 

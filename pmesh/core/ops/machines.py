@@ -49,15 +49,20 @@ def for_ranks(plan: RankPlan, count: int) -> RankPlan:
     return dataclasses.replace(plan, size=count)
 
 
+def of_machine(reduction: str) -> str:
+    """Return how the ranks of one machine reduce: the plan among the machines divides a mean."""
+    return "sum" if reduction == "mean" else reduction
+
+
 @lru_cache(maxsize=16)
-def plan_fold(nbytes: int, size: int) -> Together:
+def plan_fold(nbytes: int, size: int, *, into: int = 1) -> Together:
     """Plan the fold of a machine with at least two ranks, into the result of its second one.
 
     The first one's result can't take it: the plan among the machines writes there while it still
-    reads what it folds. `nbytes` are those of one rank's values.
+    reads what it folds. `nbytes` are those of one rank's values, and `into` is another rank.
     """
     takes = tuple(ValuesAt(rank, 0) for rank in range(size))
-    folds = (Fold(takes, (ValuesAt(1, 0),), nbytes),) if nbytes else ()
+    folds = (Fold(takes, (ValuesAt(into, 0),), nbytes),) if nbytes else ()
     return Together(size, folds, reduces=True, makes_nan_equal=False)
 
 

@@ -60,7 +60,7 @@ class PersistentCall(NamedTuple):
     header: RecordHeader
     """As there; the library writes its op and `completed`."""
     source: memoryview
-    """What an op reads, if its request does not say where that begins."""
+    """The trainer's values, if its request does not say where they begin."""
     arena: memoryview
     """The memory in which it lies otherwise."""
     itemsize: int
@@ -82,9 +82,12 @@ class PersistentCall(NamedTuple):
     lending: Message
     """The same if the trainer keeps the result until it drops the arena; empty if it may not."""
     meeting: "Meeting | None" = None
-    """Where all ranks meet, if they are at this agent; then there are no lanes."""
+    """Where the ranks of this agent meet, if it has several."""
     rank: int = 0
     """As which one it comes there."""
+    folded: "memoryview | None" = None
+    """Where their values are folded, which the plan exchanges over the lanes. Of their first one,
+    if there are ranks elsewhere; those beside it have no lanes."""
 
 
 class Meeting(Protocol):
@@ -182,17 +185,20 @@ class PersistentCalls:
             call: the call.
             first: the memory of any of the results, with room for its own.
         """
-        regions = call.source, first[: call.nbytes], call.scratch
+        source = call.source if call.folded is None else call.folded
+        regions = source, first[: call.nbytes], call.scratch
         values = values_of(call.dtype, call.reduction)
         op = PreparedOp(call.plan, call.lanes, call.header, regions, values=values)
         struct = self._state.calls[place]
         struct.op, struct.request = op.address, _laid_out(call.request)
         struct.reply, struct.lending = _laid_out(call.reply), _laid_out(call.lending)
+        struct.source = address_of(call.source)
         struct.arena, struct.arena_bytes = address_of(call.arena), len(call.arena)
         struct.itemsize = call.itemsize
         struct.says_place, struct.says_step = call.says_place, call.says_step
         struct.meeting = 0 if call.meeting is None else call.meeting.address
         struct.rank = call.rank
+        struct.folded = 0 if call.folded is None else address_of(call.folded)
         self._calls[place : place + 1] = [(call, op)]
         self._state.call_count = len(self._calls)
         self._lanes += [lane for lane in call.lanes if lane not in self._lanes]

@@ -172,7 +172,14 @@ class Meeting:
     """Where the calls of all ranks meet that the library answers (native/meeting.c)."""
 
     def __init__(
-        self, library: ctypes.CDLL, plan: Together, *, dtype: str, reduction: str, shares: bool
+        self,
+        library: ctypes.CDLL,
+        plan: Together,
+        *,
+        dtype: str,
+        reduction: str,
+        shares: bool,
+        has_others: bool,
     ) -> None:
         """Lay out what is done whenever all ranks are there.
 
@@ -182,13 +189,14 @@ class Meeting:
             dtype: as in `slices_of`.
             reduction: likewise.
             shares: whether the result of rank 0 is that of all, and lies where all can read it.
+            has_others: whether rank 0 exchanges it with ranks elsewhere first.
 
         Raises:
             OSError: the system has no memory.
         """
         self._flat = _laid_out(plan)
         op = _combining(self._flat, plan, dtype, reduction)
-        self.address: int = library.pmesh_meeting_new(ctypes.byref(op), shares) or 0
+        self.address: int = library.pmesh_meeting_new(ctypes.byref(op), shares, has_others) or 0
         """Where the library finds it, as long as this object lives."""
         if not self.address:
             raise OSError("the system has no memory for the meeting of ranks")

@@ -15,7 +15,7 @@ def in_python(request: pytest.FixtureRequest, faults: Faults) -> OpsInPython:
     """The numbers of the ops that an agent's Python runs; the library answers the others."""
     faults.limit(persistent, "MOST_WAIT_S", 30.0)  # a busy machine is no late rank
     ops = OpsInPython()
-    ops.together = request.param == "together"
+    ops.where = request.param
 
     async def note(real: Real, rank: LocalRank, request: StartOp, *others: object) -> object:
         ops.append(request.op)

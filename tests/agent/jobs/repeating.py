@@ -21,18 +21,26 @@ SUM = Call("all_reduce", "float32", (COUNT,), "sum")
 AnyCall = Callable[[TrainerClient], Awaitable[object]]
 APART = pytest.mark.parametrize("in_python", ["apart"], indirect=True)
 """For tests of what is only there among machines."""
+MIXED_TOO = pytest.mark.parametrize("in_python", ["apart", "together", "mixed"], indirect=True)
+"""For tests with at least three ranks."""
 
 
 class OpsInPython(list[int]):
     """The numbers of the ops that an agent's Python runs."""
 
-    together = False
-    """Whether all ranks of `repeating` are at one agent."""
+    where = "apart"
+    """Where the ranks of `repeating` are: "apart", each at an agent of its own; "together", at one;
+    or "mixed", all but the last at one."""
+
+    @property
+    def together(self) -> bool:
+        """Whether all are at one agent."""
+        return self.where == "together"
 
     @property
     def before(self) -> int:
         """How many ops `repeating` has run: at one agent, rank 0 may be the last to make room."""
-        return 4 if self.together else 3
+        return 3 if self.where == "apart" else 4
 
 
 @asynccontextmanager
@@ -44,12 +52,14 @@ async def repeating(
     *,
     terms: Terms = ANY,
 ) -> AsyncGenerator[tuple[Village, list[TrainerClient]]]:
-    """So many ranks, each at its machine or all at one: their next call needs no interpreter.
+    """So many ranks, somewhere: their next call needs no interpreter.
 
     No time passes for agents then: heartbeats, which recall the library, would come at once.
     """
-    async with village(clock, 1 if in_python.together else count) as here:
-        machines = here.machines * count if in_python.together else here.machines
+    of_agents = {"apart": [1] * count, "together": [count], "mixed": [count - 1, 1]}
+    each = of_agents[in_python.where]
+    async with village(clock, len(each)) as here:
+        machines = [m for m, ranks in zip(here.machines, each, strict=True) for _ in range(ranks)]
         trainers = await here.job(*machines, terms=terms)
         await repeat(clock, trainers, make or reduces, count=in_python.before - 1)
         in_python.clear()
