@@ -130,6 +130,9 @@ CASES: tuple[Case, ...] = (
         _peers("loopback", f"{ranks} ranks on loopback", ranks, *_LOOPBACK_SIZES)
         for ranks in (2, 4)
     ),
+    Case("loopback-2x2", "2 agents with 2 trainers each on loopback", 4, "peers",
+         (PMESH, GLOO, MLX), per_agent=2, sizes=(4 * KIB, 64 * KIB, MIB, 16 * MIB),
+         in_lab=False),
     *map(_one_agent, (2, 4, 8)),
     *(
         _peers(name, f"{ranks} hosts, {link}", ranks, *sizes, bits_per_s=bits_per_s)
