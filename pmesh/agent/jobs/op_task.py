@@ -303,7 +303,7 @@ async def run_on_network(rank: LocalRank, op: Op, jobs: Jobs) -> None:
         await trio.sleep_forever()
         raise AssertionError("nobody wakes it")
     op.contributors, rendezvous = rank.roster.ids, jobs.rendezvous
-    if op.begun is not None and not is_by_machines(rank, op):
+    if op.begun is not None and not (rank.machines and is_by_machines(rank, op)):
         begun, op.begun = op.begun, None
         await _take_result(rank, op, await begun.finish())
         return

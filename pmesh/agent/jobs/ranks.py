@@ -110,6 +110,8 @@ class LocalRank(RankState[KeptResult]):
         self.machines = _machines_of(roster)
         self.mates = _mates_of(self)
         """The ranks at this agent, this one among them; none if the job has left it out."""
+        self.may_repeat = _may_repeat(self)
+        """Whether the library may answer calls that it makes among these ranks."""
         self._changed: trio.Event | None = None
         """For the tasks that wait for a change, if there are any."""
         self._attempt: trio.CancelScope | None = None
@@ -176,6 +178,7 @@ class LocalRank(RankState[KeptResult]):
         self.only_member = _only_member_of(roster)
         self.machines = _machines_of(roster)
         self.mates = _mates_of(self)
+        self.may_repeat = _may_repeat(self)
         if renumbered:
             self.costs = self.costs.follow(before, roster, ended=self.ledger.ended)
             self._stop_attempt()
@@ -538,6 +541,10 @@ def _mates_of(rank: LocalRank) -> tuple[int, ...]:
     here, trainers = rank.trainer.member, rank.roster.trainers
     ranks = tuple(at for at, trainer in enumerate(trainers) if trainer.member == here)
     return () if rank.rank is None else ranks
+
+
+def _may_repeat(rank: LocalRank) -> bool:
+    return bool(rank.mates) and (len(rank.mates) < rank.size or rank.has_all_here)
 
 
 def _whole(lanes: Mapping[TrainerId, Lane]) -> dict[TrainerId, Lane]:

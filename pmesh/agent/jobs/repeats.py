@@ -495,15 +495,11 @@ class RepeatedCalls:
 
 def _may_repeat(rank: LocalRank, request: StartOp) -> bool:
     """Return whether a call is one that the library may answer, among these ranks."""
-    kind, mates = KINDS[request.call.kind], len(rank.mates)
-    if rank.machines:
-        has_way = request.call.kind in _AMONG_MACHINES
-    else:
-        has_way = rank.has_all_here or mates == 1
+    kind = KINDS[request.call.kind]
     return (
-        has_way
-        and rank.size > 1
-        and 0 < mates <= MOST_TRAINERS
+        rank.may_repeat
+        and len(rank.mates) <= MOST_TRAINERS
+        and (not rank.machines or request.call.kind in _AMONG_MACHINES)
         and kind.barrier
         and kind.row is None
         and request.call.kind != "reduce"

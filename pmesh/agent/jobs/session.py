@@ -419,7 +419,7 @@ class _TrainerSession:
             await self._grants.report_gone()
             await self._grants.grant_output(arena)
         self._failed = not isinstance(reply, OpDone)
-        self._may_repeat = rank.size > 1 and not self._failed
+        self._may_repeat = rank.may_repeat and not self._failed
         self._learns = request if self._may_repeat else None
         syncs = request.call.kind == "sync" or bool(self._syncs)
         if isinstance(reply, OpDone) and syncs != self._syncs:
