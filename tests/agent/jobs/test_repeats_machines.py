@@ -10,13 +10,17 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from pmesh.agent.jobs import repeats
+from pmesh.agent.jobs import repeats, session
+from pmesh.agent.jobs.ranks import LocalRank
 from pmesh.agent.jobs.together import Attempt, Meetings
 from pmesh.core.ops.reductions import Values
 from pmesh.core.values import Terms
 from pmesh.core.wire.calls import Call
+from pmesh.core.wire.session import WantArena
+from pmesh.core.wire.trainer import StartOp
 from pmesh.errors import LaneBroken
-from pmesh.net.lanes import persistent
+from pmesh.ids import TrainerId
+from pmesh.net.lanes import native, persistent
 from pmesh.net.lanes.native import KeptThreads
 from tests.agent.jobs.repeating import (
     COUNT,
@@ -34,6 +38,7 @@ from tests.worlds.trainer import ANY, TrainerClient, together, until
 from tests.worlds.village import Village, village
 from tests.worlds.village_ops import (
     RAISE,
+    machine_of,
     ones,
     ranks_of,
     reduce_all,
@@ -150,25 +155,82 @@ async def test_a_rank_that_comes_late_is_waited_for(
         await is_repeated(clock, in_python, trainers)
 
 
+@pytest.mark.parametrize("who", [0, 1], ids=["first", "beside"])
+@pytest.mark.parametrize("threads", ["one thread", "two threads"])
 async def test_who_waits_for_ranks_elsewhere_can_be_recalled(
-    clock: MockClock, in_python: OpsInPython, faults: Faults
+    clock: MockClock, in_python: OpsInPython, faults: Faults, who: int, threads: str
 ) -> None:
     """V3: the event loop waits until a thread has stopped, and here the op would never end."""
     faults.limit(persistent, "MOST_WAIT_S", math.inf)
-    async with three(clock, in_python) as (here, (first, beside, elsewhere)):
-        op = first.next_op
+    count = COUNT
+    if threads == "two threads":
+        faults.limit(native, "TWO_THREADS_FROM_BYTES", 1)
+        count = 4321  # a plan that no other test has
+
+    async def reduces_many(trainer: TrainerClient) -> Values:
+        return await trainer.reduce(ones(count))
+
+    async with three(clock, in_python, reduces_many) as (here, trainers):
+        op, recalled = trainers[0].next_op, trainers[who].id
 
         async def recall_and_come() -> Values:
             await wait_all_tasks_blocked(0.005)
-            (rank,) = (rank for rank in ranks_of(here) if rank.id == beside.id)
+            (rank,) = (rank for rank in ranks_of(here) if rank.id == recalled)
             rank.recall()
-            return await reduces(elsewhere)
+            return await reduces_many(trainers[2])
 
-        early = [partial(reduces, trainer) for trainer in (first, beside)]
+        early = [partial(reduces_many, trainer) for trainer in trainers[:2]]
         for result in await together(*early, recall_and_come):
+            assert result.tolist() == [3.0] * count
+        assert in_python == [op, op]  # of those who share the agent
+        in_python.clear()
+        await everywhere(trainers, reduces_many)
+        assert in_python == []
+
+
+@pytest.mark.parametrize("who", [0, 1], ids=["first", "beside"])
+async def test_who_calls_in_python_does_not_wait_for_one_whom_the_library_serves(
+    clock: MockClock, in_python: OpsInPython, who: int
+) -> None:
+    """No time passes, so nothing else recalls that one."""
+    async with three(clock, in_python) as (here, trainers):
+        op, recalled = trainers[0].next_op, trainers[who].id
+
+        async def in_python_too() -> Values:
+            await wait_all_tasks_blocked(0.005)
+            (rank,) = (rank for rank in ranks_of(here) if rank.id == recalled)
+            rank.recall()
+            await wait_all_tasks_blocked(0.005)
+            return await reduces(trainers[who])
+
+        calls = [partial(reduces, trainer) for trainer in trainers]
+        calls[who] = partial(in_python_too)
+        for result in await together(*calls):
             assert result.tolist() == [3.0] * COUNT
         assert set(in_python) == {op}
-        assert len(in_python) == 2  # of those who share the agent
+
+
+@pytest.mark.parametrize("who", [0, 1], ids=["first", "beside"])
+async def test_the_library_does_not_wait_for_one_who_has_called_in_python(
+    clock: MockClock, in_python: OpsInPython, who: int
+) -> None:
+    async with three(clock, in_python) as (here, trainers):
+        op, other = trainers[0].next_op, trainers[1 - who]
+
+        async def comes_late() -> Values:
+            await wait_all_tasks_blocked(0.005)
+            await other.ask(WantArena(100))  # after which the library might serve it
+            await wait_all_tasks_blocked(0.005)
+            return await reduces(other)
+
+        for rank in ranks_of(here):
+            rank.recall()
+        await wait_all_tasks_blocked(0.005)
+        calls = [partial(reduces, trainer) for trainer in trainers]
+        calls[1 - who] = partial(comes_late)
+        for result in await together(*calls):
+            assert result.tolist() == [3.0] * COUNT
+        assert in_python == [op] * 3
 
 
 async def test_an_op_that_the_library_has_begun_is_given_up_if_python_can_not_go_on_with_it(
@@ -255,3 +317,52 @@ async def test_a_loss_in_the_middle_of_an_op(
             assert ended == [[2.0] * COUNT] * 2
         assert {trainer.next_op for trainer in left} == {op + 1}
         await is_repeated(clock, in_python, left)
+
+
+@pytest.mark.parametrize("who", [0, 1, 2], ids=["first", "beside", "elsewhere"])
+@pytest.mark.parametrize("held", [0, 1], ids=["holds first", "holds beside"])
+@pytest.mark.parametrize("terms", [RAISE, ANY], ids=["raise", "continue"])
+async def test_a_loss_after_an_op_has_ended_elsewhere(
+    clock: MockClock, in_python: OpsInPython, faults: Faults, *, terms: Terms, held: int, who: int
+) -> None:
+    """I4: of those who share an agent, which can't end it (V8), not all have called it again."""
+    faults.limit(repeats, "TRUST_S", 60.0)  # of a busy machine's time
+    goes_on, ended = trio.Event(), dict[TrainerId, list[float]]()
+
+    async def call(trainer: TrainerClient) -> None:
+        with suppress(trio.ClosedResourceError):
+            ended[trainer.id] = (await reduces(trainer)).tolist()
+
+    async with three(clock, in_python, terms=terms) as (here, trainers):
+        op, held_id, lost = trainers[0].next_op, trainers[held].id, trainers[who]
+
+        async def hold(real: Real, rank: LocalRank, request: StartOp, *others: object) -> object:
+            if rank.id == held_id:
+                await goes_on.wait()
+            return await real(rank, request, *others)
+
+        faults.around(session, "run_op", hold)
+        async with trio.open_nursery() as nursery:
+            for trainer in trainers[:2]:
+                nursery.start_soon(call, trainer)
+            await wait_all_tasks_blocked(0.005)
+            faults.limit(repeats, "TRUST_S", -60.0)
+            machine_of(here, trainers[0]).agent.jobs.vouch()
+            faults.limit(repeats, "TRUST_S", 60.0)
+            await call(trainers[2])
+            assert ended == {trainers[2].id: [3.0] * COUNT}
+            await wait_all_tasks_blocked(0.005)
+            with time_passes(clock):
+                await lost.die()
+                left = [rank for rank in ranks_of(here) if rank.id != lost.id]
+                await until(lambda: all(rank.size == 2 for rank in left))
+            clock.autojump_threshold = 0
+            goes_on.set()
+        others = [trainer for trainer in trainers if trainer is not lost]
+        assert all(ended[trainer.id] == [3.0] * COUNT for trainer in others)
+        assert {trainer.next_op for trainer in others} == {op + 1}
+        if terms == RAISE:
+            errors = [(await t.verdict_of(reduces(t))).error for t in others]
+            assert errors == ["RankLost"] * 2
+        else:
+            await is_repeated(clock, in_python, others)
