@@ -21,8 +21,6 @@ SUM = Call("all_reduce", "float32", (COUNT,), "sum")
 AnyCall = Callable[[TrainerClient], Awaitable[object]]
 APART = pytest.mark.parametrize("in_python", ["apart"], indirect=True)
 """For tests of what is only there among machines."""
-MIXED_TOO = pytest.mark.parametrize("in_python", ["apart", "together", "mixed"], indirect=True)
-"""For tests with at least three ranks."""
 
 
 class OpsInPython(list[int]):
