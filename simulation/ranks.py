@@ -120,7 +120,7 @@ class SimulatedRank(RankState[OpResult | None]):
         for outcome in roster.outcomes:
             if outcome.verdict is not None and outcome.op in self._failed - before:
                 call = self.ends[outcome.op].call
-                self.ends[outcome.op] = End(call, outcome.verdict, outcome.contributors)
+                self.ends[outcome.op] = End(call, outcome.verdict, self.world_after(outcome))
         if renumbered:
             self.tokens = {}
             self._stop_attempt()

@@ -224,7 +224,7 @@ def end_failed(rank: RankState[Any], op: OpState, failure: OpOutcome) -> Failed:
     cause = (rank.late_failure or failure).verdict  # an earlier op's failure is this one's cause
     assert cause is not None  # noqa: S101 - `failure_of` gives only outcomes that have one
     rank.late_failure = None
-    return Failed(cause, consumed, rank.see(failure.contributors))
+    return Failed(cause, consumed, rank.see(rank.world_after(failure)))
 
 
 def report_late(rank: RankState[Any]) -> Failed:

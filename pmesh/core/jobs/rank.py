@@ -279,6 +279,15 @@ class RankState(Generic[R]):
         outcome = self._outcomes.get(op)
         return outcome if outcome is not None and outcome.holders else None
 
+    def world_after(self, failure: OpOutcome) -> tuple[TrainerId, ...]:
+        """Return the ranks of the world after a failed op.
+
+        O5: if a later op has ended elsewhere already, as a broadcast may at its root, it has ended
+        in the world in which all must call it.
+        """
+        later = [o for o in self._outcomes.values() if o.op > failure.op and o.holders]
+        return min(later, key=lambda o: o.op, default=failure).contributors
+
     def start(self, op: OpNumber, call: Call) -> None:
         """Note that the trainer has called the op."""
         self.running = op

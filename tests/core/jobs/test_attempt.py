@@ -73,6 +73,19 @@ def test_what_a_view_has_failed_fails_and_uses_up_its_number() -> None:
     assert rank.ledger.ended == 0
 
 
+@pytest.mark.parametrize(("later", "world"), [((), (ME,)), ((ELSEWHERE,), None)])
+def test_a_failure_changes_no_world_if_a_later_op_has_ended_elsewhere(
+    later: tuple[OpOutcome, ...], world: tuple[object, ...] | None
+) -> None:
+    """O5: it has ended among the ranks of before, so its call must mean the same ranks here."""
+    rank = rank_of()
+    op = call(rank)
+    failure = OpOutcome(ZERO, (ME,), verdict=FAILED)
+    rank.follow(roster(3, failure, *(msgspec.structs.replace(each, op=ONE) for each in later)))
+    told = attempts.end_failed(rank, op, failure)
+    assert (told.world and told.world.trainers) == world
+
+
 def test_a_rank_that_is_left_behind_takes_its_call_back() -> None:
     rank = rank_of()
     op = call(rank)
