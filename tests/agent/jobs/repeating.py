@@ -14,7 +14,7 @@ from pmesh.core.values import Terms
 from pmesh.core.wire.calls import Call
 from tests.worlds.trainer import ANY, TrainerClient, together
 from tests.worlds.village import Village, village
-from tests.worlds.village_ops import ones
+from tests.worlds.village_ops import ones, reduce_all
 
 COUNT = 30
 SUM = Call("all_reduce", "float32", (COUNT,), "sum")
@@ -75,6 +75,18 @@ async def repeat(
     clock.autojump_threshold = math.inf
     await wait_all_tasks_blocked(0.005)
     await everywhere(trainers, make)  # heartbeats have recalled the library
+
+
+async def is_repeated(
+    clock: MockClock, in_python: OpsInPython, trainers: list[TrainerClient]
+) -> None:
+    """The library answers again, with the right results."""
+    await repeat(clock, trainers, reduces, count=in_python.before - 1)
+    in_python.clear()
+    for value in range(3):
+        for result in await reduce_all(trainers, value * ones(COUNT)):
+            assert result.tolist() == [value * len(trainers)] * COUNT
+    assert in_python == []
 
 
 @contextmanager

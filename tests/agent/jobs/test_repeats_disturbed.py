@@ -25,8 +25,8 @@ from tests.agent.jobs.repeating import (
     COUNT,
     OpsInPython,
     everywhere,
+    is_repeated,
     reduces,
-    repeat,
     repeating,
     time_passes,
 )
@@ -46,18 +46,6 @@ from tests.worlds.village_ops import (
 )
 
 BARRIER = Call("barrier", "float32", (0,))
-
-
-async def is_repeated(
-    clock: MockClock, in_python: OpsInPython, trainers: list[TrainerClient]
-) -> None:
-    """The library answers again, with the right results."""
-    await repeat(clock, trainers, reduces, count=in_python.before - 1)
-    in_python.clear()
-    for value in range(3):
-        for result in await reduce_all(trainers, value * ones(COUNT)):
-            assert result.tolist() == [value * len(trainers)] * COUNT
-    assert in_python == []
 
 
 # --- ranks that are late

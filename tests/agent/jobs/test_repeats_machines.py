@@ -28,6 +28,7 @@ from tests.agent.jobs.repeating import (
     AnyCall,
     OpsInPython,
     everywhere,
+    is_repeated,
     reduces,
     repeat,
     repeating,
@@ -60,18 +61,6 @@ async def three(
     async with repeating(clock, in_python, 3, make, terms=terms) as (here, trainers):
         is_alone = {t.id: trainers[0].names.count(t.names[t.rank]) == 1 for t in trainers}
         yield here, sorted(trainers, key=lambda t: (is_alone[t.id], t.rank))
-
-
-async def is_repeated(
-    clock: MockClock, in_python: OpsInPython, trainers: list[TrainerClient]
-) -> None:
-    """The library answers again, with the right results."""
-    await repeat(clock, trainers, reduces, count=in_python.before - 1)
-    in_python.clear()
-    for value in range(3):
-        for result in await reduce_all(trainers, value * ones(COUNT)):
-            assert result.tolist() == [value * len(trainers)] * COUNT
-    assert in_python == []
 
 
 def numbers(rank: int, dtype: str) -> Values:
